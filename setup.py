@@ -1,4 +1,5 @@
-"""Compiles the native kernels with the machine's compiler. Without one forerun installs all the same, on torch."""
+"""Compiles the native kernels with the machine's compiler. Without one forerun installs all the
+same, on torch."""
 
 import os
 import platform
@@ -12,11 +13,28 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 SOURCE = Path(__file__).parent / "forerun" / "kernels" / "native"
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-Wno-psabi"]
-# contraction off: whether a product and a sum are fused must not depend on how many rows a loop was unrolled for
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-Wno-psabi",
+]
+# contraction off: whether a product and a sum are fused must not depend on how many rows a loop was
+# unrolled for
 EXACT = ["-ffp-contract=off"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
+AVX512 = [
+    *AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+]
 VARIANTS = {
     "portable": [],
     "avx2": AVX2,
@@ -24,7 +42,8 @@ VARIANTS = {
     "avx512vnni": AVX512,
     "avx512": [*AVX512, "-mavx512bf16"],
 }
-# for tests on machines that have not got them (by their name in /proc/cpuinfo): what they do, on AVX2
+# for tests on machines that have not got them (by their name in /proc/cpuinfo): what they do, on
+# AVX2
 FLAGS = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512": "avx512_bf16"}
 EMULATORS = Path(__file__).parent / "tests" / "kernels"
 EMULATED = {
@@ -46,7 +65,9 @@ class BuildNative(build_ext):
         extra = os.environ.get("FORERUN_CXXFLAGS", "").split()
         emulate = bool(os.environ.get("FORERUN_EMULATE"))
         has = Path("/proc/cpuinfo").read_text().split() if emulate else []
-        variants = VARIANTS | {n: EMULATED[n] for n, flag in FLAGS.items() if emulate and flag not in has}
+        variants = VARIANTS | {
+            n: EMULATED[n] for n, flag in FLAGS.items() if emulate and flag not in has
+        }
         switches = ["-DEMULATED"] if emulate else []
         if "-mavxvnni" in variants["avxvnni"] and not self._knows_avxvnni(compiler):
             del variants["avxvnni"]
@@ -54,20 +75,28 @@ class BuildNative(build_ext):
         work = Path(self.build_temp)
         work.mkdir(parents=True, exist_ok=True)
         jobs = [
-            (SOURCE / "kernels.cpp", work / f"{name}.o", [*flags, f'-DNAME="{name}"', f"-DVARIANT={name}_variant"])
+            (
+                SOURCE / "kernels.cpp",
+                work / f"{name}.o",
+                [*flags, f'-DNAME="{name}"', f"-DVARIANT={name}_variant"],
+            )
             for name, flags in variants.items()
         ]
         jobs.append((SOURCE / "engine.cpp", work / "engine.o", switches))
         with ThreadPoolExecutor() as threads:
             list(
                 threads.map(
-                    lambda job: self._run([compiler, *COMMON, *EXACT, *extra, *job[2], "-c", job[0], "-o", job[1]]),
+                    lambda job: self._run(
+                        [compiler, *COMMON, *EXACT, *extra, *job[2], "-c", job[0], "-o", job[1]]
+                    ),
                     jobs,
                 )
             )
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._run([compiler, "-shared", "-pthread", *extra, *(job[1] for job in jobs), "-o", target])
+        self._run(
+            [compiler, "-shared", "-pthread", *extra, *(job[1] for job in jobs), "-o", target]
+        )
 
     @staticmethod
     def _knows_avxvnni(compiler: str) -> bool:
@@ -79,7 +108,9 @@ class BuildNative(build_ext):
     @staticmethod
     def _run(command: list[object]) -> None:
         try:
-            subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [str(part) for part in command], check=True, capture_output=True, text=True
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(f"{error}\n{getattr(error, 'stderr', '')}") from error
 

@@ -1,9 +1,11 @@
-"""Four requests as people make them, each answered with speculation and without: the same tokens, how much sooner.
+"""Four requests as people make them, each answered with speculation and without: the same tokens,
+how much sooner.
 
     python examples/demo.py
     python examples/demo.py --model ollama:qwen3:0.6b --draft suffix
 
-Both ways run in turn a few times, since the machine's speed drifts; medians are compared. What finished requests said
+Both ways run in turn a few times, since the machine's speed drifts; medians are compared. What
+finished requests said
 is forgotten before each run: a text must not be drafted from its own repetition.
 """
 
@@ -61,7 +63,12 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "maxLength": 40},
         "city": {"type": "string", "maxLength": 40},
-        "languages": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 3, "maxItems": 3},
+        "languages": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 20},
+            "minItems": 3,
+            "maxItems": 3,
+        },
     },
     "required": ["name", "city", "languages"],
     "additionalProperties": False,
@@ -123,9 +130,13 @@ def decoding_speed(completion: Completion) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a GGUF file, a directory, ollama:NAME or a Hub id")
-    parser.add_argument("--draft", default="auto", help="what drafts, as in forerun generate --help")
+    parser.add_argument(
+        "--draft", default="auto", help="what drafts, as in forerun generate --help"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
@@ -150,10 +161,16 @@ def main() -> None:
             f"{accepted:.2f}", "yes" if same else "[red]NO[/red]",
         )  # fmt: skip
     console.print(table)
-    console.print("tokens a second, plain and with speculation; accepted: tokens per pass of the target, 1 without it")
-    console.print(f"{llm.draft} drafts (drafted and accepted is coloured above); weights {llm.decoder.precision}\n")
+    console.print(
+        "tokens a second, plain and with speculation; accepted: tokens per pass of the target, 1 without it"
+    )
+    console.print(
+        f"{llm.draft} drafts (drafted and accepted is coloured above); weights {llm.decoder.precision}\n"
+    )
     console.print("Chat with it:         .venv/bin/forerun chat")
-    console.print('With your own model:  .venv/bin/forerun generate "Hello" --model FILE.gguf (ollama:NAME, a Hub id)')
+    console.print(
+        'With your own model:  .venv/bin/forerun generate "Hello" --model FILE.gguf (ollama:NAME, a Hub id)'
+    )
     raise SystemExit(0 if same_everywhere else 1)
 
 

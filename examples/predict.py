@@ -1,7 +1,10 @@
-"""Editing a file with its old version as the prediction: how many tokens a pass of the target gives.
+"""Editing a file with its old version as the prediction: how many tokens a pass of the target
+gives.
 
-The default model writes a file. Some lines of it are then changed and the result is the prediction when the same file
-is written again: to the engine, an old version of a file that it is to write anew with a few lines edited.
+The default model writes a file. Some lines of it are then changed and the result is the prediction
+when the same file
+is written again: to the engine, an old version of a file that it is to write anew with a few lines
+edited.
 
     python examples/predict.py [--changed 5] [--depth auto]
 """
@@ -24,7 +27,9 @@ def edited(text: str, changed: int, seed: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--changed", type=int, default=5, help="lines that differ")
     parser.add_argument("--depth", default="auto")
     parser.add_argument("--tokens", type=int, default=1000, help="of the file")
@@ -34,7 +39,9 @@ def main() -> None:
     lengths, ratios = [], []
     for seed in range(options.repeats):
         bias = dict.fromkeys(llm.decoder.config.end_ids, -100.0)
-        params = SamplingParams(temperature=0.7, seed=seed, max_tokens=options.tokens, logit_bias=bias)
+        params = SamplingParams(
+            temperature=0.7, seed=seed, max_tokens=options.tokens, logit_bias=bias
+        )
         plain = llm.generate(PROMPT, params, draft="off")[0]
         llm.forget()
         prediction = edited(plain.text, options.changed, seed)
@@ -46,7 +53,9 @@ def main() -> None:
         print(
             f"{lines} lines, {options.changed} changed: accepted length {lengths[-1]:.2f}, {ratios[-1]:.2f} times plain"
         )
-    print(f"median: accepted length {statistics.median(lengths):.2f}, {statistics.median(ratios):.2f} times plain")
+    print(
+        f"median: accepted length {statistics.median(lengths):.2f}, {statistics.median(ratios):.2f} times plain"
+    )
 
 
 if __name__ == "__main__":

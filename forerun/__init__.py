@@ -1,7 +1,7 @@
 """forerun: lossless speculative decoding. `LLM` is where to begin.
 
-Names are imported when they are first used, so that `import forerun` and `forerun --help` are quick.
-"""
+Names are imported when they are first used, so that `import forerun` and `forerun --help` are
+quick."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.config import Config
     from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError, RequestError
-    from forerun.job import Completion
-    from forerun.llm import LLM, Stream
+    from forerun.llm import LLM, Completion, Stream
     from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
     from forerun.types import Event
@@ -20,7 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CapacityError": "forerun.errors",
-    "Completion": "forerun.job",
+    "Completion": "forerun.llm",
     "Config": "forerun.config",
     "ConfigError": "forerun.errors",
     "Event": "forerun.types",

@@ -1,3 +1,3 @@
-from forerun.cli import main
+from forerun.cli.main import main
 
 main()

@@ -46,7 +46,7 @@ class Interrupted(ForerunError):
     """Ctrl-C, where there is something to say of what is left."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name closest to `name`, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
@@ -54,11 +54,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text with what a file holds, for an error message: in one line that is not too long, and shows what a terminal
-    would obey."""
+    """A text with what a file holds, for an error message: in one line that is not too long, and
+    shows what a terminal would obey."""
     text = " ".join(text.split())
     text = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    )
 
 
 def shown(value: object) -> str:
@@ -66,6 +70,7 @@ def shown(value: object) -> str:
     return one_line(repr(value))
 
 
-def brief(value: object) -> str:
-    """A value of a request, for an error message: what is long is cut in its middle, and not written down before."""
+def shorten(value: object) -> str:
+    """A value of a request, for an error message: what is long is cut in its middle, and not
+    written down before."""
     return _BRIEF.repr(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,97 @@ import torch
 
 from forerun import rng
 from forerun.config import Config
-from forerun.draft.base import Reference
 from forerun.draft.corpus import Index
+from forerun.draft.proposer import Reference, view_of
 from forerun.draft.registry import automatic, make_proposers, with_references
-from forerun.draft.view import view_of
-from forerun.drafts import draft_name, read_draft
-from forerun.engine.depth import Auto
+from forerun.draft_loading import Loader, open_index, share_memory
+from forerun.draft_spec import draft_name, read_draft
+from forerun.engine.cost_store import learned_of
+from forerun.engine.depth import DepthPolicy
 from forerun.engine.engine import Engine
-from forerun.errors import RequestError, StateError, brief
-from forerun.job import Completion, Job
+from forerun.engine.request import Request
+from forerun.engine.stats import RequestStats
+from forerun.errors import RequestError, StateError, shorten
 from forerun.kernels import native
-from forerun.learned import learned_of
 from forerun.load import load_tokenizer, make_runner, pick_device, within_machine
-from forerun.loader import Loader, open_index, share_memory
 from forerun.measure.energy import JoulesClock
-from forerun.models.advice import recommended
+from forerun.models.chat_template import recommended
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
-from forerun.models.text import Message, Tokenizer
-from forerun.native import NativeDecoder
+from forerun.models.tokenizer import Message, Tokenizer
+from forerun.runtime.native import NativeDecoder
 from forerun.sampling.params import DEFAULT, SamplingParams
-from forerun.types import Event
+from forerun.types import Event, PromptLogprobs, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished output.
+
+    Attributes:
+        text: the output as text, without the stop string or end-of-text token; "" without a
+            tokenizer.
+        token_ids: the output's tokens, the one that ended it included.
+        finish_reason: stop (a stop string or token), length (max_tokens or the context), or abort.
+        stats: what it took: steps, drafted, accepted, accepted_length, by_source, seconds.
+        sources: for each token, the proposer whose draft was accepted, or "" for the target's own.
+        logprobs: one entry a token where the parameters asked for them.
+        seed: the seed it was drawn with; the same seed gives the same tokens.
+        prompt_token_ids: the prompt as the model read it.
+        prompt_logprobs: one entry a token of the prompt where the parameters asked for them, None
+            for the first.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: RequestStats
+    sources: list[str]
+    logprobs: list[TokenLogprobs] | None
+    seed: int
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Job:
+    """A request and what has come of it until now."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.inbox: deque[Event] = deque()
+        self.events: list[Event] = []
+        self.done = False
+
+    def receive(self, event: Event) -> None:
+        """The next of its events."""
+        self.inbox.append(event)
+        self.events.append(event)
+        self.done = event.finish_reason is not None
+
+    def check(self) -> None:
+        """Raise what ended this request, if that was not its own end."""
+        if self.request.error:
+            raise self.request.error
+
+    def completion(self) -> Completion:
+        """What there is so far."""
+        request, wants = self.request, self.request.params.logprobs is not None
+        return Completion(
+            text="".join(event.text for event in self.events),
+            token_ids=list(request.output),
+            finish_reason=request.finish_reason or "abort",
+            stats=request.stats,
+            sources=[source for event in self.events for source in event.sources],
+            logprobs=[entry for event in self.events for entry in event.logprobs or ()]
+            if wants
+            else None,
+            seed=request.seed,
+            prompt_token_ids=request.tokens[: request.prompt_length],
+            prompt_logprobs=None
+            if request.params.prompt_logprobs is None
+            else list(request.prompt_logprobs),
+        )
+
 
 WHAT_IS_A_PROMPT = "a prompt is a string, a list of token ids or a list of chat messages"
 CHARACTERS = 16  # of a token, more than any text has on average
@@ -50,8 +121,9 @@ class LLM:
         llm.generate(["def fib(n):"], SamplingParams(temperature=0.8, seed=1))[0].text
         for event in llm.stream("def fib(n):"): print(event.text, end="")
 
-    `recommended` are the sampling parameters that the model's authors set. They hold where a request gives none of its
-    own; `sampling` are those together with forerun's default for the rest.
+    `recommended` are the sampling parameters that the model's authors set. They hold where a
+    request gives none of its own; `sampling` are those together with forerun's default for the
+    rest.
 
     Args:
         model: as in `Config`; None is the default model.
@@ -59,7 +131,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        config = self.config = within_machine(Config.of(model=None if model is None else str(model), **options))
+        config = self.config = within_machine(
+            Config.of(model=None if model is None else str(model), **options)
+        )
         clock = JoulesClock() if config.objective == "energy" else None
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -74,13 +148,21 @@ class LLM:
         instructions = native.instructions() if view.form else ""
         spec = automatic(config.draft, directory, instructions, target.decoder.weight_bits)
         load = Loader(config, directory, tokenizer, target, drafting)
-        proposers = make_proposers(read_draft(spec), load, view, target.cache, config.width, config.draft_threshold)
+        proposers = make_proposers(
+            read_draft(spec), load, view, target.cache, config.width, config.draft_threshold
+        )
         if config.kv_tokens is None:
             share_memory(config, target, proposers.values())
         self.draft = draft_name(spec)
-        policy = Auto(config.objective, config.slo_ms / 1e3)
+        policy = DepthPolicy(config.objective, config.slo_ms / 1e3)
         self.engine = Engine(
-            target, proposers, rule=config.rule, chunk=config.chunk, tokenizer=tokenizer, policy=policy, clock=clock
+            target,
+            proposers,
+            rule=config.rule,
+            chunk=config.chunk,
+            tokenizer=tokenizer,
+            policy=policy,
+            clock=clock,
         )
         decoder = target.decoder
         facts = [
@@ -111,7 +193,8 @@ class LLM:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters of a request that gives none: the authors' values, else forerun's default."""
+        """The sampling parameters of a request that gives none: the authors' values, else forerun's
+        default."""
         return {**DEFAULT, **self.recommended}
 
     def index(self, directory: Path) -> Index:
@@ -131,20 +214,24 @@ class LLM:
         """Complete one prompt or many, all at the same time.
 
         Args:
-            prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}), or a list of those.
-            params: how to choose tokens and when to stop; what is not given is as the model's authors set it, or
-                else forerun's default (temperature 0.8, top_k 40, top_p 0.95, min_p 0.05).
-            draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is the engine's own.
+            prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}),
+                or a list of those.
+            params: how to choose tokens and when to stop; what is not given is as the model's
+                authors set it, or else forerun's default (temperature 0.8, top_k 40, top_p 0.95,
+                min_p 0.05).
+            draft: off, or a proposer of this engine (ngram, suffix, model), for this call; None is
+                the engine's own.
             depth: auto or a number, for this call; None is the engine's own.
-            prediction: what the output will probably be, such as the file before an edit: it is drafted from where the
-                output agrees with it.
+            prediction: what the output will probably be, such as the file before an edit: it is
+                drafted from where the output agrees with it.
             documents: texts the output may quote; drafted from where it does.
 
         Returns:
             `params.n` completions a prompt, in the order of the prompts.
 
         Raises:
-            RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is generated then.
+            RequestError, CapacityError: a prompt or parameters that cannot be served; nothing is
+                generated then.
         """
         params = _checked(params).resolved(self.recommended)
         jobs: list[Job] = []
@@ -171,20 +258,26 @@ class LLM:
         prediction: str | None = None,
         documents: Sequence[str] = (),
     ) -> Stream:
-        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must be 1.
+        """Complete one prompt and give its events as they come. Arguments as for `generate`; n must
+        be 1.
 
-        The request runs while there is a loop over the stream. Leaving the loop pauses it: another loop continues with
-        the next event, and a stream that nobody keeps is dropped.
+        The request runs while there is a loop over the stream. Leaving the loop pauses it: another
+        loop continues with the next event, and a stream that nobody keeps is dropped.
         """
         params = _checked(params).resolved(self.recommended)
         if params.n != 1:
-            raise RequestError(f"stream gives one completion, not n={params.n}: use generate, or several streams")
-        (job,) = self._add(self.tokens(prompt), params, draft, depth, self.references(prediction, documents))
+            raise RequestError(
+                f"stream gives one completion, not n={params.n}: use generate, or several streams"
+            )
+        (job,) = self._add(
+            self.tokens(prompt), params, draft, depth, self.references(prediction, documents)
+        )
         self._pause(job)  # until a loop begins
         return Stream(self, job)
 
     def forget(self) -> None:
-        """Drop what proposers remember of finished requests: for privacy between users, and for fair measurements."""
+        """Drop what proposers remember of finished requests: for privacy between users, and for
+        fair measurements."""
         for proposer in self.engine.proposers.values():
             proposer.forget()
 
@@ -198,7 +291,7 @@ class LLM:
     ) -> list[Job]:
         if not isinstance(draft, str | None):
             raise RequestError(
-                f"draft={brief(draft)} is no draft: give the name of one, such as 'suffix' or 'off'; a proposer of your"
+                f"draft={shorten(draft)} is no draft: give the name of one, such as 'suffix' or 'off'; a proposer of your"
                 " own is put into llm.engine.proposers under its name"
             )
         draft = self.draft if draft in (None, "auto") else draft
@@ -208,22 +301,29 @@ class LLM:
             draft = with_references(draft)
         jobs = []
         for mine in separate(params):
-            job = Job(self.engine.add(tokens, mine, draft=draft, depth=depth, references=references))
+            job = Job(
+                self.engine.add(tokens, mine, draft=draft, depth=depth, references=references)
+            )
             self._jobs[job.request.id] = job
             jobs.append(job)
         return jobs
 
     def references(self, prediction: str | None, documents: Sequence[str]) -> list[Reference]:
-        """A prediction and documents as references, indexed once for any number of prompts. Raises RequestError."""
+        """A prediction and documents as references, indexed once for any number of prompts. Raises
+        RequestError."""
         if not isinstance(prediction, str | None):
-            raise RequestError(f"prediction={brief(prediction)} is no text: give a string")
+            raise RequestError(f"prediction={shorten(prediction)} is no text: give a string")
         if not _is_list(documents) or not all(isinstance(text, str) for text in documents):
-            raise RequestError(f"documents={brief(documents)} is no list of texts: give a list of strings")
+            raise RequestError(
+                f"documents={shorten(documents)} is no list of texts: give a list of strings"
+            )
         texts = [("prediction", prediction)] if prediction else []
         texts += [("document", text) for text in documents if text]
         limit = 4 * self.decoder.context
         if sum(len(text) for _, text in texts) > CHARACTERS * limit:
-            raise RequestError(f"prediction and documents are too long: give at most {limit} tokens in all")
+            raise RequestError(
+                f"prediction and documents are too long: give at most {limit} tokens in all"
+            )
         if not texts:
             return []
         vocab, encode = self.decoder.config.vocab, self._text().encode
@@ -236,16 +336,21 @@ class LLM:
         ]  # fmt: skip
         total = sum(len(reference.tokens) for reference in references)
         if total > limit:
-            raise RequestError(f"prediction and documents have {total} tokens: give at most {limit} in all")
+            raise RequestError(
+                f"prediction and documents have {total} tokens: give at most {limit} in all"
+            )
         for reference in references:
-            _ = reference.index, reference.packed  # made here, so that the engine's steps do not wait for it
+            _ = (
+                reference.index,
+                reference.packed,
+            )  # made here, so that the engine's steps do not wait for it
         return references
 
     def _step(self) -> None:
         """One step of the engine, and its events to their jobs.
 
-        What is raised here, Ctrl-C too, may have cut the step in half: the engine starts over, and every request that
-        was running has an error.
+        What is raised here, Ctrl-C too, may have cut the step in half: the engine starts over, and
+        every request that was running has an error.
         """
         try:
             for event in self.engine.step():
@@ -292,15 +397,17 @@ class LLM:
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this model directory has no tokenizer: give prompts as lists of token ids")
+            raise RequestError(
+                "this model directory has no tokenizer: give prompts as lists of token ids"
+            )
         return self.tokenizer
 
 
 class Stream:
     """The events of one request, each of them once.
 
-    Leaving a loop early pauses the request, and another loop continues it: the tokens are the same as without the
-    pause. `completion` is the output so far.
+    Leaving a loop early pauses the request, and another loop continues it: the tokens are the same
+    as without the pause. `completion` is the output so far.
     """
 
     def __init__(self, llm: LLM, job: Job) -> None:
@@ -308,11 +415,13 @@ class Stream:
         self._stopped, self._ended = False, False
 
     def stop(self) -> None:
-        """End the request: the loop ends with the step in progress. A signal's handler may call this at any moment."""
+        """End the request: the loop ends with the step in progress. A signal's handler may call
+        this at any moment."""
         self._stopped = True
 
     def __iter__(self) -> Iterator[Event]:
-        """Raises RequestError where all events were given before, and whatever ended the request."""
+        """Raises RequestError where all events were given before, and whatever ended the
+        request."""
         llm, job = self._llm, self._job
         job.check()
         if self._ended:
@@ -326,7 +435,9 @@ class Stream:
                     yield job.inbox.popleft()
                 else:
                     job.check()  # the engine may have started over and dropped it
-                    llm._resume(job)  # it is paused before the first step, and when another loop over it was left
+                    llm._resume(
+                        job
+                    )  # it is paused before the first step, and when another loop over it was left
                     llm._step()
             self._ended = True
             job.check()
@@ -363,19 +474,25 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise RequestError(WHAT_IS_A_PROMPT)
     items = list(prompts)
     if not items:
-        raise RequestError("there is no prompt: give a string, token ids or chat messages, or a list of those")
+        raise RequestError(
+            "there is no prompt: give a string, token ids or chat messages, or a list of those"
+        )
     if all(isinstance(item, (int, dict)) for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 
 
 def _is_list(prompt: object) -> bool:
-    """Whether this may be a list of tokens, messages or prompts: bytes are sequences of numbers, but no prompt."""
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray | memoryview)
+    """Whether this may be a list of tokens, messages or prompts: bytes are sequences of numbers,
+    but no prompt."""
+    return isinstance(prompt, Sequence) and not isinstance(
+        prompt, str | bytes | bytearray | memoryview
+    )
 
 
 def _checked(params: object) -> SamplingParams:
-    """Sampling parameters as they were given, or the default ones for None. Raises RequestError for anything else."""
+    """Sampling parameters as they were given, or the default ones for None. Raises RequestError for
+    anything else."""
     if params is None:
         return SamplingParams()
     if isinstance(params, SamplingParams):
@@ -385,4 +502,4 @@ def _checked(params: object) -> SamplingParams:
         advice = "make them with SamplingParams(**params)"
     elif isinstance(params, list | tuple):
         advice = "give one for all prompts, or call generate for each prompt"
-    raise RequestError(f"params={brief(params)} are no SamplingParams: {advice}")
+    raise RequestError(f"params={shorten(params)} are no SamplingParams: {advice}")

@@ -1,8 +1,8 @@
 """Randomness as a function: noise(seed, lane, counter, token), counter-based, no generator objects.
 
-The same arguments give the same noise on any batch, device and day, so plain and speculative decoding draw alike.
-The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`, element i is mix(key + (i + 1) * GOLDEN).
-"""
+The same arguments give the same noise on any batch, device and day, so plain and speculative
+decoding draw alike. The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`,
+element i is mix(key + (i + 1) * GOLDEN)."""
 
 import math
 from enum import IntEnum
@@ -55,7 +55,8 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise of the given tokens in the given streams. int64 [K], int64 [K] -> float64 [K]"""
+    """Standard Gumbel noise of the given tokens in the given streams. int64 [K], int64 [K] ->
+    float64 [K]"""
     x = keys + (tokens + 1) * _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
@@ -82,7 +83,8 @@ def perturb(scores: Tensor, keys: list[int]) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
-    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V] -> int64 [M]
+    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V]
+    -> int64 [M]
 
     Every row needs a finite score.
     """

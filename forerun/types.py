@@ -1,9 +1,10 @@
 """What travels between the parts: drafts, verdicts, forward passes, events.
 
-Structure (tokens, parents, paths) is host data, one object a request, ragged: nothing is padded and nothing
-depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the model's device.
-Letters: N nodes of a draft, T flat tokens of a pass, M flat positions that need logits, V vocabulary, H hidden.
-"""
+Structure (tokens, parents, paths) is host data, one object a request, ragged: nothing is padded and
+nothing depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the
+model's device.
+Letters: N nodes of a draft, T flat tokens of a pass, M flat positions that need logits, V
+vocabulary, H hidden."""
 
 from __future__ import annotations
 
@@ -29,28 +30,31 @@ SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the nativ
 BESIDE = 3  # tokens that a native round thinks of beside each that it says, at most (BESIDE there)
 
 
-States: TypeAlias = "Tensor | np.ndarray"  # hidden states [n, H]; in main memory numpy's, which is sooner there
+States: TypeAlias = (
+    "Tensor | np.ndarray"  # hidden states [n, H]; in main memory numpy's, which is sooner there
+)
 
 
 class Law(IntEnum):
     """How a drafted token was drawn, given everything drafted before it: what its q is."""
 
-    GIVEN = 0  # a function of the context: q is one-hot
+    DETERMINISTIC = 0  # a function of the context: q is one-hot
     SAMPLED = 1  # drawn from probs[parent]
     WITHOUT_REPLACEMENT = 2  # drawn from probs[parent] without its earlier siblings drawn so
 
 
 @dataclass(slots=True)
 class Draft:
-    """One request's draft tree. Node 0 is the root, the last committed token; a parent precedes its children.
+    """One request's draft tree. Node 0 is the root, the last committed token; a parent precedes its
+    children.
 
-    `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V] float64 holds, for
-    node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn from; None when all are GIVEN.
-    `match` says of copied tokens how many before them agreed with the text, 0 where nothing was copied; `sure` of each
-    node but the root, where it is known, the sixteenth that the probability falls into which its drafter gave it,
-    16 higher for those that stand beside its first choice, and `chances` how likely it is to stand with all before it,
-    where nodes come in that order.
-    """
+    `parents[0]` is -1; siblings stand in the order in which they were chosen. `probs` [N, V]
+    float64 holds, for node i, the law its SAMPLED or WITHOUT_REPLACEMENT children were really drawn
+    from; None when all are GIVEN. `match` says of copied tokens how many before them agreed with
+    the text, 0 where nothing was copied; `sure` of each node but the root, where it is known, the
+    sixteenth that the probability falls into which its drafter gave it, 16 higher for those that
+    stand beside its first choice, and `chances` how likely it is to stand with all before it, where
+    nodes come in that order."""
 
     tokens: list[int]
     parents: list[int]
@@ -64,29 +68,38 @@ class Draft:
     @classmethod
     def root(cls, token: int) -> Draft:
         """The tree of a request that does not speculate."""
-        return cls([token], [-1], [""], [Law.GIVEN])
+        return cls([token], [-1], [""], [Law.DETERMINISTIC])
 
     @classmethod
     def chain(cls, root: int, tokens: list[int], source: str, match: int = 0) -> Draft:
         """A deterministic continuation of the root."""
         n = len(tokens)
-        return cls([root, *tokens], list(range(-1, n)), ["", *[source] * n], [Law.GIVEN] * (n + 1), match=match)
+        return cls(
+            [root, *tokens],
+            list(range(-1, n)),
+            ["", *[source] * n],
+            [Law.DETERMINISTIC] * (n + 1),
+            match=match,
+        )
 
     def first(self, count: int) -> Draft:
-        """The root and the `count` nodes behind it, of a chain or of a draft whose tokens are GIVEN."""
+        """The root and the `count` nodes behind it, of a chain or of a draft whose tokens are
+        GIVEN."""
         end = count + 1
         parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.laws[:end]
         probs = None if self.probs is None else self.probs[:end]
-        return Draft(*parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count])
+        return Draft(
+            *parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count]
+        )
 
     def behind(self, node: int) -> Draft:
         """What stands behind a node of a chain, of which that is the root then."""
         count = len(self) - node
         probs = None if self.probs is None else self.probs[node:]
-        sources, laws = ["", *self.sources[node + 1 :]], [Law.GIVEN, *self.laws[node + 1 :]]
+        sources, laws = ["", *self.sources[node + 1 :]], [Law.DETERMINISTIC, *self.laws[node + 1 :]]
         return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, laws, probs)
 
-    def add(self, token: int, parent: int, source: str, law: Law = Law.GIVEN) -> int:
+    def add(self, token: int, parent: int, source: str, law: Law = Law.DETERMINISTIC) -> int:
         """Append a node below `parent`; returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)
@@ -134,9 +147,9 @@ class Draft:
 class Verdict:
     """What a rule decided about one draft.
 
-    `path` is the nodes kept, root first; `tokens` is the accepted tokens (those of path[1:]) followed by exactly one
-    drawn from the target. So len(tokens) == len(path), which is also the number of KV rows that survive.
-    """
+    `path` is the nodes kept, root first; `tokens` is the accepted tokens (those of path[1:])
+    followed by exactly one drawn from the target. So len(tokens) == len(path), which is also the
+    number of KV rows that survive."""
 
     tokens: list[int]
     path: list[int]
@@ -144,10 +157,11 @@ class Verdict:
 
 @dataclass(slots=True)
 class Forward:
-    """What one pass of the model gives: logits [M, V] of the wanted positions, features {boundary: [T, H]}.
+    """What one pass of the model gives: logits [M, V] of the wanted positions, features {boundary:
+    [T, H]}.
 
-    Boundary i is the hidden state that enters layer i; boundary `layers` is what the last layer left.
-    """
+    Boundary i is the hidden state that enters layer i; boundary `layers` is what the last layer
+    left."""
 
     logits: Tensor
     features: dict[int, Tensor] = field(default_factory=dict)
@@ -155,8 +169,9 @@ class Forward:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities the target gave at one position, before any sampling parameter. `rank` is the place of
-    the token among all by probability, 1 for the likeliest; it is worked out for tokens of a prompt only."""
+    """Natural-log probabilities the target gave at one position, before any sampling parameter.
+    `rank` is the place of the token among all by probability, 1 for the likeliest; it is worked out
+    for tokens of a prompt only."""
 
     token_id: int
     logprob: float
@@ -164,19 +179,22 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-PromptLogprobs: TypeAlias = "list[TokenLogprobs | None]"  # an entry for each token of a prompt; None for the first
+PromptLogprobs: TypeAlias = (
+    "list[TokenLogprobs | None]"  # an entry for each token of a prompt; None for the first
+)
 
 
 @dataclass(slots=True)
 class Round:
-    """One step of one request, kept for whoever wants to watch: what was drafted and what became of it.
+    """One step of one request, kept for whoever wants to watch: what was drafted and what became of
+    it.
 
-    `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any sampling parameter)
-    and `noises[i]` the noise of that token under the coupled rules; the last entry of both is the bonus token's.
-    `drafted[i]` is the probability its drafter gave that token, None where it was not drawn; the server keeps that
-    alone of `draft.probs`, which are as large as the vocabulary. `depth` is how deep it was allowed to be, `rate` the
-    acceptance the depth policy expected. Seconds are those of the whole step.
-    """
+    `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any
+    sampling parameter) and `noises[i]` the noise of that token under the coupled rules; the last
+    entry of both is the bonus token's. `drafted[i]` is the probability its drafter gave that token,
+    None where it was not drawn; the server keeps that alone of `draft.probs`, which are as large as
+    the vocabulary. `depth` is how deep it was allowed to be, `rate` the acceptance the depth policy
+    expected. Seconds are those of the whole step."""
 
     step: int
     draft: Draft
@@ -194,10 +212,10 @@ class Round:
 class Event:
     """New tokens of one request, as they leave the engine.
 
-    `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is the target's own
-    draw; `pieces[i]` is the text it made printable (none while a character or a stop string is unfinished).
-    `finish_reason` is None until the last event ("stop", "length", "abort"); `error` is what ended this request and no
-    other.
+    `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is
+    the target's own draw; `pieces[i]` is the text it made printable (none while a character or a
+    stop string is unfinished). `finish_reason` is None until the last event ("stop", "length",
+    "abort"); `error` is what ended this request and no other.
     """
 
     request_id: int
@@ -208,7 +226,9 @@ class Event:
     finish_reason: str | None = None
     error: ForerunError | None = None
     round: Round | None = None  # where the request asked to be traced
-    prompt_logprobs: PromptLogprobs | None = None  # in the first event, where the request asked for them
+    prompt_logprobs: PromptLogprobs | None = (
+        None  # in the first event, where the request asked for them
+    )
 
     @property
     def text(self) -> str:

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Attack a server of this machine with all that strangers may send, while innocent clients stream from it.
+"""Attack a server of this machine with all that strangers may send, while innocent clients stream
+from it.
 
-    python scripts/attack.py                               # starts a server with the default model, 60 s
-    python scripts/attack.py --each --seconds 9            # one kind of attack after the other, 9 s each
-    python scripts/attack.py --model DIR --only "long prompt" --only "hung body" --seconds 30
-    python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
+    python scripts/attack.py                               # starts a server with the default model,
+    60 s python scripts/attack.py --each --seconds 9            # one kind of attack after the
+    other, 9 s each python scripts/attack.py --model DIR --only "long prompt" --only "hung body"
+    --seconds 30 python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
 
-The innocents ask for the same text again and again: alone, beside honest clients with ordinary questions (as many as
-there will be attackers, unless --honest says otherwise), and under the attack. Printed are how long the innocents
-waited between tokens, at worst and in the median, how long /health took at worst, the memory of the server (beside it
-the KV cache, which takes what --kv-tokens allows page by page as prompts come, from whomever), and how it ended. Exit
-code 1 where a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long as beside
-honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a server that SIGTERM does not
-end in its time.
+The innocents ask for the same text again and again: alone, beside honest clients with ordinary
+questions (as many as there will be attackers, unless --honest says otherwise), and under the
+attack. Printed are how long the innocents waited between tokens, at worst and in the median, how
+long /health took at worst, the memory of the server (beside it the KV cache, which takes what
+--kv-tokens allows page by page as prompts come, from whomever), and how it ended. Exit code 1 where
+a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long as
+beside honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a
+server that SIGTERM does not end in its time.
 """
 
 from __future__ import annotations
@@ -40,15 +42,38 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from attack_corpus import BEHAVIOURS, CHAT, COMPLETIONS, NAMES, REQUESTS, Wire, begun, posted, strike
+from attack_corpus import (
+    BEHAVIOURS,
+    CHAT,
+    COMPLETIONS,
+    NAMES,
+    REQUESTS,
+    Wire,
+    begun,
+    posted,
+    strike,
+)
 
-SHUTDOWN, GRACE = 5.0, 10.0  # seconds that the server gives running requests, and that its own end may take
+SHUTDOWN, GRACE = (
+    5.0,
+    10.0,
+)  # seconds that the server gives running requests, and that its own end may take
 REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
 LOGGED = 2000  # lines of its log, of all phases
 ROOM = 100  # MiB that it may have more at the end than at the beginning
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
-ASKED = {"prompt": PROMPT, "max_tokens": 64, "seed": 7, "temperature": 0.8, "ignore_eos": True, "stream": True}
-HONEST = {"messages": [{"role": "user", "content": "Describe the sea in a few sentences. " * 8}], "max_tokens": 64}
+ASKED = {
+    "prompt": PROMPT,
+    "max_tokens": 64,
+    "seed": 7,
+    "temperature": 0.8,
+    "ignore_eos": True,
+    "stream": True,
+}
+HONEST = {
+    "messages": [{"role": "user", "content": "Describe the sea in a few sentences. " * 8}],
+    "max_tokens": 64,
+}
 
 
 Over = Callable[[], bool]  # whether it is time to stop
@@ -136,7 +161,9 @@ class Innocents:
             now, (choice,) = time.monotonic(), json.loads(line[6:])["choices"]
             text += choice["text"]
             if last:
-                waits.between += [(now - last) / len(choice["token_ids"])] * len(choice["token_ids"])
+                waits.between += [(now - last) / len(choice["token_ids"])] * len(
+                    choice["token_ids"]
+                )
             last = now
         writer.close()
         waits.texts[text] += 1
@@ -145,8 +172,11 @@ class Innocents:
 # ------------------------------------------------------------ others, in processes of their own
 
 
-async def attacker(wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]) -> None:
-    """The corpus in random order, again and again: requests, and beside them what holds connections."""
+async def attacker(
+    wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]
+) -> None:
+    """The corpus in random order, again and again: requests, and beside them what holds
+    connections."""
     rng = random.Random(number)
 
     async def all_of(names: list[str]) -> None:
@@ -164,7 +194,9 @@ async def attacker(wire: Wire, number: int, options: argparse.Namespace, over: O
     await asyncio.gather(all_of(held), all_of([name for name in options.only if name in REQUESTS]))
 
 
-async def honest(wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]) -> None:
+async def honest(
+    wire: Wire, number: int, options: argparse.Namespace, over: Over, said: Counter[str]
+) -> None:
     """Ordinary questions, one after the other."""
     while not over():
         said[f"honest: {await wire.ask(*posted(CHAT, HONEST))}"] += 1
@@ -185,8 +217,11 @@ def others(work: Any, host: str, port: int, options: argparse.Namespace, pipe: C
 
 
 @contextmanager
-def beside(work: Any, server: Server, options: argparse.Namespace) -> Iterator[tuple[Counter[str], Over]]:
-    """Others at the same time; at the end it is known what was said to them. Until then: whether they have done."""
+def beside(
+    work: Any, server: Server, options: argparse.Namespace
+) -> Iterator[tuple[Counter[str], Over]]:
+    """Others at the same time; at the end it is known what was said to them. Until then: whether
+    they have done."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=others, args=(work, server.host, server.port, options, theirs))
@@ -216,7 +251,8 @@ def is_here(host: str) -> bool:
 
 
 class Server:
-    """A server process: started here, or one that runs already. `peak` is the most memory that was seen."""
+    """A server process: started here, or one that runs already. `peak` is the most memory that was
+    seen."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -226,15 +262,32 @@ class Server:
         url = options.url or self._start(options)
         parts = urlsplit(url)
         if not is_here(parts.hostname or ""):
-            raise SystemExit(f"{url} is not of this machine: attack only what is yours, on 127.0.0.1")
+            raise SystemExit(
+                f"{url} is not of this machine: attack only what is yours, on 127.0.0.1"
+            )
         self.host, self.port = str(parts.hostname), parts.port or 80
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _start(self, options: argparse.Namespace) -> str:
-        command = [sys.executable, "-m", "forerun", "serve", "--port", "0", "--shutdown-timeout", f"{SHUTDOWN:g}"]
+        command = [
+            sys.executable,
+            "-m",
+            "forerun",
+            "serve",
+            "--port",
+            "0",
+            "--shutdown-timeout",
+            f"{SHUTDOWN:g}",
+        ]
         command += [*(["--model", options.model] if options.model else []), *options.serve.split()]
         if options.descriptors:
-            command = ["bash", "-c", f'ulimit -n {options.descriptors}; exec "$@"', "bash", *command]
+            command = [
+                "bash",
+                "-c",
+                f'ulimit -n {options.descriptors}; exec "$@"',
+                "bash",
+                *command,
+            ]
         self.process = subprocess.Popen(command, stderr=self.log)
         self.pid = self.process.pid
         while self.process.poll() is None:
@@ -248,13 +301,17 @@ class Server:
         return Path(self.log.name).read_text()
 
     def memory(self, kind: str = "RssAnon") -> float:
-        """MiB of its process and of those that it has started: RssAnon is what they took for themselves, RssShmem the
-        KV cache."""
+        """MiB of its process and of those that it has started: RssAnon is what they took for
+        themselves, RssShmem the KV cache."""
         found, left = 0.0, [self.pid] if self.pid else []
         while left:
             folder = Path(f"/proc/{left.pop()}")
             with suppress(OSError):
-                left += [int(child) for task in folder.glob("task/*/children") for child in task.read_text().split()]
+                left += [
+                    int(child)
+                    for task in folder.glob("task/*/children")
+                    for child in task.read_text().split()
+                ]
                 status = re.search(rf"{kind}:\s+(\d+)", (folder / "status").read_text())
                 found += int(status[1]) / 1024 if status else 0
         return round(found, 1)
@@ -272,7 +329,8 @@ class Server:
         return self.memory()
 
     def end(self, options: argparse.Namespace) -> float | None:
-        """Seconds that SIGTERM took while others hold on to it; None if it did not end, or is not ours."""
+        """Seconds that SIGTERM took while others hold on to it; None if it did not end, or is not
+        ours."""
         if self.process is None:
             return None
         with beside(attacker, self, options):
@@ -301,7 +359,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     server = Server(options)
     try:
         time.sleep(REST)
-        Innocents(server.host, server.port, options.innocents).watch(within(options.seconds / 30))  # first calls
+        Innocents(server.host, server.port, options.innocents).watch(
+            within(options.seconds / 30)
+        )  # first calls
         if not options.each:
             return measure(server, options, last=True)
         kinds: dict[str, Any] = {}
@@ -317,8 +377,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def row(report: dict[str, Any]) -> str:
     """Sum up one kind of attack in a line."""
-    slow, usual, memory = report["under attack"], report["beside honest clients"], report["memory_mib"]
-    ratio = slow["median_ms"] / usual["median_ms"] if usual["median_ms"] and slow["median_ms"] else 0.0
+    slow, usual, memory = (
+        report["under attack"],
+        report["beside honest clients"],
+        report["memory_mib"],
+    )
+    ratio = (
+        slow["median_ms"] / usual["median_ms"] if usual["median_ms"] and slow["median_ms"] else 0.0
+    )
     return (
         f"tokens {slow['median_ms']} ms, {ratio:.2f} times as slow; /health {slow['worst_health_ms']} ms;"
         f" memory {memory['before']} to {memory['after']} MiB"
@@ -326,7 +392,8 @@ def row(report: dict[str, Any]) -> str:
 
 
 def measure(server: Server, options: argparse.Namespace, last: bool) -> dict[str, Any]:
-    """Run the phases with the attacks of `options.only` together, and end the server after the `last` run."""
+    """Run the phases with the attacks of `options.only` together, and end the server after the
+    `last` run."""
     innocents = Innocents(server.host, server.port, options.innocents)
     alone = innocents.watch(within(options.seconds / 3))
     with beside(honest, server, options) as (served, done):
@@ -338,29 +405,43 @@ def measure(server: Server, options: argparse.Namespace, last: bool) -> dict[str
     alive = innocents.watch(within(options.seconds / 30))
     ended = server.end(options) if last else None
     server.watched = not last
-    phases = {"alone": alone, "beside honest clients": crowded, "under attack": attacked, "afterwards": alive}
+    phases = {
+        "alone": alone,
+        "beside honest clients": crowded,
+        "under attack": attacked,
+        "afterwards": alive,
+    }
     report: dict[str, Any] = {name: waits.report() for name, waits in phases.items()}
     report["memory_mib"] = {"before": before, "most": server.peak, "after": after, "kv": kv}
-    report |= {"shutdown_seconds": ended, "attacks": dict(sorted(heard.items())), "honest": dict(served)}
+    report |= {
+        "shutdown_seconds": ended,
+        "attacks": dict(sorted(heard.items())),
+        "honest": dict(served),
+    }
     report["tracebacks"] = server.logged().count("Traceback")
     report["log_lines"] = server.logged().count("\n")
     return report | {"failed": failures(report, phases, server, last)}
 
 
-def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server, last: bool) -> list[str]:
+def failures(
+    report: dict[str, Any], phases: dict[str, Waits], server: Server, last: bool
+) -> list[str]:
     """Which promises are broken."""
     failed, texts = [], set().union(*(waits.texts for waits in phases.values()))
     if len(texts) != 1:
         failed.append(f"{len(texts)} texts where all must be the same")
         for name, waits in phases.items():
             failed += [
-                f"{name}, {count} times: {len(text)} characters, {text[-60:]!r}" for text, count in waits.texts.items()
+                f"{name}, {count} times: {len(text)} characters, {text[-60:]!r}"
+                for text, count in waits.texts.items()
             ]
     for name, waits in phases.items():
         failed += [f"{name}, {count} times: {what}" for what, count in waits.failures.items()]
         if not waits.texts:
             failed.append(f"{name}: no text came to its end")
-    failed += [f"{what} ({count} times)" for what, count in report["attacks"].items() if ": 500" in what]
+    failed += [
+        f"{what} ({count} times)" for what, count in report["attacks"].items() if ": 500" in what
+    ]
     slow, usual = report["under attack"], report["beside honest clients"]["median_ms"]
     if usual and slow["median_ms"] and slow["median_ms"] > 2 * usual:
         failed.append(f"tokens every {slow['median_ms']} ms, beside honest clients {usual}")
@@ -371,7 +452,11 @@ def failures(report: dict[str, Any], phases: dict[str, Waits], server: Server, l
         failed.append(f"memory is {memory['after']} MiB and was {memory['before']}")
     if report["log_lines"] > LOGGED:
         failed.append(f"the log has {report['log_lines']} lines")
-    if last and server.process is not None and (report["shutdown_seconds"] or 1e9) > SHUTDOWN + GRACE:
+    if (
+        last
+        and server.process is not None
+        and (report["shutdown_seconds"] or 1e9) > SHUTDOWN + GRACE
+    ):
         failed.append(f"SIGTERM did not end it within {SHUTDOWN + GRACE:g} s")
     return failed
 
@@ -384,28 +469,55 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         if name in ("attacks", "failed"):
             yield f"{name}:"
             yield from (
-                f"  {item}" for item in (value if name == "failed" else [f"{v:>4} {k}" for k, v in value.items()])
+                f"  {item}"
+                for item in (
+                    value if name == "failed" else [f"{v:>4} {k}" for k, v in value.items()]
+                )
             )
         else:
             yield f"{name:<24}{value}"
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="", help="a server that runs already, on this machine (default: start one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--url", default="", help="a server that runs already, on this machine (default: start one)"
+    )
     parser.add_argument("--pid", type=int, help="its process, to watch its memory")
     parser.add_argument("--model", default="", help="what to serve (default: the default model)")
-    parser.add_argument("--serve", default="", help='more for forerun serve, such as "--max-connections 64"')
-    parser.add_argument("--descriptors", type=int, default=0, help="files that the server may have open (ulimit -n)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the three phases together (default: 60)")
-    parser.add_argument("--innocents", type=int, default=2, help="clients that are watched (default: 2)")
-    parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time (default: 4)")
+    parser.add_argument(
+        "--serve", default="", help='more for forerun serve, such as "--max-connections 64"'
+    )
+    parser.add_argument(
+        "--descriptors", type=int, default=0, help="files that the server may have open (ulimit -n)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of the three phases together (default: 60)"
+    )
+    parser.add_argument(
+        "--innocents", type=int, default=2, help="clients that are watched (default: 2)"
+    )
+    parser.add_argument(
+        "--attackers", type=int, default=4, help="attacks at the same time (default: 4)"
+    )
     parser.add_argument("--honest", type=int, help="honest clients (default: as many as attackers)")
-    parser.add_argument("--patience", type=float, default=15.0, help="seconds an attack may hang on (default: 15)")
-    parser.add_argument("--scale", type=float, default=1.0, help="size of what is large (default: 1)")
-    parser.add_argument("--once", action="store_true", help="each attack once, however long it takes")
-    parser.add_argument("--each", action="store_true", help="one kind after the other, each for --seconds")
-    parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--patience", type=float, default=15.0, help="seconds an attack may hang on (default: 15)"
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="size of what is large (default: 1)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="each attack once, however long it takes"
+    )
+    parser.add_argument(
+        "--each", action="store_true", help="one kind after the other, each for --seconds"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
     options.honest = options.honest or options.attackers

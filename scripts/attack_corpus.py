@@ -1,7 +1,7 @@
 """What strangers may send: requests that are malformed, extreme or never end, each by its name.
 
-`REQUESTS` are bodies, made when their turn comes; `BEHAVIOURS` are ways to use a connection. `scale` makes what is
-large smaller, for tests.
+`REQUESTS` are bodies, made when their turn comes; `BEHAVIOURS` are ways to use a connection.
+`scale` makes what is large smaller, for tests.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ def many(count: float, scale: float) -> int:
 def form(kind: str, value: Any) -> Made:
     """A completion in the form of a grammar."""
     named = {"name": "x", "schema": value} if kind == "json_schema" else value
-    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 32, "response_format": {"type": kind, kind: named}})
+    return posted(
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 32, "response_format": {"type": kind, kind: named}},
+    )
 
 
 def grown(kind: str, value: Any) -> Made:
-    """A long and unlikely completion in the form of a grammar whose matching takes more and more."""
+    """A long and unlikely completion in the form of a grammar whose matching takes more and
+    more."""
     more = {"temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 400, "n": 4}
-    return posted(COMPLETIONS, {"prompt": "x", **more, "response_format": {"type": kind, kind: value}})
+    return posted(
+        COMPLETIONS, {"prompt": "x", **more, "response_format": {"type": kind, kind: value}}
+    )
 
 
 def terminals(count: int) -> str:
@@ -57,7 +63,9 @@ def metadata(scale: float) -> Made:
 
 def stops(scale: float) -> Made:
     texts = ["\n" * many(950_000, scale) + str(i) for i in range(4)]
-    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stop": texts})
+    return posted(
+        COMPLETIONS, {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stop": texts}
+    )
 
 
 def stop_ids(scale: float) -> Made:
@@ -78,16 +86,25 @@ def nested(scale: float) -> Made:
 def schema_of_schemas(scale: float) -> Made:
     value: Any = {"type": "string"}
     for _ in range(many(300, scale)):
-        value = {"type": "object", "properties": {"a": value, "b": {"$ref": "#"}}, "required": ["a"]}
+        value = {
+            "type": "object",
+            "properties": {"a": value, "b": {"$ref": "#"}},
+            "required": ["a"],
+        }
     return form("json_schema", value)
 
 
 def tools(scale: float) -> Made:
     given = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}}}
+        {
+            "type": "function",
+            "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}},
+        }
         for i in range(many(20_000, scale))
     ]
-    return posted(CHAT, {"messages": HELLO, "max_tokens": 4, "tools": given, "tool_choice": "required"})
+    return posted(
+        CHAT, {"messages": HELLO, "max_tokens": 4, "tools": given, "tool_choice": "required"}
+    )
 
 
 def noise(rng: random.Random) -> Made:
@@ -104,20 +121,40 @@ def noise(rng: random.Random) -> Made:
     )  # fmt: skip
     body = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 6))}
     base: dict[str, Any] = rng.choice([{"prompt": "x"}, {"messages": HELLO}])
-    path = rng.choice([COMPLETIONS, CHAT, "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize", "/api/chat"])
+    path = rng.choice(
+        [
+            COMPLETIONS,
+            CHAT,
+            "/v1/responses",
+            "/v1/embeddings",
+            "/tokenize",
+            "/detokenize",
+            "/api/chat",
+        ]
+    )
     return posted(path, base | body)
 
 
 ENDLESS_LARK = 'start: %json {"type": "integer", "\\u006dultipleOf": 123456789}'
 REQUESTS: dict[str, Callable[[float], Made]] = {
-    "long prompt": lambda s: posted(COMPLETIONS, {"prompt": "a b c d " * many(1_000_000, s), "max_tokens": 1}),
-    "long chat": lambda s: posted(CHAT, {"messages": [{"role": "user", "content": "a b c d " * many(1_000_000, s)}]}),
+    "long prompt": lambda s: posted(
+        COMPLETIONS, {"prompt": "a b c d " * many(1_000_000, s), "max_tokens": 1}
+    ),
+    "long chat": lambda s: posted(
+        CHAT, {"messages": [{"role": "user", "content": "a b c d " * many(1_000_000, s)}]}
+    ),
     "long tokenize": lambda s: posted("/tokenize", {"prompt": "a b c d " * many(1_000_000, s)}),
     "one long word": lambda s: posted("/tokenize", {"prompt": "a" * many(8_000_000, s)}),
-    "long embedding": lambda s: posted("/v1/embeddings", {"input": "a b c d " * many(1_000_000, s)}),
-    "long generate": lambda s: posted("/api/generate", {"prompt": "a b c d " * many(1_000_000, s), "raw": True}),
+    "long embedding": lambda s: posted(
+        "/v1/embeddings", {"input": "a b c d " * many(1_000_000, s)}
+    ),
+    "long generate": lambda s: posted(
+        "/api/generate", {"prompt": "a b c d " * many(1_000_000, s), "raw": True}
+    ),
     "many embeddings": lambda s: posted("/v1/embeddings", {"input": ["x"] * many(1_900_000, s)}),
-    "many prompts": lambda s: posted(COMPLETIONS, {"prompt": ["x"] * many(1_900_000, s), "max_tokens": 1}),
+    "many prompts": lambda s: posted(
+        COMPLETIONS, {"prompt": ["x"] * many(1_900_000, s), "max_tokens": 1}
+    ),
     "many ids": lambda s: posted("/detokenize", {"tokens": [9] * many(3_900_000, s)}),
     "many messages": messages,
     "many messages to tokenize": lambda s: ("/tokenize", messages(s)[1]),
@@ -127,37 +164,72 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
     "documents": documents,
     "tools": tools,
     "logit bias": lambda s: posted(
-        COMPLETIONS, {"prompt": "x", "max_tokens": 4, "logit_bias": {str(i): 1 for i in range(many(500_000, s))}}
+        COMPLETIONS,
+        {
+            "prompt": "x",
+            "max_tokens": 4,
+            "logit_bias": {str(i): 1 for i in range(many(500_000, s))},
+        },
     ),
     "lark with an escaped multipleOf": lambda s: form("grammar", ENDLESS_LARK),
-    "schema with a multipleOf": lambda s: form("json_schema", {"type": "integer", "multipleOf": 123456789}),
+    "schema with a multipleOf": lambda s: form(
+        "json_schema", {"type": "integer", "multipleOf": 123456789}
+    ),
     "nested schema": schema_of_schemas,
     "large regex": lambda s: form("regex", f"(a{{{many(1000, s)}}}){{{many(1000, s)}}}"),
     "a lexer that grows": lambda s: grown("regex", r"(.|\n)*[aeiou](.|\n){30}x"),
-    "an ambiguous grammar": lambda s: grown("grammar", 'start: s\ns: s s | s s s | "a" | /[a-z ]/ | /[a-z]+/'),
+    "an ambiguous grammar": lambda s: grown(
+        "grammar", 'start: s\ns: s s | s s s | "a" | /[a-z ]/ | /[a-z]+/'
+    ),
     "a grammar of many terminals": lambda s: grown("grammar", terminals(300)),
     "long choice": lambda s: form("choice", [f"{i:07}" for i in range(many(700_000, s))]),
     "template arguments": lambda s: posted(
-        CHAT, {"messages": HELLO, "max_tokens": 1, "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)}}
+        CHAT,
+        {
+            "messages": HELLO,
+            "max_tokens": 1,
+            "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)},
+        },
     ),
-    "most completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "max_tokens": many(64, s), "n": 64}),
+    "most completions": lambda s: posted(
+        COMPLETIONS, {"prompt": "x", "max_tokens": many(64, s), "n": 64}
+    ),
     "an echo, many times": lambda s: posted(
         COMPLETIONS, {"prompt": [9] * many(2000, s), "echo": True, "n": 256, "max_tokens": 1}
     ),
     "echoes of many prompts": lambda s: posted(
-        COMPLETIONS, {"prompt": ["a b c d " * many(200, s)] * 64, "echo": True, "n": 4, "max_tokens": 1}
+        COMPLETIONS,
+        {"prompt": ["a b c d " * many(200, s)] * 64, "echo": True, "n": 4, "max_tokens": 1},
     ),
     "an echo with log-probabilities": lambda s: posted(
-        COMPLETIONS, {"prompt": [9] * many(2000, s), "echo": True, "logprobs": 20, "n": 16, "max_tokens": 0}
+        COMPLETIONS,
+        {"prompt": [9] * many(2000, s), "echo": True, "logprobs": 20, "n": 16, "max_tokens": 0},
     ),
     "log-probabilities": lambda s: posted(
-        CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "n": 64, "max_tokens": many(2000, s)}
+        CHAT,
+        {
+            "messages": HELLO,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "n": 64,
+            "max_tokens": many(2000, s),
+        },
     ),
-    "embeddings of short texts": lambda s: posted("/v1/embeddings", {"input": ["x"] * many(2048, s)}),
+    "embeddings of short texts": lambda s: posted(
+        "/v1/embeddings", {"input": ["x"] * many(2048, s)}
+    ),
     "too many completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "n": 10**9}),
-    "a seed of 4,299 digits": lambda s: (COMPLETIONS, b'{"prompt":"x","seed":' + b"9" * 4299 + b"}"),
-    "a number of many digits": lambda s: (COMPLETIONS, b'{"prompt":"x","top_p":0.' + b"9" * many(7_000_000, s) + b"}"),
-    "unknown fields": lambda s: posted(COMPLETIONS, {"prompt": "x"} | {f"z{i}": i for i in range(many(400_000, s))}),
+    "a seed of 4,299 digits": lambda s: (
+        COMPLETIONS,
+        b'{"prompt":"x","seed":' + b"9" * 4299 + b"}",
+    ),
+    "a number of many digits": lambda s: (
+        COMPLETIONS,
+        b'{"prompt":"x","top_p":0.' + b"9" * many(7_000_000, s) + b"}",
+    ),
+    "unknown fields": lambda s: posted(
+        COMPLETIONS, {"prompt": "x"} | {f"z{i}": i for i in range(many(400_000, s))}
+    ),
     "nested lists": nested,
     "no JSON": lambda s: (CHAT, b'{"messages": [{"role"'),
     "no text": lambda s: (CHAT, bytes(range(256)) * many(10_000, s)),
@@ -171,10 +243,14 @@ class Wire:
     def __init__(self, host: str, port: int, patience: float) -> None:
         self.host, self.port, self.patience = host, port, patience
 
-    async def ask(self, path: str, body: bytes, kind: str = "application/json", name: str = "") -> str:
+    async def ask(
+        self, path: str, body: bytes, kind: str = "application/json", name: str = ""
+    ) -> str:
         """Send a request and read all of its answer; returns the status, or what became of it."""
         head = f"POST {path} HTTP/1.1\r\nHost: {name or f'{self.host}:{self.port}'}\r\nContent-Type: {kind}\r\n"
-        return await self.say(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        return await self.say(
+            f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
 
     async def say(self, *pieces: bytes, pause: float = 0.0, read: bool = True) -> str:
         """Send bytes, with pauses between the pieces; returns the status of what is answered."""
@@ -223,7 +299,9 @@ async def slow_headers(wire: Wire, scale: float) -> str:
 
 async def many_connections(wire: Wire, scale: float) -> str:
     """Connections that say nothing."""
-    said = await asyncio.gather(*(wire.say(b"", pause=3 * scale, read=False) for _ in range(many(700, scale))))
+    said = await asyncio.gather(
+        *(wire.say(b"", pause=3 * scale, read=False) for _ in range(many(700, scale)))
+    )
     return said[0]
 
 
@@ -239,12 +317,16 @@ async def slow_reader(wire: Wire, scale: float) -> str:
         "trace": True,
     }
     path, content = posted(COMPLETIONS, body)
-    return await wire.say(begun(path, len(content)) + content, b"", pause=wire.patience * 0.9, read=False)
+    return await wire.say(
+        begun(path, len(content)) + content, b"", pause=wire.patience * 0.9, read=False
+    )
 
 
 async def killed(wire: Wire, scale: float) -> str:
     """Streams that are left as soon as they have begun."""
-    path, content = posted(COMPLETIONS, {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True})
+    path, content = posted(
+        COMPLETIONS, {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    )
     said = begun(path, len(content)) + content
     return (await asyncio.gather(*(wire.say(said, pause=0.05, read=False) for _ in range(20))))[0]
 
@@ -256,7 +338,9 @@ async def rebound(wire: Wire, scale: float) -> str:
 
 async def unseen_post(wire: Wire, scale: float) -> str:
     """What a page elsewhere may send unasked."""
-    return await wire.ask("/api/generate", b'{"prompt": "x"}', kind="text/plain\r\nOrigin: https://a.example")
+    return await wire.ask(
+        "/api/generate", b'{"prompt": "x"}', kind="text/plain\r\nOrigin: https://a.example"
+    )
 
 
 async def random_bytes(wire: Wire, scale: float) -> str:
@@ -266,7 +350,9 @@ async def random_bytes(wire: Wire, scale: float) -> str:
 
 async def header_flood(wire: Wire, scale: float) -> str:
     """Headers without end."""
-    return await wire.say(b"GET / HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Header: y\r\n" * 1000] * many(500, scale))
+    return await wire.say(
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Header: y\r\n" * 1000] * many(500, scale)
+    )
 
 
 KEYED = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -280,7 +366,9 @@ def in_chunks(content: bytes, key: str) -> bytes:
 
 async def tiny_chunks(wire: Wire, scale: float) -> str:
     """A body of 43,000 chunks of one byte."""
-    content = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * many(43_000, scale)}).encode()
+    content = json.dumps(
+        {"prompt": "x", "max_tokens": 1, "user": "x" * many(43_000, scale)}
+    ).encode()
     return await wire.say(in_chunks(content, "none"))
 
 
@@ -299,28 +387,51 @@ async def many_headers(wire: Wire, scale: float) -> str:
 
 async def most_headers(wire: Wire, scale: float) -> str:
     """As many and as long headers as are taken, on many connections at once."""
-    said = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a: %s\r\n" % (b"b" * 150) * 90 + b"\r\n"
+    said = (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        + b"a: %s\r\n" % (b"b" * 150) * 90
+        + b"\r\n"
+    )
     return max(await asyncio.gather(*(wire.say(said) for _ in range(many(200, scale)))))
 
 
 async def unread_answers(wire: Wire, scale: float) -> str:
     """Two hundred streams with all that can be in them, of which nothing is read."""
-    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "logprobs": 20, "stream": True, "trace": True}
+    body = {
+        "prompt": "x",
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "logprobs": 20,
+        "stream": True,
+        "trace": True,
+    }
     path, content = posted(COMPLETIONS, body)
     said, pause = begun(path, len(content)) + content, wire.patience * 0.9
-    return max(await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(many(200, scale)))))
+    return max(
+        await asyncio.gather(
+            *(wire.say(said, pause=pause, read=False) for _ in range(many(200, scale)))
+        )
+    )
 
 
 async def unread_whole_answers(wire: Wire, scale: float) -> str:
     """Large answers in one piece, of which nothing is read."""
     path, content = posted("/v1/embeddings", {"input": ["x"] * many(200, scale)})
     said, pause = begun(path, len(content)) + content, wire.patience * 0.9
-    return max(await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(many(60, scale)))))
+    return max(
+        await asyncio.gather(
+            *(wire.say(said, pause=pause, read=False) for _ in range(many(60, scale)))
+        )
+    )
 
 
 async def descriptors(wire: Wire, scale: float) -> str:
-    """Half-sent requests on more connections than there are descriptors, and a grammar beside them."""
-    half = [wire.say(b"POST / HTTP/1.1\r\nContent-Le", b"", pause=scale, read=False) for _ in range(many(1500, scale))]
+    """Half-sent requests on more connections than there are descriptors, and a grammar beside
+    them."""
+    half = [
+        wire.say(b"POST / HTTP/1.1\r\nContent-Le", b"", pause=scale, read=False)
+        for _ in range(many(1500, scale))
+    ]
     number = random.randrange(10**6)
     asked = wire.ask(*form("regex", f"[a-z]{{4}}{number}"))
     return (await asyncio.gather(asked, *half))[0]
@@ -347,7 +458,9 @@ async def two_lengths(wire: Wire, scale: float) -> str:
 async def pipeline(wire: Wire, scale: float) -> str:
     """Many requests at once on one connection, whose answers are not read."""
     return await wire.say(
-        b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * many(1000, scale), pause=1.0 * scale, read=False
+        b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * many(1000, scale),
+        pause=1.0 * scale,
+        read=False,
     )
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Each draft at its best setting, by category: a table in Markdown of what `forerun bench sweep --out` wrote.
+"""Each draft at its best setting, by category: a table in Markdown of what `forerun bench sweep
+--out` wrote.
 
 python scripts/best_settings.py lines.jsonl...
 """
@@ -12,7 +13,16 @@ from typing import Any
 
 from forerun.bench.report.lines import read_lines
 
-HEADS = "draft", "category", "temperature", "depth", "times plain (95 %)", "tokens a pass", "drafting, ms", "a pass, ms"
+HEADS = (
+    "draft",
+    "category",
+    "temperature",
+    "depth",
+    "times plain (95 %)",
+    "tokens a pass",
+    "drafting, ms",
+    "a pass, ms",
+)
 
 
 def cells(result: dict[str, Any]) -> list[str]:
@@ -28,7 +38,10 @@ def main() -> None:
     best: dict[tuple[str, str, float], dict[str, Any]] = {}
     for result in read_lines([Path(path) for path in sys.argv[1:]])["results"]:
         key = result["draft"], result["category"], result["temperature"]
-        if result["draft"] != "off" and result["times_plain"] > best.get(key, {"times_plain": 0})["times_plain"]:
+        if (
+            result["draft"] != "off"
+            and result["times_plain"] > best.get(key, {"times_plain": 0})["times_plain"]
+        ):
             best[key] = result
     for row in (HEADS, ["---"] * len(HEADS), *(cells(best[key]) for key in best)):
         print("| " + " | ".join(row) + " |")

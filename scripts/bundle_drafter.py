@@ -1,4 +1,5 @@
-"""Put a head that was trained here among those that come with forerun: its weights in int8, its card beside them.
+"""Put a head that was trained here among those that come with forerun: its weights in int8, its
+card beside them.
 
 python scripts/bundle_drafter.py DIRECTORY [MODEL]
 """
@@ -12,9 +13,9 @@ from pathlib import Path
 import torch
 
 from forerun import LLM
-from forerun.draft.bundled import BUNDLED
-from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.view import view_of
+from forerun.draft.eagle.module import load_head, save_head
+from forerun.draft.proposer import view_of
+from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
 
 

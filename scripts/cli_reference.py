@@ -1,4 +1,5 @@
-"""The pages of the documentation that are made from something else: the command line's reference, and the changelog.
+"""The pages of the documentation that are made from something else: the command line's reference,
+and the changelog.
 
     python scripts/cli_reference.py     # the reference, on stdout
 
@@ -15,7 +16,7 @@ from typing import Any
 import typer.main
 from rich.text import Text
 
-from forerun.cli import app
+from forerun.cli.main import app
 
 CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 BEGINNING = """# Command line
@@ -57,7 +58,11 @@ def _section(command: Any, path: str) -> list[str]:
     """Usage, help, examples and flags of one verb."""
     context = command.context_class(command, info_name=path)
     usage = command.get_usage(context).removeprefix("Usage: ").strip()
-    examples = [part for line in _plain(command.epilog or "").splitlines() for part in line.split("        ")]
+    examples = [
+        part
+        for line in _plain(command.epilog or "").splitlines()
+        for part in line.split("        ")
+    ]
     lines = ["```", usage, "```", "", _escaped(command.help or ""), ""]
     if any(examples):
         lines += ["For example:", "", "```", *filter(None, examples), "```", ""]
@@ -74,11 +79,19 @@ def _panel(parameter: Any) -> str:
 
 def _flags(panel: str, records: list[tuple[str, str]]) -> list[str]:
     """The flags of one panel of the help; what many verbs share is folded away."""
-    entries = [f"<dt><code>{html.escape(names)}</code></dt><dd>{_escaped(text)}</dd>" for names, text in records]
+    entries = [
+        f"<dt><code>{html.escape(names)}</code></dt><dd>{_escaped(text)}</dd>"
+        for names, text in records
+    ]
     flags = ["<dl>", *entries, "</dl>"]
     if panel in ("Arguments", "Options"):
         return [f"**{panel}**", "", *flags, ""]
-    return [f'<details class="note"><summary>{panel}: {len(records)} flags</summary>', *flags, "</details>", ""]
+    return [
+        f'<details class="note"><summary>{panel}: {len(records)} flags</summary>',
+        *flags,
+        "</details>",
+        "",
+    ]
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Compositions of the drafts of one engine, in turn on the same prompts, beside plain decoding: they share models and
-moments, where `forerun bench sweep` loads each by itself.
+"""Compositions of the drafts of one engine, in turn on the same prompts, beside plain decoding:
+they share models and moments, where `forerun bench sweep` loads each by itself.
 
-    python scripts/compare_drafts.py --model trio/target --prompts trio/prompts.json --draft model:trio/middle \\
+    python scripts/compare_drafts.py --model trio/target --prompts trio/prompts.json --draft
+    model:trio/middle \\
       --draft model:trio/draft --drafts model 'model#2>model' --depth 4
 """
 
@@ -18,10 +19,16 @@ from forerun.measure.workloads import builtin, read_tasks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model")
-    parser.add_argument("--draft", action="append", required=True, help="what the engine has; may be repeated")
-    parser.add_argument("--drafts", nargs="+", required=True, help="what to compare, by the engine's names")
+    parser.add_argument(
+        "--draft", action="append", required=True, help="what the engine has; may be repeated"
+    )
+    parser.add_argument(
+        "--drafts", nargs="+", required=True, help="what to compare, by the engine's names"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--prompts", type=Path)
@@ -32,7 +39,13 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2, help="of each category")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    llm = LLM(args.model, draft=args.draft, dtype=args.dtype, quantization=args.quantization, kv_tokens=8192)
+    llm = LLM(
+        args.model,
+        draft=args.draft,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kv_tokens=8192,
+    )
     tasks = read_tasks(args.prompts) if args.prompts else builtin()
     for category in dict.fromkeys(task.category for task in tasks):
         if args.prompts or category in args.categories.split(","):
@@ -41,7 +54,9 @@ def main() -> None:
 
 
 def compare(llm: LLM, category: str, prompts: list[object], args: argparse.Namespace) -> None:
-    params = SamplingParams.pure(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
+    params = SamplingParams.pure(
+        max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True
+    )
     speeds: dict[str, list[float]] = {draft: [] for draft in ("off", *args.drafts)}
     lengths, drafting = dict.fromkeys(speeds, 0.0), dict.fromkeys(speeds, 0.0)
     texts = {}

@@ -1,11 +1,13 @@
-"""How near the native kernels are to a file's dequantised weights, and how much of that rounding activations explains.
+"""How near the native kernels are to a file's dequantised weights, and how much of that rounding
+activations explains.
 
-    L=/usr/share/common-licenses; python scripts/gguf_accuracy.py $L/GPL-3 $L/Artistic docs/exactness.md
+    L=/usr/share/common-licenses; python scripts/gguf_accuracy.py $L/GPL-3 $L/Artistic
+    docs/exactness.md
 
-For the first 3,500 characters of each text: perplexity and root mean square difference of the logits (over that of the
-logits) against the dequantised weights in float32, of the default model as stored, and of those float32 weights with
-the inputs of every layer rounded to 8 bits in groups of 64.
-"""
+For the first 3,500 characters of each text: perplexity and root mean square difference of the
+logits (over that of the logits) against the dequantised weights in float32, of the default model as
+stored, and of those float32 weights with the inputs of every layer rounded to 8 bits in groups of
+64."""
 
 import math
 import sys
@@ -20,8 +22,8 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 
 CONTEXT, CHARACTERS, GROUP = 2048, 3500, 64
 exact_linear = reference.linear
@@ -38,7 +40,9 @@ def logits(decoder: Decoder | NativeDecoder, ids: list[int]) -> Tensor:
     """Of every position. float64 [N, V]"""
     runner = Runner(decoder, tokens=len(ids) + 64, page=16, slots=1)
     runner.cache.pages.grow(0, len(ids))
-    return runner.forward([Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))]).logits.double()
+    return runner.forward(
+        [Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))]
+    ).logits.double()
 
 
 def main() -> None:
@@ -60,7 +64,9 @@ def main() -> None:
         for what, said in found.items():
             more = torch.nn.functional.cross_entropy(said[:-1], torch.tensor(ids[1:])) - base
             off = (said - truth).norm() / truth.norm()
-            print(f"{name} ({len(ids)} tokens), {what}: perplexity {math.expm1(more):+.2%}, logits off by {off:.2%}")
+            print(
+                f"{name} ({len(ids)} tokens), {what}: perplexity {math.expm1(more):+.2%}, logits off by {off:.2%}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""What finding the passages that fit a prompt is worth to a text that quotes its documents, without a model.
+"""What finding the passages that fit a prompt is worth to a text that quotes its documents, without
+a model.
 
     forerun index DIRECTORY --out INDEX               # of Python sources
     python scripts/grounding.py INDEX DIRECTORY
 
-Functions of the sources are the answers, some of their tokens replaced at random, and a prompt has the first five lines
+Functions of the sources are the answers, some of their tokens replaced at random, and a prompt has
+the first five lines
 of each: tokens a pass at depth 6, from the whole index alone and with the passages that fit.
 """
 
@@ -19,18 +21,19 @@ from itertools import takewhile
 from pathlib import Path
 
 from forerun.draft.corpus import Index
-from forerun.draft.ground import ground
-from forerun.draft.retrieval import _Shelf
+from forerun.draft.retrieval import _Shelf, ground
 from forerun.load import load_tokenizer
 from forerun.models.hub import find_model
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 
 DEPTH, FUNCTIONS, LONGEST, LINES = 6, 40, 160, 5
 Texts = Sequence[tuple[list[int], list[int]]]  # of each function its prompt and its tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("index", type=Path)
     parser.add_argument("sources", type=Path)
     asked = parser.parse_args()
@@ -41,7 +44,9 @@ def main() -> None:
     for rate in (0.0, 0.05, 0.15):
         answers = replaced(texts, rate, len(segments[0].starts) - 1)
         without, found = (play(answers, shelf, with_passages) for with_passages in (False, True))
-        print(f"{rate:.0%} of the tokens replaced: {without:.2f} tokens a pass, with passages {found:.2f}")
+        print(
+            f"{rate:.0%} of the tokens replaced: {without:.2f} tokens a pass, with passages {found:.2f}"
+        )
 
 
 def functions(sources: Path, tokenizer: Tokenizer) -> Texts:
@@ -50,16 +55,24 @@ def functions(sources: Path, tokenizer: Tokenizer) -> Texts:
     for path in sorted(sources.rglob("*.py")):
         with suppress(SyntaxError, UnicodeDecodeError, ValueError):
             text = path.read_text(encoding="utf-8")
-            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+            nodes = [
+                node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+            ]
             lines = text.splitlines()
-            found += [lines[n.lineno - 1 : n.end_lineno] for n in nodes if 12 <= (n.end_lineno or 0) - n.lineno <= 40]
+            found += [
+                lines[n.lineno - 1 : n.end_lineno]
+                for n in nodes
+                if 12 <= (n.end_lineno or 0) - n.lineno <= 40
+            ]
     random.Random(1).shuffle(found)
 
     def prompt(lines: list[str]) -> list[int]:
         asked = "Write this function with small changes:\n\n" + "\n".join(lines[:LINES])
         return tokenizer.chat([{"role": "user", "content": asked}])
 
-    return [(prompt(lines), tokenizer.encode("\n".join(lines))[:LONGEST]) for lines in found[:FUNCTIONS]]
+    return [
+        (prompt(lines), tokenizer.encode("\n".join(lines))[:LONGEST]) for lines in found[:FUNCTIONS]
+    ]
 
 
 def replaced(texts: Texts, rate: float, vocab: int) -> Texts:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What Python takes of a step: all of a step's time that is no native call, with a draft and without.
+"""What Python takes of a step: all of a step's time that is no native call, with a draft and
+without.
 
     python scripts/host_share.py --requests 32        # of the default model, --draft auto
 
-Requests run at once at temperature 0.8, with the draft and without in turn: medians over the steps in which all of them
-are at work.
+Requests run at once at temperature 0.8, with the draft and without in turn: medians over the steps
+in which all of them are at work.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Timed:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--tokens", type=int, default=96)
@@ -58,7 +61,9 @@ def main() -> None:
             print(f"{draft}: Python takes {host:.2f} ms of a step of {whole:.1f} ms", flush=True)
 
 
-def run(llm: LLM, library: Timed, draft: str, seed: int, requests: int, tokens: int) -> list[tuple[float, float]]:
+def run(
+    llm: LLM, library: Timed, draft: str, seed: int, requests: int, tokens: int
+) -> list[tuple[float, float]]:
     """Seconds of Python, and of all, of each step with all requests at work."""
     found: list[tuple[float, float]] = []
     step = Engine.step
@@ -71,7 +76,10 @@ def run(llm: LLM, library: Timed, draft: str, seed: int, requests: int, tokens: 
             found.append((whole - (library.seconds - native_before), whole))
         return events
 
-    prompts = [[{"role": "user", "content": f"Tell me a story about animal number {i}."}] for i in range(requests)]
+    prompts = [
+        [{"role": "user", "content": f"Tell me a story about animal number {i}."}]
+        for i in range(requests)
+    ]
     params = SamplingParams.pure(max_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
     Engine.step = timed  # type: ignore[method-assign]
     try:

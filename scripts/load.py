@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Load a running server with many streams, clients that vanish among them, and check that it stays exact and whole.
+"""Load a running server with many streams, clients that vanish among them, and check that it stays
+exact and whole.
 
     forerun serve --port 8000 &
     python scripts/load.py http://127.0.0.1:8000 --streams 64 --seconds 300 --pid $!
 
-Checked: fixed probes give the same token ids alone, under load and afterwards, with speculation and without; every
-stream that is read to its end has a finish reason, [DONE] and as many tokens as its usage says; no error but 429;
-afterwards nothing runs, nothing waits and no page is held; memory does not grow. Exit code 1 where one of these fails.
-"""
+Checked: fixed probes give the same token ids alone, under load and afterwards, with speculation and
+without; every stream that is read to its end has a finish reason, [DONE] and as many tokens as its
+usage says; no error but 429; afterwards nothing runs, nothing waits and no page is held; memory
+does not grow. Exit code 1 where one of these fails."""
 
 from __future__ import annotations
 
@@ -61,23 +62,43 @@ class Tally:
 
 
 def probes() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Fixed requests by name; those whose names are alike up to the dot must give the same tokens."""
+    """Fixed requests by name; those whose names are alike up to the dot must give the same
+    tokens."""
     warm, plain = {"temperature": 0.8, "seed": 11}, {"speculative": False}
     chat = {"messages": [{"role": "user", "content": "Add two points."}], "max_tokens": 48, **warm}
-    long = {"prompt": TEXTS[1] + TEXTS[2], "max_tokens": 64, "temperature": 1.1, "seed": 5, "top_p": 0.9}
+    long = {
+        "prompt": TEXTS[1] + TEXTS[2],
+        "max_tokens": 64,
+        "temperature": 1.1,
+        "seed": 5,
+        "top_p": 0.9,
+    }
     bodies = {
         "greedy.draft": {"prompt": TEXTS[0], "max_tokens": 64, "temperature": 0},
         "greedy.plain": {"prompt": TEXTS[0], "max_tokens": 64, "temperature": 0, **plain},
         "warm.draft": {"prompt": TEXTS[3][:150], "max_tokens": 48, **warm},
-        "warm.deep": {"prompt": TEXTS[3][:150], "max_tokens": 48, **warm, "speculative": {"depth": 8}},
-        "warm.documents": {"prompt": TEXTS[3][:150], "max_tokens": 48, **warm, "documents": [TEXTS[3]]},
+        "warm.deep": {
+            "prompt": TEXTS[3][:150],
+            "max_tokens": 48,
+            **warm,
+            "speculative": {"depth": 8},
+        },
+        "warm.documents": {
+            "prompt": TEXTS[3][:150],
+            "max_tokens": 48,
+            **warm,
+            "documents": [TEXTS[3]],
+        },
         "warm.plain": {"prompt": TEXTS[3][:150], "max_tokens": 48, **warm, **plain},
         "long.draft": long,
         "long.plain": long | plain,
         "chat.predicted": chat | {"prediction": {"type": "content", "content": TEXTS[1]}},
         "chat.plain": chat | plain,
     }
-    paths = {name: "/v1/chat/completions" if name.startswith("chat") else "/v1/completions" for name in bodies}
+    paths = {
+        name: "/v1/chat/completions" if name.startswith("chat") else "/v1/completions"
+        for name in bodies
+    }
     return {name: (paths[name], body | {"return_token_ids": True}) for name, body in bodies.items()}
 
 
@@ -122,7 +143,11 @@ class Load:
         """Load the server; returns what went wrong, nothing if all is well."""
         async with self.client:
             alone = await self._probe_all()
-            failed = [f"{name}: not the tokens of {alike(name, alone)}" for name in alone if alike(name, alone)]
+            failed = [
+                f"{name}: not the tokens of {alike(name, alone)}"
+                for name in alone
+                if alike(name, alone)
+            ]
             await self._sample()
             self.begun = time.monotonic()
             self.end = self.begun + self.options.seconds
@@ -189,7 +214,9 @@ class Load:
             self.tally.between += [(now - last) / tokens] * tokens
         return now
 
-    def _check_end(self, done: bool, reason: str | None, used: dict[str, Any] | None, count: int) -> None:
+    def _check_end(
+        self, done: bool, reason: str | None, used: dict[str, Any] | None, count: int
+    ) -> None:
         self.tally.finished += 1
         if not done:
             self.tally.errors["no [DONE]"] += 1
@@ -208,16 +235,22 @@ class Load:
             if response.status_code == 200:
                 return list(response.json()["choices"][0]["token_ids"])
             if response.status_code != 429:
-                raise SystemExit(f"a probe was answered {response.status_code}: {response.text[:300]}")
+                raise SystemExit(
+                    f"a probe was answered {response.status_code}: {response.text[:300]}"
+                )
             await asyncio.sleep(0.5)
 
     async def _probe_on(self, alone: dict[str, list[int]]) -> None:
         """Probes again and again under load."""
         while time.monotonic() < self.end:
             for name, (path, body) in probes().items():
-                self._compare({name: alone[name]}, {name: await self._probe(path, body)}, "under load")
+                self._compare(
+                    {name: alone[name]}, {name: await self._probe(path, body)}, "under load"
+                )
 
-    def _compare(self, expected: dict[str, list[int]], got: dict[str, list[int]], when: str) -> None:
+    def _compare(
+        self, expected: dict[str, list[int]], got: dict[str, list[int]], when: str
+    ) -> None:
         self.tally.probes += len(got)
         self.tally.wrong += [f"{name} {when}" for name in got if got[name] != expected[name]]
 
@@ -254,7 +287,9 @@ class Load:
     def _failures(self) -> list[str]:
         """What the figures say against the server."""
         tally, samples = self.tally, self.tally.samples
-        failed = [f"{count} times: {kind}" for kind, count in tally.errors.items() if kind != "status 429"]
+        failed = [
+            f"{count} times: {kind}" for kind, count in tally.errors.items() if kind != "status 429"
+        ]
         failed += [f"other tokens: {what}" for what in sorted(set(tally.wrong))]
         if samples[-1][GAUGES[3]] != samples[0][GAUGES[3]]:
             failed.append("the engine started over")
@@ -311,7 +346,11 @@ def growth(samples: Sequence[dict[str, float]], name: str, seconds: float) -> fl
 
 def percentiles(values: Sequence[float], which: Sequence[int]) -> dict[str, float]:
     """Percentiles in milliseconds."""
-    cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values, *[0.0] * 99][:1] * 99
+    cuts = (
+        quantiles(values, n=100, method="inclusive")
+        if len(values) > 1
+        else [*values, *[0.0] * 99][:1] * 99
+    )
     return {f"p{p}": round(1e3 * cuts[p - 1], 2) for p in which}
 
 
@@ -321,17 +360,32 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         if name != "samples":
             yield f"{name:<18}{value}"
     for sample in report["samples"]:
-        yield "  " + "  ".join(f"{name.removeprefix('forerun_')} {value:g}" for name, value in sample.items())
+        yield "  " + "  ".join(
+            f"{name.removeprefix('forerun_')} {value:g}" for name, value in sample.items()
+        )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="where the server is, such as http://127.0.0.1:8000")
-    parser.add_argument("--streams", type=int, default=64, help="clients at the same time (default: 64)")
+    parser.add_argument(
+        "--streams", type=int, default=64, help="clients at the same time (default: 64)"
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="how long (default: 300)")
-    parser.add_argument("--vanish", type=float, default=0.33, help="share that closes mid-stream (default: 0.33)")
-    parser.add_argument("--pid", type=int, help="the server's process, to watch its memory and open files")
-    parser.add_argument("--growth", type=float, default=64.0, help="most MiB it may grow after minute 1 (default: 64)")
+    parser.add_argument(
+        "--vanish", type=float, default=0.33, help="share that closes mid-stream (default: 0.33)"
+    )
+    parser.add_argument(
+        "--pid", type=int, help="the server's process, to watch its memory and open files"
+    )
+    parser.add_argument(
+        "--growth",
+        type=float,
+        default=64.0,
+        help="most MiB it may grow after minute 1 (default: 64)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random requests")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()

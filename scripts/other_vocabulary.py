@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What another vocabulary costs a draft model: one small model taught twice by the default model's own texts, in the
-default model's tokens and in those of a tokenizer that was made for these texts, and how much of each is accepted.
+"""What another vocabulary costs a draft model: one small model taught twice by the default model's
+own texts, in the default model's tokens and in those of a tokenizer that was made for these texts,
+and how much of each is accepted.
 
-    python scripts/other_vocabulary.py --out twins   # writes texts, teaches both, measures: an hour on 2 cores
-    python scripts/other_vocabulary.py --out twins   # measures again
+    python scripts/other_vocabulary.py --out twins   # writes texts, teaches both, measures: an hour
+    on 2 cores python scripts/other_vocabulary.py --out twins   # measures again
 
-Both begin as the same layers of the default model; a token that the default model does not have begins as the mean of
-those that it is written in there.
+Both begin as the same layers of the default model; a token that the default model does not have
+begins as the mean of those that it is written in there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import nn
 from forerun import LLM, SamplingParams
 from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import find_model
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.train.prune import prune
 from forerun.train.topics import TOPICS
 
@@ -47,7 +48,10 @@ def questions(count: int) -> list[list[dict[str, str]]]:
     random.Random(1).shuffle(pairs)
     roles = "system", "user"
     pairs = pairs[:HELD_OUT] + list(islice(cycle(pairs[HELD_OUT:]), count - HELD_OUT))
-    return [[{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)] for pair in pairs]
+    return [
+        [{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)]
+        for pair in pairs
+    ]
 
 
 def written(count: int, place: Path, spelled: tokenizers.Tokenizer) -> list[str]:
@@ -58,9 +62,13 @@ def written(count: int, place: Path, spelled: tokenizers.Tokenizer) -> list[str]
     found = []
     for at in range(0, count, 16):
         some = llm.generate(
-            questions(count)[at : at + 16], SamplingParams.pure(max_tokens=160, temperature=0.8, seed=at)
+            questions(count)[at : at + 16],
+            SamplingParams.pure(max_tokens=160, temperature=0.8, seed=at),
         )
-        found += [spelled.decode([*c.prompt_token_ids, *c.token_ids], skip_special_tokens=False) for c in some]
+        found += [
+            spelled.decode([*c.prompt_token_ids, *c.token_ids], skip_special_tokens=False)
+            for c in some
+        ]
         print(f"{len(found)} of {count} texts", file=sys.stderr)
     place.write_text(json.dumps(found))
     return found
@@ -71,10 +79,14 @@ def other_tokenizer(texts: list[str], size: int) -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.normalizer = normalizers.Replace(" ", "▁")
     made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
     alphabet = [f"<0x{i:02X}>" for i in range(256)]
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special + alphabet))
+    made.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special + alphabet)
+    )
     raw = json.loads(made.to_str())
     raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] in special]
     return tokenizers.Tokenizer.from_str(json.dumps(raw))
@@ -84,7 +96,11 @@ def in_other_tokens(model: nn.Module, own: Tokenizer, other: tokenizers.Tokenize
     old = model.get_input_embeddings().weight.detach()
     rows = []
     for token in range(other.get_vocab_size()):
-        text = other.id_to_token(token) if token < 3 else other.decode([token], skip_special_tokens=False)
+        text = (
+            other.id_to_token(token)
+            if token < 3
+            else other.decode([token], skip_special_tokens=False)
+        )
         ids = own.encode(text, special=False)
         rows.append(old[ids].mean(0) if ids else old.mean(0))
     model.resize_token_embeddings(len(rows), mean_resizing=False)
@@ -101,16 +117,23 @@ def teach(model: nn.Module, texts: list[list[int]], steps: int) -> None:
     chance, begun = random.Random(2), time.monotonic()
     for step in range(steps):
         batch = nn.utils.rnn.pad_sequence(
-            [torch.tensor(ids[:TOKENS]) for ids in chance.sample(texts, BATCH)], True, padding_value=-100
+            [torch.tensor(ids[:TOKENS]) for ids in chance.sample(texts, BATCH)],
+            True,
+            padding_value=-100,
         )
-        loss = model(input_ids=batch.clamp_min(0), attention_mask=(batch >= 0).long(), labels=batch).loss
+        loss = model(
+            input_ids=batch.clamp_min(0), attention_mask=(batch >= 0).long(), labels=batch
+        ).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
         optimiser.zero_grad()
         if step % 20 == 19:
-            print(f"step {step + 1}: loss {loss.item():.2f}, {time.monotonic() - begun:.0f} s", file=sys.stderr)
+            print(
+                f"step {step + 1}: loss {loss.item():.2f}, {time.monotonic() - begun:.0f} s",
+                file=sys.stderr,
+            )
 
 
 def make(out: Path, count: int, steps: int, size: int) -> None:
@@ -133,7 +156,9 @@ def make(out: Path, count: int, steps: int, size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=600)
     parser.add_argument("--steps", type=int, default=80)
@@ -148,7 +173,9 @@ def main() -> None:
             found = llm.generate(questions(HELD_OUT), params, depth=4)
             emitted = sum(len(c.token_ids) for c in found)
             passes = sum(len(c.token_ids) / c.stats.accepted_length for c in found)
-            print(f"{name} vocabulary, temperature {temperature}: accepted length {emitted / passes:.3f}")
+            print(
+                f"{name} vocabulary, temperature {temperature}: accepted length {emitted / passes:.3f}"
+            )
 
 
 if __name__ == "__main__":

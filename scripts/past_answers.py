@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a model says to tasks of `forerun bench`, as lines of text for `forerun index`: a corpus of past answers.
+"""What a model says to tasks of `forerun bench`, as lines of text for `forerun index`: a corpus of
+past answers.
 
 python scripts/past_answers.py --categories chat,mathematics --dtype bfloat16 > answers.jsonl
 forerun index answers.jsonl --out INDEX
@@ -15,7 +16,9 @@ from forerun.measure.workloads import builtin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--categories", default="chat,mathematics,free,summary")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=160)
@@ -24,7 +27,9 @@ def main() -> None:
     for task in builtin():
         if task.category in args.categories.split(","):
             for temperature in (0.0, 0.8):
-                params = SamplingParams.pure(max_tokens=args.tokens, temperature=temperature, seed=1, ignore_eos=True)
+                params = SamplingParams.pure(
+                    max_tokens=args.tokens, temperature=temperature, seed=1, ignore_eos=True
+                )
                 print(json.dumps({"text": llm.generate(task.prompt, params)[0].text}), flush=True)
 
 

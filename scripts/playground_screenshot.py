@@ -1,7 +1,8 @@
 """A picture of the playground after a run, for the README.
 
     python scripts/playground_screenshot.py http://127.0.0.1:8000/ playground.png --warm
-    python scripts/playground_screenshot.py http://127.0.0.1:8000/ phone.png --warm --width 390 --height 1230
+    python scripts/playground_screenshot.py http://127.0.0.1:8000/ phone.png --warm --width 390
+    --height 1230
 
 Needs the package `playwright` and a `chromium` on the path.
 """
@@ -27,7 +28,9 @@ def screenshot(url: str, args: argparse.Namespace) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
         viewport = {"width": args.width, "height": args.height or 900}
         page = browser.new_page(
-            viewport=viewport, color_scheme="dark" if args.dark else "light", device_scale_factor=1.5
+            viewport=viewport,
+            color_scheme="dark" if args.dark else "light",
+            device_scale_factor=1.5,
         )
         page.goto(url)
         if args.warm:
@@ -55,13 +58,18 @@ def show_a_mixed_round(page: Page) -> None:
     """Step to the first round with an accepted and a rejected token, or stay at the end."""
     page.click("#round-first")
     for _ in range(int(page.get_attribute("#round-slider", "max") or 1)):
-        if page.locator("#round-nodes .accepted").count() and page.locator("#round-nodes .rejected").count():
+        if (
+            page.locator("#round-nodes .accepted").count()
+            and page.locator("#round-nodes .rejected").count()
+        ):
             return
         page.click("#round-next")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url")
     parser.add_argument("out", type=Path)
     parser.add_argument("--width", type=int, default=1280)
@@ -69,10 +77,14 @@ def main() -> None:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--ghosts", action="store_true", help="show rejected tokens")
     parser.add_argument(
-        "--details", action="store_true", help="open the details at a round that kept and lost something"
+        "--details",
+        action="store_true",
+        help="open the details at a round that kept and lost something",
     )
     parser.add_argument(
-        "--warm", action="store_true", help="race once before with another prompt: costs are known then"
+        "--warm",
+        action="store_true",
+        help="race once before with another prompt: costs are known then",
     )
     args = parser.parse_args()
     screenshot(args.url, args)

@@ -1,11 +1,12 @@
-"""Compare drafted logits with those of speculators' own code: DFlash and DSpark, with what they have.
+"""Compare drafted logits with those of speculators' own code: DFlash and DSpark, with what they
+have.
 
 python scripts/published_blocks.py
 
-Needs speculators 0.9 beside forerun, in an environment of its own. Its models are filled with random numbers, saved as
-it saves them, read by forerun, and asked about the same block behind the same states, the text's own tokens drafted.
-Fails where logits differ by more than 1e-4 of their size.
-"""
+Needs speculators 0.9 beside forerun, in an environment of its own. Its models are filled with
+random numbers, saved as it saves them, read by forerun, and asked about the same block behind the
+same states, the text's own tokens drafted. Fails where logits differ by more than 1e-4 of their
+size."""
 
 from __future__ import annotations
 
@@ -24,11 +25,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from forerun import LLM, SamplingParams
-from forerun.draft.base import Row
-from forerun.draft.block import Block
-from forerun.draft.block_format import load_block
+from forerun.draft.block.module import load_block
+from forerun.draft.block.proposer import Block
+from forerun.draft.proposer import Row, TargetView, view_of
 from forerun.draft.tree import Tree
-from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise
 
 HIDDEN, VOCAB, SIZE, LENGTH, ANCHOR, MOST = 32, 64, 5, 30, 17, 1e-4
@@ -52,14 +52,21 @@ CASES: list[tuple[str, type, type, dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def made(config: type, model: type, own: dict[str, Any], layer: dict[str, Any], base: LlamaForCausalLM) -> Any:
+def made(
+    config: type, model: type, own: dict[str, Any], layer: dict[str, Any], base: LlamaForCausalLM
+) -> Any:
     """One of their models, its parts of some consequence, with the target's embedding and head."""
     layers = Qwen3Config(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, **layer,
     )  # fmt: skip
     layers._attn_implementation = "eager"
-    common = {"block_size": SIZE, "mask_token_id": 3, "aux_hidden_state_layer_ids": STATES, "draft_vocab_size": VOCAB}
+    common = {
+        "block_size": SIZE,
+        "mask_token_id": 3,
+        "aux_hidden_state_layer_ids": STATES,
+        "draft_vocab_size": VOCAB,
+    }
     theirs = model(config(transformer_layer_config=layers, **(common | own)))
     with torch.no_grad():
         for value in theirs.parameters():
@@ -85,7 +92,9 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
     block, first = tokens[ANCHOR : ANCHOR + SIZE], theirs.config.sample_from_anchor
     before = block if first else torch.cat((block[:1], block[:-1]))
     if getattr(theirs, "markov_head", None) is not None:
-        logits = logits + theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
+        logits = logits + theirs.markov_head.block_bias(
+            prev_token_ids=before[None], hidden_states=hidden
+        )
     if theirs.d2t is None:
         return logits[0]
     full = torch.full((SIZE, VOCAB), -torch.inf)
@@ -93,7 +102,9 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
     return full
 
 
-def drafted(directory: Path, target: TargetView, states: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+def drafted(
+    directory: Path, target: TargetView, states: Tensor, tokens: Tensor
+) -> Iterator[Tensor]:
     """The same of forerun, slot by slot, of those that say something."""
     drafter = Block(load_block(directory, target), target, tokens=64, page=4, slots=1)
     text = tokens.tolist()
@@ -132,12 +143,21 @@ def main() -> int:
             theirs = made(config, model, own, layer, base)
             with tempfile.TemporaryDirectory() as place:
                 theirs.save_pretrained(place)
-                states, tokens = torch.randn(LENGTH, len(STATES) * HIDDEN), torch.randint(VOCAB, (LENGTH,))
-                expected = said(theirs, states, tokens)[0 if theirs.config.sample_from_anchor else 1 :]
+                states, tokens = (
+                    torch.randn(LENGTH, len(STATES) * HIDDEN),
+                    torch.randint(VOCAB, (LENGTH,)),
+                )
+                expected = said(theirs, states, tokens)[
+                    0 if theirs.config.sample_from_anchor else 1 :
+                ]
                 ours = torch.stack(list(drafted(Path(place), target, states, tokens)))
             known = expected.isfinite()
             same = torch.equal(known, ours.isfinite())
-            apart = float(((ours - expected)[known].abs().max()) / expected[known].abs().max()) if same else torch.inf
+            apart = (
+                float(((ours - expected)[known].abs().max()) / expected[known].abs().max())
+                if same
+                else torch.inf
+            )
             worst = max(worst, apart)
             print(f"{name}: {apart:.1e}")
     return int(not worst <= MOST)

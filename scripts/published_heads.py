@@ -1,12 +1,13 @@
-"""Compare drafted logits with those of the families' own code: Medusa, MLP speculators of IBM and Arctic.
+"""Compare drafted logits with those of the families' own code: Medusa, MLP speculators of IBM and
+Arctic.
 
 python scripts/published_heads.py SOURCES
 
-SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps medusa-llm`),
-fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and ArcticTraining
-(snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as they save them, read by forerun,
-and asked for the same states and tokens. Fails where logits differ by more than 1e-4. Their code is run: read it first.
-"""
+SOURCES holds checkouts or unpacked wheels, whichever there are: Medusa (`pip download --no-deps
+medusa-llm`), fms-extras (foundation-model-stack/fms-extras, which needs ibm-fms beside it) and
+ArcticTraining (snowflakedb/ArcticTraining). Their modules are filled with random numbers, saved as
+they save them, read by forerun, and asked for the same states and tokens. Fails where logits differ
+by more than 1e-4. Their code is run: read it first."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
-from forerun.draft.level_heads import LevelHeads
+from forerun.draft.medusa import LevelHeads
+from forerun.draft.proposer import TargetView, view_of
 from forerun.draft.registry import LEVELS, kind_of
-from forerun.draft.view import TargetView, view_of
 
 HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
 BASE = LlamaConfig(
@@ -38,7 +39,8 @@ Case = tuple[str, dict[str, Any], dict[str, Tensor], str, Callable[[Tensor, Tens
 
 
 def load(name: str, path: Path, **stubs: Any) -> Any:
-    """A module of theirs by its file; `stubs` are modules that it imports and does not need here."""
+    """A module of theirs by its file; `stubs` are modules that it imports and does not need
+    here."""
     for stub, content in stubs.items():
         sys.modules[stub.replace("__", ".")] = content
     spec = importlib.util.spec_from_file_location(name, path)
@@ -56,8 +58,12 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 def medusa(sources: Path, base: LlamaForCausalLM) -> Iterator[Case]:
-    named = {f"medusa__model__{name}": MagicMock() for name in ("modeling_llama_kv", "utils", "kv_cache")}
-    theirs = load("medusa.model.medusa_model", sources / "Medusa/medusa/model/medusa_model.py", **named)
+    named = {
+        f"medusa__model__{name}": MagicMock() for name in ("modeling_llama_kv", "utils", "kv_cache")
+    }
+    theirs = load(
+        "medusa.model.medusa_model", sources / "Medusa/medusa/model/medusa_model.py", **named
+    )
     theirs.AutoTokenizer = MagicMock()
     for layers in (1, 2):
         heads = filled(theirs.MedusaModel(base, LEVELS_AHEAD, layers).medusa_head)
@@ -75,7 +81,12 @@ def speculators(sources: Path) -> Iterator[Case]:
 
     serialization.register_adapter = MagicMock()  # of an older fms, and not needed here
     common = {"n_predict": LEVELS_AHEAD, "vocab_size": VOCAB, "model_type": "mlp_speculator"}
-    ibm = {**common, "emb_dim": HIDDEN, "inner_dim": 24, "architectures": ["MLPSpeculatorPreTrainedModel"]}
+    ibm = {
+        **common,
+        "emb_dim": HIDDEN,
+        "inner_dim": 24,
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+    }
     extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
     folder = sources / "ArcticTraining/projects"
     mlp = load("arctic_mlp", folder / "mlp_speculator/mlp_speculator/speculator.py")
@@ -83,7 +94,9 @@ def speculators(sources: Path) -> Iterator[Case]:
     made: list[tuple[str, dict[str, Any], Any, str]] = []
     for tied in (False, True):
         raw = ibm | {"tie_weights": tied, "scale_input": tied}
-        own = extras.MLPSpeculator(HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied)
+        own = extras.MLPSpeculator(
+            HIDDEN, 24, VOCAB, LEVELS_AHEAD, tie_weights=tied, scale_input=tied
+        )
         made.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
         made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
@@ -93,7 +106,14 @@ def speculators(sources: Path) -> Iterator[Case]:
             "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": "sum_rnn", "tie_weights": tied,
             "tie_lstm_embs": False, "scale_input": True,
         }  # fmt: skip
-        made.append((f"Arctic, sum_rnn, tied {tied}", raw, lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)), ""))
+        made.append(
+            (
+                f"Arctic, sum_rnn, tied {tied}",
+                raw,
+                lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)),
+                "",
+            )
+        )
     for name, raw, own, prefix in made:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 
@@ -122,7 +142,10 @@ def compare(case: Case, target: TargetView) -> float:
         torch.save(tensors, directory / file)
         heads = LEVELS[kind_of(directory)](directory)
     heads.attach(target)
-    states, tokens = torch.randn(POSITIONS, HIDDEN), torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,))
+    states, tokens = (
+        torch.randn(POSITIONS, HIDDEN),
+        torch.randint(VOCAB, (POSITIONS + LEVELS_AHEAD,)),
+    )
     pairs = zip(say(states, tokens), drafted(heads, states, tokens), strict=True)
     return max(float((theirs - ours).abs().max()) for theirs, ours in pairs)
 

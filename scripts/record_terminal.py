@@ -1,11 +1,13 @@
-"""A picture of a command as it runs in a terminal: an animated SVG, in real time, for the documentation.
+"""A picture of a command as it runs in a terminal: an animated SVG, in real time, for the
+documentation.
 
     python scripts/record_terminal.py docs/demo.svg make demo
-    python scripts/record_terminal.py --on '>>> ' 'Hello\\r' --on 'context .*>>> ' '/bye\\r' docs/chat.svg forerun chat
+    python scripts/record_terminal.py --on '>>> ' 'Hello\\r' --on 'context .*>>> ' '/bye\\r'
+    docs/chat.svg forerun chat
 
-`--on PATTERN KEYS` waits until what was written since the last keys matches, then types; they go in turn. Where a
-reader wants no motion the last frame is shown. Needs the package `pyte` (the group `docs`).
-"""
+`--on PATTERN KEYS` waits until what was written since the last keys matches, then types; they go in
+turn. Where a reader wants no motion the last frame is shown. Needs the package `pyte` (the group
+`docs`)."""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ import pyte
 import pyte.graphics
 
 TALL = 500  # rows: nothing is scrolled away, the picture moves instead
-FRAME, STROKE, PAUSE, HOLD = 0.1, 0.05, 0.7, 4.0  # seconds: between frames and keys, before typing, at the end
+FRAME, STROKE, PAUSE, HOLD = (
+    0.1,
+    0.05,
+    0.7,
+    4.0,
+)  # seconds: between frames and keys, before typing, at the end
 WIDE, HIGH, PAD = 8.4, 18, 14  # of a cell, and around all of them
 COLOURS = {
     "default": "#d8dee9", "red": "#f07178", "green": "#a5d66f", "brown": "#f2c55c", "blue": "#6cb2f7",
@@ -67,7 +74,9 @@ class Recording:
                 self._now[y] = runs, seconds
         self.screen.dirty.clear()
         self.last = self.screen.cursor.y
-        scroll = max(0, max((y for y, (runs, _) in self._now.items() if runs), default=0) + 1 - self.lines)
+        scroll = max(
+            0, max((y for y, (runs, _) in self._now.items() if runs), default=0) + 1 - self.lines
+        )
         if scroll != self.scrolls[-1][1]:
             self.scrolls.append((seconds, scroll))
 
@@ -85,7 +94,9 @@ class Recording:
         runs, x = [], 0
         for (colour, bold), group in groupby(looks):
             size = len(list(group))
-            for part in re.finditer(r"\S+(?: \S+)*", "".join(cell.data for cell in cells[x : x + size])):
+            for part in re.finditer(
+                r"\S+(?: \S+)*", "".join(cell.data for cell in cells[x : x + size])
+            ):
                 runs.append((x + part.start(), part.group(), colour, bold))
             x += size
         if y == cursor.y and not cursor.hidden:
@@ -93,7 +104,9 @@ class Recording:
         return runs
 
 
-def record(command: list[str], shown: str, keys: list[tuple[str, str]], columns: int, lines: int) -> Recording:
+def record(
+    command: list[str], shown: str, keys: list[tuple[str, str]], columns: int, lines: int
+) -> Recording:
     """Run the command on a pseudo-terminal until it ends."""
     recording = Recording(columns, lines)
     stream = pyte.ByteStream(recording.screen)
@@ -128,7 +141,11 @@ def record(command: list[str], shown: str, keys: list[tuple[str, str]], columns:
 
 def picture(recording: Recording, title: str) -> str:
     """The recording as an SVG of keyframes, each row of the screen in each of its states."""
-    total, width, height = recording.seconds, round(recording.screen.columns * WIDE), recording.lines * HIGH
+    total, width, height = (
+        recording.seconds,
+        round(recording.screen.columns * WIDE),
+        recording.lines * HIGH,
+    )
     styles, groups = [], []
     for i, ((start, end), rows) in enumerate(recording.spans.items()):
         text = "".join(_text(y, run) for y, runs in rows for run in runs)
@@ -137,8 +154,12 @@ def picture(recording: Recording, title: str) -> str:
         frames = {0.0: "hidden", start: "visible", end: "hidden"}
         steps = "".join(f"{at / total:.3%}{{visibility:{state}}}" for at, state in frames.items())
         styles.append(f"@keyframes k{i}{{{steps}}}")
-        groups.append(f'<g class="{"r e" if end >= total else "r"}" style="animation-name:k{i}">{text}</g>')
-    scroll = "".join(f"{at / total:.3%}{{transform:translateY(-{y * HIGH}px)}}" for at, y in recording.scrolls)
+        groups.append(
+            f'<g class="{"r e" if end >= total else "r"}" style="animation-name:k{i}">{text}</g>'
+        )
+    scroll = "".join(
+        f"{at / total:.3%}{{transform:translateY(-{y * HIGH}px)}}" for at, y in recording.scrolls
+    )
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 2 * PAD} {height + 2 * PAD}" role="img">
 <title>{escape(title)}</title>
 <style>
@@ -166,7 +187,9 @@ def _text(y: int, run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--on", nargs=2, action="append", default=[], metavar=("PATTERN", "KEYS"))
     parser.add_argument("--columns", type=int, default=96)
@@ -174,7 +197,9 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     shown = shlex.join(args.command)
-    args.out.write_text(picture(record(args.command, shown, args.on, args.columns, args.lines), shown), "utf-8")
+    args.out.write_text(
+        picture(record(args.command, shown, args.on, args.columns, args.lines), shown), "utf-8"
+    )
 
 
 if __name__ == "__main__":

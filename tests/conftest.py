@@ -1,7 +1,8 @@
-"""What all tests share: no network, and no test of what is not here: a CUDA device, the default model.
+"""What all tests share: no network, and no test of what is not here: a CUDA device, the default
+model.
 
-What is slow to import is imported where tests run: the process that only hands them out to others does without.
-"""
+What is slow to import is imported where tests run: the process that only hands them out to others
+does without."""
 
 import os
 import signal
@@ -15,7 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background: programs that are tested inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # begun in the background: programs that are tested inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

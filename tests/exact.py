@@ -17,8 +17,11 @@ def tv(one: Strings, other: Strings) -> Chance:
 
 
 def bias(rule: RatioRule, drafts: Proposals, target: Table, depth: int) -> Chance:
-    """By how much a round's law differs from the target's: 0, or float64 rounding, for an exact rule."""
-    return error(complete(emission(rule, drafts, target), target, depth + 1), joint(target, depth + 1))
+    """By how much a round's law differs from the target's: 0, or float64 rounding, for an exact
+    rule."""
+    return error(
+        complete(emission(rule, drafts, target), target, depth + 1), joint(target, depth + 1)
+    )
 
 
 def mean_tokens(emitted: Strings) -> Chance:

@@ -1,9 +1,10 @@
 """Processes of the command line that need not import what others have imported already.
 
-Whatever starts with torch starts with seconds of imports. A nursery, one for each process that runs tests, has them
-behind it and forks: what comes of that is the command line in a process of its own, with its own signals, descriptors
-and end. What imports themselves are a part of (a signal while they go on, how long a start takes) is tested by
-`python -m forerun`.
+Whatever starts with torch starts with seconds of imports. A nursery, one for each process that runs
+tests, has them
+behind it and forks: what comes of that is the command line in a process of its own, with its own
+signals, descriptors and end. What imports themselves are a part of (a signal while they go on, how
+long a start takes) is tested by `python -m forerun`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ class Process:
     """As much of subprocess.Popen as tests ask of a process."""
 
     def __init__(
-        self, arguments: list[str], stdin: int, stdout: int, stderr: int, env: dict[str, str], tty: bool = False
+        self,
+        arguments: list[str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        env: dict[str, str],
+        tty: bool = False,
     ):
         """`tty`: it leads a session of its own, whose terminal is its stdin."""
         mine, theirs = os.pipe()
         said = {"arguments": arguments, "env": env, "tty": tty}
-        socket.send_fds(_nursery(), [json.dumps(said).encode() + b"\0"], [stdin, stdout, stderr, theirs])
+        socket.send_fds(
+            _nursery(), [json.dumps(said).encode() + b"\0"], [stdin, stdout, stderr, theirs]
+        )
         os.close(theirs)
         self._status, self.args, self.returncode = mine, arguments, None
         (self.pid,) = struct.unpack("i", os.read(mine, 4))
@@ -92,7 +101,9 @@ def _nursery() -> socket.socket:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", f"from tests.forked import nurse; nurse({theirs.fileno()})"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env, stdin=subprocess.DEVNULL
+    )
     theirs.close()
 
     def end() -> None:
@@ -105,7 +116,7 @@ def _nursery() -> socket.socket:
 
 def nurse(descriptor: int) -> None:
     """Fork a command line for each order, until there is nobody left to give one."""
-    import forerun.chat.cli
+    import forerun.cli.chat
     import forerun.llm
     import forerun.server.app
     import forerun.server.batch  # noqa: F401
@@ -165,8 +176,10 @@ def _run(order: dict[str, Any], descriptors: list[int]) -> None:
         setattr(
             sys,
             name,
-            io.TextIOWrapper(raw, "utf-8", "backslashreplace" if place == 2 else "strict", write_through=True),
+            io.TextIOWrapper(
+                raw, "utf-8", "backslashreplace" if place == 2 else "strict", write_through=True
+            ),
         )
-    from forerun.cli import main
+    from forerun.cli.main import main
 
     main()

@@ -1,4 +1,5 @@
-"""Broken GGUF files, byte by byte: a container taken apart and put together again, and many ways to spoil one."""
+"""Broken GGUF files, byte by byte: a container taken apart and put together again, and many ways to
+spoil one."""
 
 from __future__ import annotations
 
@@ -9,9 +10,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-SIZES = {kind: struct.calcsize(code) for kind, code in CODES.items()}  # bytes of each type of number
+SIZES = {
+    kind: struct.calcsize(code) for kind, code in CODES.items()
+}  # bytes of each type of number
 STRING, ARRAY = 8, 9
-EXTREMES = (0, 1, 2, 7, 31, 33, 255, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+EXTREMES = (
+    0,
+    1,
+    2,
+    7,
+    31,
+    33,
+    255,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63,
+    2**64 - 1,
+)
 Pair = tuple[bytes, int, bytes]  # key, type, value
 Info = tuple[bytes, tuple[int, ...], int, int]  # name, dimensions, type, offset
 
@@ -35,7 +54,8 @@ def array(kind: int, values: list[Any], count: int | None = None) -> bytes:
 
 @dataclass
 class Container:
-    """A file in its parts; `counts` are those of tensors and keys that it states, if not its own."""
+    """A file in its parts; `counts` are those of tensors and keys that it states, if not its
+    own."""
 
     pairs: list[Pair]
     infos: list[Info]
@@ -47,11 +67,15 @@ class Container:
 
     def pack(self) -> bytes:
         """The bytes of the file."""
-        out = self.magic + struct.pack("<IQQ", self.version, *(self.counts or (len(self.infos), len(self.pairs))))
+        out = self.magic + struct.pack(
+            "<IQQ", self.version, *(self.counts or (len(self.infos), len(self.pairs)))
+        )
         for key, kind, value in self.pairs:
             out += text(key) + struct.pack("<I", kind) + value
         for name, dimensions, kind, offset in self.infos:
-            out += text(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
+            out += text(name) + struct.pack(
+                f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset
+            )
         return out + bytes(-len(out) % self.alignment) + self.data
 
     def with_pair(self, key: str, kind: int, value: bytes) -> Container:
@@ -70,7 +94,8 @@ class Container:
 
 @dataclass
 class Walk:
-    """Where a valid file's fields lie: `numbers` are (position, bytes) of lengths, counts, types, sizes, offsets."""
+    """Where a valid file's fields lie: `numbers` are (position, bytes) of lengths, counts, types,
+    sizes, offsets."""
 
     data: bytes
     at: int = 24
@@ -117,8 +142,8 @@ class Walk:
 
 
 def spoiled(data: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """(what was done, the file) for `count` broken files, always the same ones, of each kind as many as there are or as
-    many as of any other."""
+    """(what was done, the file) for `count` broken files, always the same ones, of each kind as
+    many as there are or as many as of any other."""
     walk = Walk(data)
     parts, chance = walk.container(), random.Random(seed)
     kinds: list[Callable[[], tuple[str, bytes]]] = [
@@ -142,7 +167,9 @@ def _cut(data: bytes, at: int) -> tuple[str, bytes]:
 def _renumbered(data: bytes, where: tuple[int, int], chance: random.Random) -> tuple[str, bytes]:
     at, size = where
     old = int.from_bytes(data[at : at + size], "little")
-    new = chance.choice([*EXTREMES, old + 1, old - 1, old * 2, old ^ 1 << chance.randrange(8 * size)])
+    new = chance.choice(
+        [*EXTREMES, old + 1, old - 1, old * 2, old ^ 1 << chance.randrange(8 * size)]
+    )
     new %= 1 << 8 * size
     return f"{new} for {old} at {at}", data[:at] + new.to_bytes(size, "little") + data[at + size :]
 
@@ -168,11 +195,15 @@ VALUES: list[tuple[int, bytes]] = [
 
 def _other_value(parts: Container, chance: random.Random, prefix: str = "") -> tuple[str, bytes]:
     """A key with a value of any other type, of the same one, or gone."""
-    key, kind, value = chance.choice([pair for pair in parts.pairs if pair[0].startswith(prefix.encode())])
+    key, kind, value = chance.choice(
+        [pair for pair in parts.pairs if pair[0].startswith(prefix.encode())]
+    )
     given = chance.choice(VALUES)
     how = chance.randrange(6)
     if how == 0:
-        return f"without {key!r}", replace(parts, pairs=[pair for pair in parts.pairs if pair[0] != key]).pack()
+        return f"without {key!r}", replace(
+            parts, pairs=[pair for pair in parts.pairs if pair[0] != key]
+        ).pack()
     if how == 1 and kind == ARRAY:
         count = struct.unpack_from("<Q", value, 4)[0]
         of = value[:4]
@@ -181,7 +212,9 @@ def _other_value(parts: Container, chance: random.Random, prefix: str = "") -> t
             given = kind, of + struct.pack("<Q", less) + value[12 : 12 + size * less]
     if how == 2 and kind not in (STRING, ARRAY):
         given = kind, bytes(chance.randrange(256) for _ in value)
-    return f"{key!r} of type {given[0]}: {given[1][:40]!r}", parts.with_pair(key.decode(), *given).pack()
+    return f"{key!r} of type {given[0]}: {given[1][:40]!r}", parts.with_pair(
+        key.decode(), *given
+    ).pack()
 
 
 def _other_tensor(parts: Container, chance: random.Random) -> tuple[str, bytes]:
@@ -199,5 +232,7 @@ def _other_tensor(parts: Container, chance: random.Random) -> tuple[str, bytes]:
     ]  # fmt: skip
     change = chance.choice(changes)
     if not chance.randrange(8):
-        return f"without {name!r}", replace(parts, infos=[info for info in parts.infos if info[0] != name]).pack()
+        return f"without {name!r}", replace(
+            parts, infos=[info for info in parts.infos if info[0] != name]
+        ).pack()
     return f"tensor {name!r}: {change}", parts.with_info(which, **change).pack()

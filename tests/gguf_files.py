@@ -1,8 +1,9 @@
-"""Tiny GGUF files of random models, written with the `gguf` package as llama.cpp's converter writes them.
+"""Tiny GGUF files of random models, written with the `gguf` package as llama.cpp's converter writes
+them.
 
-Nothing here is the reader's: names come from `gguf`'s own table, numbers from its `dequantize`. Matrices are random
-blocks of a type; what those stand for is put into the transformers model, so that both hold the same numbers.
-"""
+Nothing here is the reader's: names come from `gguf`'s own table, numbers from its `dequantize`.
+Matrices are random blocks of a type; what those stand for is put into the transformers model, so
+that both hold the same numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ from forerun.models.gguf.blocks import Blocks, Piece
 from forerun.models.gguf.container import Entry
 from tests import tiny
 
-Kinds = str | tuple[str, ...]  # a type or the name of a mix; several are dealt out over the matrices in turn
+Kinds = (
+    str | tuple[str, ...]
+)  # a type or the name of a mix; several are dealt out over the matrices in turn
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 SUPER = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # blocks of 256
 TYPES = (*SIMPLE, *SUPER)
-# where half-precision numbers stand in a block: the scale, then the minimum with what it is of the scale on average
+# where half-precision numbers stand in a block: the scale, then the minimum with what it is of the
+# scale on average
 HALVES: dict[str, tuple[int, ...]] = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
@@ -46,9 +50,20 @@ MIXES: dict[str, dict[str, str]] = {
     "q4_1": {"token_embd": "Q8_0", "": "Q4_1"},
     "gemma": {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "ffn_up": "Q5_1", "": "Q5_0"},
 }  # fmt: skip
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # where they are not called as transformers calls them
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+}  # where they are not called as transformers calls them
 ROTATED = ("llama", "smollm3")  # queries and keys are permuted
-NAMES = [*tiny.FAMILIES, "llama-linear", "llama-yarn", "llama-llama3", "llama-biased", "phi3-longrope", "gemma3-scaled"]
+NAMES = [
+    *tiny.FAMILIES,
+    "llama-linear",
+    "llama-yarn",
+    "llama-llama3",
+    "llama-biased",
+    "phi3-longrope",
+    "gemma3-scaled",
+]
 
 
 @dataclass
@@ -71,7 +86,8 @@ def new_path(name: str) -> Path:
 
 
 def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Rows:
-    """Rows of random blocks whose values are about `rms`: any integers, scales of both signs, some of them zero."""
+    """Rows of random blocks whose values are about `rms`: any integers, scales of both signs, some
+    of them zero."""
     rng = np.random.default_rng(seed)
     if kind in ("F32", "F16", "BF16"):
         values = rng.standard_normal((rows, inputs), dtype=np.float32) * np.float32(rms)
@@ -81,10 +97,14 @@ def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Row
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows * inputs // values, size), dtype=np.uint8)
     if kind == "MXFP4":
-        blocks[:, 0] = np.clip(round(128 + math.log2(rms / 6)) + rng.integers(-1, 2, len(blocks)), 0, 254)
+        blocks[:, 0] = np.clip(
+            round(128 + math.log2(rms / 6)) + rng.integers(-1, 2, len(blocks)), 0, 254
+        )
         return blocks.reshape(rows, -1)
     scale = (
-        rng.uniform(0.5, 1.5, len(blocks)) * rng.choice([1, 1, 1, -1], len(blocks)) * (rng.random(len(blocks)) > 0.03)
+        rng.uniform(0.5, 1.5, len(blocks))
+        * rng.choice([1, 1, 1, -1], len(blocks))
+        * (rng.random(len(blocks)) > 0.03)
     )
     for factor in (1.0, rms / _rms(kind, _with_scales(kind, blocks, scale))):
         made = _with_scales(kind, blocks, scale * factor)
@@ -92,14 +112,17 @@ def random_rows(kind: str, rows: int, inputs: int, rms: float, seed: int) -> Row
 
 
 def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
-    """Random rows among which all bits are set, none is, and scales are the largest and the smallest there are."""
+    """Random rows among which all bits are set, none is, and scales are the largest and the
+    smallest there are."""
     made = random_rows(kind, rows, inputs, 0.1, seed=5)
     if kind in HALVES:
         blocks = made.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
         blocks[1:2], blocks[2:3] = 0xFF, 0
         for number, scale in enumerate((-3.0, 0.0, 65504.0, -65504.0, 6e-8, -0.0), 1):
             for place in HALVES[kind]:
-                blocks[number : number + 1, place : place + 2] = np.array([scale], "<f2").view(np.uint8)
+                blocks[number : number + 1, place : place + 2] = np.array([scale], "<f2").view(
+                    np.uint8
+                )
     return made
 
 
@@ -116,7 +139,9 @@ def _rms(kind: str, rows: Rows) -> float:
 
 def values_of(kind: str, rows: Rows) -> np.ndarray:
     """What rows stand for, float32 [rows, inputs], by the `gguf` package."""
-    return np.ascontiguousarray(dequantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind]), np.float32)
+    return np.ascontiguousarray(
+        dequantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[kind]), np.float32
+    )
 
 
 def blocks_of(parts: list[tuple[str, Rows]]) -> Blocks:
@@ -126,7 +151,9 @@ def blocks_of(parts: list[tuple[str, Rows]]) -> Blocks:
         path = new_path("matrix")
         path.write_bytes(rows.tobytes())
         inputs = values_of(kind, rows[:1]).shape[1]
-        pieces.append(Piece(Entry(f"matrix.{number}", kind, (len(rows), inputs), path, 0, rows.nbytes)))
+        pieces.append(
+            Piece(Entry(f"matrix.{number}", kind, (len(rows), inputs), path, 0, rows.nbytes))
+        )
     return Blocks(tuple(pieces))
 
 
@@ -134,7 +161,8 @@ def blocks_of(parts: list[tuple[str, Rows]]) -> Blocks:
 
 
 def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
-    """Changes to a tiny model's configuration: sizes that these types can have, and nothing that files do not say."""
+    """Changes to a tiny model's configuration: sizes that these types can have, and nothing that
+    files do not say."""
     used = kinds if isinstance(kinds, tuple) else tuple(MIXES.get(kinds, {"": kinds}).values())
     wide = any(kind in SUPER for kind in used)
     hidden = 256 if wide else 96
@@ -151,9 +179,14 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
         changed["use_sliding_window"] = False
     if name == "phi3-longrope":  # a factor for each pair of half the head's channels
         pairs = hidden // 16
-        factors = {k: np.linspace(1, top, pairs, dtype=np.float32).tolist() for k, top in (("short", 1.1), ("long", 3))}
+        factors = {
+            k: np.linspace(1, top, pairs, dtype=np.float32).tolist()
+            for k, top in (("short", 1.1), ("long", 3))
+        }
         own = float(np.float32(math.sqrt(1 + math.log(4) / math.log(64))))
-        rope = tiny.VARIANTS[name][2]["rope_parameters"] | {f"{k}_factor": v for k, v in factors.items()}
+        rope = tiny.VARIANTS[name][2]["rope_parameters"] | {
+            f"{k}_factor": v for k, v in factors.items()
+        }
         changed["rope_parameters"] = rope | {"attention_factor": own}
     return changed
 
@@ -171,14 +204,21 @@ def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none")
 
 
 def write(
-    path: Path, model: Any, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none", changes: Mapping[str, Any] = {}
+    path: Path,
+    model: Any,
+    kinds: Kinds,
+    gain: float = 1.0,
+    tokenizer: str = "none",
+    changes: Mapping[str, Any] = {},
 ) -> None:
-    """Write a model's file with random matrices, which are put into the model, in float64. `changes` are made to the
-    metadata; `...` leaves a key out."""
+    """Write a model's file with random matrices, which are put into the model, in float64.
+    `changes` are made to the metadata; `...` leaves a key out."""
     config = model.double().config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(tokenizer)
+    said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(
+        tokenizer
+    )
     for key, value in (said | dict(changes)).items():
         set_key(writer, key, value)
     for name, tensor, kind in tensors(model, architecture, kinds, gain):
@@ -257,17 +297,23 @@ def _windows(c: Any) -> dict[str, Any]:
     return {}
 
 
-def tensors(model: Any, architecture: str, kinds: Kinds, gain: float) -> Iterator[tuple[str, np.ndarray, str]]:
+def tensors(
+    model: Any, architecture: str, kinds: Kinds, gain: float
+) -> Iterator[tuple[str, np.ndarray, str]]:
     """(name, data, type) of every tensor; matrices are made here and put into the model."""
     config, number = model.config, 0
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers
+    )
     tied = config.tie_word_embeddings
     for key, value in model.state_dict().items():
         if tied and key == "lm_head.weight":
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
-        turned = architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        turned = architecture == "gpt2" and key.endswith(
+            ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        )
         stored = value.T if turned else value
         order = _order(model.config, architecture, key, len(stored))
         if value.ndim == 1 or name == "position_embd.weight":
@@ -276,7 +322,12 @@ def tensors(model: Any, architecture: str, kinds: Kinds, gain: float) -> Iterato
             value[order] = single.double() - plus
             yield name, single.numpy(), "F32"
             continue
-        rms = 0.6 * gain * math.sqrt(32 / stored.shape[1]) * (1.2 if "embed" in key or "wte" in key else 1.0)
+        rms = (
+            0.6
+            * gain
+            * math.sqrt(32 / stored.shape[1])
+            * (1.2 if "embed" in key or "wte" in key else 1.0)
+        )
         kind = _kind(kinds, name, number)
         rows = random_rows(kind, *stored.shape, rms, seed=number)
         stored[order] = torch.from_numpy(values_of(kind, rows)).double()
@@ -292,7 +343,8 @@ def _kind(kinds: Kinds, name: str, number: int) -> str:
 
 
 def _order(config: Any, architecture: str, key: str, rows: int) -> Tensor:
-    """Which row of transformers' tensor each row of the file is: LlamaModel.permute of convert_hf_to_gguf."""
+    """Which row of transformers' tensor each row of the file is: LlamaModel.permute of
+    convert_hf_to_gguf."""
     order = torch.arange(rows)
     if architecture not in ROTATED or not (".q_proj." in key or ".k_proj." in key):
         return order
@@ -301,7 +353,8 @@ def _order(config: Any, architecture: str, key: str, rows: int) -> Tensor:
 
 
 def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Frequencies: the divisors of Llama 3 (LlamaModel.generate_extra_tensors), the factors of longrope."""
+    """Frequencies: the divisors of Llama 3 (LlamaModel.generate_extra_tensors), the factors of
+    longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
@@ -324,7 +377,8 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
 
 
 def tensors_of(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Where each tensor of a file begins, its bytes, and those of a block of it, as the `gguf` package reads it."""
+    """Where each tensor of a file begins, its bytes, and those of a block of it, as the `gguf`
+    package reads it."""
     return {
         t.name: (int(t.data_offset), int(t.n_bytes), gguf.GGML_QUANT_SIZES[t.tensor_type][1])
         for t in gguf.GGUFReader(path).tensors
@@ -338,7 +392,8 @@ _WORDS = ["th", "the", "an", "and", "in", "ing", "er", "on"]
 
 
 def tokens(kind: str) -> dict[str, Any]:
-    """The keys of a tokenizer with as many tokens as tiny models have: "none", "gpt2" or "llama"."""
+    """The keys of a tokenizer with as many tokens as tiny models have: "none", "gpt2" or
+    "llama"."""
     key = "tokenizer.ggml."
     if kind == "none":
         return {f"{key}model": "none"}
@@ -346,7 +401,9 @@ def tokens(kind: str) -> dict[str, Any]:
     letters = [*"abcdefghijklmnopqrstuvwxyz", space, *".,!?-0123456789"]
     texts = [*_SPECIAL, *letters, *_WORDS]
     texts += [f"<extra_{i}>" for i in range(tiny.VOCAB - len(texts))]
-    control = [3 if i < 3 else 4 if text.startswith("<extra") else 1 for i, text in enumerate(texts)]
+    control = [
+        3 if i < 3 else 4 if text.startswith("<extra") else 1 for i, text in enumerate(texts)
+    ]
     common = {
         f"{key}model": kind, f"{key}tokens": texts, f"{key}token_type": [2, *control[1:]],
         f"{key}bos_token_id": 1, f"{key}eos_token_id": 2, f"{key}unknown_token_id": 0, f"{key}add_bos_token": True,

@@ -1,4 +1,5 @@
-"""Models with hostile files: thousands of ways to spoil a directory, and what comes of loading and using it.
+"""Models with hostile files: thousands of ways to spoil a directory, and what comes of loading and
+using it.
 
 By hand: python -m tests.hostile --count 5000 --seed 1
 """
@@ -87,7 +88,8 @@ TEMPLATES = [
 
 
 def bases() -> list[Path]:
-    """Models that are whole: families, with and without a tokenizer, in shards, quantised in each way."""
+    """Models that are whole: families, with and without a tokenizer, in shards, quantised in each
+    way."""
     quantised = [_quantised(layout) for layout in ("gptq", "awq", "packed")]
     return [
         tiny.worded(),
@@ -113,17 +115,30 @@ def _sharded() -> Path:
 
 
 def spoil(directory: Path, chance: random.Random) -> str:
-    """Spoil one thing in a directory; says which. What was spoiled before may leave nothing to do."""
-    how = chance.choice([_value, _value, _value, _bytes, _bytes, _header, _header, _special, _raw, _added])
+    """Spoil one thing in a directory; says which. What was spoiled before may leave nothing to
+    do."""
+    how = chance.choice(
+        [_value, _value, _value, _bytes, _bytes, _header, _header, _special, _raw, _added]
+    )
     try:
         file = chance.choice(_files(directory, "*"))
         return f"{how.__name__[1:]} of {how(directory, file, chance)}"
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError, struct.error):
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+        struct.error,
+    ):
         return "nothing"
 
 
 def _files(directory: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in directory.glob(pattern) if path.is_file() and not path.is_symlink())
+    return sorted(
+        path for path in directory.glob(pattern) if path.is_file() and not path.is_symlink()
+    )
 
 
 def _value(directory: Path, file: Path, chance: random.Random) -> str:
@@ -139,7 +154,9 @@ def _value(directory: Path, file: Path, chance: random.Random) -> str:
 
 
 def _places(raw: Any) -> Iterator[tuple[Any, Any]]:
-    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    items = (
+        raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    )
     for key, value in items:
         yield raw, key
         yield from _places(value)
@@ -176,7 +193,8 @@ def _header(directory: Path, file: Path, chance: random.Random) -> str:
     entry = header[one]
     changes: dict[str, Callable[[], Any]] = {
         "shape": lambda: entry.update(
-            shape=[chance.choice([0, 1, 3, 2**40, -1, 2**64, 1.5, *entry["shape"]])] * chance.randrange(4)
+            shape=[chance.choice([0, 1, 3, 2**40, -1, 2**64, 1.5, *entry["shape"]])]
+            * chance.randrange(4)
         ),
         "turned": lambda: entry.update(shape=entry["shape"][::-1]),
         "dtype": lambda: entry.update(
@@ -209,20 +227,25 @@ def _special(directory: Path, file: Path, chance: random.Random) -> str:
         file.mkdir()
     elif kind != "gone":
         (directory / "secret").write_text("root:x:0:0:root:/root:/bin/bash\n")
-        file.symlink_to({"loop": file, "zero": Path("/dev/zero"), "text": directory / "secret"}[kind])
+        file.symlink_to(
+            {"loop": file, "zero": Path("/dev/zero"), "text": directory / "secret"}[kind]
+        )
     return f"{file.name}: {kind}"
 
 
 def _raw(directory: Path, file: Path, chance: random.Random) -> str:
     """A whole file is something else."""
-    file = directory / chance.choice([*JSON, file.name, "chat_template.jinja", "special_tokens_map.json"])
+    file = directory / chance.choice(
+        [*JSON, file.name, "chat_template.jinja", "special_tokens_map.json"]
+    )
     file.unlink(missing_ok=True)  # never through a link
     file.write_bytes(content := chance.choice(RAW))
     return f"{file.name}: {content[:40]!r}"
 
 
 def _added(directory: Path, file: Path, chance: random.Random) -> str:
-    """A file that was not there: a template, an index, advice, code. What stood there before is a file or nothing."""
+    """A file that was not there: a template, an index, advice, code. What stood there before is a
+    file or nothing."""
     if any(path.is_symlink() for path in directory.iterdir()):
         return "nothing"
     what = chance.choice(["template", "index", "advice", "code", "quantisation"])
@@ -230,17 +253,40 @@ def _added(directory: Path, file: Path, chance: random.Random) -> str:
         (directory / "chat_template.jinja").write_text(chance.choice(TEMPLATES))
     elif what == "index":
         name = chance.choice(
-            ["../../etc/passwd", "/etc/passwd", "/dev/zero", ".", "", "\0", "a/../../b", "model.safetensors"]
+            [
+                "../../etc/passwd",
+                "/etc/passwd",
+                "/dev/zero",
+                ".",
+                "",
+                "\0",
+                "a/../../b",
+                "model.safetensors",
+            ]
         )
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": name}})
+        )
     elif what == "advice":
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
-        settings = {"do_sample": True} | {name: chance.choice(VALUES) for name in chance.sample(names, 3)}
+        names = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "eos_token_id",
+            "do_sample",
+        )
+        settings = {"do_sample": True} | {
+            name: chance.choice(VALUES) for name in chance.sample(names, 3)
+        }
         (directory / "generation_config.json").write_text(json.dumps(settings))
     elif what == "code":
         (directory / "evil.py").write_text("raise SystemExit('code of a model was run')\n")
         auto = {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}
-        (directory / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto, "tokenizer_class": "Evil"}))
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"auto_map": auto, "tokenizer_class": "Evil"})
+        )
     else:
         raw = json.loads((directory / "config.json").read_text())
         raw["quantization_config"] = chance.choice(
@@ -254,7 +300,14 @@ def use(directory: Path, kernels: str = "torch") -> str:
     """Load a model and say something with it: "fine", or the one line that says why not."""
     try:
         llm = LLM(
-            directory, kernels=kernels, dtype="float32", max_rows=2, kv_tokens=64, context=48, threads=1, draft="off"
+            directory,
+            kernels=kernels,
+            dtype="float32",
+            max_rows=2,
+            kv_tokens=64,
+            context=48,
+            threads=1,
+            draft="off",
         )
         if llm.tokenizer:
             for prompt in ("a word", [{"role": "user", "content": "a word"}]):
@@ -287,8 +340,12 @@ def attack(count: int, seed: int, folder: Path) -> Counter[str]:
         try:
             outcome = use(directory, chance.choice(("torch", "torch", "auto")))
         except BaseException as error:
-            raise AssertionError(f"{i} ({what}): {type(error).__name__}: {str(error)[:300]}") from error
-        assert time.monotonic() - begun < PATIENCE, f"{i} ({what}) took {time.monotonic() - begun:.1f} seconds"
+            raise AssertionError(
+                f"{i} ({what}): {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        assert time.monotonic() - begun < PATIENCE, (
+            f"{i} ({what}) took {time.monotonic() - begun:.1f} seconds"
+        )
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
         assert grown < 700, f"{i} ({what}) took {grown} MB"
         outcomes["fine" if outcome == "fine" else "refused"] += 1

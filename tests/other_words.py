@@ -1,4 +1,5 @@
-"""Tiny models of other vocabularies than `tiny.spoken`, which often say the same text as it does."""
+"""Tiny models of other vocabularies than `tiny.spoken`, which often say the same text as it
+does."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import torch
 import transformers as hf
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from forerun.draft.vocabularies import Shared, Words
+from forerun.draft.cross_vocabulary import Shared, Words
 from forerun.models.config import load_config
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from tests import tiny
 
 _KEPT = tempfile.TemporaryDirectory(prefix="forerun-words-")  # goes when the run ends
@@ -27,23 +28,37 @@ TEXTS = [
 
 
 def pieces() -> tokenizers.Tokenizer:
-    """As SentencePiece makes them: spaces as a letter, bytes where there is no token, one space before a text."""
+    """As SentencePiece makes them: spaces as a letter, bytes where there is no token, one space
+    before a text."""
     learned = tokenizers.Tokenizer(models.BPE())
     learned.normalizer = normalizers.Replace(" ", "▁")
     learned.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    learned.train_from_iterator(TEXTS * 20, trainers.BpeTrainer(vocab_size=150, show_progress=False))
+    learned.train_from_iterator(
+        TEXTS * 20, trainers.BpeTrainer(vocab_size=150, show_progress=False)
+    )
     made = json.loads(learned.to_str())["model"]
     ids = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁▁"]
     ids += sorted(set(made["vocab"]) - set(ids), key=lambda text: (len(text), text))
     merges = [("▁", "▁"), *(tuple(merge) for merge in made["merges"])]
     tokenizer = tokenizers.Tokenizer(
-        models.BPE({text: i for i, text in enumerate(ids)}, merges, unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {text: i for i, text in enumerate(ids)}, merges, unk_token="<unk>", byte_fallback=True
+        )
     )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
@@ -85,7 +100,9 @@ def tokenizer(kind: str) -> Tokenizer:
 
 def _write(kind: str, directory: Path) -> None:
     MAKERS[kind]().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
 
 
 def size(kind: str) -> int:
@@ -105,8 +122,8 @@ def shared(kind: str) -> Shared:
 
 @functools.cache
 def drafter(kind: str, noise: float = 0.05) -> Path:
-    """`tiny.spoken(noise)` in other tokens: shared ones are what they are there, others are said now and then where
-    the target says the token that they begin with."""
+    """`tiny.spoken(noise)` in other tokens: shared ones are what they are there, others are said
+    now and then where the target says the token that they begin with."""
     model = hf.LlamaForCausalLM.from_pretrained(tiny.spoken(noise))
     embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     torch.manual_seed(3)
@@ -118,7 +135,10 @@ def drafter(kind: str, noise: float = 0.05) -> Path:
             new[token], said[token] = embedding[own], head[own]
         elif meaning.isascii() and meaning:
             begins = words("target").encode([meaning.decode()])[0][0]
-            new[token], said[token] = embedding[begins], head[begins] * (0.98 - token / 5000)  # no ties
+            new[token], said[token] = (
+                embedding[begins],
+                head[begins] * (0.98 - token / 5000),
+            )  # no ties
     model.resize_token_embeddings(size(kind), mean_resizing=False)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(new)

@@ -1,7 +1,8 @@
-"""Quantised checkpoints of tiny models, packed from each layout's definition: shifts and ors, nothing of forerun.
+"""Quantised checkpoints of tiny models, packed from each layout's definition: shifts and ors,
+nothing of forerun.
 
-`Layer.make` rounds a matrix; the functions of LAYOUTS write it as a checkpoint would; `checkpoint` does so for every
-linear layer of a model and returns what the weights must be.
+`Layer.make` rounds a matrix; the functions of LAYOUTS write it as a checkpoint would; `checkpoint`
+does so for every linear layer of a model and returns what the weights must be.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch import Tensor
 from tests import tiny
 
 Tensors = dict[str, Tensor]
-ROOMY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96)  # a llama whose matrices have groups of 32
+ROOMY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96
+)  # a llama whose matrices have groups of 32
 
 
 @dataclass
 class Layer:
-    """A rounded matrix: numbers from 0 to 2**bits - 1 [out, in], zero points and scales [out, groups], group [in]."""
+    """A rounded matrix: numbers from 0 to 2**bits - 1 [out, in], zero points and scales [out,
+    groups], group [in]."""
 
     numbers: Tensor
     zero: Tensor
@@ -34,13 +38,22 @@ class Layer:
     weight: Tensor = field(init=False)  # [out, in] float32: what it stands for
 
     def __post_init__(self) -> None:
-        self.weight = (self.numbers - self.zero[:, self.group]).float() * self.scale.float()[:, self.group]
+        self.weight = (self.numbers - self.zero[:, self.group]).float() * self.scale.float()[
+            :, self.group
+        ]
 
     @classmethod
     def make(
-        cls, weight: Tensor, bits: int, size: int, symmetric: bool, dtype: torch.dtype, group: Tensor | None = None
+        cls,
+        weight: Tensor,
+        bits: int,
+        size: int,
+        symmetric: bool,
+        dtype: torch.dtype,
+        group: Tensor | None = None,
     ) -> Layer:
-        """Round to `bits`, in runs of `size` inputs (0: all of them) unless `group` says otherwise."""
+        """Round to `bits`, in runs of `size` inputs (0: all of them) unless `group` says
+        otherwise."""
         inputs, top, half = weight.shape[1], 2**bits - 1, 2 ** (bits - 1)
         group = torch.arange(inputs) // (size or inputs) if group is None else group
         columns = [weight[:, group == g] for g in range(int(group.max()) + 1)]
@@ -57,7 +70,8 @@ class Layer:
 
 
 def words(numbers: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """[n, m] to [n, ceil(m * bits / 32)] int32; place j of a word holds number order[j] of those it is made of."""
+    """[n, m] to [n, ceil(m * bits / 32)] int32; place j of a word holds number order[j] of those it
+    is made of."""
     each = 32 // bits
     order = order or list(range(each))
     wide = torch.zeros(len(numbers), -(-numbers.shape[1] // each) * each, dtype=torch.int64)
@@ -95,7 +109,8 @@ def awq(layer: Layer) -> Tensors:
 
 
 def packed(layer: Layer) -> Tensors:
-    """compressed-tensors, pack-quantized: signed numbers plus half their range, along the inputs."""
+    """compressed-tensors, pack-quantized: signed numbers plus half their range, along the
+    inputs."""
     half = 2 ** (layer.bits - 1)
     tensors = {
         "weight_packed": words(layer.numbers, layer.bits),
@@ -126,25 +141,49 @@ LAYOUTS: dict[str, Callable[[Layer], Tensors]] = {
 def settings(layout: str, bits: int, size: int, symmetric: bool) -> dict[str, Any]:
     """The quantization_config that goes with a layout."""
     if layout.startswith("gptq"):
-        return dict(quant_method="gptq", bits=bits, group_size=size or -1, sym=symmetric, checkpoint_format=layout)
+        return dict(
+            quant_method="gptq",
+            bits=bits,
+            group_size=size or -1,
+            sym=symmetric,
+            checkpoint_format=layout,
+        )
     if layout == "awq":
-        return dict(quant_method="awq", bits=bits, group_size=size or -1, zero_point=not symmetric, version="gemm")
-    weights = dict(num_bits=bits, type="int", symmetric=symmetric, strategy="group" if size else "channel")
+        return dict(
+            quant_method="awq",
+            bits=bits,
+            group_size=size or -1,
+            zero_point=not symmetric,
+            version="gemm",
+        )
+    weights = dict(
+        num_bits=bits, type="int", symmetric=symmetric, strategy="group" if size else "channel"
+    )
     kind = "pack-quantized" if layout == "packed" else "int-quantized"
     group = dict(targets=["Linear"], weights=weights | dict(group_size=size or None))
-    return dict(quant_method="compressed-tensors", format=kind, config_groups={"group_0": group}, ignore=["lm_head"])
+    return dict(
+        quant_method="compressed-tensors",
+        format=kind,
+        config_groups={"group_0": group},
+        ignore=["lm_head"],
+    )
 
 
 def linears(tensors: Tensors) -> list[str]:
     """The names, without .weight, of what is quantised: all linear layers but the head."""
     return [
-        n[:-7] for n, t in tensors.items() if t.ndim == 2 and n.endswith(("proj.weight", "c_fc.weight", "attn.weight"))
+        n[:-7]
+        for n, t in tensors.items()
+        if t.ndim == 2 and n.endswith(("proj.weight", "c_fc.weight", "attn.weight"))
     ]
 
 
 def save(directory: Path, tensors: Tensors, **config: Any) -> None:
     """Write the tensors of a model directory and change its config.json."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
@@ -160,16 +199,21 @@ def checkpoint(
     shuffled: bool = False,
     **overrides: Any,
 ) -> Tensors:
-    """Save a tiny model quantised; returns the weights it must have, float32, by checkpoint name."""
+    """Save a tiny model quantised; returns the weights it must have, float32, by checkpoint
+    name."""
     turned = name == "gpt2"  # its matrices are [in, out], but quantised ones as everybody's
-    tiny.hf_model(name, gain=0.5, **(({} if turned else ROOMY) | overrides)).save_pretrained(directory)
+    tiny.hf_model(name, gain=0.5, **(({} if turned else ROOMY) | overrides)).save_pretrained(
+        directory
+    )
     tensors = load_file(directory / "model.safetensors")
     expected = dict(tensors)
     for stem in linears(tensors):
         weight, group = tensors.pop(f"{stem}.weight"), None
         weight = weight.T if turned else weight
         if shuffled:
-            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+            order = torch.randperm(
+                weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1])
+            )
             group = torch.empty_like(order)
             group[order] = torch.arange(weight.shape[1]) // size
         layer = Layer.make(weight, bits, size, symmetric, dtype, group)

@@ -1,4 +1,5 @@
-"""The shape of the code: imports go down, files and functions stay short, the public surface is a decision."""
+"""The shape of the code: imports go down, files and functions stay short, the public surface is a
+decision."""
 
 import ast
 import functools
@@ -34,8 +35,29 @@ FLOORS = [
     {"draft"},
     {"catalogue"},
     {"engine"},
-    {"completion", "flags", "job", "learned", "llm", "loader", "measure", "probe", "skips", "terminal"},
-    {"bench", "check", "doctor", "drafters_cli", "generate_cli", "index_cli", "models_cli", "server", "train"},
+    {
+        "completion",
+        "flags",
+        "job",
+        "learned",
+        "llm",
+        "loader",
+        "measure",
+        "probe",
+        "skips",
+        "terminal",
+    },
+    {
+        "bench",
+        "check",
+        "doctor",
+        "drafters_cli",
+        "generate_cli",
+        "index_cli",
+        "models_cli",
+        "server",
+        "train",
+    },
     {"tune", "tune_cli"},
     {"cluster"},
     {"chat", "cli", "__main__", "__init__"},
@@ -75,13 +97,21 @@ def test_files_and_functions_are_short_and_explained(path: Path) -> None:
             assert body <= 60, f"{path}:{node.lineno} {node.name} has {body} lines"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_rooms_of_bench_know_reports_and_no_other_room(path: Path) -> None:
     mine = path.relative_to(PACKAGE / "bench").parts[0]
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun.bench.") and mine != "cli.py":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("forerun.bench.")
+            and mine != "cli.py"
+        ):
             room = (node.module or "").split(".")[2]
-            assert room in {mine.removesuffix(".py"), "report", "recipe"}, f"{path} imports {node.module}"
+            assert room in {mine.removesuffix(".py"), "report", "recipe"}, (
+                f"{path} imports {node.module}"
+            )
 
 
 LEAVES = {"bench", "train", "check", "server", "doctor"}
@@ -89,10 +119,15 @@ LEAVES = {"bench", "train", "check", "server", "doctor"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_leaf_imports_another(path: Path) -> None:
-    """What they share is below them: training, the certificate and the benchmarks have `measure`."""
+    """What they share is below them: training, the certificate and the benchmarks have
+    `measure`."""
     mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for node in ast.walk(tree_of(path)):
-        if mine in LEAVES and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun."):
+        if (
+            mine in LEAVES
+            and isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("forerun.")
+        ):
             assert part(node.module) not in LEAVES - {mine}, f"{path} imports {node.module}"
 
 
@@ -113,5 +148,6 @@ def test_rule_names_are_those_of_verify() -> None:
 
 
 def test_numbers_at_random_are_imported_with_the_file() -> None:
-    """numpy loads its generators where `np.random` is first looked up, and what it compiles swallows a Ctrl-C then."""
+    """numpy loads its generators where `np.random` is first looked up, and what it compiles
+    swallows a Ctrl-C then."""
     assert not [path for path in FILES if "np.random" in path.read_text()]

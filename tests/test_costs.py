@@ -49,14 +49,16 @@ def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
 
 
 def test_more_is_not_believed_to_cost_less_before_it_has_settled() -> None:
-    """Else what is measured once, and so believed in part, would pay where nothing is ever accepted."""
+    """Else what is measured once, and so believed in part, would pay where nothing is ever
+    accepted."""
     curve = settled(0.02, {1: 1.0})
     curve.add(2, 1.0)
     assert curve.at(2) == 1.0
 
 
 def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
-    """Else a plain pass that was first measured in a bad moment would never be chosen, nor measured, again."""
+    """Else a plain pass that was first measured in a bad moment would never be chosen, nor
+    measured, again."""
     curve = settled(0.02, {2: 1.0})
     for _ in range(2):
         curve.add(1, 5.0)
@@ -64,7 +66,8 @@ def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
 
 
 def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> None:
-    """Everything takes twice as long from now on, and only one size is measured in that time: all are twice as dear."""
+    """Everything takes twice as long from now on, and only one size is measured in that time: all
+    are twice as dear."""
     costs = Costs()
     for _ in range(20):
         costs.add_pass(1, 1.0)
@@ -74,7 +77,11 @@ def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> Non
         costs.add_pass(5, 3.0)
     assert 1.5 < costs.of_pass(5) / costs.of_pass(1) < 2.0  # 3 if the pace were not known
     passes, drafts = costs.seconds()
-    assert passes[5] == pytest.approx(3.0, rel=0.05) and 1.5 < passes[1] < 2.0 and 0.3 < drafts["model"][4] < 0.4
+    assert (
+        passes[5] == pytest.approx(3.0, rel=0.05)
+        and 1.5 < passes[1] < 2.0
+        and 0.3 < drafts["model"][4] < 0.4
+    )
 
 
 def test_ratios_hold_while_the_speed_drifts() -> None:
@@ -118,7 +125,11 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
 
 def test_nothing_measured_is_no_error() -> None:
     costs = Costs()
-    assert not costs.known(4, 1) and costs.of_pass(3) == 1.0 and costs.of_draft("model", 2) == pytest.approx(0.2)
+    assert (
+        not costs.known(4, 1)
+        and costs.of_pass(3) == 1.0
+        and costs.of_draft("model", 2) == pytest.approx(0.2)
+    )
     costs.add_pass(5, 1.0)
     assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
     costs.add_pass(8, 1.0)  # no size was seen twice
@@ -127,7 +138,8 @@ def test_nothing_measured_is_no_error() -> None:
 
 
 def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
-    """Long prompts say what a token of them takes; then that is taken out of drafts behind a few."""
+    """Long prompts say what a token of them takes; then that is taken out of drafts behind a
+    few."""
     costs = Costs()
     costs.add_pass(1, 1.0)
     for _ in range(10):
@@ -136,13 +148,18 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
     assert costs.of_lag("model", 50) == pytest.approx(0.5, rel=0.01)
     for _ in range(10):
         costs.add_draft("model", 2, 0.25, lag=5)
-    assert costs.of_draft("model", 2) == pytest.approx(0.2, rel=0.01) and costs.of_lag("suffix", 50) == 0.0
+    assert (
+        costs.of_draft("model", 2) == pytest.approx(0.2, rel=0.01)
+        and costs.of_lag("suffix", 50) == 0.0
+    )
     other = Costs()
     other.recall(json.loads(json.dumps(costs.state())))
     assert other.of_lag("model", 50) == pytest.approx(costs.of_lag("model", 50) * costs.pace)
 
 
-@pytest.mark.parametrize("lag", [(0.0, 5), (1.0, 0), (1e9, 5), (1.0, 1e12), (float("nan"), 5), ("a", 5), (1.0,), 3])
+@pytest.mark.parametrize(
+    "lag", [(0.0, 5), (1.0, 0), (1e9, 5), (1.0, 1e12), (float("nan"), 5), ("a", 5), (1.0,), 3]
+)
 def test_what_was_never_written_of_lags_is_refused(lag: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         Costs().recall(Costs().state() | {"lags": {"model": lag}})

@@ -1,4 +1,5 @@
-"""The documentation cannot go stale: its links lead somewhere, and what it tells people to type exists."""
+"""The documentation cannot go stale: its links lead somewhere, and what it tells people to type
+exists."""
 
 import importlib.util
 import re
@@ -14,11 +15,14 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from forerun.cli import command_line
+from forerun.cli.main import command_line
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PAGES = [
+    *sorted(DOCS.glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 GUIDES = PAGES[:-1]  # the changelog names what was, too
 MADE = {"cli.md", "changelog.md"}  # when the site is built
 NOT_A_SHELL = {"python", "toml", "json"}
@@ -34,7 +38,9 @@ def anchors(page: Path) -> set[str]:
     """What headings are called in a link."""
     parsed = tokens(page)
     headings = [after.content for at, after in pairwise(parsed) if at.type == "heading_open"]
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def links(page: Path) -> list[str]:
@@ -45,7 +51,9 @@ def links(page: Path) -> list[str]:
 def lines(page: Path) -> list[str]:
     """What stands in blocks of commands and in code within sentences, continued lines joined."""
     parsed = tokens(page)
-    blocks = [token.content for token in parsed if token.type == "fence" and token.info not in NOT_A_SHELL]
+    blocks = [
+        token.content for token in parsed if token.type == "fence" and token.info not in NOT_A_SHELL
+    ]
     written = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return written + [token.content for token in parsed if token.type == "code_inline"]
 
@@ -72,7 +80,11 @@ def wrong(words: list[str]) -> str:
             return rest[0]
         command = command.commands[rest.pop(0)]
     known = {"--help", "-h", "--install-completion", "--show-completion"}
-    known |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
     return next((flag for flag in flags if flag not in known), "")
 
@@ -89,7 +101,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_verbs_and_flags_exist(page: Path) -> None:
     for words in commands(page):
-        assert not wrong(words), f"{page.name}: forerun {shlex.join(words)}: there is no {wrong(words)}"
+        assert not wrong(words), (
+            f"{page.name}: forerun {shlex.join(words)}: there is no {wrong(words)}"
+        )
 
 
 def test_commands_are_found_and_mistakes_in_them() -> None:
@@ -114,28 +128,42 @@ def test_pages_begin_with_what_they_are_for(page: Path) -> None:
 
 def test_the_tour_leads_past_what_exists() -> None:
     """Each `file: Name` stands under forerun/, or else in the repository, and says so."""
-    named = [re.fullmatch(r"([\w/]+(?:/|\.\w+))(?:: (\w+)(?:\.(\w+))?)?", line) for line in lines(DOCS / "tour.md")]
+    named = [
+        re.fullmatch(r"([\w/]+(?:/|\.\w+))(?:: (\w+)(?:\.(\w+))?)?", line)
+        for line in lines(DOCS / "tour.md")
+    ]
     places = [match for match in named if match]
     assert len(places) > 40
     for place, *names in (match.groups() for match in places):
         path = next((p for p in (ROOT / "forerun" / place, ROOT / place) if p.exists()), None)
         assert path, place
         for name in filter(None, names):
-            assert re.search(rf"^ *(?:def|class) {name}\b", path.read_text(encoding="utf-8"), re.M), (place, name)
+            assert re.search(
+                rf"^ *(?:def|class) {name}\b", path.read_text(encoding="utf-8"), re.M
+            ), (place, name)
 
 
 def test_the_reference_has_every_verb_and_flag() -> None:
-    spec = importlib.util.spec_from_file_location("cli_reference", ROOT / "scripts" / "cli_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "cli_reference", ROOT / "scripts" / "cli_reference.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     page = module.reference()
     assert "[dim]" not in page and "\\[" not in page
-    assert "--max-tokens &lt;int&gt;</code></dt><dd>most tokens to produce. (default: 512)</dd>" in page
+    assert (
+        "--max-tokens &lt;int&gt;</code></dt><dd>most tokens to produce. (default: 512)</dd>"
+        in page
+    )
     for path, command in verbs(command_line(), "forerun"):
         section = re.split(r"^#+ ", page.split(f"# {path}\n")[1], flags=re.MULTILINE)[0]
         for parameter in command.params:
-            names = [parameter.metavar or ""] if parameter.param_type_name == "argument" else parameter.opts
+            names = (
+                [parameter.metavar or ""]
+                if parameter.param_type_name == "argument"
+                else parameter.opts
+            )
             assert all(name in section for name in names), f"{path}: {names}"
 
 

@@ -1,7 +1,7 @@
 """What people copy runs: every file in examples/, and the Python in the documentation.
 
-In this process on a tiny model, in an instant; and once as a user runs them, on the default model, where that is here.
-"""
+In this process on a tiny model, in an instant; and once as a user runs them, on the default model,
+where that is here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import forerun
-from forerun.draft.base import Proposer
+from forerun.draft.proposer import Proposer
 from tests import tiny
 from tests.cluster.deployed import NEEDS_RAY
 from tests.test_docs import DOCS, ROOT, tokens
@@ -38,7 +38,9 @@ def test_no_example_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("forerun.models.hub.default_model", tiny.spoken)
     monkeypatch.setattr(sys, "argv", [name, *SHORT[name]])
     try:
@@ -52,7 +54,9 @@ def started(name: str, *options: str, timeout: float = 300) -> str:
     """What an example prints where it is run as a user runs it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(EXAMPLES / name), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,16 +84,23 @@ def test_the_cluster_of_the_example_answers() -> None:
 
 def blocks(page: Path) -> list[str]:
     """The Python on a page."""
-    return [token.content for token in tokens(page) if token.type == "fence" and token.info == "python"]
+    return [
+        token.content for token in tokens(page) if token.type == "fence" and token.info == "python"
+    ]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "generate.md", DOCS / "write-a-drafter.md"])
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "generate.md", DOCS / "write-a-drafter.md"]
+)
 def test_the_python_of_pages_runs(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One block after the other, as somebody would type them, with a tiny model in place of any that is named."""
+    """One block after the other, as somebody would type them, with a tiny model in place of any
+    that is named."""
     made = forerun.LLM
-    monkeypatch.setattr(forerun, "LLM", lambda model=None, **options: made(tiny.spoken(), kv_tokens=4096, **options))
+    monkeypatch.setattr(
+        forerun, "LLM", lambda model=None, **options: made(tiny.spoken(), kv_tokens=4096, **options)
+    )
     names: dict[str, Any] = {"text": "a request that the page has before"}
     found = [block for block in blocks(page) if not block.startswith("class Proposer:")]
     assert found
@@ -99,11 +110,17 @@ def test_the_python_of_pages_runs(
 
 
 def test_the_interface_on_the_page_is_that_of_the_code() -> None:
-    (shown,) = [block for block in blocks(DOCS / "write-a-drafter.md") if block.startswith("class Proposer:")]
+    (shown,) = [
+        block
+        for block in blocks(DOCS / "write-a-drafter.md")
+        if block.startswith("class Proposer:")
+    ]
     functions = [node for node in ast.walk(ast.parse(shown)) if isinstance(node, ast.FunctionDef)]
     named = {function.name: ast.unparse(function.args) for function in functions}
     assert named.keys() == {"open", "propose", "close"}
     for name, parameters in named.items():
         code = inspect.signature(getattr(Proposer, name)).parameters
-        plain = [each if p.default is p.empty else f"{each}={p.default!r}" for each, p in code.items()]
+        plain = [
+            each if p.default is p.empty else f"{each}={p.default!r}" for each, p in code.items()
+        ]
         assert parameters == ", ".join(plain), name

@@ -1,4 +1,5 @@
-"""What is written by lines is one line to every reader, those that split at Unicode's line ends included."""
+"""What is written by lines is one line to every reader, those that split at Unicode's line ends
+included."""
 
 from __future__ import annotations
 
@@ -10,13 +11,19 @@ from pathlib import Path
 import pytest
 
 import forerun
-from forerun.chat.conversation import Conversation, read
-from forerun.jsonl import json_line
+from forerun.cli.conversation import Conversation, read
+from forerun.utils import json_line
 
 ENDS = [chr(code) for code in range(sys.maxunicode + 1) if len(f"a{chr(code)}b".splitlines()) > 1]
 # the other places where JSON is written with all its characters: none of them writes lines
 NOT_LINES = {
-    *("jsonl.py", "server/writing.py", "server/bounds.py", "server/reference.py", "server/tools.py"),
+    *(
+        "jsonl.py",
+        "server/writing.py",
+        "server/bounds.py",
+        "server/reference.py",
+        "server/tools.py",
+    ),
     *("models/chat.py", "cluster/affinity.py", "measure/workloads.py", "train/data.py"),
 }
 
@@ -40,7 +47,8 @@ def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
 
 
 def test_nothing_else_writes_lines_with_all_their_characters() -> None:
-    """`json_line` is the one writer: json.dumps with ensure_ascii=False leaves line ends in place."""
+    """`json_line` is the one writer: json.dumps with ensure_ascii=False leaves line ends in
+    place."""
     package = Path(forerun.__file__).parent
     found = {
         str(path.relative_to(package))

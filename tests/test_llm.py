@@ -1,4 +1,5 @@
-"""The library's surface: prompts of every kind, n, streams, stop strings, seeds, and refusals before any work."""
+"""The library's surface: prompts of every kind, n, streams, stop strings, seeds, and refusals
+before any work."""
 
 import gc
 import itertools
@@ -11,23 +12,31 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load, loader
+from forerun import LLM, Config, ConfigError, RequestError, SamplingParams, load
+from forerun import draft_loading as loader
 from forerun.draft.automaton import SuffixAutomaton
-from forerun.draft.base import Proposer
+from forerun.draft.proposer import Proposer
+from forerun.draft_loading import share_memory
 from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.llm import derive_seed
 from forerun.load import pick_device
-from forerun.loader import share_memory
 from forerun.models.config import note
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from tests import other_words, tiny
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """A tiny model and one that often agrees with it, in float64 so that equality needs no excuse."""
-    return LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", dtype="float64", context=256, kv_tokens=4096)
+    """A tiny model and one that often agrees with it, in float64 so that equality needs no
+    excuse."""
+    return LLM(
+        tiny.spoken(),
+        draft=f"model:{tiny.spoken(0.1)}",
+        dtype="float64",
+        context=256,
+        kv_tokens=4096,
+    )
 
 
 PROMPT = "def add(a, b):\n"
@@ -53,12 +62,19 @@ def test_a_draft_model_of_another_vocabulary(
     if kernels == "native" and native.library() is None:
         pytest.skip(native.reason())
     note.cache_clear()
-    options = {"dtype": "float32" if kernels == "native" else "float64", "kernels": kernels, "kv_tokens": 2048}
+    options = {
+        "dtype": "float32" if kernels == "native" else "float64",
+        "kernels": kernels,
+        "kv_tokens": 2048,
+    }
     across = LLM(tiny.spoken(), draft=f"{draft}:{other_words.drafter('pieces')}", **options)
     assert "another vocabulary" in capsys.readouterr().err
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4)
-        (plain,), (other,) = across.generate(PROMPT, params, draft="off"), across.generate(PROMPT, params, depth=4)
+        (plain,), (other,) = (
+            across.generate(PROMPT, params, draft="off"),
+            across.generate(PROMPT, params, depth=4),
+        )
         assert (other.token_ids, other.text) == (plain.token_ids, plain.text)
         assert other.stats.by_source["model"].accepted > 0
 
@@ -101,14 +117,21 @@ def test_n_completions_have_seeds_of_their_own(llm: LLM) -> None:
     assert len(completions) == 6
     assert [c.seed for c in completions[:3]] == [derive_seed(9, i) for i in range(3)]
     assert len({tuple(c.token_ids) for c in completions[:3]}) > 1
-    (alone,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=completions[1].seed))
+    (alone,) = llm.generate(
+        PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=completions[1].seed)
+    )
     assert alone.token_ids == completions[1].token_ids
 
 
 def test_without_a_seed_the_result_names_one(llm: LLM) -> None:
-    first, second = (llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0))[0] for _ in range(2))
+    first, second = (
+        llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0))[0]
+        for _ in range(2)
+    )
     assert first.seed != second.seed
-    (again,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=first.seed))
+    (again,) = llm.generate(
+        PROMPT, SamplingParams.pure(max_tokens=12, temperature=1.0, seed=first.seed)
+    )
     assert again.token_ids == first.token_ids
 
 
@@ -136,8 +159,11 @@ def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "suffix+model", "suffix&model"])
 @pytest.mark.parametrize("leave", ["break", "error", "ctrl-c", "next", "generate"])
 def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> None:
-    """However it was left, and whatever ran meanwhile: every event comes once, and the tokens are the same."""
-    params = SamplingParams.pure(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, logprobs=1)
+    """However it was left, and whatever ran meanwhile: every event comes once, and the tokens are
+    the same."""
+    params = SamplingParams.pure(
+        max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, logprobs=1
+    )
     whole = llm.generate(PROMPT, params, draft="off")[0]
     stream, pieces, loops = llm.stream(PROMPT, params, draft=draft, depth=1), [], 0
     raised = {"error": ZeroDivisionError, "ctrl-c": KeyboardInterrupt}.get(leave)
@@ -158,7 +184,11 @@ def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> Non
         assert not llm.engine.busy and loops <= 30
     done = stream.completion
     assert (loops >= 15) == (leave != "generate"), "two tokens a step at most"
-    assert (done.text, done.token_ids, done.finish_reason) == (whole.text, whole.token_ids, "length")
+    assert (done.text, done.token_ids, done.finish_reason) == (
+        whole.text,
+        whole.token_ids,
+        "length",
+    )
     assert [entry.token_id for entry in done.logprobs] == whole.token_ids
 
 
@@ -179,7 +209,9 @@ def test_a_stream_that_has_ended_says_so(llm: LLM) -> None:
 
 
 def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
-    early, late = (llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True)) for _ in range(2))
+    early, late = (
+        llm.stream(PROMPT, SamplingParams.pure(max_tokens=50, ignore_eos=True)) for _ in range(2)
+    )
     early.stop()
     assert list(early) == []
     for _ in late:
@@ -191,7 +223,8 @@ def test_a_stopped_stream_ends_and_says_so_afterwards(llm: LLM) -> None:
 
 
 def test_streams_without_a_loop_cost_nothing(llm: LLM) -> None:
-    """More of them than there are slots, left alone, kept and half-read: others have the whole engine."""
+    """More of them than there are slots, left alone, kept and half-read: others have the whole
+    engine."""
     params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8)
     (plain,) = llm.generate(PROMPT, params, draft="off")
     kept = [llm.stream(PROMPT, params) for _ in range(len(llm.engine.scheduler.slots) + 2)]
@@ -222,7 +255,8 @@ def test_two_loops_over_one_stream_share_its_events(llm: LLM) -> None:
 def test_a_step_that_was_cut_short_leaves_a_whole_engine(
     error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of what a step commits: requests of that step end with an error, those outside go on."""
+    """In the middle of what a step commits: requests of that step end with an error, those outside
+    go on."""
     params = SamplingParams.pure(max_tokens=20, seed=1, temperature=0.8, ignore_eos=True)
     (plain,) = llm.generate(PROMPT, params, draft="off")
     paused, open_, left = (llm.stream(PROMPT, params) for _ in range(3))
@@ -250,7 +284,17 @@ def test_a_step_that_was_cut_short_leaves_a_whole_engine(
     assert llm.generate(PROMPT, params)[0].token_ids == plain.token_ids
 
 
-WRONG_PARAMS = [{"temperature": 0}, {}, [SamplingParams()], (SamplingParams(),), [], "x", 5, False, SamplingParams]
+WRONG_PARAMS = [
+    {"temperature": 0},
+    {},
+    [SamplingParams()],
+    (SamplingParams(),),
+    [],
+    "x",
+    5,
+    False,
+    SamplingParams,
+]
 
 
 @pytest.mark.parametrize("params", WRONG_PARAMS, ids=repr)
@@ -284,7 +328,9 @@ def test_a_message_without_a_text_is_an_empty_one(llm: LLM) -> None:
 
 
 def test_two_streams_at_once(llm: LLM) -> None:
-    params = [SamplingParams.pure(max_tokens=15, temperature=0.9, seed=s, ignore_eos=True) for s in (1, 2)]
+    params = [
+        SamplingParams.pure(max_tokens=15, temperature=0.9, seed=s, ignore_eos=True) for s in (1, 2)
+    ]
     alone = [llm.generate(PROMPT, p)[0].token_ids for p in params]
     streams = [llm.stream(PROMPT, p) for p in params]
     for _ in itertools.zip_longest(*streams):
@@ -297,9 +343,14 @@ def test_stop_strings_cut_the_text_wherever_tokens_end(llm: LLM) -> None:
     for start, size in ((3, 1), (7, 4), (11, 9)):
         stop = whole.text[start : start + size]
         for draft in ("off", "auto"):
-            (cut,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=60, stop=[stop, "never this"]), draft=draft)
+            (cut,) = llm.generate(
+                PROMPT, SamplingParams.pure(max_tokens=60, stop=[stop, "never this"]), draft=draft
+            )
             assert cut.text == whole.text[: whole.text.index(stop)]
-            assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+            assert (
+                cut.finish_reason == "stop"
+                and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+            )
 
 
 def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
@@ -308,7 +359,9 @@ def test_end_of_text_stops_and_is_not_shown(llm: LLM) -> None:
     (completion,) = llm.generate(PROMPT, biased)
     assert completion.finish_reason == "stop" and completion.token_ids[6:] == [end]
     assert "</s>" not in completion.text
-    (on,) = llm.generate(PROMPT, SamplingParams.pure(max_tokens=8, logit_bias={end: 100.0}, ignore_eos=True))
+    (on,) = llm.generate(
+        PROMPT, SamplingParams.pure(max_tokens=8, logit_bias={end: 100.0}, ignore_eos=True)
+    )
     assert on.token_ids == [end] * 8 and on.finish_reason == "length"
 
 
@@ -341,9 +394,18 @@ def test_devices() -> None:
 
 @pytest.mark.cuda
 def test_a_model_and_its_draft_on_cuda() -> None:
-    llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cuda", dtype="float64", kv_tokens=4096)
+    llm = LLM(
+        tiny.spoken(),
+        draft=f"model:{tiny.spoken(0.1)}",
+        device="cuda",
+        dtype="float64",
+        kv_tokens=4096,
+    )
     params = SamplingParams.pure(max_tokens=60, temperature=0.8, seed=1)
-    (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
+    (plain,), (fast,) = (
+        llm.generate(PROMPT, params, draft="off"),
+        llm.generate(PROMPT, params, depth=4),
+    )
     assert plain.token_ids == fast.token_ids and torch.cuda.is_available()
 
 
@@ -351,20 +413,32 @@ def test_a_model_and_its_draft_on_cuda() -> None:
 @pytest.mark.parametrize("draft", ["model:{}", "ahead(model:{})"])
 def test_a_draft_on_the_cpu_beside_a_target_on_cuda(draft: str) -> None:
     draft = draft.format(tiny.spoken(0.1))
-    llm = LLM(tiny.spoken(), draft=draft, device="cuda", draft_device="cpu", dtype="float64", kv_tokens=4096)
+    llm = LLM(
+        tiny.spoken(),
+        draft=draft,
+        device="cuda",
+        draft_device="cpu",
+        dtype="float64",
+        kv_tokens=4096,
+    )
     params = SamplingParams.pure(max_tokens=60, temperature=0.8, seed=1)
-    (plain,), (fast,) = llm.generate(PROMPT, params, draft="off"), llm.generate(PROMPT, params, depth=4)
+    (plain,), (fast,) = (
+        llm.generate(PROMPT, params, draft="off"),
+        llm.generate(PROMPT, params, depth=4),
+    )
     assert plain.token_ids == fast.token_ids and fast.stats.accepted > 0
 
 
 def test_a_draft_model_is_where_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     where, made = [], load.make_runner
 
-    def make(config: Config, directory: Path, device: torch.device, target: Runner | None = None) -> Runner:
+    def make(
+        config: Config, directory: Path, device: torch.device, target: Runner | None = None
+    ) -> Runner:
         where.append(device)
         return made(config, directory, torch.device("cpu"), target)
 
-    for module in ("forerun.llm", "forerun.loader"):
+    for module in ("forerun.llm", "forerun.draft_loading"):
         monkeypatch.setattr(f"{module}.make_runner", make)
     LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", draft_device="cpu:0")
     LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", device="cpu:0")
@@ -410,7 +484,9 @@ def test_references_end_at_a_token_that_the_model_has_not(monkeypatch: pytest.Mo
     llm = LLM(tiny.spoken(), draft="suffix", context=2048, kv_tokens=2048)
     assert llm.tokenizer is not None
     encode, vocab = llm.tokenizer.encode, llm.decoder.config.vocab
-    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, special=True: [*encode(text, special), vocab, 5])
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda text, special=True: [*encode(text, special), vocab, 5]
+    )
     (reference,) = llm.references("x = 1", [])
     assert list(reference.tokens) == encode("x = 1", special=False)
 
@@ -432,18 +508,22 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
             super().__init__()
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("forerun.draft.base.SuffixAutomaton", Counted)
+    monkeypatch.setattr("forerun.draft.proposer.SuffixAutomaton", Counted)
     prompts, params = ["def f(", "x =", "for i"], SamplingParams.pure(n=2, max_tokens=4)
     gc.disable()
     try:
-        assert len(llm.generate(prompts, params, documents=["a = 1\n" * 20, "b"], prediction="c = 2")) == 6
+        assert (
+            len(llm.generate(prompts, params, documents=["a = 1\n" * 20, "b"], prediction="c = 2"))
+            == 6
+        )
         assert len(made) == 3 and not any(automaton() for automaton in made)
     finally:
         gc.enable()
 
 
 def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what is free, for all of them together; each holds as many tokens as the others."""
+    """A quarter of what is free, for all of them together; each holds as many tokens as the
+    others."""
     for module in (load, loader):
         monkeypatch.setattr(module, "free_memory", lambda device: 4_000_000)
     drafts = [f"model:{tiny.spoken(0.3)}", f"ahead(model:{tiny.spoken(0.02)})"]
@@ -454,7 +534,14 @@ def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.Monk
     assert len(caches) == 3 and len({cache.pages.count for cache in caches.values()}) == 1
     (pages,) = {cache.pages.count for cache in caches.values()}
     used = sum(pages * cache.pages.size * cache.row_bytes for cache in caches.values())
-    assert 900_000 < used - sum(cache.pages.size * cache.row_bytes for cache in caches.values()) <= 1_000_000
+    assert (
+        900_000
+        < used - sum(cache.pages.size * cache.row_bytes for cache in caches.values())
+        <= 1_000_000
+    )
     assert pages < alone.engine.target.cache.pages.count
     params = SamplingParams.pure(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
-    assert llm.generate("the name", params)[0].token_ids == alone.generate("the name", params, draft="off")[0].token_ids
+    assert (
+        llm.generate("the name", params)[0].token_ids
+        == alone.generate("the name", params, draft="off")[0].token_ids
+    )

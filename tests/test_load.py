@@ -21,7 +21,8 @@ def tokenizer(*texts: str) -> Any:
 
 
 def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GGUF files of one family are padded to different sizes; anything else that differs changes what ids mean."""
+    """GGUF files of one family are padded to different sizes; anything else that differs changes
+    what ids mean."""
     target = tokenizer("a", "b", "[PAD2]", "[PAD3]")
     for theirs, fits in (
         (tokenizer("a", "b"), True),
@@ -34,7 +35,8 @@ def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
             load.check_vocabulary(target, Path("m"), 4)
         else:
             with pytest.raises(
-                ConfigError, match=r"another vocabulary .*, the first is [12]: '(c|\[PAD\])' instead of"
+                ConfigError,
+                match=r"another vocabulary .*, the first is [12]: '(c|\[PAD\])' instead of",
             ):
                 load.check_vocabulary(target, Path("m"), 4)
 
@@ -48,7 +50,12 @@ def test_tokens_without_a_row_are_no_difference(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize(
     ("kinds", "asked", "form"),
-    [("Q4_0", "auto", "int4"), ("Q5_1", "auto", "q5_1"), ("Q5_1", "int4", "int4 and int8"), ("F16", "auto", "int8")],
+    [
+        ("Q4_0", "auto", "int4"),
+        ("Q5_1", "auto", "q5_1"),
+        ("Q5_1", "int4", "int4 and int8"),
+        ("F16", "auto", "int8"),
+    ],
 )
 def test_a_draft_model_stays_as_it_is_stored(kinds: str, asked: str, form: str) -> None:
     """Unless another form is asked for; floats are rounded, as those of any draft model are."""
@@ -62,21 +69,33 @@ def test_a_draft_model_stays_as_it_is_stored(kinds: str, asked: str, form: str) 
 def test_without_compiled_kernels_each_load_says_so_and_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no compiler is there at installation, models run on torch: that was silent, and many times slower."""
+    """Where no compiler is there at installation, models run on torch: that was silent, and many
+    times slower."""
     path = tiny.family("llama")
     for why, says in (
-        ("they were not compiled when forerun was installed (no C++ compiler?)", "install a C++ compiler"),
+        (
+            "they were not compiled when forerun was installed (no C++ compiler?)",
+            "install a C++ compiler",
+        ),
         ("there are none for this processor (arm64), only for x86-64", "arm64"),
     ):
         monkeypatch.setattr(native, "_load", lambda why=why: (None, why))
         load.make_runner(Config.of(kv_tokens=64, max_rows=1), path, torch.device("cpu"))
         said = capsys.readouterr().err
-        assert says in said and said.startswith("note: the native kernels are missing") and len(said.splitlines()) == 1
-        load.make_runner(Config.of(kv_tokens=64, max_rows=1, kernels="torch"), path, torch.device("cpu"))
+        assert (
+            says in said
+            and said.startswith("note: the native kernels are missing")
+            and len(said.splitlines()) == 1
+        )
+        load.make_runner(
+            Config.of(kv_tokens=64, max_rows=1, kernels="torch"), path, torch.device("cpu")
+        )
         assert capsys.readouterr().err == "", "who asks for torch knows"
 
 
-@pytest.mark.parametrize("options", [{"threads": 999}, {"threads": 3}, {"draft_threads": 1000}, {"threads": 1}])
+@pytest.mark.parametrize(
+    "options", [{"threads": 999}, {"threads": 3}, {"draft_threads": 1000}, {"threads": 1}]
+)
 def test_no_more_threads_than_processors(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,5 +105,7 @@ def test_no_more_threads_than_processors(
     assert getattr(load.within_machine(Config.of(**options)), name) == min(value, 2)
     said = capsys.readouterr().err
     assert said == (
-        f"note: {name}={value} is cut to 2, the processors that this process may use\n" if value > 2 else ""
+        f"note: {name}={value} is cut to 2, the processors that this process may use\n"
+        if value > 2
+        else ""
     )

@@ -1,4 +1,5 @@
-"""What int8 and int4 cost in quality, and that speculation changes nothing over long generations."""
+"""What int8 and int4 cost in quality, and that speculation changes nothing over long
+generations."""
 
 import math
 from pydoc_data.topics import topics
@@ -13,8 +14,8 @@ from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
@@ -24,7 +25,8 @@ TOKENS = 256  # of each text
 
 
 def perplexity(**options: Any) -> float:
-    """Of the default model on English that every Python brings along: the reference behind `help("topics")`."""
+    """Of the default model on English that every Python brings along: the reference behind
+    `help("topics")`."""
     llm = LLM(draft="off", context=TOKENS, kv_tokens=2 * TOKENS, max_rows=1, **options)
     runner, total, count = llm.engine.target, 0.0, 0
     assert llm.tokenizer is not None
@@ -37,7 +39,9 @@ def perplexity(**options: Any) -> float:
         runner.cache.pages.grow(0, len(ids))
         chunk = Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))
         logits = runner.forward([chunk]).logits[:-1]
-        total += float((logits.logsumexp(-1) - logits[torch.arange(len(logits)), torch.tensor(ids[1:])]).sum())
+        total += float(
+            (logits.logsumexp(-1) - logits[torch.arange(len(logits)), torch.tensor(ids[1:])]).sum()
+        )
         count += len(ids) - 1
     assert count > 1_500
     return math.exp(total / count)
@@ -45,11 +49,16 @@ def perplexity(**options: Any) -> float:
 
 @pytest.mark.default_model
 def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """A tensor that is read wrongly (an order of heads, a scale, the ends of words) costs far more than the first bound
-    allows. The file has 4 bits with an offset for each 32 weights; our int4 has no offset, and rounds once more."""
+    """A tensor that is read wrongly (an order of heads, a scale, the ends of words) costs far more
+    than the first bound allows. The file has 4 bits with an offset for each 32 weights; our int4
+    has no offset, and rounds once more."""
     whole = perplexity(dtype="bfloat16")
     assert whole < 18
-    for options, most in (({}, 0.02), ({"quantization": "int8"}, 0.02), ({"quantization": "int4"}, 0.3)):
+    for options, most in (
+        ({}, 0.02),
+        ({"quantization": "int8"}, 0.02),
+        ({"quantization": "int4"}, 0.3),
+    ):
         assert perplexity(**options) / whole - 1 < most, options
 
 
@@ -62,8 +71,13 @@ def test_two_thousand_tokens_in_a_batch_of_eight(form: str) -> None:
     outputs = []
     for draft in ("off", "suffix"):
         engine = Engine(Runner(model, tokens=8 * 2112, page=16, slots=8), {"suffix": Suffix()})
-        params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=2000, ignore_eos=True) for i in range(8)]
-        requests = [engine.add([3 + i, 7, 9], p, draft=draft, depth=3) for i, p in enumerate(params)]
+        params = [
+            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=2000, ignore_eos=True)
+            for i in range(8)
+        ]
+        requests = [
+            engine.add([3 + i, 7, 9], p, draft=draft, depth=3) for i, p in enumerate(params)
+        ]
         while engine.busy:
             engine.step_or_raise()
         outputs.append([list(r.output) for r in requests])

@@ -1,8 +1,9 @@
-"""The noise everything is drawn with: a pure function of seed, lane, counters and token, uniform and independent.
+"""The noise everything is drawn with: a pure function of seed, lane, counters and token, uniform
+and independent.
 
-If streams for different purposes were alike, every rule would be biased though each of its lines is right; so the
-rules are also run with the engine's real noise, and with noise that shares one stream, which must be found out.
-"""
+If streams for different purposes were alike, every rule would be biased though each of its lines is
+right; so the rules are also run with the engine's real noise, and with noise that shares one
+stream, which must be found out."""
 
 import itertools
 import math
@@ -14,7 +15,7 @@ from scipy import stats
 
 from forerun import rng
 from forerun.check import oracle
-from forerun.draft.base import Row
+from forerun.draft.proposer import DraftRequest
 from forerun.draft.tree import Tree, grow
 from forerun.rng import Lane
 from forerun.sampling.params import SamplingParams
@@ -38,7 +39,9 @@ def test_uniform_is_element_of_a_splitmix_stream():
     assert rng.uniform(0, 3) == ((0xF88BB8A8724C81EC >> 12) + 0.5) * 2.0**-52
 
 
-@pytest.mark.parametrize("bits", [0, 1, 1 << 11, rng.MASK >> 1, rng.MASK - (1 << 11), rng.MASK], ids=hex)
+@pytest.mark.parametrize(
+    "bits", [0, 1, 1 << 11, rng.MASK >> 1, rng.MASK - (1 << 11), rng.MASK], ids=hex
+)
 def test_uniform_is_never_0_or_1(bits, monkeypatch):
     monkeypatch.setattr(rng, "mix", lambda x: bits)
     assert 0 < rng.uniform(5) < 1
@@ -50,7 +53,8 @@ def test_gumbel_equals_its_scalar_twin():
     tokens = [0, 1, 2, 1000, 151_935, 2**31]
     pairs = list(itertools.product(keys, tokens))
     fast = rng.gumbel(
-        torch.tensor([k - (1 << 64) if k >> 63 else k for k, _ in pairs]), torch.tensor([t for _, t in pairs])
+        torch.tensor([k - (1 << 64) if k >> 63 else k for k, _ in pairs]),
+        torch.tensor([t for _, t in pairs]),
     )
     slow = torch.tensor([rng.gumbel_scalar(k, t) for k, t in pairs], dtype=torch.float64)
     assert (fast - slow).abs().max() <= 1e-15 * slow.abs().max()
@@ -75,7 +79,8 @@ def test_only_finite_scores_are_drawn():
 def test_gumbel_argmax_draws_from_the_softmax():
     law = np.array([0.5, 0.3, 0.15, 0.049, 0.001])
     drawn = rng.gumbel_argmax(
-        torch.tensor(np.log(law)).expand(COUNT, -1), [rng.stream(11, Lane.TARGET, i) for i in range(COUNT)]
+        torch.tensor(np.log(law)).expand(COUNT, -1),
+        [rng.stream(11, Lane.TARGET, i) for i in range(COUNT)],
     )
     assert stats.chisquare(np.bincount(drawn, minlength=5), law * COUNT).pvalue > SURE
 
@@ -105,10 +110,13 @@ def independent(one, other):
 
 
 def uses(i):
-    """The first number of each stream a round touches: its coins, its draws and the Gumbel noise of two tokens."""
+    """The first number of each stream a round touches: its coins, its draws and the Gumbel noise of
+    two tokens."""
     noise, root = Noise(9, i), i
     keys = [noise.target(0), noise.target(1), noise.draft(0), noise.draft(1)]
-    keys += [rng.stream(9, lane, root, node) for lane in (Lane.ACCEPT, Lane.RESIDUAL) for node in (0, 1)]
+    keys += [
+        rng.stream(9, lane, root, node) for lane in (Lane.ACCEPT, Lane.RESIDUAL) for node in (0, 1)
+    ]
     return [*map(rng.uniform, keys), rng.uniform(keys[0], 1), rng.uniform(keys[2], 1)]
 
 
@@ -119,7 +127,13 @@ def test_streams_of_one_round_are_independent():
 
 def test_lanes_of_one_seed_share_no_key():
     keys = [rng.stream(s, lane, c) for s in range(20) for lane in Lane for c in range(50)]
-    keys += [rng.stream(s, lane, c, n) for s in range(20) for lane in Lane for c in range(20) for n in range(9)]
+    keys += [
+        rng.stream(s, lane, c, n)
+        for s in range(20)
+        for lane in Lane
+        for c in range(20)
+        for n in range(9)
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -185,8 +199,19 @@ class SharedNoise(Noise):
 
 
 def real_draft(noise, context, drafter, depth, branching):
-    """Drawn as drafters draw, with the round's own noise: a chain, or a tree of width 2 where trees are taken."""
-    tree = Tree(Row(0, [0], SamplingParams(temperature=1.0), noise, depth, coupled=False, branching=branching))
+    """Drawn as drafters draw, with the round's own noise: a chain, or a tree of width 2 where trees
+    are taken."""
+    tree = Tree(
+        DraftRequest(
+            0,
+            [0],
+            SamplingParams(temperature=1.0),
+            noise,
+            depth,
+            coupled=False,
+            branching=branching,
+        )
+    )
     for _ in range(depth):
         laws = [drafter[context + oracle.prefix_of(tree.draft, node)] for node in tree.frontier]
         grow([tree], torch.tensor(np.log(laws)), 2, "toy")
@@ -200,14 +225,19 @@ def speculate(rule, noise_class, models, depth, length, seed):
     while len(said) < length:
         noise, context = noise_class(seed, 4 + len(said)), said[-1:]
         draft = real_draft(noise, context, drafter, depth, RULES[rule].branching)
-        p = np.stack([target[context + oracle.prefix_of(draft, node)] for node in range(len(draft))])
+        p = np.stack(
+            [target[context + oracle.prefix_of(draft, node)] for node in range(len(draft))]
+        )
         said += tuple(RULES[rule].verify([draft], torch.tensor(p).log(), [noise])[0].tokens)
     return said[:length]
 
 
 def string_p_value(rule, noise_class, depth=2, length=3, count=2000, vocab=3):
     """The p-value of what `count` seeds said, against the target's joint law of `length` tokens."""
-    models = [last_token_only(table, max(depth + 1, length)) for table in oracle.toy_models("float", vocab, 1, seed=2)]
+    models = [
+        last_token_only(table, max(depth + 1, length))
+        for table in oracle.toy_models("float", vocab, 1, seed=2)
+    ]
     law = oracle.joint(models[0], length)
     said = [speculate(rule, noise_class, models, depth, length, seed) for seed in range(count)]
     rare = [s for s in law if law[s] * count < 5]
@@ -219,7 +249,11 @@ def string_p_value(rule, noise_class, depth=2, length=3, count=2000, vocab=3):
 def last_token_only(table, depth):
     """A model whose law depends on the last token alone."""
     vocab = len(table[()])
-    return {s: table[s[-1:]] for n in range(depth + 1) for s in itertools.product(range(vocab), repeat=n)}
+    return {
+        s: table[s[-1:]]
+        for n in range(depth + 1)
+        for s in itertools.product(range(vocab), repeat=n)
+    }
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
@@ -232,7 +266,8 @@ P, Q = np.array([0.62, 0.25, 0.04, 0.08, 0.01]), np.array([0.43, 0.02, 0.49, 0.0
 
 
 def first_token_p_value(rule, noises):
-    """The p-value of the first token said with each noise, after a sampled chain of two tokens, against P."""
+    """The p-value of the first token said with each noise, after a sampled chain of two tokens,
+    against P."""
     drafts = [Draft.root(0) for _ in noises]
     for node in range(2):
         keys = [noise.draft(node) for noise in noises]

@@ -1,4 +1,5 @@
-"""Files as users write them are read wherever a user may give one, and what streams cannot show ends nothing."""
+"""Files as users write them are read wherever a user may give one, and what streams cannot show
+ends nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +14,26 @@ from typing import Any
 
 import pytest
 
-from forerun.chat import conversation
+from forerun.cli import conversation
 from forerun.errors import ForerunError, LoadError
 from forerun.measure.workloads import read_tasks
-from forerun.models.advice import recommended
+from forerun.models.chat_template import recommended
 from forerun.models.config import load_config
 from forerun.models.files import POINTER, read_header, read_json, read_text
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.server.batch import read_jobs
 from forerun.server.settings import read_file
 from forerun.server.tenants import read_keys
-from forerun.texts import UnreadableError, decoded, text_of
+from forerun.utils import UnreadableError, decoded, text_of
 from tests import tiny
-from tests.test_cli import MODEL, SMALL, forerun  # noqa: F401
+from tests.cli.test_main import MODEL, SMALL, forerun  # noqa: F401
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")  # the last two write a byte order mark
-JOB = json.dumps({"custom_id": "é", "url": "/v1/completions", "body": {"prompt": "x"}}, ensure_ascii=False)
-READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {  # what is in the file, who reads it, what is found
+JOB = json.dumps(
+    {"custom_id": "é", "url": "/v1/completions", "body": {"prompt": "x"}}, ensure_ascii=False
+)
+# what is in the file, who reads it, what is found
+READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
     "batch": (f"{JOB}\n", lambda path: read_jobs(path)[0]["custom_id"], "é"),
     "keys": ("anna key-of-anna\n", read_keys, [("anna", "key-of-anna")]),
     "configuration": ('model = "é"\n', lambda path: read_file(path)[0], {"model": "é"}),
@@ -44,7 +48,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {  # what is in the
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", READERS)
 def test_a_byte_order_mark_is_no_part_of_a_file(name: str, encoding: str, tmp_path: Path) -> None:
-    """Editors on Windows begin files with one: it was refused, or became part of the first key's name."""
+    """Editors on Windows begin files with one: it was refused, or became part of the first key's
+    name."""
     text, read, found = READERS[name]
     path = tmp_path / "file.txt"
     path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
@@ -67,7 +72,10 @@ def test_what_is_no_text_is_one_line_with_the_reason(name: str, kind: str, tmp_p
 
 
 def test_the_reader() -> None:
-    assert decoded(b"\xef\xbb\xbf") == decoded(b"") == "" and decoded("a\ufeffb".encode()) == "a\ufeffb"
+    assert (
+        decoded(b"\xef\xbb\xbf") == decoded(b"") == ""
+        and decoded("a\ufeffb".encode()) == "a\ufeffb"
+    )
     for content, line in ((b"\xff", 1), (b"\xef\xbb\xbfa\n\xff", 2), (b"\xff\xfe\x00", 1)):
         with pytest.raises(UnreadableError, match=rf"not UTF-8 text \(line {line}\)"):
             decoded(content)
@@ -81,7 +89,8 @@ def test_a_file_has_a_bound(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
-    """`--json-schema <(make schema)`; what comes with a model, and is no file, is not waited for."""
+    """`--json-schema <(make schema)`; what comes with a model, and is no file, is not waited
+    for."""
     os.mkfifo(tmp_path / "pipe")
     writer = subprocess.Popen(["sh", "-c", f"printf 'a b' > {tmp_path / 'pipe'}"])
     assert text_of(tmp_path / "pipe") == "a b" and writer.wait(10) == 0
@@ -92,33 +101,48 @@ def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
 def test_a_model_whose_files_begin_with_a_mark(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny.spoken(), model)
-    (model / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "eos_token_id": 2}')
+    (model / "generation_config.json").write_text(
+        '{"do_sample": true, "top_k": 7, "eos_token_id": 2}'
+    )
     for file in [*model.glob("*.json")]:
         file.write_bytes(file.read_text().encode("utf-8-sig"))
-    assert load_config(model).vocab == load_config(tiny.spoken()).vocab and recommended(model)["top_k"] == 7
+    assert (
+        load_config(model).vocab == load_config(tiny.spoken()).vocab
+        and recommended(model)["top_k"] == 7
+    )
     assert Tokenizer(model).encode("def f") == Tokenizer(tiny.spoken()).encode("def f")
 
 
-def test_a_schema_and_a_prompt_with_a_mark(forerun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_schema_and_a_prompt_with_a_mark(
+    forerun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import io
 
     (tmp_path / "s.json").write_bytes('{"enum": ["é"]}'.encode("utf-16"))
-    code, out, err = forerun("generate", "x", "--json", "--json-schema", str(tmp_path / "s.json"), *SMALL)
+    code, out, err = forerun(
+        "generate", "x", "--json", "--json-schema", str(tmp_path / "s.json"), *SMALL
+    )
     assert code == 0 and json.loads(json.loads(out)["text"]) == "é", err
     counts = []
     for text in ("def add", "\ufeffdef add"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        counts.append(json.loads(forerun("generate", "--json", *SMALL)[1])["stats"]["prompt_tokens"])
+        counts.append(
+            json.loads(forerun("generate", "--json", *SMALL)[1])["stats"]["prompt_tokens"]
+        )
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+)
 def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
     """A clone without Git LFS: the weights had a "header too large", the rest was no JSON."""
     model = tmp_path / "model"
     shutil.copytree(tiny.spoken(), model)
     (model / file).write_bytes(POINTER + b".github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(LoadError, match=rf"{file} is a Git LFS pointer, not the file itself: run git lfs pull"):
+    with pytest.raises(
+        LoadError, match=rf"{file} is a Git LFS pointer, not the file itself: run git lfs pull"
+    ):
         from forerun import LLM
 
         LLM(model, draft="off", kv_tokens=64)
@@ -133,8 +157,21 @@ def test_a_pointer_in_place_of_a_drafter_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:strict"])
 def test_what_a_stream_cannot_write_is_escaped(encoding: str) -> None:
     """It ended in a traceback."""
-    command = [sys.executable, "-m", "forerun", "generate", "hi", "--regex", "café → 你", "--kv-tokens", "2048", *MODEL]
-    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "generate",
+        "hi",
+        "--regex",
+        "café → 你",
+        "--kv-tokens",
+        "2048",
+        *MODEL,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True
+    )
     assert done.returncode == 0 and b"Traceback" not in done.stderr
     text = "café → 你".encode(encoding.partition(":")[0], "backslashreplace")
     assert done.stdout.rstrip() == text
@@ -145,7 +182,18 @@ def test_a_reader_that_has_gone_is_no_trouble(streams: str) -> None:
     """As in `forerun models | head -1`."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "forerun", "generate", "hi", "--max-tokens", "4", "--kv-tokens", "2048", *MODEL]
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "generate",
+        "hi",
+        "--max-tokens",
+        "4",
+        "--kv-tokens",
+        "2048",
+        *MODEL,
+    ]
     error = write if streams == "both" else subprocess.PIPE
     done = subprocess.run(command, stdout=write, stderr=error)
     os.close(write)

@@ -1,4 +1,5 @@
-"""What is written whole or not at all: what has its name is all there, and what fails leaves nothing."""
+"""What is written whole or not at all: what has its name is all there, and what fails leaves
+nothing."""
 
 import os
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any
 import pytest
 
 from forerun.errors import ForerunError
-from forerun.whole import whole_directory, whole_file, write_whole
+from forerun.utils import atomic_directory, atomic_file, write_atomic
 
 
-def test_a_directory_gets_its_name_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_gets_its_name_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for out in (tmp_path / "a", Path("b")):
-        with whole_directory(out) as work:
+        with atomic_directory(out) as work:
             assert work.parent == tmp_path and work.is_dir() and not out.exists()
             (work / "file").write_text("text")
         assert (out / "file").read_text() == "text"
@@ -26,35 +29,50 @@ def test_nothing_stays_of_one_that_fails(tmp_path: Path) -> None:
     there.mkdir()
     (there / "mine").touch()
     for error, out in ((OSError, tmp_path / "a"), (KeyboardInterrupt, tmp_path / "a")):
-        with pytest.raises(error), whole_directory(out) as work:
+        with pytest.raises(error), atomic_directory(out) as work:
             (work / "file").touch()
             raise error
-    with pytest.raises(OSError), whole_directory(there) as work:
+    with pytest.raises(OSError), atomic_directory(there) as work:
         (work / "file").touch()
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["there", "there/mine"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "there",
+        "there/mine",
+    ]
 
 
 def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
     """One that is interrupted leaves what was there, and nothing beside it."""
     path = tmp_path / "a"
-    for text, error in (("old", None), ("half", OSError), ("half", KeyboardInterrupt), ("new", None)):
+    for text, error in (
+        ("old", None),
+        ("half", OSError),
+        ("half", KeyboardInterrupt),
+        ("new", None),
+    ):
         before = path.read_text() if path.exists() else None
         try:
-            with whole_file(path) as work:
+            with atomic_file(path) as work:
                 work.write_text(text)
-                assert work.parent == tmp_path and (path.read_text() if path.exists() else None) == before
+                assert (
+                    work.parent == tmp_path
+                    and (path.read_text() if path.exists() else None) == before
+                )
                 if error:
                     raise error
         except (OSError, KeyboardInterrupt) as raised:
             assert type(raised) is error
-        assert path.read_text() == (before if error else text) and list(tmp_path.iterdir()) == [path]
+        assert path.read_text() == (before if error else text) and list(tmp_path.iterdir()) == [
+            path
+        ]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, link = tmp_path / "a", tmp_path / "link"
-    write_whole(path, "old")
+    write_atomic(path, "old")
     link.symlink_to(path)
-    write_whole(link, "new")
+    write_atomic(link, "new")
     assert link.is_symlink() and path.read_text() == "new"
 
     def fail(*_: Any) -> None:
@@ -62,7 +80,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(ForerunError, match="cannot be written: No space left on device"):
-        write_whole(path, "newer")
+        write_atomic(path, "newer")
     assert path.read_text() == "new" and sorted(tmp_path.iterdir()) == [path, link]
 
 
@@ -78,4 +96,4 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         Path("a\0"),
     ):
         with pytest.raises(ForerunError, match="cannot be written"):
-            write_whole(path, "text")
+            write_atomic(path, "text")

@@ -1,8 +1,9 @@
-"""Tiny random-weight models, one a family, written by transformers as ordinary Hugging Face directories.
+"""Tiny random-weight models, one a family, written by transformers as ordinary Hugging Face
+directories.
 
-`family(name)` is a family or a variant of one (`llama-yarn`), or a GGUF file with weights of a type or a mix of types
-(`llama/q4_k_m`, see gguf_files.py); all share VOCAB. Weights are scaled up so that the
-next-token laws are peaked and attention matters: a wrong mask or position then shows.
+`family(name)` is a family or a variant of one (`llama-yarn`), or a GGUF file with weights of a type
+or a mix of types (`llama/q4_k_m`, see gguf_files.py); all share VOCAB. Weights are scaled up so
+that the next-token laws are peaked and attention matters: a wrong mask or position then shows.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
-from forerun.draft.block_head import BlockHead
-from forerun.draft.block_shapes import BlockConfig, MarkovShape
-from forerun.draft.eagle1 import FirstHead
-from forerun.draft.eagle3 import EagleConfig, EagleHead
-from forerun.draft.level_dialects import MlpShape
-from forerun.draft.medusa import MedusaHeads
-from forerun.draft.mlp import MlpSpeculator
-from forerun.draft.mtp import MtpModule
+from forerun.draft.block.formats import BlockConfig, MarkovShape
+from forerun.draft.block.module import BlockHead
+from forerun.draft.eagle.module import Eagle1Head, Eagle3Head, EagleConfig
+from forerun.draft.eagle.mtp import MtpModule
+from forerun.draft.medusa import MedusaHeads, MlpShape, MlpSpeculator
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.native import NativeDecoder
+from forerun.runtime.native import NativeDecoder
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -113,15 +111,17 @@ VARIANTS: dict[str, tuple[type, type, dict[str, Any]]] = {
 def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> Any:
     """The transformers model of a family or variant, float32, random weights of some consequence.
 
-    A lower `gain` makes smaller weights, and so less of a difference between two orders of summation.
-    """
+    A lower `gain` makes smaller weights, and so less of a difference between two orders of
+    summation."""
     config_class, model_class, settings = (FAMILIES | VARIANTS)[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**(settings | overrides))).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             value.normal_(0.0, 0.6 * gain if value.ndim > 1 else 0.1)
-            if value.ndim == 1 and key.endswith("weight") and "gemma" not in name:  # norms scale by 1, Gemma's by 1 + w
+            if (
+                value.ndim == 1 and key.endswith("weight") and "gemma" not in name
+            ):  # norms scale by 1, Gemma's by 1 + w
                 value.add_(1.0)
             if "embed" in key or "wte" in key or "wpe" in key:
                 value.mul_(1.2)
@@ -175,75 +175,105 @@ def medusa(name: str, heads: int = 3) -> MedusaHeads:
 
 
 def mlp(name: str, **changes: Any) -> MlpSpeculator:
-    """A speculator for `family(name)`: what it says is anything, and depends on everything it is given."""
+    """A speculator for `family(name)`: what it says is anything, and depends on everything it is
+    given."""
     torch.manual_seed(8)
     config = load_config(family(name))
-    fields = dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True) | changes
+    fields = (
+        dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True)
+        | changes
+    )
     return _filled(MlpSpeculator(MlpShape(**fields))).requires_grad_(False)
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:
-    """The shape of a head for `family(name)` that reads boundaries out of order; `layer` changes its layer's fields."""
+    """The shape of a head for `family(name)` that reads boundaries out of order; `layer` changes
+    its layer's fields."""
     target = load_config(family(name))
     fields = dict(
         model_type="llama", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, vocab_size=target.vocab,
     )  # fmt: skip
-    boundaries = changes.pop("boundaries", (2, 0, target.layers))
-    settings = dict(target_hidden=target.hidden, boundaries=boundaries, draft_vocab=target.vocab) | changes
+    aux_hidden_layers = changes.pop("aux_hidden_layers", (2, 0, target.layers))
+    settings = (
+        dict(
+            target_hidden=target.hidden,
+            aux_hidden_layers=aux_hidden_layers,
+            draft_vocab=target.vocab,
+        )
+        | changes
+    )
     return EagleConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **settings)
 
 
-def eagle(config: EagleConfig, seed: int = 6) -> EagleHead:
+def eagle(config: EagleConfig, seed: int = 6) -> Eagle3Head:
     """A head of that shape: what it says is anything, and depends on everything it is given."""
     torch.manual_seed(seed)
-    head = _filled(EagleHead(config))
+    head = _filled(Eagle3Head(config))
     if head.d2t is not None:
         head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
 
 
-def parallel(name: str, layers: int = 2, **changes: Any) -> EagleHead:
-    """An EAGLE-3 head for `family(name)` that drafts in parallel, of some layers, with an embedding of its own."""
+def parallel(name: str, layers: int = 2, **changes: Any) -> Eagle3Head:
+    """An EAGLE-3 head for `family(name)` that drafts in parallel, of some layers, with an embedding
+    of its own."""
     layer = {"num_hidden_layers": layers} | changes.pop("layer", {})
     return eagle(eagle_config(name, layer, mask_token=3, **({"own_embedding": True} | changes)))
 
 
 def eagle1(
-    name: str, bias: bool = True, qkv_bias: bool = False, own: bool = False, own_head: bool = False, seed: int = 6
-) -> FirstHead:
-    """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is given."""
+    name: str,
+    bias: bool = True,
+    qkv_bias: bool = False,
+    own: bool = False,
+    own_head: bool = False,
+    seed: int = 6,
+) -> Eagle1Head:
+    """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is
+    given."""
     torch.manual_seed(seed)
     layer = replace(eagle_config(name).layer, qkv_bias=qkv_bias)
-    return _filled(FirstHead(layer, load_config(family(name)).layers, bias, own, own_head)).requires_grad_(False)
+    return _filled(
+        Eagle1Head(layer, load_config(family(name)).layers, bias, own, own_head)
+    ).requires_grad_(False)
 
 
-def mtp(name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB) -> MtpModule:
-    """A multi-token module for `family(name)`: what it says is anything, and depends on everything it is given."""
+def mtp(
+    name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB
+) -> MtpModule:
+    """A multi-token module for `family(name)`: what it says is anything, and depends on everything
+    it is given."""
     torch.manual_seed(seed)
     c = eagle_config(name, layer).layer
-    module = _filled(MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None))
+    module = _filled(
+        MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None)
+    )
     if module.d2t is not None:
         module.say_only(torch.randperm(c.vocab)[:draft_vocab].sort().values)
     return module.requires_grad_(False)
 
 
 def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
-    """The shape of a block drafter for `family(name)` with all heads; `layer` changes its layers' fields."""
+    """The shape of a block drafter for `family(name)` with all heads; `layer` changes its layers'
+    fields."""
     target = load_config(family(name))
     fields = dict(
         model_type="qwen3", hidden_size=target.hidden, intermediate_size=48, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, vocab_size=target.vocab,
     )  # fmt: skip
     settings: dict[str, Any] = dict(
-        target_hidden=target.hidden, boundaries=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
+        target_hidden=target.hidden, aux_hidden_layers=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
         law=MarkovShape(5), confidence=True, confidence_with_markov=True,
     )  # fmt: skip
-    return BlockConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes))
+    return BlockConfig(
+        layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes)
+    )
 
 
 def block(config: BlockConfig, seed: int = 7) -> BlockHead:
-    """A block drafter of that shape: what it says is anything, and depends on everything it is given."""
+    """A block drafter of that shape: what it says is anything, and depends on everything it is
+    given."""
     torch.manual_seed(seed)
     head = _filled(BlockHead(config))
     if head.d2t is not None:
@@ -260,7 +290,8 @@ def _filled(module: M) -> M:
 
 @functools.cache
 def worded(noise: float = 0.0) -> Path:
-    """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that often agrees with it."""
+    """A tiny Llama with a byte-level tokenizer that knows some JSON; `noise` makes it one that
+    often agrees with it."""
     directory = new_directory("worded-")
     _write(hf_model("llama", gain=0.7, vocab_size=WORDED), noise, directory)
     return directory
@@ -268,20 +299,27 @@ def worded(noise: float = 0.0) -> Path:
 
 @functools.cache
 def spoken(noise: float = 0.0) -> Path:
-    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN: it says ASCII and repeats itself.
+    """A tiny Llama called "tiny", with that tokenizer and a context of SPOKEN: it says ASCII and
+    repeats itself.
 
-    Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and sampled it leaves
-    a ring every few tokens, so that drafts are accepted in part. `noise` as in `worded`.
-    """
+    Most tokens have one favourite to follow them, in rings of eight: greedy it ends in a loop, and
+    sampled it leaves a ring every few tokens, so that drafts are accepted in part. `noise` as in
+    `worded`."""
     directory, tokenizer = new_directory("spoken-") / "tiny", _tokenizer()
     model = hf_model("llama", gain=0.7, vocab_size=WORDED, max_position_embeddings=SPOKEN)
     texts = [tokenizer.decode([token]) for token in range(WORDED)]
-    said = [i for i, text in enumerate(texts) if text and text.isascii() and (text.isprintable() or text == "\n")]
+    said = [
+        i
+        for i, text in enumerate(texts)
+        if text and text.isascii() and (text.isprintable() or text == "\n")
+    ]
     random.Random(0).shuffle(said)  # neighbours that a tokenizer would join are rare then
     rings = [said[at : at + 8] for at in range(0, len(said), 8)]
     with torch.no_grad():
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-        embedding.mul_(2.0)[:, 0] = 2.0  # a channel that stays as it is: what the head reads there is a bias
+        embedding.mul_(2.0)[:, 0] = (
+            2.0  # a channel that stays as it is: what the head reads there is a bias
+        )
         for layer in model.model.layers:  # context matters, but less than the last token
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 weight.mul_(0.05)[0] = 0.0
@@ -302,7 +340,9 @@ def _write(model: Any, noise: float, directory: Path) -> None:
             value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
     _tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
 
 
 @functools.cache
@@ -325,9 +365,13 @@ def _tokenizer() -> Tokenizer:
 
 @functools.cache
 def decoder(
-    directory: Path, dtype: torch.dtype = torch.float64, device: str = "cpu", said: tuple[int, ...] | None = None
+    directory: Path,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    said: tuple[int, ...] | None = None,
 ) -> Decoder:
-    """A loaded decoder of 256 positions, shared by the tests that use it; `said` are the tokens that it scores."""
+    """A loaded decoder of 256 positions, shared by the tests that use it; `said` are the tokens
+    that it scores."""
     return load_decoder(directory, dtype, torch.device(device), 256, said and torch.tensor(said))
 
 
@@ -335,4 +379,6 @@ def decoder(
 def native_decoder(path: Path, said: tuple[int, ...] | None = None) -> NativeDecoder:
     """The same on native kernels, of a quantised model in its own numbers."""
     native.start(2)
-    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True, said=said and torch.tensor(said))
+    return NativeDecoder(
+        load_config(path), path, "bfloat16", 256, keep=True, said=said and torch.tensor(said)
+    )

@@ -1,10 +1,12 @@
-"""A random-weight target and a draft that agrees with it as often as asked, as ordinary Hugging Face directories.
+"""A random-weight target and a draft that agrees with it as often as asked, as ordinary Hugging
+Face directories.
 
-The target is a Llama. The draft is its first layers with the same embeddings, norm and head; what the target's later
-layers add is scaled by `eps`, so eps = 0 would make the two one model and a larger eps makes them agree less. The head
-gives every token a few likely successors, and sharp random attention picks among them by the context, so greedy text
-branches instead of running into a short cycle. Speed depends on shapes and on agreement, not on what a text means:
-such a pair measures what a trained pair of its size and acceptance would.
+The target is a Llama. The draft is its first layers with the same embeddings, norm and head; what
+the target's later layers add is scaled by `eps`, so eps = 0 would make the two one model and a
+larger eps makes them agree less. The head gives every token a few likely successors, and sharp
+random attention picks among them by the context, so greedy text branches instead of running into a
+short cycle. Speed depends on shapes and on agreement, not on what a text means: such a pair
+measures what a trained pair of its size and acceptance would.
 
 `make_pair` writes all of it or nothing: into a directory beside `out`, renamed at the end.
 """
@@ -24,14 +26,17 @@ from torch import Tensor
 
 from forerun import __version__
 from forerun.bench.recipe import SPECIAL, PairRecipe
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError
 from forerun.measure.agreement import Agreement, Judge
 from forerun.measure.corpus import excerpts, library_texts
-from forerun.progress import Tell, nothing
-from forerun.whole import whole_directory
+from forerun.utils import atomic_directory
 
 TEXT_A_TOKEN = 732  # characters of text to learn a token from
-JUDGED_TOKENS, JUDGED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared, and of how many prompts
+JUDGED_TOKENS, JUDGED_PROMPTS = (
+    128,
+    16,
+)  # greedy tokens of each prompt that are compared, and of how many prompts
 ROUNDS = 10  # pairs tried before the nearest is taken
 Weights = dict[str, Tensor]
 
@@ -46,8 +51,8 @@ class Pair:
         eps: the scale of the later layers that was taken.
         agreement: what was measured with it.
         parameters: of the target and the draft.
-        middle: where there is a model between them, the share of the target's greedy tokens that it says, and of its
-            own that the draft says.
+        middle: where there is a model between them, the share of the target's greedy tokens that it
+            says, and of its own that the draft says.
     """
 
     directory: Path
@@ -81,9 +86,11 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
         ConfigError: `out` holds something, or cannot be a directory.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and not empty: give another directory, or remove it")
+        raise ConfigError(
+            f"{out} is there already, and not empty: give another directory, or remove it"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_directory(out) as work:
+    with atomic_directory(out) as work:
         tell("learning a tokenizer")
         parts = ["target", "draft", *(["middle"] if recipe.middle_layers else [])]
         prompts = _write_tokenizer(recipe, [work / part for part in parts])
@@ -91,7 +98,11 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
         base = draw_weights(recipe)
         draft_size = _save(base, recipe, recipe.draft_layers, work / "draft")
         eps, agreement = _settle(base, recipe, work, prompts, tell)
-        middle = _middle(scaled(base, recipe, eps), recipe, work, prompts, tell) if recipe.middle_layers else None
+        middle = (
+            _middle(scaled(base, recipe, eps), recipe, work, prompts, tell)
+            if recipe.middle_layers
+            else None
+        )
         target_size = sum(tensor.numel() for tensor in base.values())
         pair = Pair(out, recipe, eps, agreement, (target_size, draft_size), middle)
         (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
@@ -102,8 +113,8 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
 def _settle(
     base: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
 ) -> tuple[float, Agreement]:
-    """Write targets with one eps after another until the agreement is near enough; the eps that stays, and what it
-    gave."""
+    """Write targets with one eps after another until the agreement is near enough; the eps that
+    stays, and what it gave."""
     tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
 
     def judge(eps: float) -> Judge:
@@ -120,14 +131,17 @@ def _settle(
             return eps, judged.report()
         eps = next_eps(tried, recipe.agree)
     eps = min(tried, key=lambda e: abs(tried[e] - recipe.agree))
-    tell(f"an agreement of {recipe.agree:.0%} was not reached; the nearest is kept, with eps {eps:.4f}")
+    tell(
+        f"an agreement of {recipe.agree:.0%} was not reached; the nearest is kept, with eps {eps:.4f}"
+    )
     return eps, judge(eps).report()
 
 
 def _middle(
     target: Weights, recipe: PairRecipe, work: Path, prompts: list[list[int]], tell: Tell
 ) -> tuple[float, float]:
-    """Write the model between the two; how often it agrees with the target, and the draft with it."""
+    """Write the model between the two; how often it agrees with the target, and the draft with
+    it."""
     _save(target, recipe, recipe.middle_layers, work / "middle")
     tokens = min(JUDGED_TOKENS, recipe.context - recipe.prompt_tokens)
     tell("letting target and middle model write")
@@ -137,22 +151,26 @@ def _middle(
 
 
 def next_eps(tried: dict[float, float], agree: float) -> float:
-    """Where the agreement should be `agree`: on the line between the nearest eps on either side, or further out.
+    """Where the agreement should be `agree`: on the line between the nearest eps on either side, or
+    further out.
 
     The more eps, the less agreement, but for the chance of which texts come out.
     """
     above = max(eps for eps, share in tried.items() if share > agree)
-    below = min((eps for eps, share in tried.items() if share <= agree and eps > above), default=None)
+    below = min(
+        (eps for eps, share in tried.items() if share <= agree and eps > above), default=None
+    )
     if below is None:
         return above * min(max((1 - agree) / (1 - tried[above] + 1e-9), 1.1), 4.0)
     return above + (below - above) * (tried[above] - agree) / (tried[above] - tried[below])
 
 
 def draw_weights(recipe: PairRecipe) -> Weights:
-    """The target's tensors by their Hugging Face names, bfloat16, the later layers at their full strength (eps 1).
+    """The target's tensors by their Hugging Face names, bfloat16, the later layers at their full
+    strength (eps 1).
 
-    Each matrix is normal with a deviation that keeps activations near 1; the order of drawing is part of the recipe.
-    """
+    Each matrix is normal with a deviation that keeps activations near 1; the order of drawing is
+    part of the recipe."""
     r, generator = recipe, torch.Generator().manual_seed(recipe.seed)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
@@ -169,7 +187,9 @@ def draw_weights(recipe: PairRecipe) -> Weights:
             at + "self_attn.o_proj.weight": normal(r.hidden, queries, 1.5 * r.ctx * queries**-0.5),
             at + "mlp.gate_proj.weight": normal(r.intermediate, r.hidden, 1.5 * unit),
             at + "mlp.up_proj.weight": normal(r.intermediate, r.hidden, unit),
-            at + "mlp.down_proj.weight": normal(r.hidden, r.intermediate, r.ctx * r.intermediate**-0.5),
+            at + "mlp.down_proj.weight": normal(
+                r.hidden, r.intermediate, r.ctx * r.intermediate**-0.5
+            ),
             at + "input_layernorm.weight": torch.ones(r.hidden, dtype=torch.bfloat16),
             at + "post_attention_layernorm.weight": torch.ones(r.hidden, dtype=torch.bfloat16),
         }
@@ -181,12 +201,14 @@ def draw_weights(recipe: PairRecipe) -> Weights:
 def _head(embeddings: Tensor, recipe: PairRecipe, generator: torch.Generator) -> Tensor:
     """Noise, and for each token a liking for the states that its `nsucc` predecessors make. [V, H]
 
-    Each of `nsucc` random permutations pairs every token with one successor, so all are called for equally often.
-    """
+    Each of `nsucc` random permutations pairs every token with one successor, so all are called for
+    equally often."""
     head = torch.randn(recipe.vocab, recipe.hidden, generator=generator)
     directions = torch.nn.functional.normalize(embeddings.float(), dim=1)
     for _ in range(recipe.nsucc):
-        head[torch.randperm(recipe.vocab, generator=generator)] += recipe.beta * recipe.hidden**0.5 * directions
+        head[torch.randperm(recipe.vocab, generator=generator)] += (
+            recipe.beta * recipe.hidden**0.5 * directions
+        )
     head[: len(SPECIAL)] = 0  # never the likeliest
     logits_scale: float = recipe.temp * recipe.hidden**-0.5
     return (head * logits_scale).bfloat16()
@@ -203,7 +225,8 @@ def scaled(base: Weights, recipe: PairRecipe, eps: float) -> Weights:
 
 
 def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) -> int:
-    """A model of the first `layers` layers, a directory but for its tokenizer; returns how many parameters it has."""
+    """A model of the first `layers` layers, a directory but for its tokenizer; returns how many
+    parameters it has."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -228,12 +251,15 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "generation_config.json").write_text(json.dumps(ends))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # it comes readable by its owner only
+    shutil.copymode(
+        directory / "config.json", directory / "model.safetensors"
+    )  # it comes readable by its owner only
     return sum(tensor.numel() for tensor in weights.values())
 
 
 def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:
-    """A byte-level BPE of exactly `vocab` tokens into each directory; returns the prompts it makes."""
+    """A byte-level BPE of exactly `vocab` tokens into each directory; returns the prompts it
+    makes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -256,4 +282,6 @@ def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[i
         directory.mkdir()
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    return excerpts(lambda text: list(tokenizer.encode(text).ids), recipe.prompts, recipe.prompt_tokens)
+    return excerpts(
+        lambda text: list(tokenizer.encode(text).ids), recipe.prompts, recipe.prompt_tokens
+    )

@@ -1,9 +1,9 @@
 """Who sees whom in one pass: segments of tokens to positions, rows of the cache and masks.
 
-A segment is what one slot adds in a pass: a chunk of known tokens, a draft tree, or the one after the other. Its
-tokens see every committed token of the slot and their own ancestors. A position is logical (committed length plus
-depth); a row is physical (page table). Keys are visited in logical order, whatever page they lie in.
-"""
+A segment is what one slot adds in a pass: a chunk of known tokens, a draft tree, or the one after
+the other. Its tokens see every committed token of the slot and their own ancestors. A position is
+logical (committed length plus depth); a row is physical (page table). Keys are visited in logical
+order, whatever page they lie in."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ TOGETHER = 16  # segments up to this long are padded to one batch; longer ones (
 class Segment:
     """What one slot adds in a pass.
 
-    `parents` covers the slot's whole uncommitted region, one entry a token, -1 for the committed prefix: the first
-    `offset` tokens of it were written by earlier passes, `tokens` are the rest. `want` lists the indices within
+    `parents` covers the slot's whole uncommitted region, one entry a token, -1 for the committed
+    prefix: the first `offset` tokens of it were written by earlier passes, `tokens` are the rest.
+        `want` lists the indices within
     `tokens` whose logits are needed.
     """
 
@@ -48,7 +49,8 @@ class Segment:
 
 @dataclass(slots=True)
 class _Group:
-    """Segments attended in one call. `queries` indexes T; keys are rows of the cache; R segments, N queries, K keys."""
+    """Segments attended in one call. `queries` indexes T; keys are rows of the cache; R segments, N
+    queries, K keys."""
 
     queries: slice | Tensor  # T slice, or [R, N]
     keys: slice | Tensor  # row slice, or [R, K]
@@ -60,18 +62,33 @@ class Attention:
     """The plan of one pass. Calling it stores keys and values, and attends: `decoder.Attend`."""
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache, config: ModelConfig) -> None:
-        self.segments, self.cache, self.config, self.device = segments, cache, config, cache.data.device
+        self.segments, self.cache, self.config, self.device = (
+            segments,
+            cache,
+            config,
+            cache.data.device,
+        )
         depths = [np.asarray(s.depths) for s in segments]
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         lengths = [cache.length[s.slot] for s in segments]
         new = [d[s.offset :] for s, d in zip(segments, depths, strict=True)]
-        self.positions = self._tensor(np.concatenate([n + at for n, at in zip(new, lengths, strict=True)]))
-        spans = [slice(at + s.offset, at + len(s.parents)) for s, at in zip(segments, lengths, strict=True)]
+        self.positions = self._tensor(
+            np.concatenate([n + at for n, at in zip(new, lengths, strict=True)])
+        )
+        spans = [
+            slice(at + s.offset, at + len(s.parents))
+            for s, at in zip(segments, lengths, strict=True)
+        ]
         rows = [cache.pages.rows[s.slot, span] for s, span in zip(segments, spans, strict=True)]
         self.rows = self._compact(np.concatenate(rows))
         short = [i for i, s in enumerate(segments) if len(s.tokens) <= TOGETHER]
-        batches = ([short] if short else []) + [[i] for i, s in enumerate(segments) if len(s.tokens) > TOGETHER]
-        self.groups = [self._group([segments[i] for i in b], [depths[i] for i in b], starts[b]) for b in batches]
+        batches = ([short] if short else []) + [
+            [i] for i, s in enumerate(segments) if len(s.tokens) > TOGETHER
+        ]
+        self.groups = [
+            self._group([segments[i] for i in b], [depths[i] for i in b], starts[b])
+            for b in batches
+        ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
@@ -90,16 +107,22 @@ class Attention:
                 out[group.queries[group.filled]] = attended[group.filled]
         return out
 
-    def _attend(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight) -> Tensor:
+    def _attend(
+        self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight
+    ) -> Tensor:
         c = self.config
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
         if isinstance(group.queries, slice):
             q = q[None]
         if isinstance(group.keys, slice):
             keys, values = keys[None], values[None]
-        return kernels.attention(q, keys, values, group.masks[sight], c.attention_scale, c.attention_softcap)
+        return kernels.attention(
+            q, keys, values, group.masks[sight], c.attention_scale, c.attention_softcap
+        )
 
-    def _group(self, segments: list[Segment], depths: list[np.ndarray], starts: np.ndarray) -> _Group:
+    def _group(
+        self, segments: list[Segment], depths: list[np.ndarray], starts: np.ndarray
+    ) -> _Group:
         lengths = [self.cache.length[s.slot] for s in segments]
         counts = [len(s.tokens) for s in segments]
         totals = [at + len(s.parents) for s, at in zip(segments, lengths, strict=True)]
@@ -108,13 +131,27 @@ class Attention:
         if len(segments) == 1:
             at = int(starts[0])
             rows = self._compact(self.cache.pages.rows[segments[0].slot, :width])
-            return _Group(slice(at, at + queries), rows if isinstance(rows, slice) else rows[None], masks, None)
-        index = np.minimum(np.arange(queries), np.asarray(counts)[:, None] - 1) + np.asarray(starts)[:, None]
+            return _Group(
+                slice(at, at + queries),
+                rows if isinstance(rows, slice) else rows[None],
+                masks,
+                None,
+            )
+        index = (
+            np.minimum(np.arange(queries), np.asarray(counts)[:, None] - 1)
+            + np.asarray(starts)[:, None]
+        )
         table = np.stack([self.cache.pages.rows[s.slot, :width] for s in segments])
-        # past a slot's own end stand rows of whoever had them before: masked, but read, so read something finite
+        # past a slot's own end stand rows of whoever had them before: masked, but read, so read
+        # something finite
         table = np.where(np.arange(width) < np.asarray(totals)[:, None], table, table[:, :1])
         filled = np.arange(queries) < np.asarray(counts)[:, None]
-        return _Group(self._tensor(index), self._tensor(table), masks, None if filled.all() else self._tensor(filled))
+        return _Group(
+            self._tensor(index),
+            self._tensor(table),
+            masks,
+            None if filled.all() else self._tensor(filled),
+        )
 
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
@@ -124,17 +161,24 @@ class Attention:
         for r, segment in enumerate(segments):
             at, count = self.cache.length[segment.slot], len(segment.tokens)
             seen[r, :count, :at] = True
-            seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[segment.offset :]
+            seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[
+                segment.offset :
+            ]
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
         masks: dict[Sight, Tensor | None] = {}
         for window, sinks in set(map(self.config.sight, range(self.config.layers))):
             mask = seen
             if window is not None:
-                mask = seen & ((self._distances(segments, depths, seen.shape) < window) | (np.arange(width) < sinks))
+                mask = seen & (
+                    (self._distances(segments, depths, seen.shape) < window)
+                    | (np.arange(width) < sinks)
+                )
             masks[window, sinks] = None if mask.all() else self._tensor(mask)
         return masks
 
-    def _distances(self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    def _distances(
+        self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]
+    ) -> np.ndarray:
         """How many positions each key lies before each query; 0 for padding. int32 [R, N, K]"""
         distance = np.zeros(shape, dtype=np.int32)
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
@@ -147,7 +191,8 @@ class Attention:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _compact(self, rows: np.ndarray) -> slice | Tensor:
-        """Consecutive rows as a slice, which reads and writes the cache without an index or a copy."""
+        """Consecutive rows as a slice, which reads and writes the cache without an index or a
+        copy."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first == len(rows) - 1 and (np.diff(rows) == 1).all():
             return slice(first, last + 1)

@@ -1,10 +1,12 @@
-"""The host side of the KV cache: which page belongs to which slot, and which pages hold a known prefix.
+"""The host side of the KV cache: which page belongs to which slot, and which pages hold a known
+prefix.
 
-A page is `size` consecutive rows of the KV tensors. Full pages of committed tokens are sealed: named by a digest of
-their tenant and of all tokens up to their end, so a later request of the same tenant that starts alike shares them. A
-shared page is never written: writes happen past the committed length, sharing only below it. Invariant (`check`): every
-page is free, idle (sealed, kept in case it is wanted again, first to go when room is needed) or held by as many slots
-as its count of users says.
+A page is `size` consecutive rows of the KV tensors. Full pages of committed tokens are sealed:
+named by a digest of their tenant and of all tokens up to their end, so a later request of the same
+tenant that starts alike shares them. A
+shared page is never written: writes happen past the committed length, sharing only below it.
+Invariant (`check`): every page is free, idle (sealed, kept in case it is wanted again, first to go
+when room is needed) or held by as many slots as its count of users says.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import numpy as np
 
 
 class Pages:
-    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context` tokens.
+    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context`
+    tokens.
 
-    A row is of a token, and of as many as `ahead` tokens behind it: those of a page's last row are in its name too.
-    """
+    A row is of a token, and of as many as `ahead` tokens behind it: those of a page's last row are
+    in its name too."""
 
     def __init__(self, count: int, size: int, slots: int, context: int, ahead: int = 0) -> None:
         self.count, self.size, self.ahead = count, size, ahead
@@ -34,7 +37,9 @@ class Pages:
         self.digest_of: dict[int, bytes] = {}
         self.page_of: dict[bytes, int] = {}
         self.chain: list[list[bytes]] = [[] for _ in range(slots)]
-        self.root = [_root("")] * slots  # what stands before the first page: prefixes are shared within a tenant
+        self.root = [
+            _root("")
+        ] * slots  # what stands before the first page: prefixes are shared within a tenant
 
     @property
     def available(self) -> int:
@@ -47,8 +52,8 @@ class Pages:
         return self.count - self.available
 
     def match(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
-        """Give an empty slot the sealed pages of the longest prefix known of this tenant; returns how many tokens they
-        hold.
+        """Give an empty slot the sealed pages of the longest prefix known of this tenant; returns
+        how many tokens they hold.
 
         At least one token is always left to read.
         """
@@ -64,7 +69,8 @@ class Pages:
         return len(self.held[slot]) * self.size
 
     def grow(self, slot: int, upto: int) -> bool:
-        """Make room for `upto` tokens in all. False, and nothing changed, when there are not enough pages."""
+        """Make room for `upto` tokens in all. False, and nothing changed, when there are not enough
+        pages."""
         need = -(-upto // self.size) - len(self.held[slot])
         if need > self.available or upto > self.rows.shape[1]:
             return False
@@ -80,8 +86,8 @@ class Pages:
             self._drop(self.held[slot].pop())
 
     def seal(self, slot: int, tokens: Sequence[int], upto: int) -> None:
-        """Name the full pages of the first `upto` committed tokens, so that others can share them. `tokens` has
-        `ahead` more."""
+        """Name the full pages of the first `upto` committed tokens, so that others can share them.
+        `tokens` has `ahead` more."""
         chain = self.chain[slot]
         while (len(chain) + 1) * self.size <= upto:
             start = len(chain) * self.size

@@ -1,4 +1,5 @@
-"""A drafter or a target before it is loaded: what its small files and headers say, here or on the Hub."""
+"""A drafter or a target before it is loaded: what its small files and headers say, here or on the
+Hub."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pathlib import Path
 
 from forerun.catalogue import far
 from forerun.catalogue.survey import tokenizer_digest
-from forerun.draft.kinds import Json, Kind, Look, inner, recognise
+from forerun.draft.registry import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.caches import repositories
 from forerun.models.files import read_header, read_object, read_text, weight_files
-from forerun.models.gguf.kinds import skim, token_digest
+from forerun.models.gguf.config import skim, token_digest
 from forerun.models.hub import PICKLED, find_model, is_pickled
 from forerun.models.places import everything
 
@@ -61,7 +62,8 @@ class Facts:
 
     @property
     def made_for(self) -> str:
-        """The target that it names: its verifier or base, or else its card's base model; "" where it names none."""
+        """The target that it names: its verifier or base, or else its card's base model; "" where
+        it names none."""
         named = inner(inner(self.raw, "speculators_config"), "verifier").get("name_or_path")
         base = self.card.get("base_model")
         base = base[0] if isinstance(base, list) and base else base
@@ -73,19 +75,22 @@ class Facts:
         """The kinds of text it is for, as its card says."""
         said = self.card.get("domains")
         listed = [said] if isinstance(said, str) else said if isinstance(said, list) else []
-        return tuple(one_line(name).lower() for name in listed[:MOST_NAMES] if isinstance(name, str) and name)
+        return tuple(
+            one_line(name).lower() for name in listed[:MOST_NAMES] if isinstance(name, str) and name
+        )
 
 
 def facts_of(name: str, tensors: bool = True) -> Facts:
-    """What is known of a drafter or a model that is named: a directory, a GGUF file, what is in a cache, or else a
-    repository on the Hub, of which no more than headers is read, or without `tensors` not even these. Raises
-    LoadError."""
+    """What is known of a drafter or a model that is named: a directory, a GGUF file, what is in a
+    cache, or else a repository on the Hub, of which no more than headers is read, or without
+    `tensors` not even these. Raises LoadError."""
     path = here(name)
     return facts_at(path, name) if path else facts_far(name, tensors)
 
 
 def here(name: str) -> Path | None:
-    """Where something is on this machine; None where it is not, and nothing is downloaded. Raises LoadError."""
+    """Where something is on this machine; None where it is not, and nothing is downloaded. Raises
+    LoadError."""
     if name.startswith(("ollama:", "lmstudio:")):
         return find_model(name)
     with suppress(OSError, RuntimeError, ValueError):
@@ -99,7 +104,11 @@ def here(name: str) -> Path | None:
 def _cached(name: str) -> Path | None:
     """A repository in the Hub's cache whose weights are there, as tensors or pickled."""
     for repository, snapshot in repositories():
-        if repository == name and (snapshot / "config.json").is_file() and any(weights_of(snapshot)):
+        if (
+            repository == name
+            and (snapshot / "config.json").is_file()
+            and any(weights_of(snapshot))
+        ):
             return snapshot
     return None
 
@@ -117,7 +126,11 @@ def facts_at(path: Path, name: str) -> Facts:
         return _facts_of_gguf(path, name)
     raw, weights = read_object(path / "config.json"), weights_of(path)
     stored = [file for file in weights if file.suffix == ".safetensors"]
-    shapes = {name: shape for file in stored for name, shape in far.shapes_of(read_header(file), str(file)).items()}
+    shapes = {
+        name: shape
+        for file in stored
+        for name, shape in far.shapes_of(read_header(file), str(file)).items()
+    }
     size = sum(file.stat().st_size for file in weights)
     return Facts(name, path, raw, shapes, size, _vocabulary(path), read_card(path))
 
@@ -126,11 +139,17 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
     if path.is_dir():
         path = find_model(str(path))
     if path.is_dir():
-        raise LoadError(f"{name} has no config.json, nor is it a GGUF file: give a directory or a file that is a model")
+        raise LoadError(
+            f"{name} has no config.json, nor is it a GGUF file: give a directory or a file that is a model"
+        )
     file = skim(path)
     shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     size = sum(part.stat().st_size for part in file.parts)
-    said = {key.rpartition(".")[2]: value for key, value in file.metadata.items() if key.startswith(file.architecture)}
+    said = {
+        key.rpartition(".")[2]: value
+        for key, value in file.metadata.items()
+        if key.startswith(file.architecture)
+    }
     raw = {
         "gguf": True, "model_type": file.architecture, "hidden_size": said.get("embedding_length"),
         "num_hidden_layers": said.get("block_count"), "vocab_size": shapes.get("token_embd.weight", (None,))[0],
@@ -142,7 +161,9 @@ def facts_far(repository: str, tensors: bool = True) -> Facts:
     """What is known of a repository on the Hub, see `facts_of`. Raises LoadError."""
     at = far.look_up(repository)
     if "config.json" not in at.files:
-        raise LoadError(f"{repository} on the Hub has no config.json, so nobody can tell what it is: give another")
+        raise LoadError(
+            f"{repository} on the Hub has no config.json, so nobody can tell what it is: give another"
+        )
     raw = far.read_object(repository, "config.json", at.commit)
     digest = next((f"{name} {at.digests[name]}" for name in TOKENIZERS if at.digests.get(name)), "")
     sizes = [size for name, size in at.files.items() if name.endswith(".safetensors")]
@@ -168,7 +189,11 @@ def read_card(directory: Path) -> Json:
 
 def license_of(path: Path) -> str:
     """The licence of a model in a directory or a GGUF file, as it says; "" where it does not."""
-    said = skim(path).metadata.get("general.license") if path.is_file() else read_card(path).get("license")
+    said = (
+        skim(path).metadata.get("general.license")
+        if path.is_file()
+        else read_card(path).get("license")
+    )
     return one_line(said).lower() if isinstance(said, str) else ""
 
 

@@ -1,8 +1,9 @@
-"""Drafters for a target on the Hub, which has no word for them: by what their configuration, card and name say.
+"""Drafters for a target on the Hub, which has no word for them: by what their configuration, card
+and name say.
 
-Only the configuration of a drafter says for certain whom it verifies with, so that of every likely candidate is read.
-Names and cards alone are reasons, too, but weaker ones: many cards name the drafter that was converted, or nobody.
-"""
+Only the configuration of a drafter says for certain whom it verifies with, so that of every likely
+candidate is read. Names and cards alone are reasons, too, but weaker ones: many cards name the
+drafter that was converted, or nobody."""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ from forerun.catalogue import far
 from forerun.catalogue.facts import TOKENIZERS, Facts
 from forerun.catalogue.fit import bare, same_model
 from forerun.catalogue.layout import refusal, said_of
-from forerun.draft.kinds import WORDS
+from forerun.draft.registry import WORDS
 from forerun.errors import LoadError
 from forerun.models.names import title
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
 ASKED = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")  # in names
-MOST, MOST_READ, AT_ONCE = 30, 24, 6  # answers to a question, configurations that are read, at a time
-PARTS = re.compile(r"\d+(?:\.\d+)?[a-z]?(?![a-z0-9])|[a-z]+|\d+(?:\.\d+)?")  # of names: llama, 3.1, 8b
+MOST, MOST_READ, AT_ONCE = (
+    30,
+    24,
+    6,
+)  # answers to a question, configurations that are read, at a time
+PARTS = re.compile(
+    r"\d+(?:\.\d+)?[a-z]?(?![a-z0-9])|[a-z]+|\d+(?:\.\d+)?"
+)  # of names: llama, 3.1, 8b
 VERIFIER, BASE, NAME, TAG = 100, 60, 30, 10
 
 
@@ -46,13 +53,16 @@ class Candidate:
 
     @property
     def draft(self) -> str:
-        """What to write behind `--draft`, "" where forerun cannot draft with it or nobody looked."""
+        """What to write behind `--draft`, "" where forerun cannot draft with it or nobody
+        looked."""
         return said_of(self.facts) if self.facts else ""
 
     @property
     def domains(self) -> tuple[str, ...]:
         """The kinds of text it is for, as its card or its tags say."""
-        tagged = (tag.partition(":")[2].lower() for tag in self.at.tags if tag.startswith("domain:"))
+        tagged = (
+            tag.partition(":")[2].lower() for tag in self.at.tags if tag.startswith("domain:")
+        )
         return tuple(dict.fromkeys((*Facts(self.at.name, card=self.at.card).domains, *tagged)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,8 +77,8 @@ class Candidate:
 
 
 def search(target: str, domain: str | None = None) -> tuple[list[Candidate], list[str]]:
-    """Candidates for a target by its Hub id or name, the likeliest first, and a line for each question that failed.
-    Raises LoadError where the Hub cannot be asked at all."""
+    """Candidates for a target by its Hub id or name, the likeliest first, and a line for each
+    question that failed. Raises LoadError where the Hub cannot be asked at all."""
     repositories, notes = _ask(target, domain)
     likely = sorted(filter(None, (_judge(at, target) for at in repositories)), key=_order)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -87,9 +97,13 @@ def _ask(target: str, domain: str | None) -> tuple[list[far.Repository], list[st
     try:
         far.reach()
     except LoadError as error:
-        raise LoadError(f"search needs the network, {error}; forerun drafters list says what is here") from None
+        raise LoadError(
+            f"search needs the network, {error}; forerun drafters list says what is here"
+        ) from None
     questions: list[dict[str, Any]] = [{"search": f"{title(target)} {word}"} for word in ASKED]
-    questions += [{"search": " ".join([*PARTS.findall(bare(target)), "eagle3"])}]  # in another order, glued otherwise
+    questions += [
+        {"search": " ".join([*PARTS.findall(bare(target)), "eagle3"])}
+    ]  # in another order, glued otherwise
     if far.REPOSITORY.fullmatch(target):
         questions += [{"filter": [f"base_model:{target}", tag]} for tag in TAGS]
     if domain:
@@ -113,7 +127,9 @@ def _answer(question: dict[str, Any]) -> list[far.Repository] | str:
 
     try:
         with far.asking("the Hub gives no answer"):
-            models = HfApi().list_models(**question, limit=MOST, sort="downloads", full=True, cardData=True)
+            models = HfApi().list_models(
+                **question, limit=MOST, sort="downloads", full=True, cardData=True
+            )
             found = list(_listed(models))
     except LoadError as error:
         return str(error)
@@ -127,13 +143,17 @@ def _listed(models: Iterable[Any]) -> Iterator[far.Repository]:
 
 
 def _judge(at: far.Repository, target: str) -> Candidate | None:
-    """A candidate by its card and name; None for what says nowhere that it is a drafter, or is the target itself."""
+    """A candidate by its card and name; None for what says nowhere that it is a drafter, or is the
+    target itself."""
     words = _words(at)
     if not words or at.name.lower() == target.lower():
         return None
     reasons, score = [], 0
     base = at.card.get("base_model")
-    if any(isinstance(name, str) and same_model(name, target) for name in (base if isinstance(base, list) else [base])):
+    if any(
+        isinstance(name, str) and same_model(name, target)
+        for name in (base if isinstance(base, list) else [base])
+    ):
         reasons.append("its card says that its base model is the target")
         score += BASE
     likeness = _likeness(at.name, target)
@@ -149,12 +169,14 @@ def _judge(at: far.Repository, target: str) -> Candidate | None:
 def _words(at: far.Repository) -> list[str]:
     """The words that make a drafter of a repository, of its name first, then of its tags."""
     name = at.name.partition("/")[2].lower()
-    return [word for word in WORDS if word in name] + [word for word in WORDS if word in {t.lower() for t in at.tags}]
+    return [word for word in WORDS if word in name] + [
+        word for word in WORDS if word in {t.lower() for t in at.tags}
+    ]
 
 
 def _likeness(name: str, target: str) -> int:
-    """What the name of a repository is worth: it must have all parts of the target's, in any order, and where it has
-    other words, too, such as instruct, it is worth half."""
+    """What the name of a repository is worth: it must have all parts of the target's, in any order,
+    and where it has other words, too, such as instruct, it is worth half."""
     own = name.partition("/")[2].lower()
     for word in WORDS:
         own = own.replace(word, " ")
@@ -165,7 +187,8 @@ def _likeness(name: str, target: str) -> int:
 
 
 def _read(one: Candidate, target: str) -> Candidate | None:
-    """A candidate with what its configuration says; None where that says that it is for another target."""
+    """A candidate with what its configuration says; None where that says that it is for another
+    target."""
     try:
         raw = far.read_object(one.at.name, "config.json", one.at.commit)
     except LoadError:
@@ -178,5 +201,7 @@ def _read(one: Candidate, target: str) -> Candidate | None:
         return replace(one, facts=facts, score=one.score + VERIFIER, reasons=(reason, *one.reasons))
     if verifier and facts.kind.dialect == "speculators":
         return None
-    is_model = facts.kind.family == "lm" and not any(word in one.at.name.lower() for word in ("draft", "pard"))
+    is_model = facts.kind.family == "lm" and not any(
+        word in one.at.name.lower() for word in ("draft", "pard")
+    )
     return None if is_model or not one.reasons else replace(one, facts=facts)

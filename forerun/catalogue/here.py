@@ -1,4 +1,5 @@
-"""Drafters on this machine, with whom they are for and what they were measured to give. No torch here."""
+"""Drafters on this machine, with whom they are for and what they were measured to give. No torch
+here."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from forerun.catalogue.fit import Sizes, checks, fits, same_model, sizes_of
 from forerun.catalogue.layout import refusal
 from forerun.catalogue.memory import LONGEST, Measurement, recall
 from forerun.catalogue.survey import DRAFT_SHARE, survey
-from forerun.draft.bundled import BUNDLED
-from forerun.draft.kinds import Json, Kind, Look, inner, recognise
+from forerun.draft.registry import BUNDLED, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.caches import repositories
 from forerun.models.files import read_object
@@ -34,7 +34,8 @@ class Known:
     Attributes:
         facts: what it is.
         origin: bundled, directory, hub, or whose model it is.
-        draft: what to write behind `--draft`, "" where forerun cannot draft with it; `reason` says why not.
+        draft: what to write behind `--draft`, "" where forerun cannot draft with it; `reason` says
+            why not.
         measured: what it was measured to give, the best first.
     """
 
@@ -47,18 +48,27 @@ class Known:
     @property
     def domains(self) -> tuple[str, ...]:
         """The kinds of text it is for, as its card says, or that it was measured on."""
-        return tuple(dict.fromkeys((*self.facts.domains, *(m.category.lower() for m in self.measured))))
+        return tuple(
+            dict.fromkeys((*self.facts.domains, *(m.category.lower() for m in self.measured)))
+        )
 
     def best(self, domain: str | None = None) -> float:
-        """The highest times plain, of one kind of text if there is any; 0 where no speed was measured."""
-        own = [m for m in self.measured if domain is None or m.category.lower() == domain.lower()] or self.measured
+        """The highest times plain, of one kind of text if there is any; 0 where no speed was
+        measured."""
+        own = [
+            m for m in self.measured if domain is None or m.category.lower() == domain.lower()
+        ] or self.measured
         return max((m.times_plain or 0.0 for m in own), default=0.0)
 
     def figures(self) -> list[str]:
-        """The first figures, a kind of text each: the accepted length and, where it is known, times plain."""
+        """The first figures, a kind of text each: the accepted length and, where it is known, times
+        plain."""
         best = {m.category: m for m in reversed(self.measured)}
         kinds = list(dict.fromkeys(m.category for m in self.measured))[:FIGURES]
-        times = {kind: f", {best[kind].times_plain:.2f} x plain" if best[kind].times_plain else "" for kind in kinds}
+        times = {
+            kind: f", {best[kind].times_plain:.2f} x plain" if best[kind].times_plain else ""
+            for kind in kinds
+        }
         return [f"{kind} {best[kind].accepted_length:.2f} a pass{times[kind]}" for kind in kinds]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,11 +84,13 @@ class Known:
 def known(
     target: str | None = None, folders: Sequence[Path] = (), domain: str | None = None
 ) -> tuple[list[Known], list[str]]:
-    """The drafters that are here, for a target or for any, with what was measured, the fastest first; and a line for
-    each place that could not be read. Nothing is downloaded. Raises RequestError for a target that is not here.
+    """The drafters that are here, for a target or for any, with what was measured, the fastest
+    first; and a line for each place that could not be read. Nothing is downloaded. Raises
+    RequestError for a target that is not here.
 
     Args:
-        target: a model that is here, by what `--model` takes; with it models of its vocabulary count as drafters, too.
+        target: a model that is here, by what `--model` takes; with it models of its vocabulary
+            count as drafters, too.
         folders: looked through besides the drafters that come with forerun and the Hub's cache.
         domain: a kind of text: only what is for it, or was measured on it.
     """
@@ -97,10 +109,14 @@ def known(
 def _known(facts: Facts, origin: str, target: str | None, kept: Iterable[Measurement]) -> Known:
     """A drafter with what was measured of it: here, or else when it was made."""
     own = {facts.name, str(facts.path), str(facts.path.resolve())} if facts.path else {facts.name}
-    measured = [m for m in kept if m.drafter in own and (target is None or same_model(m.target, target))]
+    measured = [
+        m for m in kept if m.drafter in own and (target is None or same_model(m.target, target))
+    ]
     reason = refusal(facts)
     draft = "" if reason else f"{facts.kind.draft}:{facts.name}"
-    order = sorted([*measured, *trained(facts)], key=lambda m: (-(m.times_plain or 0), -m.accepted_length))
+    order = sorted(
+        [*measured, *trained(facts)], key=lambda m: (-(m.times_plain or 0), -m.accepted_length)
+    )
     return Known(facts, origin, draft, reason, tuple(order))
 
 
@@ -142,7 +158,9 @@ def _below(folder: Path) -> Iterator[Path]:
     for count, (place, names, files) in enumerate(os.walk(folder)):
         directory = Path(place)
         deep = len(directory.relative_to(folder).parts) >= DEEPEST or count > MOST_FOLDERS
-        names[:] = [] if deep else sorted(n for n in names if not n.startswith(".") and n not in LEFT_OUT)
+        names[:] = (
+            [] if deep else sorted(n for n in names if not n.startswith(".") and n not in LEFT_OUT)
+        )
         if "config.json" in files:
             yield directory
 
@@ -151,7 +169,9 @@ def _target(name: str) -> tuple[Sizes, Path]:
     """The sizes of a target that is here, and where it is. Raises RequestError."""
     path = here(name)
     if path is None:
-        raise RequestError(f"{name} is not here: forerun models says what is, and forerun drafters search asks the Hub")
+        raise RequestError(
+            f"{name} is not here: forerun models says what is, and forerun drafters search asks the Hub"
+        )
     return sizes_of(facts_at(path, name)), path
 
 
@@ -171,7 +191,8 @@ def _models(target: Sizes, path: Path, folders: Sequence[Path]) -> Iterator[tupl
 
 
 def trained(facts: Facts) -> list[Measurement]:
-    """What `forerun train` measured of a drafter: of each kind of text the deepest greedy drafts."""
+    """What `forerun train` measured of a drafter: of each kind of text the deepest greedy
+    drafts."""
     said: Json = {}
     if facts.path:
         with suppress(LoadError):
@@ -180,7 +201,9 @@ def trained(facts: Facts) -> list[Measurement]:
     best: dict[str, Measurement] = {}
     for entry in entries if isinstance(entries, list) else []:
         made = _measurement(facts, said, entry)
-        if made and (made.category not in best or made.temperature <= best[made.category].temperature):
+        if made and (
+            made.category not in best or made.temperature <= best[made.category].temperature
+        ):
             best[made.category] = made
     return list(best.values())
 

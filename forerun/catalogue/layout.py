@@ -1,4 +1,5 @@
-"""Whether forerun can draft with a drafter of a kind that it knows: what its modules have, told from headers alone.
+"""Whether forerun can draft with a drafter of a kind that it knows: what its modules have, told
+from headers alone.
 
 What is refused here is what reading the drafter would refuse after its download.
 """
@@ -9,22 +10,25 @@ import re
 from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
-from forerun.draft.block_dialects import FLAGS, as_speculators, windows_of
-from forerun.draft.block_shapes import read_law
-from forerun.draft.fields import read_bool
-from forerun.draft.kinds import Json, inner
-from forerun.draft.level_dialects import read_medusa, read_mlp
+from forerun.draft.block.formats import FLAGS, as_speculators, read_law, windows_of
+from forerun.draft.head_files import read_bool
+from forerun.draft.medusa import read_medusa, read_mlp
+from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
-from forerun.models.families import FAMILIES, OWN_DRAFTER, is_whole
-from forerun.models.gguf.kinds import skim, why_not
+from forerun.models.config import FAMILIES, OWN_DRAFTER, is_integer
+from forerun.models.gguf.config import skim, why_not
 
-LAYERS = ("llama", "qwen3")  # families of decoder layers that heads are built of (`draft/stored.py`)
+LAYERS = (
+    "llama",
+    "qwen3",
+)  # families of decoder layers that heads are built of (`draft/stored.py`)
 LARGEST_BLOCK = 64
 BEFORE = re.compile(r"^(model|speculator|medusa_heads?)\.")  # the names of tensors, in some files
 
 
 def refusal(facts: Facts) -> str:
-    """Why forerun cannot draft with this, in a few words; "" where nothing that can be seen speaks against it."""
+    """Why forerun cannot draft with this, in a few words; "" where nothing that can be seen speaks
+    against it."""
     kind = facts.kind
     if not kind.draft:
         return kind.why
@@ -37,8 +41,8 @@ def said_of(facts: Facts) -> str:
 
 
 def layer_of(raw: Json) -> Json:
-    """Where the fields of a head's decoder layer are: apart in the layout of speculators and in vLLM's, else at the
-    top."""
+    """Where the fields of a head's decoder layer are: apart in the layout of speculators and in
+    vLLM's, else at the top."""
     apart = [raw.get(name) for name in ("transformer_layer_config", "model")]
     return next((layer for layer in apart if isinstance(layer, dict)), raw)
 
@@ -58,7 +62,9 @@ def _eagle(facts: Facts) -> str:
     if raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")):
         return f"it says {shown(raw['truncated_vocab_size'])} tokens alone, which is not supported"
     # its layer is Llama's, whatever the target is
-    own = {name: raw[name] for name in ("num_hidden_layers", "mlp_bias") if raw.get(name) is not None}
+    own = {
+        name: raw[name] for name in ("num_hidden_layers", "mlp_bias") if raw.get(name) is not None
+    }
     return _layer(own, 1) or _lacks(facts, "fc.weight", "layers.0.self_attn.q_proj.weight")
 
 
@@ -77,7 +83,7 @@ def _block(facts: Facts) -> str:
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_BLOCK:
         return f"block_size is {shown(size)}, not a whole number from 1 to {LARGEST_BLOCK}"
     mask, vocab = raw.get("mask_token_id"), layer.get("vocab_size")
-    if not is_whole(mask) or (is_whole(vocab) and not 0 <= mask < vocab):  # type: ignore[operator]
+    if not is_integer(mask) or (is_integer(vocab) and not 0 <= mask < vocab):  # type: ignore[operator]
         return f"its mask token is {shown(mask)}, which is none of the {shown(vocab)} tokens"
     held = {name.split(".")[1] for name in facts.shapes if name.startswith("layers.")}
     if held and layer.get("num_hidden_layers") != len(held):
@@ -96,20 +102,28 @@ def _mtp(facts: Facts) -> str:
 def _medusa(facts: Facts) -> str:
     if facts.kind.dialect != "vllm":
         return _lacks(facts, "0.0.linear.weight")
-    missing = _says(read_medusa, facts.raw) or _lacks(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
+    missing = _says(read_medusa, facts.raw) or _lacks(
+        facts, "blocks.0.layers.0.weight", "lm_heads.0.weight"
+    )
     return missing or _levels(facts, "blocks", facts.raw["num_heads"])
 
 
 def _mlp(facts: Facts) -> str:
     missing = _says(read_mlp, facts.raw) or _lacks(facts, "head.0.weight")
-    return missing or ("" if facts.raw.get("tie_weights") else _levels(facts, "head", facts.raw["n_predict"]))
+    return missing or (
+        "" if facts.raw.get("tie_weights") else _levels(facts, "head", facts.raw["n_predict"])
+    )
 
 
 def _levels(facts: Facts, part: str, said: int) -> str:
     """Of heads whose header is known: whether there are as many as their configuration says."""
     names = [BEFORE.sub("", name).split(".") for name in facts.shapes]
     held = {name[1] for name in names if name[0] == part and len(name) > 1}
-    return f"its configuration says {said} levels, its checkpoint has {len(held)}" if held and len(held) != said else ""
+    return (
+        f"its configuration says {said} levels, its checkpoint has {len(held)}"
+        if held and len(held) != said
+        else ""
+    )
 
 
 def _says(read: Callable[[Json], object], raw: Json) -> str:
@@ -139,9 +153,13 @@ def _gguf(facts: Facts) -> str:
 
 def _layer(raw: Json, layers: int | None) -> str:
     layer = layer_of(raw)
-    family = layer.get("model_type") or ("qwen3" if "Qwen3" in str(layer.get("architectures")) else "llama")
+    family = layer.get("model_type") or (
+        "qwen3" if "Qwen3" in str(layer.get("architectures")) else "llama"
+    )
     if family not in LAYERS:
-        return f"its layer is of the family {shown(family)}: only {' and '.join(LAYERS)} are supported"
+        return (
+            f"its layer is of the family {shown(family)}: only {' and '.join(LAYERS)} are supported"
+        )
     if layers is not None and layer.get("num_hidden_layers", layers) != layers:
         return f"it has {shown(layer['num_hidden_layers'])} layers: only drafters of {layers} layer are supported"
     if layer.get("attention_bias") is True or layer.get("mlp_bias") is True:
@@ -153,7 +171,11 @@ def _lacks(facts: Facts, *names: str) -> str:
     """Of a drafter whose header is known: a tensor without which it is none."""
     held = {BEFORE.sub("", name) for name in facts.shapes}
     missing = [name for name in names if held and name not in held]
-    return f"its checkpoint has no {missing[0]}: it is incomplete, or of another kind" if missing else ""
+    return (
+        f"its checkpoint has no {missing[0]}: it is incomplete, or of another kind"
+        if missing
+        else ""
+    )
 
 
 READERS: dict[str, Callable[[Facts], str]] = {

@@ -1,8 +1,9 @@
-"""What drafters were measured to give for which target and which kind of text, remembered on this machine.
+"""What drafters were measured to give for which target and which kind of text, remembered on this
+machine.
 
-One SQLite file in forerun's cache, of counts and names: no text of anybody. Any number of processes write to it at a
-time. It is a convenience: whatever is wrong with it is one line, and a file that is damaged is set aside.
-"""
+One SQLite file in forerun's cache, of counts and names: no text of anybody. Any number of processes
+write to it at a time. It is a convenience: whatever is wrong with it is one line, and a file that
+is damaged is set aside."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ FILE = "drafters.db"
 VERSION = 1
 PATIENCE = 10.0  # seconds that one writer waits for another
 LONGEST = 1024  # characters of a name
-DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: tables of something else
+DAMAGED = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+)  # the last: tables of something else
 T = TypeVar("T")
 
 
@@ -66,17 +71,34 @@ def remember(
     target: str, drafter: str, kind: str, category: str, accepted_length: float, times_plain: float | None = None,
     *, depth: str = "auto", temperature: float = 0.0, machine: str = "", passes: int = 0,
 ) -> None:  # fmt: skip
-    """Keep what was measured; the same once more takes its place. Raises RequestError for what is no measurement."""
+    """Keep what was measured; the same once more takes its place. Raises RequestError for what is
+    no measurement."""
     made = Measurement(
-        target, drafter, kind, category, accepted_length, times_plain, depth, temperature, machine, passes, time.time()
+        target,
+        drafter,
+        kind,
+        category,
+        accepted_length,
+        times_plain,
+        depth,
+        temperature,
+        machine,
+        passes,
+        time.time(),
     )
     _check(made)
     marks = ", ".join("?" * len(COLUMNS))
-    _with(lambda db: db.execute(f"INSERT OR REPLACE INTO measurements VALUES ({marks})", astuple(made)), writing=True)
+    _with(
+        lambda db: db.execute(
+            f"INSERT OR REPLACE INTO measurements VALUES ({marks})", astuple(made)
+        ),
+        writing=True,
+    )
 
 
 def recall(target: str | None = None) -> list[Measurement]:
-    """What is known of the drafters of a target, or of all, the best for each kind of text first."""
+    """What is known of the drafters of a target, or of all, the best for each kind of text
+    first."""
     where, values = ("", ()) if target is None else (" WHERE target = ?", (target,))
     order = "category, times_plain IS NULL, times_plain DESC, accepted_length DESC"
     ask = f"SELECT {', '.join(COLUMNS)} FROM measurements{where} ORDER BY {order}"
@@ -108,9 +130,15 @@ def _is_number(value: object) -> bool:
 def _is_whole(row: tuple[Any, ...]) -> bool:
     """Whether a row is one of ours: SQLite keeps any type in any column."""
     named = dict(zip(COLUMNS, row, strict=True))
-    texts = all(isinstance(named[name], str) for name in ("target", "drafter", "kind", "category", "depth", "machine"))
+    texts = all(
+        isinstance(named[name], str)
+        for name in ("target", "drafter", "kind", "category", "depth", "machine")
+    )
     numbers = all(_is_number(named[name]) for name in ("temperature", "passes", "seconds"))
-    figures = [named["accepted_length"], *([] if named["times_plain"] is None else [named["times_plain"]])]
+    figures = [
+        named["accepted_length"],
+        *([] if named["times_plain"] is None else [named["times_plain"]]),
+    ]
     return texts and numbers and all(_is_number(figure) and figure > 0 for figure in figures)
 
 
@@ -134,7 +162,9 @@ def _with(do: Callable[[sqlite3.Connection], T], writing: bool) -> T | None:
                 return None
             _set_aside(path, seen)
         except OSError as error:
-            _note(f"what drafters were measured to give cannot be kept in {path}: {error.strerror or error}")
+            _note(
+                f"what drafters were measured to give cannot be kept in {path}: {error.strerror or error}"
+            )
             return None
     return None
 

@@ -1,4 +1,5 @@
-"""A drafter from the Hub, after all that can be checked without it: nothing large is downloaded for nothing."""
+"""A drafter from the Hub, after all that can be checked without it: nothing large is downloaded for
+nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ NAMED = ("tokenizer.model",)
 
 
 def target_of(drafter: Facts, named: str | None) -> tuple[Facts | None, str]:
-    """The target to check a drafter against, the one that is named or else the one that it was made for, and a line
-    where there is none. Raises LoadError where one that was named cannot be read."""
+    """The target to check a drafter against, the one that is named or else the one that it was made
+    for, and a line where there is none. Raises LoadError where one that was named cannot be
+    read."""
     if named is not None:
         return facts_of(named, tensors=False), ""
     if not drafter.made_for:
@@ -36,8 +38,18 @@ def examine(drafter: Facts, target: Facts | None) -> list[Check]:
     """All checks, that of the words of a vocabulary with them where both are here."""
     sizes = sizes_of(target) if target else None
     found = checks(drafter, sizes)
-    unsure = next((i for i, check in enumerate(found) if check.name == "vocabulary" and check.ok is None), None)
-    if unsure is not None and target and drafter.kind.draft == "model" and drafter.path and target.path and sizes:
+    unsure = next(
+        (i for i, check in enumerate(found) if check.name == "vocabulary" and check.ok is None),
+        None,
+    )
+    if (
+        unsure is not None
+        and target
+        and drafter.kind.draft == "model"
+        and drafter.path
+        and target.path
+        and sizes
+    ):
         found[unsure] = _same_words(drafter.path, target.path, sizes)
     return found
 
@@ -50,11 +62,15 @@ def _same_words(drafter: Path, target: Path, sizes: Sizes) -> Check:
     except LoadError as error:
         return Check("vocabulary", False, str(error))
     except ConfigError:
-        return Check("vocabulary", None, "another vocabulary: it drafts through text, so less is accepted")
+        return Check(
+            "vocabulary", None, "another vocabulary: it drafts through text, so less is accepted"
+        )
     return Check("vocabulary", True, "every token means the same to both")
 
 
-def describe(drafter: Facts, target: Facts | None, found: Sequence[Check], note: str) -> dict[str, Any]:
+def describe(
+    drafter: Facts, target: Facts | None, found: Sequence[Check], note: str
+) -> dict[str, Any]:
     """All that is said of a drafter, in plain values."""
     kind = drafter.kind
     return {
@@ -67,7 +83,8 @@ def describe(drafter: Facts, target: Facts | None, found: Sequence[Check], note:
 
 
 def files_of(at: far.Repository) -> dict[str, int]:
-    """The files of a drafter that are wanted, and their bytes: pickled weights only where there are no others."""
+    """The files of a drafter that are wanted, and their bytes: pickled weights only where there are
+    no others."""
     texts = {n: size for n, size in at.files.items() if n.endswith(TEXTS) or n in NAMED}
     weights = {n: size for n, size in at.files.items() if n.endswith(".safetensors")}
     pickled = {n: size for n, size in at.files.items() if is_pickled(n)}

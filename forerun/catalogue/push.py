@@ -1,4 +1,5 @@
-"""A drafter to the Hub, with a card that says what the Hub can be searched for: whose drafter it is, and for what.
+"""A drafter to the Hub, with a card that says what the Hub can be searched for: whose drafter it
+is, and for what.
 
 What is uploaded is put together in a directory of its own: the drafter's stays as it is.
 """
@@ -19,7 +20,7 @@ from forerun.catalogue.facts import CARD, Facts, card_of, facts_at
 from forerun.catalogue.here import trained
 from forerun.catalogue.layout import refusal
 from forerun.catalogue.memory import Measurement
-from forerun.draft.kinds import Json, inner
+from forerun.draft.registry import Json, inner
 from forerun.errors import ConfigError, LoadError, one_line
 from forerun.models.files import read_text
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
@@ -55,13 +56,19 @@ class Parcel:
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         names = sorted({*self.files, *self.texts})
-        return {"repository": self.repository, "files": names, "metadata": self.metadata, "notes": list(self.notes)}
+        return {
+            "repository": self.repository,
+            "files": names,
+            "metadata": self.metadata,
+            "notes": list(self.notes),
+        }
 
 
 def pack(
     directory: Path, repository: str, target: str | None, license_: str | None, domains: Sequence[str]
 ) -> Parcel:  # fmt: skip
-    """See that a directory holds a drafter, and put together what the Hub is to get. Nothing is uploaded.
+    """See that a directory holds a drafter, and put together what the Hub is to get. Nothing is
+    uploaded.
 
     Args:
         target: its Hub id; without it the one that the drafter names.
@@ -75,21 +82,31 @@ def pack(
     if not far.REPOSITORY.fullmatch(repository) or ".." in repository:
         raise ConfigError(f"{one_line(repository)} is no Hub id: give ORG/NAME")
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"{directory} holds no drafter: it has no config.json; give what forerun train has written")
+        raise ConfigError(
+            f"{directory} holds no drafter: it has no config.json; give what forerun train has written"
+        )
     facts = facts_at(directory, str(directory))
     if reason := refusal(facts):
         raise ConfigError(f"{directory} holds no drafter that forerun can draft with: {reason}")
-    files = {path.name: path.stat().st_size for glob in FILES for path in directory.glob(glob) if path.is_file()}
+    files = {
+        path.name: path.stat().st_size
+        for glob in FILES
+        for path in directory.glob(glob)
+        if path.is_file()
+    }
     if not any(name.endswith(".safetensors") for name in files):
         raise ConfigError(f"{directory} holds no *.safetensors, and nothing else is uploaded")
     base = _base(facts, target)
     metadata = _metadata(facts, base, _license(facts, license_), domains)
     texts = {CARD: _card(facts, metadata), **_config(facts, base)}
-    return Parcel(directory, repository, files, texts, metadata, tuple(_notes(directory, files, texts)))
+    return Parcel(
+        directory, repository, files, texts, metadata, tuple(_notes(directory, files, texts))
+    )
 
 
 def push(parcel: Parcel, private: bool = True) -> str:
-    """Upload a parcel, to a new repository or as a new commit to one that is there; its address. Raises LoadError."""
+    """Upload a parcel, to a new repository or as a new commit to one that is there; its address.
+    Raises LoadError."""
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory(prefix="forerun-push-") as folder:
@@ -114,7 +131,11 @@ def _base(facts: Facts, target: str | None) -> str:
     named = target or facts.made_for
     named = DEFAULT_REPOSITORY if named == DEFAULT else named
     if not far.REPOSITORY.fullmatch(named) or (target is None and Path(named).exists()):
-        said = f"it was made for {named}, which is no Hub id" if named else "it does not say for which target it is"
+        said = (
+            f"it was made for {named}, which is no Hub id"
+            if named
+            else "it does not say for which target it is"
+        )
         raise ConfigError(f"{facts.name}: {said}; give --for ORG/MODEL")
     return named
 
@@ -132,8 +153,13 @@ def _metadata(facts: Facts, base: str, license_: str, domains: Sequence[str]) ->
     """What stands above the card: what was there stays, where it is not known better."""
     for domain in domains:
         if not DOMAIN.fullmatch(domain):
-            raise ConfigError(f"{one_line(domain)!r} is no kind of text: give a word, such as code or law")
-    kind, for_texts = facts.kind, list(dict.fromkeys([*facts.domains, *(d.lower() for d in domains)]))
+            raise ConfigError(
+                f"{one_line(domain)!r} is no kind of text: give a word, such as code or law"
+            )
+    kind, for_texts = (
+        facts.kind,
+        list(dict.fromkeys([*facts.domains, *(d.lower() for d in domains)])),
+    )
     old = facts.card.get("tags")
     tags = [tag for tag in old if isinstance(tag, str)] if isinstance(old, list) else []
     tags += ["speculative-decoding", "draft-model", "forerun", kind.family]
@@ -141,14 +167,23 @@ def _metadata(facts: Facts, base: str, license_: str, domains: Sequence[str]) ->
     tags += [f"domain:{domain}" for domain in for_texts]
     measured = [_figure(m) for m in trained(facts)]
     kept = {name: value for name, value in facts.card.items() if isinstance(name, str)}
-    made: Json = {"base_model": base, "base_model_relation": "adapter", "library_name": "forerun", "license": license_}
+    made: Json = {
+        "base_model": base,
+        "base_model_relation": "adapter",
+        "library_name": "forerun",
+        "license": license_,
+    }
     made |= {"pipeline_tag": "text-generation", "tags": list(dict.fromkeys(tags))}
     made |= {"domains": for_texts} if for_texts else {}
     return kept | made | {"forerun": {"draft": kind.draft, "measured": measured}}
 
 
 def _figure(m: Measurement) -> Json:
-    said: Json = {"text": m.category, "accepted_length": round(m.accepted_length, 3), "depth": m.depth}
+    said: Json = {
+        "text": m.category,
+        "accepted_length": round(m.accepted_length, 3),
+        "depth": m.depth,
+    }
     said |= {"temperature": m.temperature}
     return said | ({"times_plain": round(m.times_plain, 3)} if m.times_plain else {})
 
@@ -163,11 +198,14 @@ def _card(facts: Facts, metadata: Json) -> str:
 
 
 def _config(facts: Facts, base: str) -> dict[str, str]:
-    """The configuration with the Hub id of its verifier, where it has one by another name: others look it up there."""
+    """The configuration with the Hub id of its verifier, where it has one by another name: others
+    look it up there."""
     own = inner(facts.raw, "speculators_config")
     if not isinstance(own.get("verifier"), dict) or own["verifier"].get("name_or_path") == base:
         return {}
-    raw = facts.raw | {"speculators_config": own | {"verifier": own["verifier"] | {"name_or_path": base}}}
+    raw = facts.raw | {
+        "speculators_config": own | {"verifier": own["verifier"] | {"name_or_path": base}}
+    }
     return {"config.json": json.dumps(raw, indent=2) + "\n"}
 
 
@@ -178,4 +216,8 @@ def _notes(directory: Path, files: dict[str, int], texts: dict[str, str]) -> lis
         with suppress(LoadError):
             read["training.json"] = read_text(directory / "training.json")
     home = str(Path.home())
-    return [f"{name} names {home}: whoever may read the repository sees it" for name in read if home in read[name]]
+    return [
+        f"{name} names {home}: whoever may read the repository sees it"
+        for name in read
+        if home in read[name]
+    ]

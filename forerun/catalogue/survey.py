@@ -1,4 +1,5 @@
-"""What a model on disk is, from its headers alone: size, format, family, whether it runs here, who drafts for it."""
+"""What a model on disk is, from its headers alone: size, format, family, whether it runs here, who
+drafts for it."""
 
 from __future__ import annotations
 
@@ -11,16 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.draft.bundled import automatic, bundled_for
-from forerun.draft.kinds import Look, recognise
-from forerun.drafts import draft_name
+from forerun.draft.registry import Look, automatic, bundled_for, recognise
+from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
+from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.machine import free_ram
-from forerun.models.config import load_config
-from forerun.models.families import FAMILIES
+from forerun.models.config import FAMILIES, load_config
 from forerun.models.files import indexed, read_header, read_object, weight_files
-from forerun.models.gguf.kinds import skim, token_digest, why_not
+from forerun.models.gguf.config import skim, token_digest, why_not
 from forerun.models.places import Found
 
 # What llama.cpp writes as general.file_type: a label of the mix, which the tensors need not follow.
@@ -47,11 +46,13 @@ class Survey:
     Attributes:
         name, origin: what to give for --model, and whose it is.
         path: the GGUF file, of several the first, or the directory.
-        bytes, format: all its files; Q4_K_M or safetensors bfloat16, with what most of it is where that differs.
+        bytes, format: all its files; Q4_K_M or safetensors bfloat16, with what most of it is where
+            that differs.
         family, parameters, context: empty or None where they cannot be told.
         runs: whether forerun runs it on this machine; `reason` says why not.
         draft: what `--draft auto`, the default, drafts with; empty where it does not run.
-        drafter: a smaller model with its vocabulary that can be given to --draft instead; empty where there is none.
+        drafter: a smaller model with its vocabulary that can be given to --draft instead; empty
+            where there is none.
         vocabulary: the same for models whose token ids mean the same.
     """
 
@@ -78,7 +79,10 @@ def survey(models: Sequence[Found]) -> list[Survey]:
     """All models, looked at and paired with drafters. A broken one is a row that says so."""
     free = free_ram()
     rows = [_one(model, free) for model in models]
-    return [replace(row, draft=_auto(row), drafter=_smaller(row, rows)) if row.runs else row for row in rows]
+    return [
+        replace(row, draft=_auto(row), drafter=_smaller(row, rows)) if row.runs else row
+        for row in rows
+    ]
 
 
 def _one(model: Found, free: int) -> Survey:
@@ -90,9 +94,14 @@ def _one(model: Found, free: int) -> Survey:
     except LoadError as error:
         return replace(row, reason=str(error).removeprefix(str(model.path)).lstrip(" :/"))
     except Exception as error:  # whatever is wrong with one file, the others are still wanted
-        return replace(row, reason=f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
+        return replace(
+            row, reason=f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}"
+        )
     if not row.reason and row.bytes * ROOM > free:
-        row = replace(row, reason=f"needs {row.bytes * ROOM / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+        row = replace(
+            row,
+            reason=f"needs {row.bytes * ROOM / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free",
+        )
     return replace(row, runs=not row.reason)
 
 
@@ -170,7 +179,8 @@ def _why_no_directory(path: Path, raw: dict[str, Any], tensors: Collection[str])
 
 
 def _weights(path: Path) -> list[Path]:
-    """The safetensors files of a directory. Raises LoadError where its index names one that is not there."""
+    """The safetensors files of a directory. Raises LoadError where its index names one that is not
+    there."""
     index = path / "model.safetensors.index.json"
     names = set(weight_files(path))
     if index.is_file():
@@ -203,7 +213,8 @@ def _auto(row: Survey) -> str:
 
 
 def _smaller(target: Survey, rows: Sequence[Survey]) -> str:
-    """The smallest model with the target's vocabulary that is much smaller than the target; empty without one."""
+    """The smallest model with the target's vocabulary that is much smaller than the target; empty
+    without one."""
     size = target.parameters or target.bytes
     fitting = [
         (row.parameters, row.bytes, row.name) for row in rows

@@ -15,20 +15,26 @@ from forerun.check.passes import check_passes
 from forerun.check.rules import samples_trees
 from forerun.check.subject import Ask, Subject, random_prompts
 from forerun.check.texts import check_texts
-from forerun.drafts import names_in
-from forerun.errors import ConfigError, nearest
+from forerun.cli.progress import Tell, nothing
+from forerun.draft_spec import names_in
+from forerun.errors import ConfigError, suggest
 from forerun.llm import LLM
 from forerun.measure.corpus import excerpts
 from forerun.models.hub import DEFAULT
-from forerun.native import NativeDecoder
-from forerun.progress import Tell, nothing
+from forerun.runtime.native import NativeDecoder
 from forerun.sampling.params import SamplingParams
 from forerun.verify import RULES
 
 LOSSLESS = tuple(name for name, rule in RULES.items() if not rule.lossy)
 PROMPT, LEAST = 48, 16  # tokens
 TEMPERATURES = (0.0, 0.8)
-SECONDS = {"rules": 1.0, "passes": 3.0, "texts": 6.0, "law": 14.0, "faults": 0.4}  # about, a claim: for the time left
+SECONDS = {
+    "rules": 1.0,
+    "passes": 3.0,
+    "texts": 6.0,
+    "law": 14.0,
+    "faults": 0.4,
+}  # about, a claim: for the time left
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +62,23 @@ class Scope:
     def __post_init__(self) -> None:
         for rule in self.rules:
             if rule not in LOSSLESS:
-                raise ConfigError(f"--rule {rule} changes the output by design: check one of {', '.join(LOSSLESS)}")
+                raise ConfigError(
+                    f"--rule {rule} changes the output by design: check one of {', '.join(LOSSLESS)}"
+                )
         if self.fault is not None and self.fault not in FAULTS:
-            raise ConfigError(f"--inject {self.fault}: there is no such fault: {nearest(self.fault, FAULTS)}")
+            raise ConfigError(
+                f"--inject {self.fault}: there is no such fault: {suggest(self.fault, FAULTS)}"
+            )
         for name, low in (("texts", 1), ("tokens", 2), ("samples", 1), ("seconds", 0)):
             value = getattr(self, name)
             if not low <= value <= 1e9:
-                raise ConfigError(f"--{name} {value:g} is out of range: give at least {low}, at most 1e9")
+                raise ConfigError(
+                    f"--{name} {value:g} is out of range: give at least {low}, at most 1e9"
+                )
 
     def laws(self, rule: str) -> tuple[str, ...]:
-        """The proposers whose tokens are tested under a rule: what `match` says does not depend on them."""
+        """The proposers whose tokens are tested under a rule: what `match` says does not depend on
+        them."""
         return self.drafts if rule != "match" else self.drafts[-1:]
 
     def claims(self) -> list[str]:
@@ -89,7 +102,10 @@ class Pace(Tell):
         self._claims, self._tell, self._at = claims, tell, 0
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        part, before = self._claims[self._at], sum(SECONDS[part] for part in self._claims[: self._at])
+        part, before = (
+            self._claims[self._at],
+            sum(SECONDS[part] for part in self._claims[: self._at]),
+        )
         share = done / total if done is not None and total else 0.0
         whole = sum(SECONDS[part] for part in self._claims)
         text = f"claim {self._at + 1} of {len(self._claims)}, {part}: {what}"
@@ -138,7 +154,9 @@ class Certificate:
         }  # fmt: skip
 
 
-def certify(llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tell = nothing) -> Certificate:
+def certify(
+    llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tell = nothing
+) -> Certificate:
     """Run every check; `report` is given each finding as it comes."""
     started, findings, pace = time.monotonic(), [], Pace(scope.claims(), tell)
     for finding in _findings(Subject(llm), scope, started, pace):
@@ -146,7 +164,9 @@ def certify(llm: LLM, scope: Scope, report: Callable[[Finding], None], tell: Tel
         pace.next()
         report(finding)
     seconds = time.monotonic() - started
-    return Certificate(llm.config.model or DEFAULT, llm.decoder.precision, findings, seconds, scope.fault)
+    return Certificate(
+        llm.config.model or DEFAULT, llm.decoder.precision, findings, seconds, scope.fault
+    )
 
 
 def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Iterator[Finding]:
@@ -162,7 +182,9 @@ def _findings(subject: Subject, scope: Scope, started: float, tell: Tell) -> Ite
         for t in TEMPERATURES
         for i, prompt in enumerate(prompts)
     ]
-    yield from check_texts(subject, asks, rules, scope.drafts, noise, started + scope.seconds / 2, tell)
+    yield from check_texts(
+        subject, asks, rules, scope.drafts, noise, started + scope.seconds / 2, tell
+    )
     arms = [(rule, draft) for rule in rules for draft in scope.laws(rule.name)]
     for i, (rule, draft) in enumerate(arms):
         now = time.monotonic()
@@ -186,7 +208,8 @@ def _prompts(llm: LLM, count: int) -> list[tuple[int, ...]]:
 
 
 def all_drafts(llm: LLM, named: str | None) -> tuple[str, ...]:
-    """The proposers to check: the one asked for, or those of every engine and the one with weights, if there is one."""
+    """The proposers to check: the one asked for, or those of every engine and the one with weights,
+    if there is one."""
     if named:
         return (named,)
     asked = [name for name in names_in(llm.draft) if name in llm.engine.proposers]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.flags import ENGINE, with_flags
+from forerun.cli.flags import ENGINE, with_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,23 +23,31 @@ SIGNS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("untested"
 
 @with_flags(ENGINE.without("depth"))
 def check(
-    texts: Annotated[int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")] = 4,
+    texts: Annotated[
+        int, typer.Option(help="Prompts, each continued at temperature 0 and 0.8.")
+    ] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 48,
     samples: Annotated[int, typer.Option(help="Tokens for each test of a law.")] = 2000,
     seconds: Annotated[float, typer.Option(help="Begin no further comparison after that.")] = 150.0,
     inject: Annotated[
-        str | None, typer.Option(help="Put a known fault in, such as lenient: the check must fail and say where.")
+        str | None,
+        typer.Option(
+            help="Put a known fault in, such as lenient: the check must fail and say where."
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every claim with what was found.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List every claim with what was found.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     config: dict[str, Any],
 ) -> None:
-    """Prove on this machine that speculation does not change what the model says. Exit code 1 if it does.
+    """Prove on this machine that speculation does not change what the model says. Exit code 1 if it
+    does.
 
-    Rules by exact enumeration, passes bit by bit, texts token for token (where one parts, with its margin), the law of
-    sampled tokens by a sequential test, and known faults put in, each of which must be found. Without --draft every
-    drafter at hand, without --rule every lossless rule.
+    Rules by exact enumeration, passes bit by bit, texts token for token (where one parts, with its
+    margin), the law of sampled tokens by a sequential test, and known faults put in, each of which
+    must be found. Without --draft every drafter at hand, without --rule every lossless rule.
     """
     from forerun.check.certificate import LOSSLESS, Scope, all_drafts, certify
 
@@ -48,9 +56,9 @@ def check(
     scope = Scope(rules, (), texts, tokens, samples, seconds, inject)
     if ":" in config.get("draft", "") and config.get("rule") not in ("token", "block"):
         config.setdefault("width", 2)  # trees for the rules that take them
+    from forerun.cli.progress import progress
     from forerun.llm import LLM
     from forerun.measure.tables import print_json
-    from forerun.progress import progress
 
     parts = _Parts(quiet=as_json or sys.stderr.isatty())
     with progress(as_json or not sys.stderr.isatty()) as tell:
@@ -85,7 +93,11 @@ class _Parts:
         if self._findings and not self._quiet:
             from forerun.check.summary import held
 
-            print(f"{self._findings[0].part}: {held(self._findings)} held", file=sys.stderr, flush=True)
+            print(
+                f"{self._findings[0].part}: {held(self._findings)} held",
+                file=sys.stderr,
+                flush=True,
+            )
         self._findings = []
 
 
@@ -107,7 +119,8 @@ def _print(made: Certificate, verbose: bool) -> None:
 
 
 def _print_rows(console: Console, title: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Rows of a word, its style and a text, which is folded beside the word on a terminal and whole in a pipe."""
+    """Rows of a word, its style and a text, which is folded beside the word on a terminal and whole
+    in a pipe."""
     from rich.table import Table
     from rich.text import Text
 

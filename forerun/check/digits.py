@@ -1,4 +1,5 @@
-"""Numbers for refutations: as many digits as it takes to see the difference, and how often it is what is allowed."""
+"""Numbers for refutations: as many digits as it takes to see the difference, and how often it is
+what is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ BEYOND = 1e6  # a number that says no more when it is spelled out
 
 
 def pair(one: float, other: float, decimals: int = 3) -> tuple[str, str]:
-    """Two numbers with as many decimals as show two digits of their difference, `decimals` at least."""
+    """Two numbers with as many decimals as show two digits of their difference, `decimals` at
+    least."""
     apart = abs(one - other)
     if 0 < apart < math.inf:
         decimals = min(max(1 - math.floor(math.log10(apart)), decimals), MOST)

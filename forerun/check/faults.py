@@ -12,16 +12,21 @@ from forerun.check.rules import ENUMERABLE, enumerate_rule, samples_trees, try_n
 from forerun.check.sources import check_sources
 from forerun.check.subject import Ask, Subject
 from forerun.check.texts import check_texts
-from forerun.progress import Tell, nothing
+from forerun.cli.progress import Tell, nothing
 from forerun.verify import RULES, Noise
 
 
-def check_rules(names: Sequence[str], fault: Fault | None = None, tell: Tell = nothing) -> Iterator[Finding]:
-    """The code of each rule by enumeration, and with the real noise; with `fault` in it, if one is given."""
+def check_rules(
+    names: Sequence[str], fault: Fault | None = None, tell: Tell = nothing
+) -> Iterator[Finding]:
+    """The code of each rule by enumeration, and with the real noise; with `fault` in it, if one is
+    given."""
     for name in names:
         noise = fault.noise if fault and name in fault.rules else Noise
         code = fault.code(name) if fault else ENUMERABLE[name]
-        schemes = {fault.what: fault.scheme} if fault and fault.scheme and name in fault.rules else None
+        schemes = (
+            {fault.what: fault.scheme} if fault and fault.scheme and name in fault.rules else None
+        )
         tell(f"{name}, every draft on toy models")
         yield enumerate_rule(name, code, schemes, exact=fault is None or name not in fault.rules)
         if name != "match":  # its noise is tested with the texts, which depend on every bit of it
@@ -41,9 +46,21 @@ def check_faults(
             tell(f"{fault.name} in {name}")
             tried = check_rules([name], fault)
             if name == "match":
-                texts = check_texts(subject, asks, [fault.rule("match")], [draft], 0.0, math.inf, nothing)
+                texts = check_texts(
+                    subject, asks, [fault.rule("match")], [draft], 0.0, math.inf, nothing
+                )
                 tried = itertools.chain(tried, texts)
             found = next((finding for finding in tried if finding.passed is False), None)
-            what = f"found by {found.part}: {found.text}" if found else "NOT FOUND: these checks miss such mistakes"
+            what = (
+                f"found by {found.part}: {found.text}"
+                if found
+                else "NOT FOUND: these checks miss such mistakes"
+            )
             details = {"fault": fault.name, "rule": name, "found_by": found.part if found else None}
-            yield Finding("faults", f"{fault.name} in {name}", found is not None, f"{fault.what}; {what}", details)
+            yield Finding(
+                "faults",
+                f"{fault.name} in {name}",
+                found is not None,
+                f"{fault.what}; {what}",
+                details,
+            )

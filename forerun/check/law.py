@@ -1,9 +1,11 @@
-"""The law of sampled tokens: what the engine says at temperature 1, by a sequential test against the target's own law.
+"""The law of sampled tokens: what the engine says at temperature 1, by a sequential test against
+the target's own law.
 
-For each token said, the target's exact law comes from a separate pass over the finished text. Events to bet on are
-named from what stood before the token: the target's favourite, the tokens the drafter finds likelier than the target
-does (any rule that lets through too much, or too little, shows there first), the drafter's favourite.
-"""
+For each token said, the target's exact law comes from a separate pass over the finished text.
+Events to bet on are
+named from what stood before the token: the target's favourite, the tokens the drafter finds
+likelier than the target does (any rule that lets through too much, or too little, shows there
+first), the drafter's favourite."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from forerun.check import digits
 from forerun.check.findings import Finding
 from forerun.check.subject import Ask, Said, Schedule, Subject
 from forerun.check.wager import ALPHA, Wager
-from forerun.progress import Tell, nothing
+from forerun.cli.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from forerun.verify import Rule
@@ -36,17 +38,28 @@ def bet(
     subject: Subject, prompts: Sequence[tuple[int, ...]], rule: Rule, draft: str, goal: int, deadline: float,
     tell: Tell = nothing,
 ) -> Wager:  # fmt: skip
-    """Let the engine say texts until the law is refuted, `goal` tokens are said or the time is over."""
+    """Let the engine say texts until the law is refuted, `goal` tokens are said or the time is
+    over."""
     wager, seed, began = Wager(len(EVENTS)), 0, time.monotonic()
-    while wager.tokens < goal and not wager.refuted and (time.monotonic() < deadline or not wager.tokens):
+    while (
+        wager.tokens < goal
+        and not wager.refuted
+        and (time.monotonic() < deadline or not wager.tokens)
+    ):
         used = (time.monotonic() - began) / max(deadline - began, 1e-9)
-        tell(f"{rule.name} with {draft}, {wager.tokens} tokens", min(max(wager.tokens / goal, used), 1.0), 1)
+        tell(
+            f"{rule.name} with {draft}, {wager.tokens} tokens",
+            min(max(wager.tokens / goal, used), 1.0),
+            1,
+        )
         asks = []
         for prompt in itertools.islice(itertools.cycle(prompts), SCHEDULE.at_once):
             seed += 1
             params = SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True)
             asks.append(Ask(prompt, params))
-        for ask, said in zip(asks, subject.say(asks, rule, draft, SCHEDULE, trace=True), strict=True):
+        for ask, said in zip(
+            asks, subject.say(asks, rule, draft, SCHEDULE, trace=True), strict=True
+        ):
             _settle(wager, subject, ask, said, rule.coupled)
     return wager
 
@@ -61,7 +74,9 @@ def _settle(wager: Wager, subject: Subject, ask: Ask, said: Said, coupled: bool)
             drafted.append(None if coupled else proposal(round_.draft, node, laws.shape[1]))
     for p, q, token in zip(laws, drafted, said.tokens, strict=True):
         events = _events(p, q)
-        wager.add([bool(event[token]) for event in events], [float(p[event].sum()) for event in events])
+        wager.add(
+            [bool(event[token]) for event in events], [float(p[event].sum()) for event in events]
+        )
 
 
 def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
@@ -73,14 +88,15 @@ def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     if not children:
         return None
     q = np.zeros(vocab)
-    if draft.probs is not None and any(draft.laws[c] is not Law.GIVEN for c in children):
+    if draft.probs is not None and any(draft.laws[c] is not Law.DETERMINISTIC for c in children):
         q += draft.probs[node]
-    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.GIVEN]] = 1.0
+    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.DETERMINISTIC]] = 1.0
     return q
 
 
 def _events(p: np.ndarray, q: np.ndarray | None) -> list[np.ndarray]:
-    """What EVENTS says, or UNDRAFTED where there is no draft, as marks of tokens, bool [V]. p [V], q [V]"""
+    """What EVENTS says, or UNDRAFTED where there is no draft, as marks of tokens, bool [V]. p [V],
+    q [V]"""
     ids = np.arange(len(p))
     if q is None:
         return [ids == p.argmax(), ids % 2 == 0, ids == np.argpartition(p, -2)[-2]]
@@ -88,7 +104,13 @@ def _events(p: np.ndarray, q: np.ndarray | None) -> list[np.ndarray]:
 
 
 def check_law(
-    subject: Subject, prompts: Sequence[tuple[int, ...]], rule: Rule, draft: str, goal: int, deadline: float, tell: Tell
+    subject: Subject,
+    prompts: Sequence[tuple[int, ...]],
+    rule: Rule,
+    draft: str,
+    goal: int,
+    deadline: float,
+    tell: Tell,
 ) -> Finding:
     """The finding for one rule and draft."""
     name, events = f"{rule.name} with {draft}", UNDRAFTED if rule.coupled else EVENTS

@@ -1,9 +1,9 @@
 """Faults put in on purpose: a check that passes them proves nothing.
 
-A fault is a change of the rule's code, of what a drafter says it did (as the rule sees it, so that it can be put into a
-running engine too), of a way to draft, or of the noise. Most were shipped by somebody. Sizes on random laws: mean total
-variation distances from 0.26 (a likeliest token called sampled) down to 1e-4 (a draw in bfloat16).
-"""
+A fault is a change of the rule's code, of what a drafter says it did (as the rule sees it, so that
+it can be put into a running engine too), of a way to draft, or of the noise. Most were shipped by
+somebody. Sizes on random laws: mean total variation distances from 0.26 (a likeliest token called
+sampled) down to 1e-4 (a draw in bfloat16)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forerun.check.rules import ENUMERABLE
 from forerun.rng import Lane
 from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, Rule, block, match
-from forerun.verify.base import Coins, RatioRule, Verify, law_of, ratio, residual
+from forerun.verify.base import Coins, RatioRule, Verify, probs_of, ratio, residual
 
 LENIENCE = 0.8
 UNLIKELY = 0.3
@@ -68,7 +68,8 @@ class Fault:
 
 
 def by_draws(rule: RatioRule) -> Verify:
-    """A rule that follows the target's own draws, for an engine: its coins are the draws of the match rule."""
+    """A rule that follows the target's own draws, for an engine: its coins are the draws of the
+    match rule."""
 
     def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
         drawn = iter(match.draw(drafts, scores, noises))
@@ -92,7 +93,9 @@ class _Known:
 
 
 def _with_noise(verify: Verify, noise: type[Noise]) -> Verify:
-    return lambda drafts, scores, noises: verify(drafts, scores, [noise(n.seed, n.root) for n in noises])
+    return lambda drafts, scores, noises: verify(
+        drafts, scores, [noise(n.seed, n.root) for n in noises]
+    )
 
 
 FAULTS: dict[str, Fault] = {}
@@ -121,7 +124,9 @@ class _Coins(NamedTuple):
 
 @_fault("lenient", "tokens are accepted although 1.25 times too unlikely", *RATIO)
 def _lenient(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    return rule(draft, p, _Coins(lambda a, q, node: coins.accept(a, LENIENCE * q, node), coins.draw))
+    return rule(
+        draft, p, _Coins(lambda a, q, node: coins.accept(a, LENIENCE * q, node), coins.draw)
+    )
 
 
 @_fault("no-residual", "after a rejection the token is drawn from the target's whole law", *RATIO)
@@ -141,15 +146,17 @@ def _rows_late(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Ve
 def _independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     for node in range(1, len(draft)):
         if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:
-            rest = residual(p[node - 1], law_of(draft, node, p))
-            return Verdict([*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node)))
+            rest = residual(p[node - 1], probs_of(draft, node, p))
+            return Verdict(
+                [*draft.tokens[1:node], coins.draw(rest, node + len(draft))], list(range(node))
+            )
     last = len(draft) - 1
     return Verdict([*draft.tokens[1:], coins.draw(p[last], last)], list(range(len(draft))))
 
 
 @_fault("skipped-rejection", "a token is accepted behind a rejected one", "token")
 def _skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    laws = [law_of(draft, node, p) for node in range(1, len(draft))]
+    laws = [probs_of(draft, node, p) for node in range(1, len(draft))]
     tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
     last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
     law = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
@@ -162,7 +169,7 @@ def _residual_of_token(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coin
     last = len(verdict.path) - 1
     if last == len(draft) - 1:
         return verdict
-    rest = residual(p[last], law_of(draft, last + 1, p))
+    rest = residual(p[last], probs_of(draft, last + 1, p))
     return Verdict([*verdict.tokens[:-1], coins.draw(rest, last + len(draft))], verdict.path)
 
 
@@ -170,7 +177,7 @@ def _residual_of_token(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coin
 def _uncapped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     product, last = 1, len(draft) - 1
     for node in range(1, len(draft)):
-        product *= p[node - 1][draft.tokens[node]] / law_of(draft, node, p)[draft.tokens[node]]
+        product *= p[node - 1][draft.tokens[node]] / probs_of(draft, node, p)[draft.tokens[node]]
 
     def accept(mass: float, whole: float, node: int) -> bool:
         return coins.accept(product if node == last else mass, whole, node)
@@ -184,7 +191,7 @@ def _one_law_for_siblings(rule: RatioRule, draft: Draft, p: np.ndarray, coins: C
     while True:
         rest = p[node]
         for child in children[node]:
-            q = law_of(draft, child, p)
+            q = probs_of(draft, child, p)
             if coins.accept(p[node][draft.tokens[child]], q[draft.tokens[child]], child):
                 node = child
                 break
@@ -240,7 +247,9 @@ def _unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
     if draft.parents != list(range(-1, len(draft) - 1)):
         return rule(draft, p, coins)
     sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
-    cut = next((n for n in sampled if law_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft))
+    cut = next(
+        (n for n in sampled if probs_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft)
+    )
     return rule(draft.first(cut - 1), p[:cut], coins)
 
 

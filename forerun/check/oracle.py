@@ -1,9 +1,9 @@
 """Exact laws of speculative decoding on toy models: every draft, every coin, no sampling error.
 
-A toy model is a table from each prefix to the law of the next token, in float64 or in fractions. `emission` runs the
-code of a ratio rule on every draft a scheme can give and on every outcome of its coins. A round is exact if what it
-emits, completed by the target, has the target's joint law; rounds then compose by induction.
-"""
+A toy model is a table from each prefix to the law of the next token, in float64 or in fractions.
+`emission` runs the code of a ratio rule on every draft a scheme can give and on every outcome of
+its coins. A round is exact if what it emits, completed by the target, has the target's joint law;
+rounds then compose by induction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Proposals = Iterable[tuple[Draft, Chance]]
 
 
 class Coins:
-    """Coins that repeat a script of earlier choices, then take first branches and note the others as new scripts."""
+    """Coins that repeat a script of earlier choices, then take first branches and note the others
+    as new scripts."""
 
     def __init__(self, script: list[int]) -> None:
         self.script = script
@@ -48,7 +49,9 @@ class Coins:
         return int(self._choose(range(len(weights)), weights / weights.sum()))
 
     def _choose(self, values: Iterable[Any], chances: Iterable[Chance]) -> Any:
-        branches = [(value, chance) for value, chance in zip(values, chances, strict=True) if chance > 0]
+        branches = [
+            (value, chance) for value, chance in zip(values, chances, strict=True) if chance > 0
+        ]
         choice = 0
         if len(self.taken) < len(self.script):
             choice = self.script[len(self.taken)]
@@ -61,7 +64,8 @@ class Coins:
 
 
 def outcomes(play: Callable[[Coins], Verdict]) -> Iterator[tuple[Verdict, Chance]]:
-    """Every verdict of code that tosses coins, once for each way to it, and the chance of that way."""
+    """Every verdict of code that tosses coins, once for each way to it, and the chance of that
+    way."""
     scripts: list[list[int]] = [[]]
     while scripts:
         coins = Coins(scripts.pop())
@@ -84,8 +88,8 @@ def fractions(weights: Iterable[int]) -> np.ndarray:
 def toy_models(kind: str, vocab: int, depth: int, seed: int) -> tuple[Table, Table]:
     """A target and a drafter with laws for every prefix of at most `depth` tokens.
 
-    `kind` is "float"; "exact", in fractions; or "sparse", in fractions with zeros, one-hot laws and equal laws.
-    """
+    `kind` is "float"; "exact", in fractions; or "sparse", in fractions with zeros, one-hot laws and
+    equal laws."""
     rng = default_rng(seed)
     target: Table = {}
     drafter: Table = {}
@@ -93,7 +97,10 @@ def toy_models(kind: str, vocab: int, depth: int, seed: int) -> tuple[Table, Tab
         for prefix in itertools.product(range(vocab), repeat=length):
             if kind == "float":
                 scores = rng.normal(size=vocab) * 1.5
-                target[prefix], drafter[prefix] = softmax(scores), softmax(scores + rng.normal(size=vocab) * 0.9)
+                target[prefix], drafter[prefix] = (
+                    softmax(scores),
+                    softmax(scores + rng.normal(size=vocab) * 0.9),
+                )
             else:
                 low = 0 if kind == "sparse" else 1
                 p, q = rng.integers(low, 6, (2, vocab))
@@ -116,20 +123,28 @@ def sampled(draft: Draft, node: int, q: np.ndarray) -> Iterator[Children]:
 
 
 def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draft, Chance]]:
-    """Every draft a scheme can give and its chance; nodes are expanded in the order in which they were added.
+    """Every draft a scheme can give and its chance; nodes are expanded in the order in which they
+    were added.
 
-    A scheme sees the draft so far and the node to expand, and gives every set of children with the law its sampled
-    ones are drawn from and the chance of the set.
+    A scheme sees the draft so far and the node to expand, and gives every set of children with the
+    law its sampled ones are drawn from and the chance of the set.
     """
 
-    def grow(draft: Draft, laws: list[np.ndarray], weight: Chance) -> Iterator[tuple[Draft, Chance]]:
+    def grow(
+        draft: Draft, laws: list[np.ndarray], weight: Chance
+    ) -> Iterator[tuple[Draft, Chance]]:
         node = len(laws)
         if node == len(draft):
-            yield Draft(draft.tokens, draft.parents, draft.sources, draft.laws, np.stack(laws)), weight
+            yield (
+                Draft(draft.tokens, draft.parents, draft.sources, draft.laws, np.stack(laws)),
+                weight,
+            )
             return
         prefix = prefix_of(draft, node)
         nothing: Children = ([], None, 1)
-        for children, q, chance in [nothing] if len(prefix) == depth else scheme(draft, node, drafter[prefix]):
+        for children, q, chance in (
+            [nothing] if len(prefix) == depth else scheme(draft, node, drafter[prefix])
+        ):
             wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.laws])
             for token, law in children:
                 wider.add(token, node, "toy", law)
@@ -139,9 +154,14 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
     yield from grow(Draft.root(0), [], 1)
 
 
-def merged_proposals(schemes: Merged, drafters: Sequence[Table], depth: int) -> Iterator[tuple[Draft, Chance]]:
-    """Every tree that two drafters give together, each by a scheme of its own and drawing independently."""
-    first, second = (list(proposals(scheme, own, depth)) for scheme, own in zip(schemes, drafters, strict=True))
+def merged_proposals(
+    schemes: Merged, drafters: Sequence[Table], depth: int
+) -> Iterator[tuple[Draft, Chance]]:
+    """Every tree that two drafters give together, each by a scheme of its own and drawing
+    independently."""
+    first, second = (
+        list(proposals(scheme, own, depth)) for scheme, own in zip(schemes, drafters, strict=True)
+    )
     for (one, chance), (other, chance_of_other) in itertools.product(first, second):
         yield merged([one, other]), chance * chance_of_other
 
@@ -158,7 +178,9 @@ def emission(rule: RatioRule, drafts: Proposals, target: Table) -> Strings:
         p = rows(draft, target)
         for verdict, chance in outcomes(partial(rule, draft, p)):
             kept = tuple(draft.tokens[node] for node in verdict.path[1:])
-            assert draft.path_to(verdict.path[-1]) == verdict.path, "what is kept is a path from the root"
+            assert draft.path_to(verdict.path[-1]) == verdict.path, (
+                "what is kept is a path from the root"
+            )
             assert tuple(verdict.tokens[:-1]) == kept, "accepted tokens are those of the path"
             law[tuple(verdict.tokens)] += weight * chance
     return law

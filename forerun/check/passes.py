@@ -1,7 +1,7 @@
 """The target's passes: whether tokens read together give the logits they give one at a time.
 
-On the native kernels every bit must be equal. Elsewhere the largest difference is what the arithmetic adds, and the
-measure of what a near tie is.
+On the native kernels every bit must be equal. Elsewhere the largest difference is what the
+arithmetic adds, and the measure of what a near tie is.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ TREE = [-1, 0, 0, 1, 1, 2, 5, 6]  # the parents of a small tree
 
 
 def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tuple[Finding, float]:
-    """The finding, and the largest difference of a logit. `exact`: whether every bit must be equal. prompt [>= 32]"""
+    """The finding, and the largest difference of a logit. `exact`: whether every bit must be equal.
+    prompt [>= 32]"""
     alone, steps = subject.logits(prompt, step=1), (*CHUNKS, len(prompt))
-    found = [_apart(f"{step} tokens a pass", subject.logits(prompt, step=step), alone) for step in steps]
+    found = [
+        _apart(f"{step} tokens a pass", subject.logits(prompt, step=step), alone) for step in steps
+    ]
     half = len(prompt) // 2
     prefix, nodes = prompt[:half], prompt[half : half + len(TREE)]
     together, tree = subject.tree_logits(prefix, nodes, TREE), Draft(list(nodes), TREE, [], [])
@@ -35,7 +38,9 @@ def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tupl
     details = {"difference": worst.size, "tokens": len(prompt), "exact": exact}
     what = f"passes over {', '.join(map(str, CHUNKS))} and {len(prompt)} tokens and a tree of {len(TREE)} nodes"
     if worst.size == 0:
-        return Finding("passes", "target", True, f"{what} equal passes over one, bit for bit", details), 0.0
+        return Finding(
+            "passes", "target", True, f"{what} equal passes over one, bit for bit", details
+        ), 0.0
     text = f"{what} differ from passes over one by up to {worst.size:.2g} in a score: {worst}"
     if exact:
         text += "; the native kernels allow no difference"
@@ -47,7 +52,8 @@ def check_passes(subject: Subject, prompt: tuple[int, ...], exact: bool) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of two passes: of which token's logit, behind which row, and both logits."""
+    """The largest difference of two passes: of which token's logit, behind which row, and both
+    logits."""
 
     size: float = 0.0
     where: str = ""

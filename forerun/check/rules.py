@@ -1,8 +1,10 @@
-"""The rules themselves: their own code, run over every draft and every outcome of its coins on toy models.
+"""The rules themselves: their own code, run over every draft and every outcome of its coins on toy
+models.
 
-Probabilities are fractions, so what is right has an error of exactly 0. Since enumeration replaces the coins, the real
-noise is put to a test of its own: a rule whose coins, draws and drafts are not independent is right coin by coin, and
-still wrong.
+Probabilities are fractions, so what is right has an error of exactly 0. Since enumeration replaces
+the coins, the real
+noise is put to a test of its own: a rule whose coins, draws and drafts are not independent is right
+coin by coin, and still wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from forerun.types import Draft, Law, Verdict
 from forerun.verify import RULES, Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
 
-TOYS = [("exact", 2, 1), ("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1), ("float", 3, 2)]
+TOYS = [
+    ("exact", 2, 1),
+    ("exact", 2, 2),
+    ("sparse", 2, 2),
+    ("exact", 3, 1),
+    ("sparse", 3, 1),
+    ("float", 3, 2),
+]
 SEEDS = range(3)
 ROUNDING = 1e-12
 ROUNDS, TOGETHER = 6000, 1000
@@ -43,7 +52,8 @@ class _Drawn:
 
 
 def match_chain(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    """The default rule with its draws by coins: one a node, since a path meets each depth once. p [N, V]"""
+    """The default rule with its draws by coins: one a node, since a path meets each depth once. p
+    [N, V]"""
     return match.follow(draft, _Drawn(p, coins))  # type: ignore[arg-type]
 
 
@@ -61,10 +71,14 @@ def samples_trees(name: str) -> bool:
 
 
 def enumerate_rule(
-    name: str, rule: RatioRule, schemes: Mapping[str, Scheme | Merged] | None = None, exact: bool = True
+    name: str,
+    rule: RatioRule,
+    schemes: Mapping[str, Scheme | Merged] | None = None,
+    exact: bool = True,
 ) -> Finding:
-    """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every toy model. Unless
-    `exact`, what rounding can do is allowed with fractions too: a mistake that computes in floats is no refutation."""
+    """Whether rounds of `rule` have the target's law, over every way to draft it takes, on every
+    toy model. Unless `exact`, what rounding can do is allowed with fractions too: a mistake that
+    computes in floats is no refutation."""
     if schemes is None:
         trees, merged = name in ("match", "tree"), samples_trees(name)
         schemes = {**(TREES if trees else {}), **CHAINS, **(MERGED if merged else {})}
@@ -77,7 +91,13 @@ def enumerate_rule(
             )
             for scheme, grow in schemes.items():
                 cases += 1
-                where = {"scheme": scheme, "vocabulary": vocab, "depth": depth, "kind": kind, "seed": seed}
+                where = {
+                    "scheme": scheme,
+                    "vocabulary": vocab,
+                    "depth": depth,
+                    "kind": kind,
+                    "seed": seed,
+                }
                 try:
                     wrong = _worst(rule, grow, models, depth)
                 except AssertionError as error:  # the rule itself noticed that a draft cannot be
@@ -85,7 +105,12 @@ def enumerate_rule(
                     return Finding("rules", name, False, text, where)
                 allowed = 0.0 if exact and kind != "float" else ROUNDING
                 if wrong.apart > allowed:
-                    found = {"said": wrong.said, "target": wrong.target, "difference": wrong.apart, "allowed": allowed}
+                    found = {
+                        "said": wrong.said,
+                        "target": wrong.target,
+                        "difference": wrong.apart,
+                        "allowed": allowed,
+                    }
                     text = f"with {_toy(where)}, {wrong.words(allowed)}"
                     return Finding("rules", name, False, text, where | found)
     text = f"{cases} toy models and ways to draft, every draft and every coin: the target's probabilities, error 0"
@@ -94,7 +119,8 @@ def enumerate_rule(
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """The string whose probability is furthest off, its probabilities, and how far apart they are."""
+    """The string whose probability is furthest off, its probabilities, and how far apart they
+    are."""
 
     string: oracle.Prefix
     said: float
@@ -105,7 +131,9 @@ class Wrong:
         """What is wrong, in digits that show it."""
         said, target = digits.pair(self.said, self.target)
         often = "often" if self.said > self.target else "seldom"
-        far = digits.times(self.apart, allowed, "rounding" if allowed else "arithmetic in fractions")
+        far = digits.times(
+            self.apart, allowed, "rounding" if allowed else "arithmetic in fractions"
+        )
         return (
             f"the tokens {' '.join(map(str, self.string))} come with probability {said}, but the target says them with"
             f" {target}: {self.apart:.2g} too {often}, {far}"
@@ -119,8 +147,11 @@ def _toy(where: Mapping[str, Any]) -> str:
     )
 
 
-def _worst(rule: RatioRule, grow: Scheme | Merged, models: Sequence[oracle.Table], depth: int) -> Wrong:
-    """The string of a round whose probability is furthest from the target's. models: the target, and drafters."""
+def _worst(
+    rule: RatioRule, grow: Scheme | Merged, models: Sequence[oracle.Table], depth: int
+) -> Wrong:
+    """The string of a round whose probability is furthest from the target's. models: the target,
+    and drafters."""
     target, *drafters = models
     if isinstance(grow, tuple):
         drafts = oracle.merged_proposals(grow, drafters, depth)
@@ -130,11 +161,14 @@ def _worst(rule: RatioRule, grow: Scheme | Merged, models: Sequence[oracle.Table
     meant = oracle.joint(target, depth + 1)
     off = {s: abs(said.get(s, 0) - meant.get(s, 0)) for s in {*said, *meant}}
     string = max(sorted(off), key=lambda s: off[s])
-    return Wrong(string, float(said.get(string, 0)), float(meant.get(string, 0)), float(off[string]))
+    return Wrong(
+        string, float(said.get(string, 0)), float(meant.get(string, 0)), float(off[string])
+    )
 
 
 def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding:
-    """Whether rounds with the real noise say the target's first token: the wager on P, drafts of two tokens of Q."""
+    """Whether rounds with the real noise say the target's first token: the wager on P, drafts of
+    two tokens of Q."""
     wager = Wager(len(P))
     for start in range(0, ROUNDS, TOGETHER):
         noises = [noise(seed, 7) for seed in range(start, start + TOGETHER)]
@@ -142,12 +176,19 @@ def try_noise(name: str, rule: RatioRule, noise: type[Noise] = Noise) -> Finding
             try:
                 verdict = rule(draft, np.stack([P] * 3), mine)
             except AssertionError as error:
-                return Finding("rules", f"{name}, real noise", False, f"the rule refused a draft: {error}")
+                return Finding(
+                    "rules", f"{name}, real noise", False, f"the rule refused a draft: {error}"
+                )
             wager.add(np.arange(len(P)) == verdict.tokens[0], P)
         if wager.refuted:
             break
     worst = int(np.argmax(np.abs(wager.excess)))
-    details = {"rounds": wager.tokens, "evidence": wager.evidence, "token": worst, "excess": wager.excess[worst]}
+    details = {
+        "rounds": wager.tokens,
+        "evidence": wager.evidence,
+        "token": worst,
+        "excess": wager.excess[worst],
+    }
     if wager.refuted:
         text = (
             f"refuted after {wager.tokens} rounds with the engine's own random numbers: token {worst}"

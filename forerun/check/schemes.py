@@ -1,4 +1,5 @@
-"""Ways to draft on toy models: what may hang below a node, and how likely each set of children is (`oracle.Scheme`)."""
+"""Ways to draft on toy models: what may hang below a node, and how likely each set of children is
+(`oracle.Scheme`)."""
 
 from __future__ import annotations
 
@@ -32,15 +33,17 @@ def without_replacement2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Chi
 
 def top2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """The two likeliest, given."""
-    yield [(int(t), Law.GIVEN) for t in np.argsort(-q, kind="stable")[:2]], None, 1
+    yield [(int(t), Law.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
 
 
-def greedy_plus_one(draft: Draft, node: int, q: np.ndarray, sampled_first: bool = True) -> Iterable[Children]:
+def greedy_plus_one(
+    draft: Draft, node: int, q: np.ndarray, sampled_first: bool = True
+) -> Iterable[Children]:
     """The likeliest token given, and one drawn from the others."""
     best = int(np.argmax(q))
     rest = q.copy()
     rest[best] = 0
-    given = (best, Law.GIVEN)
+    given = (best, Law.DETERMINISTIC)
     if not rest.sum():
         yield [given], None, 1
         return
@@ -50,16 +53,20 @@ def greedy_plus_one(draft: Draft, node: int, q: np.ndarray, sampled_first: bool 
         yield pair if sampled_first else pair[::-1], rest, rest[t]
 
 
-def ngram_plus_sample(draft: Draft, node: int, q: np.ndarray, distinct: bool = False) -> Iterable[Children]:
-    """A draw, and a token looked up from the prefix, which may be the same; with `distinct` it is then left out."""
+def ngram_plus_sample(
+    draft: Draft, node: int, q: np.ndarray, distinct: bool = False
+) -> Iterable[Children]:
+    """A draw, and a token looked up from the prefix, which may be the same; with `distinct` it is
+    then left out."""
     found = sum(prefix_of(draft, node)) % len(q)
     for t in np.flatnonzero(q > 0):
-        both = [(int(t), Law.SAMPLED), (found, Law.GIVEN)]
+        both = [(int(t), Law.SAMPLED), (found, Law.DETERMINISTIC)]
         yield both[:1] if distinct and t == found else both, q, q[t]
 
 
 def crossed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
-    """Two different draws; whether one is expanded depends on the other, as under a budget for the whole tree."""
+    """Two different draws; whether one is expanded depends on the other, as under a budget for the
+    whole tree."""
     siblings = draft.children()[draft.parents[node]] if node else []
     if any(draft.tokens[s] % 2 for s in siblings if s != node):
         return [([], None, 1)]
@@ -70,13 +77,13 @@ def mixed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """A chain of given and sampled tokens, the kind chosen from what stands before."""
     prefix = prefix_of(draft, node)
     if (sum(prefix) + len(prefix)) % 2:
-        return [([(int(np.argmax(q)), Law.GIVEN)], None, 1)]
+        return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
     return sampled(draft, node, q)
 
 
 def greedy(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """A chain of likeliest tokens, given."""
-    return [([(int(np.argmax(q)), Law.GIVEN)], None, 1)]
+    return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
 
 
 given_first = functools.partial(greedy_plus_one, sampled_first=False)

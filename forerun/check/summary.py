@@ -1,4 +1,5 @@
-"""A certificate in plain words: the verdict, and by part what is claimed, on what it was tried, how much that says."""
+"""A certificate in plain words: the verdict, and by part what is claimed, on what it was tried, how
+much that says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from forerun.check.wager import ALPHA
 
 
 def verdict(made: Certificate) -> list[str]:
-    """A line with the verdict; of a certificate with a fault put in, another that says what was to be expected."""
+    """A line with the verdict; of a certificate with a fault put in, another that says what was to
+    be expected."""
     name = Path(made.model).name or made.model
     whose = f"{name} ({made.form.partition(',')[0]})"
     total, failed = len(made.findings), len(made.failed)
@@ -78,16 +80,20 @@ def _rules(findings: Sequence[Finding]) -> str:
 
 def _passes(findings: Sequence[Finding]) -> str:
     details = findings[0].details
-    found = f"scores differ by up to {details['difference']:.2g}" if details["difference"] else "not one bit differs"
-    return (
-        f"Tried on a prompt of {details['tokens']} tokens, in groups of several sizes and as a tree of drafts: {found}."
+    found = (
+        f"scores differ by up to {details['difference']:.2g}"
+        if details["difference"]
+        else "not one bit differs"
     )
+    return f"Tried on a prompt of {details['tokens']} tokens, in groups of several sizes and as a tree of drafts: {found}."
 
 
 def _texts(findings: Sequence[Finding]) -> str:
     texts, tokens = (sum(f.details[name] for f in findings) for name in ("texts", "tokens"))
     apart = sum(len(f.details["divergences"]) for f in findings)
-    found = f"{apart} part, all where rounding decides" if apart else "all the same, token for token"
+    found = (
+        f"{apart} part, all where rounding decides" if apart else "all the same, token for token"
+    )
     return f"Tried on {texts} texts, {tokens} tokens ({_names(findings)}): {found}."
 
 
@@ -132,12 +138,21 @@ def _names(findings: Sequence[Finding]) -> str:
 
 
 WORDS: dict[str, tuple[str, Callable[[Sequence[Finding]], str]]] = {
-    "rules": ("The code that accepts or rejects drafted tokens leaves every text exactly as likely as it was.", _rules),
-    "passes": ("Tokens read together, as drafts are, get the scores they get when they are read one by one.", _passes),
+    "rules": (
+        "The code that accepts or rejects drafted tokens leaves every text exactly as likely as it was.",
+        _rules,
+    ),
+    "passes": (
+        "Tokens read together, as drafts are, get the scores they get when they are read one by one.",
+        _passes,
+    ),
     "texts": (
         "Your model writes the same texts with drafts as without, alone or among others, however prompts are cut.",
         _texts,
     ),
-    "law": ("Tokens that are drawn by chance come as often as your model would say them by itself.", _law),
+    "law": (
+        "Tokens that are drawn by chance come as often as your model would say them by itself.",
+        _law,
+    ),
     "faults": ("These checks notice mistakes.", _faults),
 }

@@ -1,8 +1,9 @@
-"""Texts, token for token: with speculation and without, however requests are batched and prompts are cut.
+"""Texts, token for token: with speculation and without, however requests are batched and prompts
+are cut.
 
-`match` promises equality at every temperature, the ratio rules at temperature 0. Where a text parts, the margin says
-how close the target's choice was: the gap between its best and second-best score, noise included.
-"""
+`match` promises equality at every temperature, the ratio rules at temperature 0. Where a text
+parts, the margin says how close the target's choice was: the gap between its best and second-best
+score, noise included."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 from forerun import rng
 from forerun.check.findings import Finding
 from forerun.check.subject import Ask, Said, Schedule, Subject
-from forerun.progress import Tell
+from forerun.cli.progress import Tell
 from forerun.verify import RULES, Noise, Rule
 
 PLAIN = Schedule(1, 512, 0)
@@ -26,7 +27,8 @@ NEAR = 16.0  # ties this many times the largest difference of a logit are near
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a text left the plain one. `margin` is the gap of the two best scores of the target there."""
+    """Where a text left the plain one. `margin` is the gap of the two best scores of the target
+    there."""
 
     prompt: int
     seed: int
@@ -51,22 +53,31 @@ def check_texts(
     subject: Subject, asks: Sequence[Ask], rules: Sequence[Rule], drafts: Sequence[str], noise: float,
     deadline: float, tell: Tell,
 ) -> Iterator[Finding]:  # fmt: skip
-    """One finding a rule and draft. `noise` is the largest difference of a logit (0: none is allowed)."""
+    """One finding a rule and draft. `noise` is the largest difference of a logit (0: none is
+    allowed)."""
     tell("plain decoding")
     plain = subject.say(asks, RULES["match"], "off", PLAIN)
     greedy = [i for i, ask in enumerate(asks) if ask.params.greedy]
-    arms = [(rule, draft) for rule in rules for draft in [*(["off"] if rule.name == "match" else []), *drafts]]
+    arms = [
+        (rule, draft)
+        for rule in rules
+        for draft in [*(["off"] if rule.name == "match" else []), *drafts]
+    ]
     for number, (rule, draft) in enumerate(arms):
         mine = list(range(len(asks))) if rule.name == "match" else greedy
         done, apart, now = 0, list[Divergence](), time.monotonic()
-        share = now + (deadline - now) / (len(arms) - number)  # no arm takes the time of those behind it
+        share = now + (deadline - now) / (
+            len(arms) - number
+        )  # no arm takes the time of those behind it
         try:
             for schedule in SCHEDULES:
                 if time.monotonic() > (share if done else deadline):
                     break
                 tell(f"{_name(rule.name, draft)}, {schedule}", done, len(SCHEDULES))
                 said = subject.say([asks[i] for i in mine], rule, draft, schedule)
-                apart += _divergences(subject, asks, plain, dict(zip(mine, said, strict=True)), schedule)
+                apart += _divergences(
+                    subject, asks, plain, dict(zip(mine, said, strict=True)), schedule
+                )
                 done += 1
         except AssertionError as error:
             yield Finding("texts", _name(rule.name, draft), False, f"the engine stopped: {error}")
@@ -86,12 +97,18 @@ def _name(rule: str, draft: str) -> str:
 
 
 def _divergences(
-    subject: Subject, asks: Sequence[Ask], plain: Sequence[Said], said: dict[int, Said], schedule: Schedule
+    subject: Subject,
+    asks: Sequence[Ask],
+    plain: Sequence[Said],
+    said: dict[int, Said],
+    schedule: Schedule,
 ) -> list[Divergence]:
     found = []
     for i, mine in said.items():
         theirs = plain[i].tokens
-        at = next((k for k, (a, b) in enumerate(zip(mine.tokens, theirs, strict=False)) if a != b), None)
+        at = next(
+            (k for k, (a, b) in enumerate(zip(mine.tokens, theirs, strict=False)) if a != b), None
+        )
         if at is None:
             if len(mine.tokens) == len(theirs):
                 continue
@@ -107,13 +124,21 @@ def _margin(subject: Subject, prefix: Sequence[int], temperature: float, seed: i
     """The gap between the best and the second-best score behind `prefix`, in units of a logit."""
     logits = subject.logits(prefix, first=len(prefix) - 1, step=1).double()
     if temperature:
-        logits = rng.perturb(logits / temperature, [Noise(seed, len(prefix) - 1).target(0)]) * temperature
+        logits = (
+            rng.perturb(logits / temperature, [Noise(seed, len(prefix) - 1).target(0)])
+            * temperature
+        )
     best = torch.topk(logits[0], 2).values
     return float(best[0] - best[1])
 
 
 def _finding(
-    subject: str, asks: Sequence[Ask], done: int, apart: Sequence[Divergence], noise: float, spell: Spell | None = None
+    subject: str,
+    asks: Sequence[Ask],
+    done: int,
+    apart: Sequence[Divergence],
+    noise: float,
+    spell: Spell | None = None,
 ) -> Finding:
     """What the texts of one rule and draft come to; `spell` gives the text of a token."""
     temperatures = sorted({ask.params.heat for ask in asks})
@@ -123,7 +148,9 @@ def _finding(
         "divergences": [asdict(d) for d in apart],
     }  # fmt: skip
     if not done:
-        return Finding("texts", subject, None, "not compared: the time was over (raise --seconds)", details)
+        return Finding(
+            "texts", subject, None, "not compared: the time was over (raise --seconds)", details
+        )
     what = (
         f"{len(asks) * done} texts of {asks[0].params.max_tokens} tokens at temperature"
         f" {' and '.join(f'{t:g}' for t in temperatures)} ({done} of {len(SCHEDULES)} schedules)"
@@ -134,10 +161,12 @@ def _finding(
     first = min(far or apart, key=lambda d: d.position)
     where = first.words(spell)
     if far:
-        tie = f"a lead of at most {NEAR * noise:.2g} would be a near tie" if noise else "none may part"
+        tie = (
+            f"a lead of at most {NEAR * noise:.2g} would be a near tie"
+            if noise
+            else "none may part"
+        )
         text = f"{len(far)} of {what} part from plain decoding ({tie}), the first one here: {where}"
         return Finding("texts", subject, False, text, details)
-    text = (
-        f"{len(apart)} of {what} part, all at near ties (a lead of at most {NEAR * noise:.2g}), the first here: {where}"
-    )
+    text = f"{len(apart)} of {what} part, all at near ties (a lead of at most {NEAR * noise:.2g}), the first here: {where}"
     return Finding("texts", subject, True, text, details)

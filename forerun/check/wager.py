@@ -1,13 +1,15 @@
-"""An anytime-valid test of a sampler whose law is known: bets that nobody wins in the long run while it is right.
+"""An anytime-valid test of a sampler whose law is known: bets that nobody wins in the long run
+while it is right.
 
-Before each token the bettor names events and stakes a fraction of its capital that one will come true more often, or
-less, than the law says. While tokens have that law, capital is a martingale of mean 1, so it ever reaches 1/alpha with
-a probability of at most alpha, however long one looks and whenever one stops (Ville 1939; Ramdas et al. 2210.01948).
-Capital is the mean over all events and stakes: a mixture needs no correction for how many there are.
+Before each token the bettor names events and stakes a fraction of its capital that one will come
+true more often, or less, than the law says. While tokens have that law, capital is a martingale of
+mean 1, so it ever reaches 1/alpha with a probability of at most alpha, however long one looks and
+whenever one stops (Ville 1939; Ramdas et al. 2210.01948). Capital is the mean over all events and
+stakes: a mixture needs no correction for how many there are.
 
-Beside it stands what the tokens so far prove: by how much, on average over the tokens, the probability of an event can
-differ from the law (the normal mixture boundary of Howard et al. 1810.08240, for variables within [0, 1]).
-"""
+Beside it stands what the tokens so far prove: by how much, on average over the tokens, the
+probability of an event can differ from the law (the normal mixture boundary of Howard et al.
+1810.08240, for variables within [0, 1])."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Wager:
         self._expected = np.zeros(events)
 
     def add(self, hits: ArrayLike, chances: ArrayLike) -> None:
-        """One token: which events came true, and the chance the law gave each before the token was drawn. [E], [E]"""
+        """One token: which events came true, and the chance the law gave each before the token was
+        drawn. [E], [E]"""
         expected = np.clip(np.asarray(chances, dtype=float), 0.0, 1.0)
         surprise = np.asarray(hits, dtype=float) - expected
         self._log += np.log1p(surprise[:, None] * STAKES)
@@ -62,7 +65,8 @@ class Wager:
         return [float(e) for e in self._expected / max(self.tokens, 1)]
 
     def bound(self) -> float:
-        """At confidence 1 - ALPHA, whenever one stops: the most by which |excess| differs from the true mean bias."""
+        """At confidence 1 - ALPHA, whenever one stops: the most by which |excess| differs from the
+        true mean bias."""
         if not self.tokens:
             return 1.0
         variance, prior = self.tokens / 4, TUNED_FOR / 4 / (2 * math.log(1 / ALPHA))

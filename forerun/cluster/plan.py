@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config import Config
-from forerun.errors import ConfigError, ForerunError, nearest, shown
+from forerun.errors import ConfigError, ForerunError, shown, suggest
+from forerun.hardware import free_ram
 from forerun.load import cache_needs, check_cache, fit_kv_tokens
-from forerun.machine import free_ram
 from forerun.models.hub import find_model
-from forerun.ranges import check_numbers, check_whole
 from forerun.server.settings import Settings, read_toml
+from forerun.utils import check_integer, check_numbers
 
 BY_PROXY = "Ray's HTTP proxy has no such limit, but a reverse proxy in front of it can set one"
 UNSUPPORTED = {
@@ -38,7 +38,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"max": 1, "requests": 1, "idle": 1})
-        check_whole("max", self.max, self.min)
+        check_integer("max", self.max, self.min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _model(table: Any) -> Model:
     with _prefixed(f"model {name!r}"):
         replicas = options.pop("replicas", 1)
         if not isinstance(replicas, dict):
-            check_whole("replicas", replicas, 1)
+            check_integer("replicas", replicas, 1)
             replicas = {"min": replicas}
         replicas = _options(replicas, Replicas, "option of replicas")
         replicas.setdefault("max", replicas.get("min") or 1)
@@ -105,7 +105,7 @@ def _options(table: Mapping[str, Any], kind: Any, what: str, *more: str) -> dict
         if kind is Settings and name in UNSUPPORTED:
             raise ConfigError(f"a cluster has no {name}: {UNSUPPORTED[name]}")
         if name not in known:
-            raise ConfigError(f"there is no {what} {shown(name)}: {nearest(name, known)}")
+            raise ConfigError(f"there is no {what} {shown(name)}: {suggest(name, known)}")
     return options
 
 

@@ -32,14 +32,14 @@ from starlette.types import Message, Receive, Scope, Send
 from forerun.cluster.plan import Plan
 from forerun.cluster.router import AffinityRouter, affinity_key
 from forerun.config import Config
-from forerun.errors import ForerunError, brief, one_line
-from forerun.jsonl import json_line
+from forerun.errors import ForerunError, one_line, shorten
 from forerun.llm import LLM
-from forerun.probe import probe
 from forerun.server import app, bounds, errors, gate, lanes, listen, ollama, tenants
+from forerun.server.probe import probe
 from forerun.server.run import start_logging
 from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
+from forerun.utils import json_line
 
 MAX_REQUESTS = 1 << 20  # of a deployment: the engines limit their requests themselves
 RETRIES = 2  # times that a request is sent again because its replica died
@@ -176,7 +176,7 @@ class Ingress:
             return self.plan.models[0].name
         if name.removesuffix(":latest") not in names:
             known = ", ".join(map(repr, names.values()))
-            message = f"there is no model {brief(name)} here, only {known}"
+            message = f"there is no model {shorten(name)} here, only {known}"
             raise errors.ApiError(404, message, "model", "model_not_found")
         return names[name.removesuffix(":latest")]
 

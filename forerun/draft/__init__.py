@@ -1,1 +1,2 @@
-"""Proposers: whatever runs ahead of the target. A proposer returns data, one `Draft` a request, and nothing else."""
+"""Proposers: whatever runs ahead of the target. A proposer returns data, one `Draft` a request, and
+nothing else."""

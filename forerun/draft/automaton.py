@@ -1,4 +1,5 @@
-"""Suffix automata: where the end of a text occurred before, in constant amortised time a token (2411.10666)."""
+"""Suffix automata: where the end of a text occurred before, in constant amortised time a token
+(2411.10666)."""
 
 from __future__ import annotations
 
@@ -9,18 +10,22 @@ REFRESH = 16  # how far up the suffix links the latest occurrence is noted
 
 
 class SuffixAutomaton:
-    """The smallest automaton of all substrings of a text that grows by one token at a time (Blumer et al. 1985).
+    """The smallest automaton of all substrings of a text that grows by one token at a time (Blumer
+    et al. 1985).
 
-    A state is a set of substrings that end at the same places. `end[s]` is the index of the last token of an
-    occurrence, `length[s]` its longest substring, `link[s]` the state of its longest suffix that is in another state.
-    """
+    A state is a set of substrings that end at the same places. `end[s]` is the index of the last
+    token of an occurrence, `length[s]` its longest substring, `link[s]` the state of its longest
+    suffix that is in another state."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self.next: list[dict[int, int]] = [{}]
         self.link, self.length, self.end = [-1], [0], [-1]
         self.last = 0
-        self.match = (0, -1)  # longest earlier occurrence of a suffix: its length, and the index of its last token
+        self.match = (
+            0,
+            -1,
+        )  # longest earlier occurrence of a suffix: its length, and the index of its last token
 
     def append(self, token: int) -> None:
         """Add one token; amortised constant time."""
@@ -65,7 +70,8 @@ class SuffixAutomaton:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where a text stands in an automaton it is not part of: the longest suffix that occurs there."""
+    """Where a text stands in an automaton it is not part of: the longest suffix that occurs
+    there."""
 
     automaton: SuffixAutomaton
     state: int = 0

@@ -1,12 +1,14 @@
-"""Cascades, `a>b`: a cheap drafter drafts for a draft model, which checks that in one pass and hands on what it says.
+"""Cascades, `a>b`: a cheap drafter drafts for a draft model, which checks that in one pass and
+hands on what it says.
 
-Under `match` the tokens are those that the draft model says alone, with the target's own noise, so its drafts are the
-same and only cost less. Under the ratio rules what comes of checking are exact samples of the draft model's law,
-however many they are, since where they end depends on those before alone (a stopping time): so that law is q.
+Under `match` the tokens are those that the draft model says alone, with the target's own noise, so
+its drafts are the same and only cost less. Under the ratio rules what comes of checking are exact
+samples of the draft model's law, however many they are, since where they end depends on those
+before alone (a stopping time): so that law is q.
 
-A draft model drafts again behind what the other one said, until the draft is as deep as it is to be; who copies is
-asked once. How deep is decided by what both cost here and by what was accepted (`Plan`).
-"""
+A draft model drafts again behind what the other one said, until the draft is as deep as it is to
+be; who copies is asked once. How deep is decided by what both cost here and by what was accepted
+(`Plan`)."""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.costs import TICK, Curve
-from forerun.draft.base import Proposer, Relay, Row
-from forerun.draft.model import DraftModel
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Law
@@ -34,13 +36,18 @@ KEEP = 0.98  # of what was counted of drafts, with each round
 SHORT = 32  # tokens that a model may have missed: to read more is another matter than a round
 
 
-class Cascade(Relay, DraftModel):
-    """Chains of `model`, for which `first` drafts. Statistics count a token that both said for both."""
+class Cascade(CompositeProposer, DraftModel):
+    """Chains of `model`, for which `first` drafts. Statistics count a token that both said for
+    both."""
 
     def __init__(self, first: Proposer, model: DraftModel) -> None:
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")
         self.first, self.model, self.told = first, model, (first, model)
-        self.boundaries, self.learns, self.plan = first.boundaries, first.learns, Plan()
+        self.aux_hidden_layers, self.learns, self.plan = (
+            first.aux_hidden_layers,
+            first.learns,
+            Plan(),
+        )
 
     @property
     def source(self) -> str:
@@ -48,9 +55,13 @@ class Cascade(Relay, DraftModel):
 
     def _say_first(self, trees: Sequence[Tree]) -> None:
         def read(drafts: Sequence[Draft]) -> Tensor:
-            return self.read([tree.row for tree in trees], [(draft, range(len(draft))) for draft in drafts])
+            return self.read(
+                [tree.row for tree in trees], [(draft, range(len(draft))) for draft in drafts]
+            )
 
-        missed = [len(tree.row.tokens) - self.runner.cache.length[tree.row.slot] - 1 for tree in trees]
+        missed = [
+            len(tree.row.tokens) - self.runner.cache.length[tree.row.slot] - 1 for tree in trees
+        ]
         self._round(trees, self._depth(trees), read, missed)
 
     def _go_on(self, trees: Sequence[Tree]) -> None:
@@ -63,31 +74,46 @@ class Cascade(Relay, DraftModel):
         self.plan.passes.add(len(trees), (time.thread_time() - begun) / (trees[0].level - level))
 
     def _depth(self, trees: Sequence[Tree]) -> int:
-        """How deep the first is to draft. It leaves the last token of a draft to the model, which says one more."""
+        """How deep the first is to draft. It leaves the last token of a draft to the model, which
+        says one more."""
         return self.plan.depth(max(tree.row.depth - tree.level for tree in trees) - 1, len(trees))
 
     def _round(
-        self, trees: Sequence[Tree], depth: int, read: Callable[[Sequence[Draft]], Tensor], missed: Sequence[int] = (0,)
+        self,
+        trees: Sequence[Tree],
+        depth: int,
+        read: Callable[[Sequence[Draft]], Tensor],
+        missed: Sequence[int] = (0,),
     ) -> None:
-        """Let the first draft, and the model check it; `read` gives its logits behind each node of these drafts, and
-        reads so many tokens before them that the model had `missed`."""
+        """Let the first draft, and the model check it; `read` gives its logits behind each node of
+        these drafts, and reads so many tokens before them that the model had `missed`."""
         begun = time.thread_time()
-        drafts = self._drafted(trees, depth) if depth else [Draft.root(tree.draft.tokens[-1]) for tree in trees]
+        drafts = (
+            self._drafted(trees, depth)
+            if depth
+            else [Draft.root(tree.draft.tokens[-1]) for tree in trees]
+        )
         drafted = time.thread_time()
         logits = read(drafts)
         if max(missed) <= SHORT:
             rows = sum(missed) + sum(map(len, drafts))
             self.plan.record(depth, drafted - begun, rows, time.thread_time() - drafted)
-        for tree, draft, said in zip(trees, drafts, torch.split(logits, list(map(len, drafts))), strict=True):
+        for tree, draft, said in zip(
+            trees, drafts, torch.split(logits, list(map(len, drafts))), strict=True
+        ):
             before = len(tree.draft)
             (self._follow if tree.row.coupled else self._verify)(tree, draft, said)
             self.plan.learn(len(draft) - 1, len(tree.draft) - before - 1)
 
     def _drafted(self, trees: Sequence[Tree], depth: int) -> list[Draft]:
-        """What the first says behind the last node of each tree, so deep at most, as chains from there."""
+        """What the first says behind the last node of each tree, so deep at most, as chains from
+        there."""
         if not isinstance(self.first, DraftModel):
             rows = [_inner(tree.row, 0, min(depth, tree.row.depth)) for tree in trees]
-            return [self._readable(draft, row) for row, draft in zip(rows, self.first.propose(rows), strict=True)]
+            return [
+                self._readable(draft, row)
+                for row, draft in zip(rows, self.first.propose(rows), strict=True)
+            ]
         begun = []
         for tree in trees:
             last = len(tree.draft) - 1
@@ -101,14 +127,15 @@ class Cascade(Relay, DraftModel):
             for tree, draft in zip(trees, whole, strict=True)
         ]
 
-    def _readable(self, draft: Draft, row: Row) -> Draft:
+    def _readable(self, draft: Draft, row: DraftRequest) -> Draft:
         """As much of a draft as the model has tokens for."""
         vocab = min(self.runner.decoder.config.vocab, self.vocab)
         strange = (i for i, token in enumerate(draft.tokens) if token >= vocab)
         return draft.first(min(next(strange, len(draft)) - 1, row.depth))
 
     def _follow(self, tree: Tree, draft: Draft, logits: Tensor) -> None:
-        """Let the model say its own tokens, as long as they are those that were drafted, and one more."""
+        """Let the model say its own tokens, as long as they are those that were drafted, and one
+        more."""
         for node in range(min(len(draft), tree.row.depth - tree.level)):
             grow([tree], logits[node : node + 1], 1, self.source)
             if draft.tokens[node + 1 : node + 2] != tree.draft.tokens[-1:]:
@@ -117,7 +144,8 @@ class Cascade(Relay, DraftModel):
         tree.fed = len(tree.draft) - 1
 
     def _verify(self, tree: Tree, draft: Draft, logits: Tensor) -> None:
-        """Tokens of the model's law by rejection sampling, and what that law was behind each of those before them."""
+        """Tokens of the model's law by rejection sampling, and what that law was behind each of
+        those before them."""
         row, last = tree.row, len(tree.draft) - 1
         laws = shape_logits(logits, [row.params] * len(draft)).double().softmax(-1).cpu().numpy()
         verdict = verify_chain(draft, laws, _inner(row, last, row.depth).noise)
@@ -130,7 +158,8 @@ class Cascade(Relay, DraftModel):
 
 
 class Plan:
-    """How deep a drafter drafts for a draft model: as gives it most tokens a second, by what was measured here.
+    """How deep a drafter drafts for a draft model: as gives it most tokens a second, by what was
+    measured here.
 
     Attributes:
         passes: seconds of a pass of the model by its rows.
@@ -139,7 +168,11 @@ class Plan:
 
     def __init__(self) -> None:
         self.passes, self.drafts = Curve(slope=0.1), Curve(slope=0.3)
-        self.kept, self.lost, self.rest = 2.0, 1.0, 0  # tokens that stood and did not, discounted; rounds to rest
+        self.kept, self.lost, self.rest = (
+            2.0,
+            1.0,
+            0,
+        )  # tokens that stood and did not, discounted; rounds to rest
 
     def depth(self, most: int, requests: int) -> int:
         """The best depth, at most `most`; where that is 0, another is tried now and then."""
@@ -153,7 +186,8 @@ class Plan:
         return max(best, 1)
 
     def record(self, depth: int, drafting: float, rows: int, checking: float) -> None:
-        """A round took so long: drafting to a depth, and checking it in a pass over so many rows."""
+        """A round took so long: drafting to a depth, and checking it in a pass over so many
+        rows."""
         self.passes.add(rows, max(checking, TICK))
         if depth:
             self.drafts.add(depth, max(drafting, TICK))
@@ -174,19 +208,29 @@ class Plan:
         """That a round takes; a draft a tenth of a pass for each level until one was measured."""
         one = self.passes.at(requests) or 1.0
         drafting = self.drafts.at(depth) if depth else 0.0
-        return (self.passes.at(requests * (1 + depth)) or one) + (0.1 * depth * one if drafting is None else drafting)
+        return (self.passes.at(requests * (1 + depth)) or one) + (
+            0.1 * depth * one if drafting is None else drafting
+        )
 
 
 def _behind(tree: Tree, draft: Draft) -> Segment:
     """What is read of a tree that has been begun, and of a chain behind its last node."""
     tokens = tree.draft.tokens[tree.fed :] + draft.tokens[1:]
     return Segment(
-        tree.row.slot, tokens, list(range(-1, tree.fed + len(tokens) - 1)), list(range(len(tokens))), offset=tree.fed
+        tree.row.slot,
+        tokens,
+        list(range(-1, tree.fed + len(tokens) - 1)),
+        list(range(len(tokens))),
+        offset=tree.fed,
     )
 
 
-def _inner(row: Row, last: int, depth: int) -> Row:
-    """How a drafter is asked to draft for the model behind node `last` of its tree: a chain, and with noise of its own
-    where laws count."""
-    noise = row.noise if row.coupled else replace(row.noise, seed=rng.mix(row.noise.seed ^ (INNER + last)))
+def _inner(row: DraftRequest, last: int, depth: int) -> DraftRequest:
+    """How a drafter is asked to draft for the model behind node `last` of its tree: a chain, and
+    with noise of its own where laws count."""
+    noise = (
+        row.noise
+        if row.coupled
+        else replace(row.noise, seed=rng.mix(row.noise.seed ^ (INNER + last)))
+    )
     return replace(row, branching=False, stands=None, floor=0.0, noise=noise, depth=depth)

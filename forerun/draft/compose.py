@@ -1,9 +1,9 @@
 """Proposers made of proposers: one after the other, the best of them, or all in one tree.
 
-The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth. What a composition does
-is to say who is asked next, and to make one draft of what they say: `ask` is a generator that yields a part, is sent
-what that offered, and returns the draft. Otherwise it only passes on what happens to a request.
-"""
+The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth. What
+a composition does is to say who is asked next, and to make one draft of what they say: `ask` is a
+generator that yields a part, is sent what that offered, and returns the draft. Otherwise it only
+passes on what happens to a request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun import drafts
-from forerun.draft.ahead import Ahead
-from forerun.draft.base import Proposer, Relay
+from forerun import draft_spec as drafts
 from forerun.draft.cascade import Cascade
-from forerun.draft.model import DraftModel
-from forerun.drafts import SIGNS, Leaf, Said, read_name
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.overlap import Ahead
+from forerun.draft.proposer import CompositeProposer, Proposer
+from forerun.draft_spec import SIGNS, Leaf, Said, read_name
 from forerun.errors import ConfigError
 from forerun.types import Draft, Law
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a part has for a request: its whole `draft`, and what of it pays alone (`taken`, a root where nothing).
-    `settles`: nobody else is expected to do better; `speed`: tokens a second that a copy lets expect."""
+    """What a part has for a request: its whole `draft`, and what of it pays alone (`taken`, a root
+    where nothing). `settles`: nobody else is expected to do better; `speed`: tokens a second that a
+    copy lets expect."""
 
     draft: Draft
     taken: Draft
@@ -37,13 +38,15 @@ class Offer:
 
 MADE = 64  # proposers that requests made of others which are kept
 Asking = Generator[Proposer, Offer, Draft]
-Ranking = Callable[[Sequence[Proposer]], Sequence[Proposer]]  # proposers, those first that are expected to do best
+Ranking = Callable[
+    [Sequence[Proposer]], Sequence[Proposer]
+]  # proposers, those first that are expected to do best
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What matters to who is asked: whether drafts may be trees (otherwise they have to be chains), and which proposers
-    are expected to do best for this request."""
+    """What matters to who is asked: whether drafts may be trees (otherwise they have to be chains),
+    and which proposers are expected to do best for this request."""
 
     branching: bool
     ranking: Ranking
@@ -64,7 +67,7 @@ def _in_turn(parts: Sequence[Proposer], asked: Asked) -> Asking:
     return draft
 
 
-class Composition(Relay):
+class Composition(CompositeProposer):
     """Base of those made of others."""
 
     sign = ""
@@ -72,15 +75,22 @@ class Composition(Relay):
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.inner = tuple(parts)
         self.told = tuple(own for part in parts for own in part.parts)
-        whole: Callable[[Iterable[int]], int] = sum if self.sign == "&" else max  # all draft, or one of them
-        self.width, self.beside = whole(part.width for part in parts), whole(part.beside for part in parts)
+        whole: Callable[[Iterable[int]], int] = (
+            sum if self.sign == "&" else max
+        )  # all draft, or one of them
+        self.width, self.beside = (
+            whole(part.width for part in parts),
+            whole(part.beside for part in parts),
+        )
         self.name = self.sign.join(
             f"({part.name})"
             if isinstance(part, Composition) and SIGNS.index(part.sign) < SIGNS.index(self.sign)
             else part.name
             for part in parts
         )
-        self.boundaries = tuple(sorted({b for part in parts for b in part.boundaries}))
+        self.aux_hidden_layers = tuple(
+            sorted({b for part in parts for b in part.aux_hidden_layers})
+        )
         self.learns = any(part.learns for part in parts)
         self.merges = self.sign == "&" or any(part.merges for part in parts)
         rivals = self.told if self.sign == "?" else [own for part in parts for own in part.rivals]
@@ -105,8 +115,9 @@ class Either(Composition):
 
 
 class Best(Either):
-    """Looks at what all have who copy, and takes the best of it; where others are expected to do better, asks whichever
-    of them is expected to do best first, and the next one where that has nothing."""
+    """Looks at what all have who copy, and takes the best of it; where others are expected to do
+    better, asks whichever of them is expected to do best first, and the next one where that has
+    nothing."""
 
     sign = "?"
 
@@ -173,21 +184,27 @@ def _ahead(model: Proposer) -> Ahead:
 
 
 class Proposers(dict[str, Proposer]):
-    """Those of an engine by name, and what requests make of them: it is there once it has been asked for."""
+    """Those of an engine by name, and what requests make of them: it is there once it has been
+    asked for."""
 
     def __init__(self, given: Mapping[str, Proposer]) -> None:
         super().__init__(given)
         self._made: list[str] = []
 
     def known(self, draft: str, wanted: Collection[str]) -> str:
-        """What the proposer of a draft is called here. Of those that were made, so many are kept, and those that are
-        `wanted`. Raises ConfigError."""
+        """What the proposer of a draft is called here. Of those that were made, so many are kept,
+        and those that are `wanted`. Raises ConfigError."""
         if draft in self:
             return draft
-        said = read_name(draft, [name for name, p in self.items() if name == p.name and not isinstance(p, Composition)])
+        said = read_name(
+            draft,
+            [name for name, p in self.items() if name == p.name and not isinstance(p, Composition)],
+        )
         if str(said) not in self:
             made = composed(said, self)
-            for unused in [name for name in self._made if name not in wanted][: max(len(self._made) - MADE + 1, 0)]:
+            for unused in [name for name in self._made if name not in wanted][
+                : max(len(self._made) - MADE + 1, 0)
+            ]:
                 self._made.remove(unused)
                 del self[unused]
             self._made.append(str(said))
@@ -198,9 +215,9 @@ class Proposers(dict[str, Proposer]):
 def merged(drafts: Sequence[Draft]) -> Draft:
     """One tree of what all say: nodes of the same text are one, whose sources are all that said it.
 
-    Where chances are known of all nodes, the likeliest come first, and of a node that several said the best counts.
-    Otherwise children that were sampled come before given ones, as `tree` wants them, and those of one law alone: of
-    others that were sampled in the same place nothing is kept.
+    Where chances are known of all nodes, the likeliest come first, and of a node that several said
+    the best counts. Otherwise children that were sampled come before given ones, as `tree` wants
+    them, and those of one law alone: of others that were sampled in the same place nothing is kept.
     """
     found = [draft for draft in drafts if len(draft) > 1]
     if len(found) < 2:
@@ -208,20 +225,25 @@ def merged(drafts: Sequence[Draft]) -> Draft:
     tree, chances, laws = Draft.root(found[0].tokens[0]), [1.0], dict[int, np.ndarray]()
     places: dict[tuple[int, int], int] = {}
     for draft in found:
-        at, own = {0: 0}, dict[int, bool]()  # nodes of the draft in the tree; whether the sampled children are its own
+        at, own = (
+            {0: 0},
+            dict[int, bool](),
+        )  # nodes of the draft in the tree; whether the sampled children are its own
         for node in range(1, len(draft)):
             parent, token = at.get(draft.parents[node], -1), draft.tokens[node]
             if parent < 0:
                 continue
             chance = draft.chances[node - 1] if draft.chances else 0.0
             place = places.get((parent, token))
-            if draft.laws[node] is not Law.GIVEN:
+            if draft.laws[node] is not Law.DETERMINISTIC:
                 if not own.setdefault(parent, parent not in laws):
                     continue
                 assert draft.probs is not None
                 laws[parent] = draft.probs[draft.parents[node]]
             if place is None:
-                place = places[parent, token] = tree.add(token, parent, draft.sources[node], draft.laws[node])
+                place = places[parent, token] = tree.add(
+                    token, parent, draft.sources[node], draft.laws[node]
+                )
                 chances.append(chance)
             else:
                 tree.sources[place] = _together(tree.sources[place], draft.sources[node])
@@ -237,7 +259,8 @@ def _together(sources: str, source: str) -> str:
 
 
 def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np.ndarray]) -> Draft:
-    """The same tree, by chance if there are any, parents before their children; sampled siblings before given ones."""
+    """The same tree, by chance if there are any, parents before their children; sampled siblings
+    before given ones."""
     children, made, at = tree.children(), Draft.root(tree.tokens[0]), {0: 0}
     heap: list[tuple[float, int, int, float]] = []
 
@@ -251,7 +274,9 @@ def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np
         made.chances = []
     while heap:
         _, _, node, chance = heapq.heappop(heap)
-        at[node] = made.add(tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.laws[node])
+        at[node] = made.add(
+            tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.laws[node]
+        )
         if chances:
             made.chances.append(chance)
         push(node, chance)

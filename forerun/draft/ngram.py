@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last few tokens the last time they occurred in this request.
 
-State per slot: for every n-gram of the text, where it last ended. Costs a few dictionary writes a token.
-"""
+State per slot: for every n-gram of the text, where it last ended. Costs a few dictionary writes a
+token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
-from forerun.draft.base import BySlot, Reference, Row
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.types import Draft
 
 
@@ -21,8 +21,9 @@ class _Index:
     read: int = 0
 
 
-class NGram(BySlot[_Index]):
-    """Proposes the continuation of the most recent occurrence of the longest suffix of `longest`..`shortest` tokens."""
+class NGram(PerSlotProposer[_Index]):
+    """Proposes the continuation of the most recent occurrence of the longest suffix of
+    `longest`..`shortest` tokens."""
 
     name = "ngram"
     copies = True
@@ -31,12 +32,20 @@ class NGram(BySlot[_Index]):
         super().__init__()
         self.sizes = range(longest, shortest - 1, -1)
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
         self.slots[slot] = _Index()
 
-    def draft(self, row: Row, kept: _Index) -> Draft:
+    def draft(self, row: DraftRequest, kept: _Index) -> Draft:
         tokens = row.tokens
-        for end in range(max(kept.read, 1), len(tokens)):  # a gram counts once the token after it is known
+        for end in range(
+            max(kept.read, 1), len(tokens)
+        ):  # a gram counts once the token after it is known
             for size in self.sizes:
                 if size <= end:
                     kept.after[tuple(tokens[end - size : end])] = end
@@ -49,5 +58,6 @@ class NGram(BySlot[_Index]):
 
 
 def copy_from(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start`; past the end the copy goes on with what it has copied, as a loop would."""
+    """`count` tokens from `start`; past the end the copy goes on with what it has copied, as a loop
+    would."""
     return list(islice(cycle(tokens[start : start + count]), count))

@@ -1,9 +1,10 @@
-"""Texts that came with the request: a prediction of the output (an edited file, say) and documents it may quote.
+"""Texts that came with the request: a prediction of the output (an edited file, say) and documents
+it may quote.
 
-The output is aligned with each text. While they agree the next tokens of the text are the draft; at a difference the
-alignment guesses that one token was replaced, and otherwise finds the place again by the longest suffix of the output
-that occurs in the text (a suffix automaton), the nearest occurrence after the last place first.
-"""
+The output is aligned with each text. While they agree the next tokens of the text are the draft; at
+a difference the alignment guesses that one token was replaced, and otherwise finds the place again
+by the longest suffix of the output that occurs in the text (a suffix automaton), the nearest
+occurrence after the last place first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from forerun.draft.automaton import Cursor
-from forerun.draft.base import BySlot, Reference, Row
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.types import Draft
 
 SHORTEST = 2  # tokens that must agree before a place counts as found again
@@ -20,7 +21,8 @@ PATTERN = 32  # most tokens of the output that an occurrence is searched with
 
 
 class Alignment:
-    """Where an output stands in one reference. `at` is the index of the token that should come next, or None."""
+    """Where an output stands in one reference. `at` is the index of the token that should come
+    next, or None."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -30,7 +32,9 @@ class Alignment:
         self._text = reference.packed
         self._seen = array("i")
         self._cursor = Cursor(reference.index)
-        self._read = max(0, reference.start - (0 if reference.whole else CONTEXT))  # tokens of the text
+        self._read = max(
+            0, reference.start - (0 if reference.whole else CONTEXT)
+        )  # tokens of the text
 
     def read(self, text: Sequence[int]) -> None:
         """Follow what the text, prompt and output, has got since."""
@@ -42,7 +46,11 @@ class Alignment:
         """One more token of the output."""
         self._cursor.follow(token)
         self._seen.append(token)
-        if self.at is not None and self.at < len(self.reference.tokens) and self.reference.tokens[self.at] == token:
+        if (
+            self.at is not None
+            and self.at < len(self.reference.tokens)
+            and self.reference.tokens[self.at] == token
+        ):
             self.at, self.run = self.at + 1, self.run + 1
             return
         first = self.at is not None and self.run > 0
@@ -56,7 +64,8 @@ class Alignment:
             self.at = self._last + 1 if first and self.reference.whole else None
 
     def continuation(self, count: int) -> list[int]:
-        """What should come next; of a document no more than has agreed, since that is all that speaks for it."""
+        """What should come next; of a document no more than has agreed, since that is all that
+        speaks for it."""
         if self.at is None:
             return []
         count = count if self.reference.whole else min(count, self.run)
@@ -76,15 +85,21 @@ class Alignment:
         return found // size
 
 
-class References(BySlot[list[Alignment]]):
+class References(PerSlotProposer[list[Alignment]]):
     """Proposes from the request's own references, the one that has agreed longest first."""
 
     name = "reference"
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
         self.slots[slot] = [Alignment(reference) for reference in references]
 
-    def draft(self, row: Row, kept: list[Alignment]) -> Draft:
+    def draft(self, row: DraftRequest, kept: list[Alignment]) -> Draft:
         for alignment in kept:
             alignment.read(row.tokens)
         for alignment in sorted(kept, key=lambda a: -a.run):

@@ -1,8 +1,8 @@
 """Suffix decoding: the continuation of the longest suffix of the text that occurred before.
 
-Two sources: a suffix automaton over the request itself, and a memory of its tenant's requests that have finished. Both
-find the longest match in constant amortised time a token (SAM decoding, 2411.10666; SuffixDecoding, 2411.04975).
-"""
+Two sources: a suffix automaton over the request itself, and a memory of its tenant's requests that
+have finished. Both find the longest match in constant amortised time a token (SAM decoding,
+2411.10666; SuffixDecoding, 2411.04975)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.draft.automaton import BREAK, Cursor, SuffixAutomaton
-from forerun.draft.base import BySlot, Reference, Row
 from forerun.draft.ngram import copy_from
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.types import MEMORY, Draft
 
 RECENT = 32  # tokens by which a text finds its place in a memory that has changed
@@ -26,12 +26,13 @@ class _Slot:
     read: int = 0
 
 
-class Suffix(BySlot[_Slot]):
-    """Proposes after the longest match of at least `shortest` tokens, as many tokens as have matched at most.
+class Suffix(PerSlotProposer[_Slot]):
+    """Proposes after the longest match of at least `shortest` tokens, as many tokens as have
+    matched at most.
 
-    A tenant's memory holds two generations of at most `memory` tokens; the older goes when the newer is full. All
-    memories together hold no more than one could: those go first that were used longest ago.
-    """
+    A tenant's memory holds two generations of at most `memory` tokens; the older goes when the
+    newer is full. All memories together hold no more than one could: those go first that were used
+    longest ago."""
 
     name = "suffix"
     copies = True
@@ -42,7 +43,13 @@ class Suffix(BySlot[_Slot]):
         # by tenant, that of the latest request last: its generations, newest first
         self.memories: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
-    def open(self, slot: int, tokens: Sequence[int], references: Sequence[Reference] = (), tenant: str = "") -> None:
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
         self.slots[slot] = _Slot(tenant)
         if tenant in self.memories:
             self.memories.move_to_end(tenant)
@@ -70,10 +77,14 @@ class Suffix(BySlot[_Slot]):
         super().reset()
         self.forget()
 
-    def draft(self, row: Row, kept: _Slot) -> Draft:
+    def draft(self, row: DraftRequest, kept: _Slot) -> Draft:
         self._read(kept, row.tokens)
         (length, end), source = kept.own.match, self.name
-        tokens = copy_from(row.tokens, end + 1, min(row.depth, length)) if length >= self.shortest else []
+        tokens = (
+            copy_from(row.tokens, end + 1, min(row.depth, length))
+            if length >= self.shortest
+            else []
+        )
         for cursor in kept.cursors:
             if cursor.length > length and cursor.length >= self.shortest:
                 found = cursor.continuation(min(row.depth, cursor.length))
@@ -83,7 +94,9 @@ class Suffix(BySlot[_Slot]):
 
     def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
         memory = self.memories.get(state.tenant, [])
-        if [c.automaton for c in state.cursors] != memory:  # a generation came or went: start over there
+        if [
+            c.automaton for c in state.cursors
+        ] != memory:  # a generation came or went: start over there
             state.cursors = [Cursor(automaton) for automaton in memory]
             for token in tokens[max(0, state.read - RECENT) : state.read]:
                 for cursor in state.cursors:

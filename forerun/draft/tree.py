@@ -1,9 +1,10 @@
-"""Drafts under construction, a level at a time: from a drafter's laws to nodes, as the rule wants them drawn.
+"""Drafts under construction, a level at a time: from a drafter's laws to nodes, as the rule wants
+them drawn.
 
-Under a coupled rule tokens are drawn with the target's own noise, so they agree about as often as the two laws overlap;
-at width n the n likeliest paths of a beam are kept. Under the ratio rules a chain is sampled and its law kept; `tree`
-has the likeliest tokens beside sampled ones (greedy + 1, 2502.18779), all of them with children of their own.
-"""
+Under a coupled rule tokens are drawn with the target's own noise, so they agree about as often as
+the two laws overlap; at width n the n likeliest paths of a beam are kept. Under the ratio rules a
+chain is sampled and its law kept; `tree` has the likeliest tokens beside sampled ones (greedy + 1,
+2502.18779), all of them with children of their own."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from forerun import rng
-from forerun.draft.base import Row
+from forerun.draft.proposer import DraftRequest
 from forerun.kernels.draw import gumbel_argmax, say
-from forerun.passes import Link, Said
+from forerun.runtime.program import Link, Said
 from forerun.sampling.filters import shape_logits
 from forerun.types import SIXTEENTHS, Draft, Law
 
@@ -32,11 +33,12 @@ BESIDE = 0.45  # what a given token adds beside a sampled one, as a share of its
 class Tree:
     """A draft under construction.
 
-    `frontier` are the nodes to expand next, `values` how likely their paths are. `fed` is how many nodes a drafter with
+    `frontier` are the nodes to expand next, `values` how likely their paths are. `fed` is how many
+    nodes a drafter with
     a cache has read: the root comes with its lag and, like them, is not committed.
     """
 
-    row: Row
+    row: DraftRequest
     draft: Draft = field(init=False)
     frontier: list[int] = field(default_factory=lambda: [0])
     values: list[float] = field(default_factory=lambda: [0.0])
@@ -48,7 +50,8 @@ class Tree:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its chains are drawn with the target's noise and no filter: all that a native call knows."""
+        """Whether its chains are drawn with the target's noise and no filter: all that a native
+        call knows."""
         return self.row.coupled and self.row.params.unfiltered
 
     @property
@@ -57,13 +60,15 @@ class Tree:
         return len(self.draft.path_to(self.frontier[0])) - 1
 
     def link(self, offset: int) -> Link:
-        """What a native call has to know to go on behind its last node, `offset` rows behind what is committed."""
+        """What a native call has to know to go on behind its last node, `offset` rows behind what
+        is committed."""
         row = self.row
         keys = [row.noise.target(depth) for depth in range(self.fed, row.depth)]
         return Link(row.slot, self.draft.tokens[-1], offset, row.params.heat, keys, row.floor)
 
-    def until(self, row: Row) -> Tree:
-        """The same tree as another row asks for it: no deeper, and to be gone on with where it is not as deep."""
+    def until(self, row: DraftRequest) -> Tree:
+        """The same tree as another row asks for it: no deeper, and to be gone on with where it is
+        not as deep."""
         tree, levels = Tree(row), self.draft.depths()
         kept = sum(level <= row.depth for level in levels)
         tree.draft, tree.values = self.draft.first(kept - 1), self.values
@@ -77,19 +82,24 @@ class Tree:
             self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
     def weigh(self, said: Said, source: str, beside: int) -> None:
-        """Add what a native round said behind the root, the likeliest nodes first: its chain, and at most `beside` of
-        the tokens next to it, all by what became of such ones (`Row.stands`)."""
+        """Add what a native round said behind the root, the likeliest nodes first: its chain, and
+        at most `beside` of the tokens next to it, all by what became of such ones
+        (`DraftRequest.stands`)."""
         stands = self.row.stands
         if stands is None:
             return self.extend(said.tokens, source)
         chain, others, above = [], [], 1.0  # (chance, level, token, sixteenth)
-        for level, (token, sure, near) in enumerate(zip(said.tokens, said.sure, said.beside, strict=True)):
+        for level, (token, sure, near) in enumerate(
+            zip(said.tokens, said.sure, said.beside, strict=True)
+        ):
             others += [(above * stands[SIXTEENTHS + i], level, t, SIXTEENTHS + i) for t, i in near]
             above *= min(stands[sure], 1.0)
             chain.append((above, level, token, sure))
-        nearest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]
+        suggest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]
         last = [0]  # the chain's nodes by level
-        for chance, level, token, sure in sorted(chain + nearest, key=lambda node: (-node[0], node[1])):
+        for chance, level, token, sure in sorted(
+            chain + suggest, key=lambda node: (-node[0], node[1])
+        ):
             node = self.draft.add(token, last[level], source)
             if sure < SIXTEENTHS:
                 last.append(node)
@@ -106,14 +116,19 @@ class Tree:
 
 
 def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None:
-    """Add one level of at most `width` nodes below every frontier; `source` is what statistics call them.
+    """Add one level of at most `width` nodes below every frontier; `source` is what statistics call
+    them.
 
     logits [F, V]: the drafter's after each frontier node, the trees one after the other.
     """
     if width == 1 and all(tree.is_plain for tree in trees):
         return _plain(trees, logits, source)
     beams = [tree.row.params.greedy and (tree.row.coupled or tree.row.branching) for tree in trees]
-    shaped = logits if all(beams) else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
+    shaped = (
+        logits
+        if all(beams)
+        else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
+    )
     counts = [len(tree.frontier) for tree in trees]
     parts = zip(torch.split(logits, counts), torch.split(shaped, counts), strict=True)
     for tree, greedy, (raw, scores) in zip(trees, beams, parts, strict=True):
@@ -134,7 +149,8 @@ def _plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
 
 
 def grow_all(trees: Sequence[Tree], said: Sequence[Tensor], width: int, source: str) -> None:
-    """Grow each tree as deep as its row allows, where a level's law is the same behind whatever stands above it.
+    """Grow each tree as deep as its row allows, where a level's law is the same behind whatever
+    stands above it.
 
     said [depth, V] of each tree: logits of its levels.
     """
@@ -143,11 +159,14 @@ def grow_all(trees: Sequence[Tree], said: Sequence[Tensor], width: int, source: 
         logits = torch.cat([laws[level].expand(len(tree.frontier), -1) for tree, laws in growing])
         grow([tree for tree, _ in growing], logits, width, source)
         level += 1
-        growing = [(tree, laws) for tree, laws in growing if tree.row.depth > level and tree.frontier]
+        growing = [
+            (tree, laws) for tree, laws in growing if tree.row.depth > level and tree.frontier
+        ]
 
 
 def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) -> None:
-    """The likeliest `width` nodes of the next level, ranked with the noise the target will draw with."""
+    """The likeliest `width` nodes of the next level, ranked with the noise the target will draw
+    with."""
     keys = [tree.row.noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]
     if width == 1:
         token = scores.argmax(-1) if greedy else gumbel_argmax(scores, keys)
@@ -159,7 +178,9 @@ def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) 
     best, tokens = ranked.topk(min(width, ranked.shape[-1]))
     candidates = [
         (so_far + value, token, parent)
-        for so_far, parent, values, ids in zip(tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True)
+        for so_far, parent, values, ids in zip(
+            tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True
+        )
         for value, token in zip(values, ids, strict=True)
         if value > -torch.inf
     ]
@@ -169,8 +190,9 @@ def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) 
 
 
 def _sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
-    """The next level where laws are kept: nodes get a sampled child and their likeliest tokens beside it, those that
-    are expected to add most. What is sampled comes from the law without the given tokens, and stands first."""
+    """The next level where laws are kept: nodes get a sampled child and their likeliest tokens
+    beside it, those that are expected to add most. What is sampled comes from the law without the
+    given tokens, and stands first."""
     chances = scores.double().softmax(-1)
     best, tokens = chances.topk(min(width - 1, chances.shape[-1]))
     wishes = _wishes(tree.values, best)[:width]
@@ -192,8 +214,8 @@ def _sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
 
 
 def _wishes(values: Sequence[float], best: Tensor) -> list[tuple[int, int]]:
-    """Children there could be, those that add most first: (which node of the frontier, the rank of a given token or -1
-    for a sampled one). best [F, R]: chances of the likeliest tokens."""
+    """Children there could be, those that add most first: (which node of the frontier, the rank of
+    a given token or -1 for a sampled one). best [F, R]: chances of the likeliest tokens."""
     wishes = [(math.exp(value) * SAMPLED, i, -1) for i, value in enumerate(values)]
     wishes += [
         (math.exp(value) * chance * BESIDE, i, rank)

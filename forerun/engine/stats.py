@@ -8,7 +8,8 @@ from typing import Any
 
 from forerun.types import Draft, Verdict
 
-# What became of a step: why it drafted, or did not. EDGE is the pass that ends a prompt, or has one token left to say.
+# What became of a step: why it drafted, or did not. EDGE is the pass that ends a prompt, or has one
+# token left to say.
 DRAFTED, NOTHING, UNPAID, RESTED, NO_ROOM, EDGE = (
     "drafted", "nothing_to_draft", "would_not_pay", "rested", "no_room", "first_or_last",
 )  # fmt: skip
@@ -30,10 +31,12 @@ class SourceStats:
 class RequestStats:
     """Counters of one request.
 
-    steps: target passes that produced tokens. drafted, accepted: draft nodes verified, and those kept.
-    draft_seconds, verify_seconds: time of the steps it took part in, spent proposing and in the target pass with
-    its rule; a step shared by several requests counts in full for each. seconds: from its arrival to its end.
-    """
+    steps: target passes that produced tokens. drafted, accepted: draft nodes verified, and those
+        kept.
+    draft_seconds, verify_seconds: time of the steps it took part in, spent proposing and in the
+        target pass with
+    its rule; a step shared by several requests counts in full for each. seconds: from its arrival
+    to its end."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -46,10 +49,16 @@ class RequestStats:
     verify_seconds: float = 0.0
     seconds: float = 0.0
     first_token_seconds: float = 0.0
-    rounds: list[tuple[int, int]] = field(default_factory=list)  # of each step: tokens drafted, accepted
+    rounds: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of each step: tokens drafted, accepted
     depths: list[int] = field(default_factory=list)  # of each step: how deep its draft reached
-    by_source: defaultdict[str, SourceStats] = field(default_factory=lambda: defaultdict(SourceStats))
-    reasons: Counter[str] = field(default_factory=Counter)  # of steps that might have drafted: what became of them
+    by_source: defaultdict[str, SourceStats] = field(
+        default_factory=lambda: defaultdict(SourceStats)
+    )
+    reasons: Counter[str] = field(
+        default_factory=Counter
+    )  # of steps that might have drafted: what became of them
 
     def count(self, draft: Draft, verdict: Verdict, drafting: float, verifying: float) -> None:
         """One verdict, and the seconds that it took to draft and to verify it."""
@@ -69,11 +78,18 @@ class RequestStats:
 
     @property
     def why(self) -> str:
-        """How often it drafted and why not more often, in a sentence; "" where nothing might have been drafted."""
+        """How often it drafted and why not more often, in a sentence; "" where nothing might have
+        been drafted."""
         if not self.reasons:
             return ""
-        rest = [WORDS[reason].format(count) for reason, count in self.reasons.most_common() if reason in WORDS]
-        return "; ".join([f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps", *rest])
+        rest = [
+            WORDS[reason].format(count)
+            for reason, count in self.reasons.most_common()
+            if reason in WORDS
+        ]
+        return "; ".join(
+            [f"drafted in {self.reasons[DRAFTED]} of {self.reasons.total()} steps", *rest]
+        )
 
     @property
     def accepted_length(self) -> float:
@@ -85,7 +101,10 @@ class RequestStats:
         names = [n for n in self.__slots__ if n not in ("by_source", "rounds", "depths", "reasons")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
-        sources = {name: {"drafted": s.drafted, "accepted": s.accepted} for name, s in self.by_source.items()}
+        sources = {
+            name: {"drafted": s.drafted, "accepted": s.accepted}
+            for name, s in self.by_source.items()
+        }
         length = round(self.accepted_length, 4)
         return values | {
             "accepted_length": length, "by_source": sources, "reasons": dict(self.reasons), "why": self.why,

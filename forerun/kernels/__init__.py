@@ -1,1 +1,2 @@
-"""The few operations that take the time, one signature each. `reference` is plain torch and runs anywhere."""
+"""The few operations that take the time, one signature each. `reference` is plain torch and runs
+anywhere."""

@@ -16,8 +16,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last axis, root-mean-square norm without a bias, at least in float32. `weight` is kept in the
-    computing precision."""
+    """Layer norm over the last axis, root-mean-square norm without a bias, at least in float32.
+    `weight` is kept in the computing precision."""
     wide = x.to(weight.dtype)
     if bias is None:
         return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
@@ -25,7 +25,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first 2 * R channels. x [T, heads, D], cos and sin [T, 1, R] -> [T, heads, D]"""
+    """Rotary embedding of the first 2 * R channels. x [T, heads, D], cos and sin [T, 1, R] -> [T,
+    heads, D]"""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
@@ -56,12 +57,18 @@ def attention(
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = mask[:, None] if mask is not None else None
     if softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     else:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        out = scores.float().softmax(-1).to(v.dtype) @ v if v.dtype.itemsize < 4 else scores.softmax(-1) @ v
+        out = (
+            scores.float().softmax(-1).to(v.dtype) @ v
+            if v.dtype.itemsize < 4
+            else scores.softmax(-1) @ v
+        )
     return out.transpose(1, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.llm import LLM
 from forerun.load import make_runner, pick_device
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
@@ -26,7 +26,8 @@ class Agreement:
 
     Attributes:
         agree: share of positions where the draft's likeliest token is the target's.
-        overlap: mean of the sum over tokens of min(p, q), the acceptance of rejection sampling at temperature 1.
+        overlap: mean of the sum over tokens of min(p, q), the acceptance of rejection sampling at
+            temperature 1.
         accepted: {depth: mean tokens of a chain of that depth that would have been accepted}.
         top: mean probability of the target's likeliest token.
         looping: texts of all that end in a loop, which flatters drafters that look text up.
@@ -42,9 +43,12 @@ class Agreement:
 
 
 class Judge:
-    """Both models of a pair, loaded. On torch kernels, in float32 on a CPU: much of the work is reading whole texts."""
+    """Both models of a pair, loaded. On torch kernels, in float32 on a CPU: much of the work is
+    reading whole texts."""
 
-    def __init__(self, target: Path, draft: Path, prompts: Sequence[list[int]], tokens: int) -> None:
+    def __init__(
+        self, target: Path, draft: Path, prompts: Sequence[list[int]], tokens: int
+    ) -> None:
         """Let the target continue the prompts (all of one length) by `tokens` tokens."""
         device = pick_device("auto")
         self.llm = LLM(
@@ -58,7 +62,9 @@ class Judge:
         self.drafter = make_runner(replace(self.llm.config, max_rows=1), draft, device)
         self.first = len(prompts[0]) - 1  # the position whose next token is the first of the output
         params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self.texts = [[*c.prompt_token_ids, *c.token_ids] for c in self.llm.generate(prompts, params)]
+        self.texts = [
+            [*c.prompt_token_ids, *c.token_ids] for c in self.llm.generate(prompts, params)
+        ]
         said = torch.tensor(self.texts)[:, self.first + 1 :]
         drafted = torch.stack([self._logits(self.drafter, text).argmax(-1) for text in self.texts])
         self.same = drafted == said  # [texts, tokens] bool: would the draft have said it
@@ -69,7 +75,8 @@ class Judge:
         return _mean(self.same)
 
     def report(self) -> Agreement:
-        """All that there is to say; `overlap` and `top` are of the first few texts, they take a pass of the target."""
+        """All that there is to say; `overlap` and `top` are of the first few texts, they take a
+        pass of the target."""
         overlap, top = [], []
         for text in self.texts[:LAWS]:
             p = self._logits(self.llm.engine.target, text).softmax(-1)
@@ -91,13 +98,16 @@ class Judge:
         cache, slot, read = runner.cache, 0, len(text) - 1
         cache.pages.grow(slot, read)
         want = list(range(self.first, read))
-        logits = runner.forward([Segment(slot, list(text[:-1]), list(range(-1, read - 1)), want)]).logits.cpu()
+        logits = runner.forward(
+            [Segment(slot, list(text[:-1]), list(range(-1, read - 1)), want)]
+        ).logits.cpu()
         cache.close(slot)
         return logits
 
 
 def _accepted(same: Tensor, depth: int) -> float:
-    """Mean length of the run of agreements from a position on, cut at `depth`. same [texts, tokens]"""
+    """Mean length of the run of agreements from a position on, cut at `depth`. same [texts,
+    tokens]"""
     return _mean(same.float().unfold(1, depth, 1).cumprod(-1).sum(-1))
 
 

@@ -15,18 +15,23 @@ if TYPE_CHECKING:
 
 PASSAGE = 128  # tokens of a passage of Python's library
 PASSAGES = 5  # different ones for each request at once
-AS_THEY_ARE = ("completion", "file")  # categories of texts that are no message to a model that chats
+AS_THEY_ARE = (
+    "completion",
+    "file",
+)  # categories of texts that are no message to a model that chats
 
 
 def choose_tasks(
     model: str | None, path: Path | None, categories: str | None, requests: int, rounds: int
 ) -> list[Task]:
-    """The tasks of a file, of our own set, those that lie beside the model, or passages of Python's library.
+    """The tasks of a file, of our own set, those that lie beside the model, or passages of Python's
+    library.
 
     Args:
         model: as in `Config`; its tokenizer cuts passages.
         categories: names by commas, "all", or None.
-        requests, rounds: how many run at once, and how often; a few passages for each place are enough.
+        requests, rounds: how many run at once, and how often; a few passages for each place are
+            enough.
     """
     from forerun.load import load_tokenizer
     from forerun.measure.corpus import excerpts
@@ -52,8 +57,8 @@ def choose_tasks(
 def token_ids(model: str | None, tasks: Sequence[Task]) -> list[list[int]]:
     """The prompts of tasks as the model reads them, without loading the model.
 
-    A text of a category is put to a model that chats as its user's message, unless the task is to go on with it; token
-    ids, and texts that nothing is known of, stay as they are.
+    A text of a category is put to a model that chats as its user's message, unless the task is to
+    go on with it; token ids, and texts that nothing is known of, stay as they are.
     """
     from forerun.load import load_tokenizer
     from forerun.models.hub import find_model
@@ -70,16 +75,30 @@ def token_ids(model: str | None, tasks: Sequence[Task]) -> list[list[int]]:
             raise RequestError("this model has no tokenizer: give prompts as token ids")
         if isinstance(task.prompt, str):
             is_message = tokenizer.has_chat_template and task.category not in AS_THEY_ARE
-            return tokenizer.chat(conversation(task.prompt)) if is_message else tokenizer.encode(task.prompt)
+            return (
+                tokenizer.chat(conversation(task.prompt))
+                if is_message
+                else tokenizer.encode(task.prompt)
+            )
         return tokenizer.chat(task.prompt)  # type: ignore[arg-type]
 
     return [ids(task) for task in tasks]
 
 
 def conversation(text: str) -> list[dict[str, Any]]:
-    """A text as messages: those of a conversation that is written out and waits for its assistant, or one."""
+    """A text as messages: those of a conversation that is written out and waits for its assistant,
+    or one."""
     parts = re.split(r"^(User|Assistant):", text, flags=re.MULTILINE)
     before, names, said = parts[0], parts[1::2], [part.strip() for part in parts[2::2]]
-    if before.strip() or names[-1:] != ["Assistant"] or said[-1] or not all(said[:-1]) or names[0] != "User":
+    if (
+        before.strip()
+        or names[-1:] != ["Assistant"]
+        or said[-1]
+        or not all(said[:-1])
+        or names[0] != "User"
+    ):
         return [{"role": "user", "content": text}]
-    return [{"role": name.lower(), "content": words} for name, words in zip(names[:-1], said[:-1], strict=True)]
+    return [
+        {"role": name.lower(), "content": words}
+        for name, words in zip(names[:-1], said[:-1], strict=True)
+    ]

@@ -14,7 +14,8 @@ FIRST, STRIDE = 3, 7  # which files prompts are cut from, so that neighbours are
 
 
 def library_texts(characters: int = 6_000_000) -> list[str]:
-    """The top-level modules of the standard library in order of name, until there are so many characters."""
+    """The top-level modules of the standard library in order of name, until there are so many
+    characters."""
     texts: list[str] = []
     total = 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -26,11 +27,16 @@ def library_texts(characters: int = 6_000_000) -> list[str]:
 
 
 def excerpts(encode: Callable[[str], list[int]], count: int, tokens: int) -> list[list[int]]:
-    """`count` prompts of `tokens` tokens each, from different files where there are enough that are long enough."""
+    """`count` prompts of `tokens` tokens each, from different files where there are enough that are
+    long enough."""
     texts = library_texts()
-    order = [i for offset in range(STRIDE) for i in range((FIRST + offset) % STRIDE, len(texts), STRIDE)]
+    order = [
+        i for offset in range(STRIDE) for i in range((FIRST + offset) % STRIDE, len(texts), STRIDE)
+    ]
     found: list[list[int]] = []
-    for at in itertools.count(SKIPPED, max(SKIPPED, tokens)):  # further on in the files once all are used
+    for at in itertools.count(
+        SKIPPED, max(SKIPPED, tokens)
+    ):  # further on in the files once all are used
         before = len(found)
         for i in order:
             if len(found) == count:

@@ -1,13 +1,18 @@
-"""Counters of energy that a machine keeps by itself, read as joules by device. Nothing is ever worked out from a model.
+"""Counters of energy that a machine keeps by itself, read as joules by device. Nothing is ever
+worked out from a model.
 
-    nvml-counter   NVIDIA's counter of each visible CUDA device since its driver was loaded, in millijoules (Volta and
+    nvml-counter   NVIDIA's counter of each visible CUDA device since its driver was loaded, in
+    millijoules (Volta and
                    later), through the library nvidia-ml-py
-    rapl           Linux's powercap counters: each processor package, and the memory beside it where that is counted;
-                   its cores and graphics are parts of a package and left out, as is psys, which holds the packages
-    zeus           the library zeus where it is installed: devices of other makers, and packages through its daemon
+    rapl           Linux's powercap counters: each processor package, and the memory beside it where
+    that is counted;
+                   its cores and graphics are parts of a package and left out, as is psys, which
+                   holds the packages
+    zeus           the library zeus where it is installed: devices of other makers, and packages
+    through its daemon
 
-A counter is for the whole device, whoever uses it. What cannot be read raises Unavailable with the reason.
-"""
+A counter is for the whole device, whoever uses it. What cannot be read raises Unavailable with the
+reason."""
 
 from __future__ import annotations
 
@@ -22,7 +27,8 @@ class Unavailable(Exception):
 
 
 class Source(Protocol):
-    """Counters of one kind. `ranges` are joules after which a device's counter starts again at 0; others never do."""
+    """Counters of one kind. `ranges` are joules after which a device's counter starts again at 0;
+    others never do."""
 
     method: str
     ranges: dict[str, float]
@@ -32,7 +38,8 @@ class Source(Protocol):
 
 
 class Nvml:
-    """The energy counter of each CUDA device that torch sees, by its UUID: the order of NVML is another one."""
+    """The energy counter of each CUDA device that torch sees, by its UUID: the order of NVML is
+    another one."""
 
     method = "nvml-counter"
 
@@ -51,14 +58,17 @@ class Nvml:
         try:
             pynvml.nvmlInit()
             self.handles = {
-                f"cuda:{i}": pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
+                f"cuda:{i}": pynvml.nvmlDeviceGetHandleByUUID(
+                    f"GPU-{uuid.removeprefix('GPU-')}".encode()
+                )
                 for i, uuid in enumerate(uuids)
             }
         except pynvml.NVMLError as error:
             raise Unavailable(f"NVML: {error}") from None
 
     def read(self) -> dict[str, float]:
-        """Joules since the driver was loaded. Raises Unavailable, as on a slice of a device (MIG)."""
+        """Joules since the driver was loaded. Raises Unavailable, as on a slice of a device
+        (MIG)."""
         try:
             return {
                 device: self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
@@ -69,7 +79,8 @@ class Nvml:
 
 
 class Rapl:
-    """The powercap counters under `root`; microjoules, going round at a range that each zone states."""
+    """The powercap counters under `root`; microjoules, going round at a range that each zone
+    states."""
 
     method = "rapl"
 
@@ -83,19 +94,26 @@ class Rapl:
             elif name == "dram":
                 self.zones[f"dram-{zone.name.split(':')[1]}"] = zone
         if not any(name.startswith("package") for name in self.zones):
-            raise Unavailable(f"the system shows no power counters in {root}, as in most virtual machines")
-        self.ranges = {name: _joules(zone / "max_energy_range_uj") for name, zone in self.zones.items()}
+            raise Unavailable(
+                f"the system shows no power counters in {root}, as in most virtual machines"
+            )
+        self.ranges = {
+            name: _joules(zone / "max_energy_range_uj") for name, zone in self.zones.items()
+        }
 
     def read(self) -> dict[str, float]:
-        """Joules of each package, and of the memory beside it. Raises Unavailable, mostly for want of permission."""
+        """Joules of each package, and of the memory beside it. Raises Unavailable, mostly for want
+        of permission."""
         return {name: _joules(zone / "energy_uj") for name, zone in self.zones.items()}
 
 
 class Zeus:
     """What the library zeus counts of one kind, "GPU" or "CPU", that the sources above do not give.
 
-    Its windows have no beginning that can be looked up later, so one follows on the other and they are added up. Only
-    devices with a counter are asked: for others zeus would sum samples of the power in a process of its own.
+    Its windows have no beginning that can be looked up later, so one follows on the other and they
+    are added up. Only
+    devices with a counter are asked: for others zeus would sum samples of the power in a process of
+        its own.
     """
 
     method = "zeus"
@@ -109,9 +127,13 @@ class Zeus:
 
             gpus: Any = get_gpus() if kind == "GPU" else []
             counted = [i for i in range(len(gpus)) if gpus.supports_get_total_energy_consumption(i)]
-            self.monitor = ZeusMonitor(gpu_indices=counted, cpu_indices=[] if kind == "GPU" else None)
+            self.monitor = ZeusMonitor(
+                gpu_indices=counted, cpu_indices=[] if kind == "GPU" else None
+            )
             self.monitor.begin_window("forerun", sync_execution=False)
-        except Exception as error:  # not installed, or one of the errors it has for each kind of machine
+        except (
+            Exception
+        ) as error:  # not installed, or one of the errors it has for each kind of machine
             raise Unavailable(f"zeus: {error}") from None
 
     def read(self) -> dict[str, float]:

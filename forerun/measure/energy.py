@@ -1,9 +1,10 @@
-"""Energy of a window: joules by device between two readings of the machine's counters. Never an estimate.
+"""Energy of a window: joules by device between two readings of the machine's counters. Never an
+estimate.
 
-What is not known is None, never 0, and `why` says the reason: there is no counter, it may not be read, the window is
-too short for it (counters are coarse) or so long that it may have gone round unseen. A counter is for the whole device,
-so the power that it takes when nothing runs can be measured first; energy is then given with it and without.
-"""
+What is not known is None, never 0, and `why` says the reason: there is no counter, it may not be
+read, the window is too short for it (counters are coarse) or so long that it may have gone round
+unseen. A counter is for the whole device, so the power that it takes when nothing runs can be
+measured first; energy is then given with it and without."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ from forerun.measure.counters import Nvml, Rapl, Source, Unavailable, Zeus
 
 MINIMUM_SECONDS = 2.0
 POWERCAP = Path("/sys/class/powercap")
-MOST_WATTS = 1000.0  # that a package could take: bounds how long a counter can run without going round unseen
+# that a package could take: bounds how long a counter can run without going round unseen
+MOST_WATTS = 1000.0
 LATELY = 0.1  # seconds over which the power of a clock of joules is a mean
 ByDevice = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters at one moment: seconds of the meter's clock, joules by device, and what failed to answer and why."""
+    """The counters at one moment: seconds of the meter's clock, joules by device, and what failed
+    to answer and why."""
 
     seconds: float
     counters: dict[str, float]
@@ -40,9 +43,11 @@ class Energy:
 
     Attributes:
         seconds: its length.
-        method: how it was measured: nvml-counter, rapl, zeus or several of them, or "unavailable: why".
+        method: how it was measured: nvml-counter, rapl, zeus or several of them, or "unavailable:
+            why".
         joules: by device, such as cuda:0, package-0 or dram-0; None where that is not known.
-        above_idle: joules less what the device takes in that time when nothing runs; None until that was measured.
+        above_idle: joules less what the device takes in that time when nothing runs; None until
+            that was measured.
         why: the reason where something is None, else empty.
     """
 
@@ -63,7 +68,8 @@ class Energy:
         return _sum(self.above_idle)
 
     def per_token(self, tokens: int) -> float | None:
-        """Joules for each of so many tokens, idle power included; None where that is not known or there were none."""
+        """Joules for each of so many tokens, idle power included; None where that is not known or
+        there were none."""
         return self.total / tokens if self.total is not None and tokens > 0 else None
 
 
@@ -98,7 +104,8 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`root` holds the powercap counters; `clock` gives seconds that never go back, `sleep` lets some pass."""
+        """`root` holds the powercap counters; `clock` gives seconds that never go back, `sleep`
+        lets some pass."""
         self._clock, self._sleep = clock, sleep
         self.sources: list[Source] = []
         self.absent: list[str] = []
@@ -117,7 +124,9 @@ class Meter:
                 break
             else:
                 self.absent.append(f"{kind}: {reasons[0]}")
-        self.ranges = {device: size for source in self.sources for device, size in source.ranges.items()}
+        self.ranges = {
+            device: size for source in self.sources for device, size in source.ranges.items()
+        }
         self.devices = sorted(self.read().counters)
 
     @property
@@ -128,7 +137,8 @@ class Meter:
         return ", ".join(dict.fromkeys(source.method for source in self.sources))
 
     def read(self) -> Reading:
-        """The counters now. One that has ceased to answer is left out, and the windows that it spoils say so."""
+        """The counters now. One that has ceased to answer is left out, and the windows that it
+        spoils say so."""
         counters: dict[str, float] = {}
         failed = []
         for source in self.sources:
@@ -176,19 +186,23 @@ class Meter:
         Raises ConfigError for a time that is too short to say anything.
         """
         if not MINIMUM_SECONDS <= seconds <= 3600:
-            raise ConfigError(f"{seconds:g} s of idling is out of range: give {MINIMUM_SECONDS:g} to 3600")
+            raise ConfigError(
+                f"{seconds:g} s of idling is out of range: give {MINIMUM_SECONDS:g} to 3600"
+            )
         first = self.read()
         if self.sources:
             self._sleep(seconds)
         energy = self.between(first, self.read())
         self.idle_watts = {
-            device: None if spent is None else spent / energy.seconds for device, spent in energy.joules.items()
+            device: None if spent is None else spent / energy.seconds
+            for device, spent in energy.joules.items()
         }
         return energy
 
 
 def cost_per_million(price_per_hour: float, tokens_per_second: float) -> float | None:
-    """The price of a million tokens, in the unit of `price_per_hour`; None where nothing was produced.
+    """The price of a million tokens, in the unit of `price_per_hour`; None where nothing was
+    produced.
 
     Raises ConfigError for a price that is none.
     """
@@ -202,11 +216,17 @@ def _sum(joules: ByDevice) -> float | None:
     return sum(known) if known and len(known) == len(joules) else None
 
 
-def _difference(before: float, after: float, seconds: float, size: float | None) -> tuple[float | None, str]:
-    """(Joules between two values of a counter, or None and why). `size` is where it starts again at 0, if it does."""
+def _difference(
+    before: float, after: float, seconds: float, size: float | None
+) -> tuple[float | None, str]:
+    """(Joules between two values of a counter, or None and why). `size` is where it starts again at
+    0, if it does."""
     longest = math.inf if size is None else size / MOST_WATTS
     if seconds > longest:
-        return None, f"its counter may go round more than once in {seconds:.0f} s: read it every {longest:.0f} s"
+        return (
+            None,
+            f"its counter may go round more than once in {seconds:.0f} s: read it every {longest:.0f} s",
+        )
     if after >= before:
         return after - before, ""
     if size is None:
@@ -215,15 +235,17 @@ def _difference(before: float, after: float, seconds: float, size: float | None)
 
 
 class JoulesClock:
-    """Joules that this machine has taken since the clock was made, whoever used them: what depths cost, where the
-    objective is energy.
+    """Joules that this machine has taken since the clock was made, whoever used them: what depths
+    cost, where the objective is energy.
 
-    Counters tick about once a millisecond (RAPL) or more seldom (NVML), which is longer than a draft takes. Between two
-    ticks the clock goes on at the power of late, and a tick puts it right: it never goes back, and what it says of a
-    long time is what the counters said.
+    Counters tick about once a millisecond (RAPL) or more seldom (NVML), which is longer than a
+    draft takes. Between two ticks the clock goes on at the power of late, and a tick puts it right:
+    it never goes back, and what it says of a long time is what the counters said.
     """
 
-    def __init__(self, meter: Meter | None = None, seconds: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, meter: Meter | None = None, seconds: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Raises ConfigError where no counter can be read, with the reason and what would help."""
         self._meter, self._seconds = meter or Meter(), seconds
         if not self._meter.sources:
@@ -242,9 +264,13 @@ class JoulesClock:
         return self._said
 
     def _spent(self) -> float:
-        """Joules that were counted since it was last asked. A counter that has gone back has gone round its range, or,
-        where it has none, begun anew; one that does not answer has counted nothing."""
+        """Joules that were counted since it was last asked. A counter that has gone back has gone
+        round its range, or, where it has none, begun anew; one that does not answer has counted
+        nothing."""
         before, ranges = self._counters, self._meter.ranges
         self._counters = before | self._meter.read().counters
         steps = {device: now - before.get(device, now) for device, now in self._counters.items()}
-        return sum(step if step >= 0 else max(step + ranges.get(device, 0), 0) for device, step in steps.items())
+        return sum(
+            step if step >= 0 else max(step + ranges.get(device, 0), 0)
+            for device, step in steps.items()
+        )

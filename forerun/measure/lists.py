@@ -16,7 +16,8 @@ def listed(text: str) -> list[str]:
 def plural(
     many: str | None, one: Any, name: str, default: str, split: Callable[[str], list[str]] = listed
 ) -> list[str]:
-    """The values of `--drafts`, or the one of `--draft`, or those of the default; both are an error."""
+    """The values of `--drafts`, or the one of `--draft`, or those of the default; both are an
+    error."""
     if many is not None and one is not None:
         raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
     return [str(one)] if one is not None else split(default if many is None else many)

@@ -13,9 +13,9 @@ RESAMPLES = 4000
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
     """The percentile bootstrap interval of the median; None of fewer than two values.
 
-    Resamples rounds, each of which holds both sides of a comparison (Efron 1979). The same values give the same
-    interval. With five rounds it is nearly their range: that is how much five rounds say.
-    """
+    Resamples rounds, each of which holds both sides of a comparison (Efron 1979). The same values
+    give the same interval. With five rounds it is nearly their range: that is how much five rounds
+    say."""
     if len(values) < 2:
         return None
     data = np.asarray(values, dtype=float)
@@ -36,7 +36,11 @@ def median_if_known(values: Sequence[float | None]) -> float | None:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index where two outputs differ, the end of the shorter one included; None if they are the same."""
+    """The first index where two outputs differ, the end of the shorter one included; None if they
+    are the same."""
     if list(one) == list(other):
         return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

@@ -1,11 +1,13 @@
-"""Rounds: arms beside plain decoding of the same model, in turn, on the same prompts; and what they come to.
+"""Rounds: arms beside plain decoding of the same model, in turn, on the same prompts; and what they
+come to.
 
-A setting is a category of tasks at one temperature and so many requests at once; its prompts stand in batches that run
-together. A round runs plain decoding and every arm once over every batch, starting with another of them each time. The
-time of an arm on a batch is its median over the rounds; its speed is all tokens over the sum of those times, so that
-one disturbed run counts for nothing and every prompt for what it takes. What proposers remember of finished requests is
-dropped before every run. One round over the first batch comes first and does not count: it warms up, and lets the depth
-policy measure.
+A setting is a category of tasks at one temperature and so many requests at once; its prompts stand
+in batches that run together. A round runs plain decoding and every arm once over every batch,
+starting with another of them each time. The time of an arm on a batch is its median over the
+rounds; its speed is all tokens over the sum of those times, so that one disturbed run counts for
+nothing and every prompt for what it takes. What proposers remember of finished requests is dropped
+before every run. One round over the first batch comes first and does not count: it warms up, and
+lets the depth policy measure.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import default_rng
 
+from forerun.cli.progress import Tell
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.energy import Meter, cost_per_million
 from forerun.measure.medians import RESAMPLES, first_difference, median, median_if_known
 from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
-from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 
 Batch = list[Work]
-NARROW = 0.06  # width of a 95 % interval, as a share of the ratio, below which no further rounds are needed
+# width of a 95 % interval, as a share of the ratio, below which no further rounds are needed
+NARROW = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Result:
         accepted_length: tokens a target pass and request.
         drafted: nodes drafted a step and request.
         draft_ms, pass_ms, other_ms: milliseconds a step.
-        same: whether every output was plain decoding's, token for token; None where only the law is promised.
+        same: whether every output was plain decoding's, token for token; None where only the law is
+            promised.
         first_difference: the earliest output position where one was not.
         lengths, acceptance, sources, positions: counts, see `tally`.
         joules_per_token: None where this machine's counters do not say.
@@ -95,8 +99,8 @@ class Limit:
     Attributes:
         quantization, requests: as in `Result`.
         weight_bytes: read by one pass.
-        bandwidth: GB/s at which all threads read, measured between the runs; None where the model is not on the CPU,
-            or there are no native kernels to measure with.
+        bandwidth: GB/s at which all threads read, measured between the runs; None where the model
+            is not on the CPU, or there are no native kernels to measure with.
         tokens_per_second: bandwidth over weight bytes, times requests.
         share: plain decoding's share of that, within rounds.
     """
@@ -118,21 +122,34 @@ class Rounds:
     """The runs of every arm in one setting: runs[arm][batch][round]."""
 
     def __init__(
-        self, llm: LLM, setting: Setting, arms: Sequence[Arm], params: SamplingParams, repeats: int, meter: Meter
+        self,
+        llm: LLM,
+        setting: Setting,
+        arms: Sequence[Arm],
+        params: SamplingParams,
+        repeats: int,
+        meter: Meter,
     ) -> None:
         self.llm, self.setting, self.repeats, self.meter = llm, setting, repeats, meter
         self.params = replace(params, temperature=setting.temperature)
         self.runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
-        self.energies: dict[Arm, list[float | None]] = {arm: [] for arm in arms}  # joules a token of each run
+        self.energies: dict[Arm, list[float | None]] = {
+            arm: [] for arm in arms
+        }  # joules a token of each run
         self.bandwidths: list[float] = []
 
     def play(
-        self, works: Sequence[Batch], tell: Tell, settle: float = 0.0, fits: Callable[[float, int], bool] = always
+        self,
+        works: Sequence[Batch],
+        tell: Tell,
+        settle: float = 0.0,
+        fits: Callable[[float, int], bool] = always,
     ) -> None:
-        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every ratio has settled.
+        """The warm-up and all rounds, then further ones for up to `settle` seconds, until every
+        ratio has settled.
 
-        Before each, `fits` is asked whether there is time for it: the seconds it may take, by the warm-up or the one
-        before, and how many rounds are over.
+        Before each, `fits` is asked whether there is time for it: the seconds it may take, by the
+        warm-up or the one before, and how many rounds are over.
         """
         llm, arms = self.llm, list(self.runs)
         has_limit = llm.decoder.device.type == "cpu" and native.library() is not None
@@ -145,7 +162,9 @@ class Rounds:
             timed_run(llm.engine, works[0], self.params, arm)
         self.runs = {arm: [[] for _ in works] for arm in arms}
         began, expected = time.monotonic(), (time.monotonic() - began) * len(works)
-        while self.done < self.repeats or (time.monotonic() < began + settle and not self.settled()):
+        while self.done < self.repeats or (
+            time.monotonic() < began + settle and not self.settled()
+        ):
             if not fits(expected, self.done):
                 return
             begun = time.monotonic()
@@ -162,14 +181,20 @@ class Rounds:
             share = (1 + i) / (1 + self.repeats * len(works))  # 1 for the warm-up
             if settle:
                 share = min(share, (time.monotonic() - began) / settle)
-            tell(f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}", min(share, 1.0), 1)
+            tell(
+                f"{self.setting}: round {done + 1}{of}, prompts {batch + 1} of {len(works)}",
+                min(share, 1.0),
+                1,
+            )
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
                 llm.forget()
                 with self.meter.window() as window:
                     run = timed_run(llm.engine, works[batch], self.params, arm)
                 self.runs[arm][batch].append(run)
-                self.energies[arm].append(window.energy.per_token(run.tokens) if window.energy else None)
+                self.energies[arm].append(
+                    window.energy.per_token(run.tokens) if window.energy else None
+                )
 
     @property
     def done(self) -> int:
@@ -177,7 +202,8 @@ class Rounds:
         return len(self.runs[PLAIN][-1])
 
     def settled(self) -> bool:
-        """Whether the interval of every arm's ratio to plain decoding is at most `NARROW` of it wide."""
+        """Whether the interval of every arm's ratio to plain decoding is at most `NARROW` of it
+        wide."""
         plain = self._speeds(PLAIN)
         for arm in self.runs:
             speeds = self._speeds(arm)
@@ -215,7 +241,8 @@ class Rounds:
         return overall(self._speeds(arm))
 
     def ratio(self, arm: Arm, base: Arm) -> tuple[float, tuple[float, float] | None]:
-        """The speed of one arm over that of another, with its 95 % interval; None of fewer than two rounds."""
+        """The speed of one arm over that of another, with its 95 % interval; None of fewer than two
+        rounds."""
         speeds, others = self._speeds(arm), self._speeds(base)
         return overall(speeds) / overall(others), ratio_interval(speeds, others)
 
@@ -224,10 +251,13 @@ class Rounds:
         return np.array([[run.speed for run in batch] for batch in self.runs[arm]])
 
     def _compared(self, arm: Arm) -> tuple[bool | None, int | None]:
-        """Whether the texts are plain decoding's and, if not, from where on; None where that is not promised."""
+        """Whether the texts are plain decoding's and, if not, from where on; None where that is not
+        promised."""
         if arm.rule != "match" and (self.setting.temperature or arm.rule == "typical"):
             return None, None
-        pairs = zip(itertools.chain(*self.runs[arm]), itertools.chain(*self.runs[PLAIN]), strict=True)
+        pairs = zip(
+            itertools.chain(*self.runs[arm]), itertools.chain(*self.runs[PLAIN]), strict=True
+        )
         apart = [
             first_difference(mine, theirs)
             for run, base in pairs
@@ -247,13 +277,15 @@ class Rounds:
 
 
 def overall(speeds: np.ndarray) -> float:
-    """One speed of equal batches: each takes the median time of its rounds. [batches, repeats] tokens/s -> tokens/s"""
+    """One speed of equal batches: each takes the median time of its rounds. [batches, repeats]
+    tokens/s -> tokens/s"""
     return float(1 / np.mean(1 / np.median(speeds, axis=-1), axis=-1))
 
 
 def ratio_interval(speeds: np.ndarray, plain: np.ndarray) -> tuple[float, float] | None:
-    """The 95 % percentile bootstrap interval of the ratio of two overall speeds, rounds drawn for each batch; None of
-    fewer than two rounds. The same values give the same interval. [batches, repeats] each"""
+    """The 95 % percentile bootstrap interval of the ratio of two overall speeds, rounds drawn for
+    each batch; None of fewer than two rounds. The same values give the same interval. [batches,
+    repeats] each"""
     batches, repeats = speeds.shape
     if repeats < 2:
         return None

@@ -1,11 +1,12 @@
-"""One timed run: requests put in at once, decoded one way to their end; and what the rounds of requests add up to.
+"""One timed run: requests put in at once, decoded one way to their end; and what the rounds of
+requests add up to.
 
-What is timed. The window opens when the last of the requests has its first token, and closes when the last has ended;
-the speed is the tokens that came within it over its length. So reading prompts is left out, as are tokens that quick
-requests produced meanwhile, and the end of a run, where requests that were less lucky with their drafts go on alone, is
-left in. With one request that is all tokens but the first over the time since the first. A draft model reads the prompt
-within the window, unless an earlier run left it in its cache.
-"""
+What is timed. The window opens when the last of the requests has its first token, and closes when
+the last has ended; the speed is the tokens that came within it over its length. So reading prompts
+is left out, as are tokens that quick requests produced meanwhile, and the end of a run, where
+requests that were less lucky with their drafts go on alone, is left in. With one request that is
+all tokens but the first over the time since the first. A draft model reads the prompt within the
+window, unless an earlier run left it in its cache."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.draft.base import Reference
+from forerun.draft.proposer import Reference
 from forerun.draft.registry import with_references
-from forerun.drafts import draft_name
+from forerun.draft_spec import draft_name
 from forerun.engine.engine import Engine
 from forerun.engine.request import OFF
 from forerun.engine.stats import RequestStats
@@ -28,7 +29,8 @@ FIRST_BUCKET = 32  # output positions; each later bucket is as long as all befor
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode: a draft as in `Config.draft`, a depth and a rule. PLAIN is plain decoding."""
+    """One way to decode: a draft as in `Config.draft`, a depth and a rule. PLAIN is plain
+    decoding."""
 
     draft: str
     depth: int | str
@@ -100,14 +102,22 @@ class Run:
 
 
 def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm: Arm) -> Run:
-    """Let the prompts run at once to their end; request i draws with the seed of `params` plus i."""
+    """Let the prompts run at once to their end; request i draws with the seed of `params` plus
+    i."""
     begun = time.perf_counter()
     seed, requests = params.seed or 0, []
     for i, work in enumerate(works):
         draft = with_references(arm.name) if work.references and arm.name != OFF else arm.name
         mine = replace(params, seed=seed + i)
         requests.append(
-            engine.add(work.prompt, mine, draft=draft, depth=arm.depth, rule=arm.rule, references=work.references)
+            engine.add(
+                work.prompt,
+                mine,
+                draft=draft,
+                depth=arm.depth,
+                rule=arm.rule,
+                references=work.references,
+            )
         )
     waiting = {request.id for request in requests}
     opened = closed = time.perf_counter()
@@ -133,9 +143,10 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
 def tally(stats: Iterable[RequestStats]) -> dict[str, Any]:
     """What the rounds of requests add up to, as plain values.
 
-    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts that reached so
-    deep, those accepted so deep]. sources: {proposer: [drafted, accepted]}. positions: [first output position, passes
-    that began from there on, tokens they gave] by buckets of 32, 32, 64, 128, .. positions.
+    lengths[i]: passes that gave i + 1 tokens. acceptance: for level 1, 2, .. of the drafts, [drafts
+    that reached so deep, those accepted so deep]. sources: {proposer: [drafted, accepted]}.
+    positions: [first output position, passes that began from there on, tokens they gave] by buckets
+        of 32, 32, 64, 128, .. positions.
     """
     lengths, reached, stood = Counter[int](), Counter[int](), Counter[int]()
     sources: dict[str, list[int]] = {}

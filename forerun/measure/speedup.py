@@ -1,18 +1,21 @@
-"""The arithmetic of speculation: expected tokens a pass, speed-up, and the depth where it is greatest.
+"""The arithmetic of speculation: expected tokens a pass, speed-up, and the depth where it is
+greatest.
 
-Costs are in passes of the target over one row (one token of one request). Acceptance is conditional: the chance that
-a level is accepted given that the levels before it were. The formulas, with tau for tokens a pass:
+Costs are in passes of the target over one row (one token of one request). Acceptance is
+conditional: the chance that a level is accepted given that the levels before it were. The formulas,
+with tau for tokens a pass:
 
-    chain, one chance a at every level   tau(K) = (1 - a^(K+1)) / (1 - a)             Leviathan 2211.17192, eq. 1
-    chain, a chance a_i for level i      tau(K) = 1 + sum over i of a_1 a_2 .. a_i    the same, levels not alike
-    tree                                 tau = 1 + sum over nodes of P(accepted)      Sequoia 2402.12374
-    speed-up at depth K                  S(K) = tau(K) v(B) / (v(B + B w K) + c K + f)
-    drafting ahead, on cores of its own  S(K) = tau(K) v(B) / (h max(v, d) + (1 - h) (v + d))     SSD 2603.03251
+    chain, one chance a at every level   tau(K) = (1 - a^(K+1)) / (1 - a)             Leviathan
+    2211.17192, eq. 1 chain, a chance a_i for level i      tau(K) = 1 + sum over i of a_1 a_2 .. a_i
+    the same, levels not alike tree                                 tau = 1 + sum over nodes of
+    P(accepted)      Sequoia 2402.12374 speed-up at depth K                  S(K) = tau(K) v(B) /
+    (v(B + B w K) + c K + f) drafting ahead, on cores of its own  S(K) = tau(K) v(B) / (h max(v, d)
+    + (1 - h) (v + d))     SSD 2603.03251
 
-for B requests at once, v(n) the cost of a pass over n rows, w nodes a level, c the cost of drafting a level (a draft
-model), f of a draft whatever its depth (one-pass drafters), d = c K + f, h the chance that what a verdict leaves was
-drafted for. With B = w = 1, v constant and f = 0 the former is Leviathan's theorem 3.8.
-"""
+for B requests at once, v(n) the cost of a pass over n rows, w nodes a level, c the cost of drafting
+a level (a draft model), f of a draft whatever its depth (one-pass drafters), d = c K + f, h the
+chance that what a verdict leaves was drafted for. With B = w = 1, v constant and f = 0 the former
+is Leviathan's theorem 3.8."""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.errors import ConfigError
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
 DEEPEST = 64
 Cost = Callable[[int], float]
@@ -41,14 +44,16 @@ class Speculation:
     """A way to speculate, as the formulas see it.
 
     Attributes:
-        acceptance: the chance that the draft's first choice is the target's token, by level; the last one goes on.
-        siblings: the chance that it is the draft's second choice, third choice, ...: trees with one more node a
-            level than there are siblings, the likeliest paths of each level. Empty: chains.
+        acceptance: the chance that the draft's first choice is the target's token, by level; the
+            last one goes on.
+        siblings: the chance that it is the draft's second choice, third choice, ...: trees with one
+            more node a level than there are siblings, the likeliest paths of each level. Empty:
+            chains.
         draft_cost: of drafting one level.
         fixed_cost: of drafting at all.
         verify_cost: rows of a pass to its cost.
-        foreseen: the chance that what a verdict leaves was drafted for while the target worked, on cores of the
-            drafter's own; None where one waits for the other.
+        foreseen: the chance that what a verdict leaves was drafted for while the target worked, on
+            cores of the drafter's own; None where one waits for the other.
         requests: decoding at once; `draft_cost` and `fixed_cost` are for all of them together.
     """
 
@@ -67,10 +72,14 @@ class Speculation:
             if not 0 <= chance <= 1:
                 raise ConfigError(f"acceptance {chance} is out of range: give chances from 0 to 1")
         if max(self.acceptance) + sum(self.siblings) > 1 + 1e-9:
-            raise ConfigError("the chances of a level's first choice and its siblings add up to more than 1")
+            raise ConfigError(
+                "the chances of a level's first choice and its siblings add up to more than 1"
+            )
         if not all(0 <= cost < float("inf") for cost in (self.draft_cost, self.fixed_cost)):
-            raise ConfigError("a draft cannot cost less than nothing, nor for ever: give costs from 0 up")
-        check_whole("requests", self.requests, 1)
+            raise ConfigError(
+                "a draft cannot cost less than nothing, nor for ever: give costs from 0 up"
+            )
+        check_integer("requests", self.requests, 1)
 
     @property
     def width(self) -> int:
@@ -80,7 +89,10 @@ class Speculation:
     def at(self, depth: int) -> Forecast:
         """What drafting `depth` levels gives; depth 0 is plain decoding."""
         rows = self.requests * (1 + self.width * depth)
-        verify, drafting = self.verify_cost(rows), self.draft_cost * depth + self.fixed_cost if depth else 0.0
+        verify, drafting = (
+            self.verify_cost(rows),
+            self.draft_cost * depth + self.fixed_cost if depth else 0.0,
+        )
         hits = self.foreseen or 0.0
         cost = hits * max(verify, drafting) + (1 - hits) * (verify + drafting)
         tokens = expected_tokens(self, depth)
@@ -88,19 +100,26 @@ class Speculation:
 
     def best(self, deepest: int = DEEPEST) -> Forecast:
         """The depth from 0 to `deepest` with the greatest speed-up, the smallest of equals."""
-        return max((self.at(depth) for depth in range(deepest + 1)), key=lambda forecast: forecast.speedup)
+        return max(
+            (self.at(depth) for depth in range(deepest + 1)), key=lambda forecast: forecast.speedup
+        )
 
 
 def played(speculation: Speculation, depth: int, rounds: int = 20_000, seed: int = 0) -> float:
-    """The speed-up of drafting ahead, played round by round on a machine where the drafter has cores of its own.
+    """The speed-up of drafting ahead, played round by round on a machine where the drafter has
+    cores of its own.
 
-    While the target verifies, the drafter reads the draft, and then drafts behind what may come of it, a level at a
-    time. If that is foreseen, the next verification begins once the draft is there; otherwise it is drafted anew, once
-    the drafter is through with the level that it is in.
+    While the target verifies, the drafter reads the draft, and then drafts behind what may come of
+    it, a level at a time. If that is foreseen, the next verification begins once the draft is
+    there; otherwise it is drafted anew, once the drafter is through with the level that it is in.
     """
     chance, clock, said = random.Random(seed), 0.0, 0
     one, rows = speculation.requests, speculation.requests * (1 + speculation.width * depth)
-    verify, level, reached = speculation.verify_cost(rows), speculation.draft_cost, level_chances(speculation, depth)
+    verify, level, reached = (
+        speculation.verify_cost(rows),
+        speculation.draft_cost,
+        level_chances(speculation, depth),
+    )
     for _ in range(rounds):
         draw = chance.random()
         said += 1 + sum(draw < stands for stands in reached)
@@ -115,7 +134,8 @@ def played(speculation: Speculation, depth: int, rounds: int = 20_000, seed: int
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One depth: rows of a pass, tokens a pass and request, cost of a round in one-row passes, times plain decoding."""
+    """One depth: rows of a pass, tokens a pass and request, cost of a round in one-row passes,
+    times plain decoding."""
 
     depth: int
     rows: int
@@ -125,35 +145,39 @@ class Forecast:
 
 
 def expected_tokens(speculation: Speculation, depth: int) -> float:
-    """Tokens a pass gives, the target's own included: 1 + the chances that level 1, 2, .. `depth` is reached."""
+    """Tokens a pass gives, the target's own included: 1 + the chances that level 1, 2, .. `depth`
+    is reached."""
     return 1.0 + sum(level_chances(speculation, depth))
 
 
 def level_chances(speculation: Speculation, depth: int) -> list[float]:
     """For each level, the chance that the target's path is in the draft down to there.
 
-    Of each level the `width` likeliest paths are kept, as a beam does. A path's chance is the product of its choices'
-    chances, so the best paths of a level continue the best of the one before: nothing is lost by cutting.
-    """
+    Of each level the `width` likeliest paths are kept, as a beam does. A path's chance is the
+    product of its choices' chances, so the best paths of a level continue the best of the one
+    before: nothing is lost by cutting."""
     paths, chances = [1.0], []
     for level in range(depth):
         first = speculation.acceptance[min(level, len(speculation.acceptance) - 1)]
         choices = (first, *speculation.siblings)
-        paths = heapq.nlargest(speculation.width, (path * choice for path in paths for choice in choices))
+        paths = heapq.nlargest(
+            speculation.width, (path * choice for path in paths for choice in choices)
+        )
         chances.append(sum(paths))
     return chances
 
 
 def cascaded(draft_cost: float, inner: Speculation) -> tuple[int, float]:
-    """What drafting a level costs where the draft model, whose pass over one row costs `draft_cost`, is itself drafted
-    for (`inner`: costs in passes of it): (how deep at best, cost of a level). Depth 0 is the model alone. A draft of
-    many levels takes several such rounds."""
+    """What drafting a level costs where the draft model, whose pass over one row costs
+    `draft_cost`, is itself drafted for (`inner`: costs in passes of it): (how deep at best, cost of
+    a level). Depth 0 is the model alone. A draft of many levels takes several such rounds."""
     best = inner.best()
     return best.depth, draft_cost / best.speedup
 
 
 def cost_by_rows(costs: dict[int, float]) -> Cost:
-    """A cost function through measured points {rows: cost}: linear between them, and beyond on the last two's line.
+    """A cost function through measured points {rows: cost}: linear between them, and beyond on the
+    last two's line.
 
     Scaled so that one row costs 1. Raises ConfigError for points that make no sense.
     """
@@ -173,7 +197,10 @@ def cost_by_rows(costs: dict[int, float]) -> Cost:
 
 
 def cost_by_slope(slope: float) -> Cost:
-    """A cost function that grows by `slope` with every row after the first. Raises ConfigError if it would shrink."""
+    """A cost function that grows by `slope` with every row after the first. Raises ConfigError if
+    it would shrink."""
     if not 0 <= slope < float("inf"):
-        raise ConfigError(f"verify cost {slope} is out of range: give what a further row costs, from 0 up")
+        raise ConfigError(
+            f"verify cost {slope} is out of range: give what a further row costs, from 0 up"
+        )
     return lambda rows: 1.0 + slope * (rows - 1)

@@ -1,4 +1,5 @@
-"""What commands print: tables, and one JSON object. Nothing of torch: clients of a server use this too."""
+"""What commands print: tables, and one JSON object. Nothing of torch: clients of a server use this
+too."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.jsonl import json_line
+from forerun.utils import json_line
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout: with rules on a terminal, aligned columns and nothing else in a pipe. Numbers to the right."""
+    """A table on stdout: with rules on a terminal, aligned columns and nothing else in a pipe.
+    Numbers to the right."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -29,8 +31,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_columns(rows: Sequence[dict[str, str]], optional: Sequence[str] = ()) -> None:
-    """`print_table` of rows with the same keys; an optional column that says the same everywhere is left out."""
-    columns = [c for c in rows[0] if c not in optional or len({row[c] for row in rows if row[c]}) > 1]
+    """`print_table` of rows with the same keys; an optional column that says the same everywhere is
+    left out."""
+    columns = [
+        c for c in rows[0] if c not in optional or len({row[c] for row in rows if row[c]}) > 1
+    ]
     print_table(columns, [[row[c] for c in columns] for row in rows])
 
 

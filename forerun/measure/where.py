@@ -10,8 +10,8 @@ def machine(threads: int = 0) -> dict[str, Any]:
     import torch
 
     from forerun import __version__
+    from forerun.hardware import cores, processor
     from forerun.kernels import native
-    from forerun.machine import cores, processor
 
     has_kernels = native.library() is not None
     return {

@@ -1,8 +1,9 @@
-"""What was downloaded from the Hub before: by huggingface_hub, or by llama.cpp, which once had a cache of its own.
+"""What was downloaded from the Hub before: by huggingface_hub, or by llama.cpp, which once had a
+cache of its own.
 
-The layout of the first, which llama.cpp shares today, is `models--org--name/snapshots/<commit>/<file>`; the older one
-of llama.cpp is flat, `org_name_file.gguf` beside `manifest=org=name=tag.json`.
-"""
+The layout of the first, which llama.cpp shares today, is
+`models--org--name/snapshots/<commit>/<file>`; the older one of llama.cpp is flat,
+`org_name_file.gguf` beside `manifest=org=name=tag.json`."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from forerun.models.names import choose, is_gguf, parts_of
-from forerun.texts import decoded
+from forerun.utils import decoded
 
 
 def hub_roots() -> list[Path]:
     """The folders of the Hub's layout, huggingface_hub's own first."""
     from huggingface_hub import constants
 
-    said = [os.environ.get(name) for name in ("LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")]
+    said = [
+        os.environ.get(name) for name in ("LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    ]
     return _folders([constants.HF_HUB_CACHE, *said])
 
 
@@ -37,7 +40,11 @@ def flat_roots() -> list[Path]:
 
 def _folders(paths: list[str | None]) -> list[Path]:
     """Those that are there, each once."""
-    found = {path.resolve(): path for path in (Path(p).expanduser() for p in reversed(paths) if p) if path.is_dir()}
+    found = {
+        path.resolve(): path
+        for path in (Path(p).expanduser() for p in reversed(paths) if p)
+        if path.is_dir()
+    }
     return list(reversed(found.values()))
 
 
@@ -51,16 +58,20 @@ def repositories() -> Iterator[tuple[str, Path]]:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """The snapshots of a repository's folder: what its main branch was when last looked at, then the newest."""
+    """The snapshots of a repository's folder: what its main branch was when last looked at, then
+    the newest."""
     found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     current = ""
     with suppress(OSError, ValueError):
         current = decoded((folder / "refs/main").read_bytes()).strip()
-    return sorted(found, key=lambda path: (path.name == current, path.stat().st_mtime), reverse=True)
+    return sorted(
+        found, key=lambda path: (path.name == current, path.stat().st_mtime), reverse=True
+    )
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """The files of a snapshot, as the repository names them; what is not there whole is left out."""
+    """The files of a snapshot, as the repository names them; what is not there whole is left
+    out."""
     found = []
     for folder, _, files in os.walk(snapshot):
         found += [(Path(folder) / file).relative_to(snapshot).as_posix() for file in files]
@@ -68,18 +79,22 @@ def files_of(snapshot: Path) -> list[str]:
 
 
 def flat_files(root: Path) -> dict[str, str]:
-    """What the manifests of llama.cpp's older layout say: `org/name:tag` to the name of a file beside them."""
+    """What the manifests of llama.cpp's older layout say: `org/name:tag` to the name of a file
+    beside them."""
     found = {}
     for manifest in sorted(root.glob("manifest=*=*=*.json")):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             _, organisation, name, tag = manifest.name.removesuffix(".json").split("=", 3)
             file = str(json.loads(decoded(manifest.read_bytes()))["ggufFile"]["rfilename"])
-            found[f"{organisation}/{name}:{tag}"] = f"{organisation}_{name}_{file}".replace("/", "_")
+            found[f"{organisation}/{name}:{tag}"] = f"{organisation}_{name}_{file}".replace(
+                "/", "_"
+            )
     return found
 
 
 def find(repository: str, tag: str | None) -> Path | None:
-    """The GGUF file of a repository that is here, whole, and is what `tag` means; None if there is none.
+    """The GGUF file of a repository that is here, whole, and is what `tag` means; None if there is
+    none.
 
     Without a tag a repository that has safetensors is none of GGUF files.
     """

@@ -1,7 +1,7 @@
 """The one decoder. Families are fields of ModelConfig; there is no second forward pass.
 
-It computes flat tokens, whatever rows and trees they belong to: attention is a callable that stores the keys and
-values and knows who sees whom. The decoder never sees pages, requests or drafts.
+It computes flat tokens, whatever rows and trees they belong to: attention is a callable that stores
+the keys and values and knows who sees whom. The decoder never sees pages, requests or drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Decoder:
         self, config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device, context: int,
         said: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`context` is how many positions to prepare for; `said` [Vd] int64, ascending, the tokens that are scored, if
+        """`context` is how many positions to prepare for; `said` [Vd] int64, ascending, the tokens
+        that are scored, if
         not all: logits of others are -inf."""
         self.config, self.dtype, self.device, self.context = config, dtype, device, context
         self.weights = self._load(directory, said)
@@ -44,8 +45,8 @@ class Decoder:
         return load_weights(self.config, directory, self.dtype, self.device, said=said)
 
     def abridged(self, kept: Sequence[int], window: int | None) -> Decoder:
-        """The same model with only these of its layers, and a window of so many keys (None: its own), which share
-        weights and cache with it."""
+        """The same model with only these of its layers, and a window of so many keys (None: its
+        own), which share weights and cache with it."""
         part = copy.copy(self)
         part.config, part.kept = self.config.abridged(window), kept
         return part
@@ -55,7 +56,9 @@ class Decoder:
         """Bytes one pass reads: every weight once, the embedding only where it is the head too."""
         w = self.weights
         layers = [w.layers[i] for i in self.kept]
-        matrices = [m.weight for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        matrices = [
+            m.weight for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)
+        ]
         return sum(m.numel() * m.element_size() for m in [*matrices, w.head.weight])
 
     @property
@@ -70,7 +73,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, want: Tensor, boundaries: Sequence[int] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        want: Tensor,
+        aux_hidden_layers: Sequence[int] = (),
     ) -> Forward:
         """One pass over flat tokens.
 
@@ -91,12 +99,12 @@ class Decoder:
         features = {}
         for i in self.kept:
             layer = w.layers[i]
-            if i in boundaries:
+            if i in aux_hidden_layers:
                 features[i] = x
             rope = c.rope_of[i]
             x = self._attention(x, i, layer, None if rope is None else rotations[rope], attend)
             x = self._mlp(x, layer)
-        if c.layers in boundaries:
+        if c.layers in aux_hidden_layers:
             features[c.layers] = x
         logits = self._linear(self._norm(x[want], w.norm), w.head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -105,10 +113,17 @@ class Decoder:
         return Forward(spread(logits, self.said, c.vocab), features)
 
     def _attention(
-        self, x: Tensor, i: int, layer: Layer, rotation: tuple[Tensor, Tensor] | None, attend: Attend
+        self,
+        x: Tensor,
+        i: int,
+        layer: Layer,
+        rotation: tuple[Tensor, Tensor] | None,
+        attend: Attend,
     ) -> Tensor:
         c, tokens = self.config, x.shape[0]
-        qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv).view(tokens, -1, c.head_dim)
+        qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv).view(
+            tokens, -1, c.head_dim
+        )
         qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
         if layer.q_norm and layer.k_norm:
             q, k = qk[:, : c.heads], qk[:, c.heads :]
@@ -138,16 +153,21 @@ class Decoder:
 
 
 def load_decoder(
-    directory: Path, dtype: torch.dtype, device: torch.device, context: int | None = None, said: Tensor | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int | None = None,
+    said: Tensor | None = None,
 ) -> Decoder:
-    """Read a Hugging Face model directory. `context` limits the positions; None takes the model's own. `said`: the
-    tokens to score, as in `Decoder`."""
+    """Read a Hugging Face model directory. `context` limits the positions; None takes the model's
+    own. `said`: the tokens to score, as in `Decoder`."""
     config = load_config(directory)
     return Decoder(config, directory, dtype, device, context or default_context(config), said)
 
 
 def default_context(config: ModelConfig) -> int:
-    """The positions a model serves unless told otherwise: its own, with longrope those of its short factors."""
+    """The positions a model serves unless told otherwise: its own, with longrope those of its short
+    factors."""
     original = [r.parameters.get("original_max_position_embeddings") for r in config.ropes]
     longrope = [r.parameters["rope_type"] == "longrope" for r in config.ropes]
     return original[0] if any(longrope) and original[0] else config.context
@@ -155,5 +175,9 @@ def default_context(config: ModelConfig) -> int:
 
 def longest_context(config: ModelConfig) -> int:
     """The most positions a model can serve: its own, times the factor of a dynamic rope scaling."""
-    factors = [r.parameters.get("factor", 1.0) for r in config.ropes if r.parameters["rope_type"] == "dynamic"]
+    factors = [
+        r.parameters.get("factor", 1.0)
+        for r in config.ropes
+        if r.parameters["rope_type"] == "dynamic"
+    ]
     return int(config.context * max(factors, default=1.0))

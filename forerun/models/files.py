@@ -1,4 +1,5 @@
-"""Small files that come with a model, from strangers: bounded in size, regular files only, every fault one line."""
+"""Small files that come with a model, from strangers: bounded in size, regular files only, every
+fault one line."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import LoadError, one_line, shown
-from forerun.texts import decoded
+from forerun.utils import decoded
 
 SHORTLIST = "shortlist.safetensors"  # beside a model: which of its tokens it scores when it drafts
 LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library allows
-POINTER = b"version https://git-lfs"  # with which the text begins that Git has in place of a large file
+POINTER = (
+    b"version https://git-lfs"  # with which the text begins that Git has in place of a large file
+)
 LARGEST = 64 << 20  # bytes; the longest lists of tensors and of added tokens have a few
 
 
@@ -25,11 +28,15 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
         with path.open("rb") as file:
             content = file.read(largest + 1)
         if len(content) > largest:
-            raise LoadError(f"{path} has over {largest >> 20} MB, which no such file has; download it again")
+            raise LoadError(
+                f"{path} has over {largest >> 20} MB, which no such file has; download it again"
+            )
         _refuse_pointer(path, content)
         return decoded(content)
     except (OSError, ValueError) as error:
-        raise LoadError(f"{path} cannot be read: {one_line(str(error))}; download it again") from None
+        raise LoadError(
+            f"{path} cannot be read: {one_line(str(error))}; download it again"
+        ) from None
 
 
 def check_pointer(path: Path) -> None:
@@ -40,7 +47,9 @@ def check_pointer(path: Path) -> None:
 
 def _refuse_pointer(path: Path, content: bytes) -> None:
     if content.startswith(POINTER):
-        raise LoadError(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull in its directory")
+        raise LoadError(
+            f"{path} is a Git LFS pointer, not the file itself: run git lfs pull in its directory"
+        )
 
 
 def read_json(path: Path) -> Any:
@@ -70,24 +79,34 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
                 raise ValueError(f"its header would have {length} bytes")
             content = file.read(length)
     except (OSError, ValueError, struct.error) as error:
-        raise LoadError(f"{path} is no safetensors file or not whole: {error}; download it again") from None
+        raise LoadError(
+            f"{path} is no safetensors file or not whole: {error}; download it again"
+        ) from None
     return parse_header(content, str(path))
 
 
 def parse_header(content: bytes, file: str) -> dict[str, dict[str, Any]]:
-    """What a header says of each tensor, by name; `file` is what messages call it. Raises LoadError."""
+    """What a header says of each tensor, by name; `file` is what messages call it. Raises
+    LoadError."""
     try:
-        return {name: tensor for name, tensor in json.loads(content).items() if name != "__metadata__"}
+        return {
+            name: tensor for name, tensor in json.loads(content).items() if name != "__metadata__"
+        }
     except (ValueError, AttributeError, RecursionError) as error:
         why = one_line(str(error))
-        raise LoadError(f"{file} is no safetensors file or not whole: {why}; download it again") from None
+        raise LoadError(
+            f"{file} is no safetensors file or not whole: {why}; download it again"
+        ) from None
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The file that another one in `directory` names. Raises LoadError for a name that leads out of there."""
+    """The file that another one in `directory` names. Raises LoadError for a name that leads out of
+    there."""
     path = directory / name
     if "\0" in name or ".." in Path(name).parts or Path(name).is_absolute():
-        raise LoadError(f"{directory} names the file {shown(name)}, which is not in it; download it again")
+        raise LoadError(
+            f"{directory} names the file {shown(name)}, which is not in it; download it again"
+        )
     return path
 
 
@@ -100,5 +119,7 @@ def indexed(index: Path) -> list[Path]:
     """The files that an index of weights names, there or not. Raises LoadError."""
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise LoadError(f"{index} cannot be read: it has no weight_map of tensors to files; download it again")
+        raise LoadError(
+            f"{index} cannot be read: it has no weight_map of tensors to files; download it again"
+        )
     return [inside(index.parent, name) for name in sorted(set(files.values()))]

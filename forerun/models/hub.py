@@ -1,4 +1,5 @@
-"""Where a model is: a file or directory here, what Ollama or LM Studio has, or a repository on the Hub."""
+"""Where a model is: a file or directory here, what Ollama or LM Studio has, or a repository on the
+Hub."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from forerun.errors import LoadError
 from forerun.models import caches, lmstudio, ollama
 from forerun.models.names import choose, first_part, is_gguf, listed, models_of, parts_of, tag_of
 
-WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+WANTED = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "*.txt",
+]
 UNWANTED = ["original/*", "onnx/*"]
 PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt")  # by torch.save, in drafters
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -33,11 +41,13 @@ UNREACHABLE = "it is not in the local cache and the Hub cannot be reached"
 
 
 def find_model(name: str | None, pickled: bool = False) -> Path:
-    """The Hugging Face directory or the GGUF file of a model, of a split one the first part. Raises LoadError.
+    """The Hugging Face directory or the GGUF file of a model, of a split one the first part. Raises
+    LoadError.
 
     Args:
-        name: a directory, a GGUF file, `ollama:NAME[:TAG]`, `lmstudio:PUBLISHER/MODEL`, or `ORG/REPO[:TAG]` on the Hub,
-            which is downloaded unless it is here; None is the default model.
+        name: a directory, a GGUF file, `ollama:NAME[:TAG]`, `lmstudio:PUBLISHER/MODEL`, or
+            `ORG/REPO[:TAG]` on the Hub, which is downloaded unless it is here; None is the default
+            model.
         pickled: whoever reads it can also read what `PICKLED` names.
     """
     if name is None:
@@ -53,7 +63,9 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
         return find_model(None)
     match = REPOSITORY.fullmatch(name)
     if match is None or name.startswith((".", "/", "~")):
-        raise LoadError(f"there is no directory {name}, nor such a file: {_of_ollama(name) or FORMS}")
+        raise LoadError(
+            f"there is no directory {name}, nor such a file: {_of_ollama(name) or FORMS}"
+        )
     return _of_hub(match[1], match[2], pickled)
 
 
@@ -63,21 +75,29 @@ def is_pickled(name: str) -> bool:
 
 
 def default_model() -> Path | None:
-    """The default model if it is here, installed as a package or downloaded before; nothing is downloaded."""
+    """The default model if it is here, installed as a package or downloaded before; nothing is
+    downloaded."""
     with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # which does not run the package: it needs llama.cpp
+        spec = importlib.util.find_spec(
+            DEFAULT_PACKAGE
+        )  # which does not run the package: it needs llama.cpp
         for folder in (spec.submodule_search_locations or []) if spec else []:
             if (Path(folder) / DEFAULT_FILE).is_file():
                 return Path(folder) / DEFAULT_FILE
     for root in caches.hub_roots():
         for snapshot in caches.snapshots(root / f"models--{DEFAULT_REPOSITORY.replace('/', '--')}"):
-            if all((snapshot / file).is_file() for file in ("config.json", "model.safetensors", "tokenizer.json")):
+            if all(
+                (snapshot / file).is_file()
+                for file in ("config.json", "model.safetensors", "tokenizer.json")
+            ):
                 return snapshot
     return None
 
 
 def _download_default() -> Path:
-    _tell(f"downloading {DEFAULT}, the default model, from the Hub: {DEFAULT_REPOSITORY}, about {DEFAULT_SIZE}")
+    _tell(
+        f"downloading {DEFAULT}, the default model, from the Hub: {DEFAULT_REPOSITORY}, about {DEFAULT_SIZE}"
+    )
     try:
         return _snapshot(DEFAULT_REPOSITORY, WANTED)
     except LoadError as error:
@@ -103,7 +123,9 @@ def _file(path: Path, name: str) -> Path:
     with suppress(OSError), path.open("rb") as file:  # Ollama's blobs have no ending
         if file.read(len(MAGIC)) == MAGIC:
             return path
-    raise LoadError(f"{name} is a file: give a .gguf file, or the directory that holds config.json and the weights")
+    raise LoadError(
+        f"{name} is a file: give a .gguf file, or the directory that holds config.json and the weights"
+    )
 
 
 def _directory(path: Path) -> Path:
@@ -112,11 +134,15 @@ def _directory(path: Path) -> Path:
         models = models_of(file.name for file in path.iterdir() if file.is_file())
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
-    is_plain = (path / "config.json").is_file() and any(any(path.glob(weights)) for weights in WEIGHTS)
+    is_plain = (path / "config.json").is_file() and any(
+        any(path.glob(weights)) for weights in WEIGHTS
+    )
     if is_plain or not models:
         return path
     if len(models) > 1:
-        raise LoadError(f"{path} holds several models: give one of {listed(str(path / model) for model in models)}")
+        raise LoadError(
+            f"{path} holds several models: give one of {listed(str(path / model) for model in models)}"
+        )
     return first_part(path / models[0])
 
 
@@ -161,7 +187,9 @@ def _gguf(repository: str, tag: str | None) -> Path:
         raise LoadError(
             f"{file} in {repository} has {len(parts)} parts, but {missing[0]} is not there: give another tag"
         )
-    _tell(f"downloading {file} of {repository} from the Hub, {sum(sizes[part] for part in parts) / 1e9:.2f} GB")
+    _tell(
+        f"downloading {file} of {repository} from the Hub, {sum(sizes[part] for part in parts) / 1e9:.2f} GB"
+    )
     with _told(f"{file} of {repository} is not here"):
         paths = [download_file(repository, part) for part in parts]
     return paths[0]
@@ -192,9 +220,16 @@ def _snapshot(repository: str, wanted: list[str]) -> Path:
 @contextmanager
 def _told(what: str) -> Iterator[None]:
     """Whatever goes wrong with the Hub, as one line."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
-    unreachable: type[Exception] = HfHubHTTPError.__mro__[1]  # the HTTP client's own, whichever client it is
+    unreachable: type[Exception] = HfHubHTTPError.__mro__[
+        1
+    ]  # the HTTP client's own, whichever client it is
     try:
         yield
         return

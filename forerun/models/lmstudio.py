@@ -1,4 +1,5 @@
-"""The models that LM Studio has on this machine: `<publisher>/<model>/<file>.gguf` below its folder of models."""
+"""The models that LM Studio has on this machine: `<publisher>/<model>/<file>.gguf` below its folder
+of models."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from pathlib import Path
 
 from forerun.errors import LoadError
 from forerun.models.names import choose, first_part, is_gguf, listed, models_of, tag_of
-from forerun.texts import decoded
+from forerun.utils import decoded
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The folder of one model; `files` are the GGUF models in it, none where it holds safetensors."""
+    """The folder of one model; `files` are the GGUF models in it, none where it holds
+    safetensors."""
 
     path: Path
     files: tuple[str, ...]
@@ -29,14 +31,19 @@ class Folder:
         if len(self.files) < 2:
             return {self.name: self.path.joinpath(*self.files)}
         tags = {file: tag_of(file, self.files) for file in self.files}
-        return {f"{self.name}:{tag}" if tag else f"{self.name}/{file}": self.path / file for file, tag in tags.items()}
+        return {
+            f"{self.name}:{tag}" if tag else f"{self.name}/{file}": self.path / file
+            for file, tag in tags.items()
+        }
 
 
 def roots() -> list[Path]:
     """The folders where LM Studio may keep models; it writes down where they were moved to."""
     home = Path.home() / ".lmstudio"
     with suppress(OSError, ValueError):
-        home = Path(decoded((Path.home() / ".lmstudio-home-pointer").read_bytes()).strip()).expanduser()
+        home = Path(
+            decoded((Path.home() / ".lmstudio-home-pointer").read_bytes()).strip()
+        ).expanduser()
     folders = [home / "models", Path.home() / ".cache/lm-studio/models"]
     with suppress(OSError, ValueError):
         settings = json.loads(decoded((home / "settings.json").read_bytes()))
@@ -58,7 +65,8 @@ def installed() -> list[Folder]:
 
 
 def find(name: str) -> Path:
-    """The GGUF file, or the directory, of PUBLISHER/MODEL or MODEL, with /FILE or :QUANT where there are several.
+    """The GGUF file, or the directory, of PUBLISHER/MODEL or MODEL, with /FILE or :QUANT where
+    there are several.
 
     Raises LoadError.
     """
@@ -74,7 +82,9 @@ def find(name: str) -> Path:
         what = f"it has {known}" if folders else f"looked in {listed(map(str, roots()))}"
         raise LoadError(f"LM Studio has no model {name!r} here; {what}")
     if len({folder.name for folder in matches}) > 1:
-        raise LoadError(f"LM Studio has several models {name!r}: give {listed(f'lmstudio:{f.name}' for f in matches)}")
+        raise LoadError(
+            f"LM Studio has several models {name!r}: give {listed(f'lmstudio:{f.name}' for f in matches)}"
+        )
     return _file_of(matches[0], file, quant)
 
 
@@ -84,7 +94,9 @@ def _file_of(folder: Folder, file: str | None, quant: str | None) -> Path:
     chosen = choose(folder.files, quant) if quant else None
     if file is not None:
         wanted = file if is_gguf(file) else f"{file}.gguf"
-        chosen = next((known for known in folder.files if known.casefold() == wanted.casefold()), None)
+        chosen = next(
+            (known for known in folder.files if known.casefold() == wanted.casefold()), None
+        )
     if chosen is None:
         known = listed(f"lmstudio:{name}" for name in folder.names())
         what = f"no file {file or quant} of" if file or quant else "several files of"

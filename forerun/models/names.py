@@ -1,8 +1,10 @@
-"""What the names of GGUF files say: which are models, which belong together, and which one a tag means.
+"""What the names of GGUF files say: which are models, which belong together, and which one a tag
+means.
 
-Names are paths with `/` inside a repository or a folder. The rules are llama.cpp's (its `-hf org/repo:tag`), but that a
-tag stands for itself only: F16 is not the end of BF16, and a file of that name comes before a folder of that name.
-"""
+Names are paths with `/` inside a repository or a folder. The rules are llama.cpp's (its `-hf
+org/repo:tag`), but that a
+tag stands for itself only: F16 is not the end of BF16, and a file of that name comes before a
+folder of that name."""
 
 from __future__ import annotations
 
@@ -13,16 +15,25 @@ from pathlib import Path
 from forerun.errors import LoadError
 
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-SIDECARS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # what stands beside a model, and is none
+SIDECARS = (
+    "mmproj",
+    "imatrix",
+    "mtp-",
+    "eagle3-",
+    "dflash-",
+    "dspark-",
+)  # what stands beside a model, and is none
 PREFERRED = ("Q4_K_M", "Q8_0")  # where no tag is given, in this order
 LABEL = re.compile(
-    r"(?<![a-z0-9])((?:ud-)?(?:[it]?q\d(?:_[a-z0-9]+)*|bf16|f16|f32|mxfp4(?:_moe)?|nvfp4))(?=[.-])", re.IGNORECASE
+    r"(?<![a-z0-9])((?:ud-)?(?:[it]?q\d(?:_[a-z0-9]+)*|bf16|f16|f32|mxfp4(?:_moe)?|nvfp4))(?=[.-])",
+    re.IGNORECASE,
 )
 MOST_NAMED = 12  # names in one error message
 
 
 def title(name: str) -> str:
-    """What to call a model that is named by a path or an id: the last part, a GGUF file without its ending."""
+    """What to call a model that is named by a path or an id: the last part, a GGUF file without its
+    ending."""
     last = Path(name).name
     shard = SHARD.fullmatch(last)
     return shard[1] if shard else Path(last).stem if is_gguf(last) else last
@@ -35,7 +46,11 @@ def is_gguf(file: str) -> bool:
 
 def models_of(files: Iterable[str]) -> list[str]:
     """The GGUF models among files, in order: no sidecars, and of a split model the first part."""
-    return [file for file in sorted(files) if is_gguf(file) and not _is_sidecar(file) and not _is_later_part(file)]
+    return [
+        file
+        for file in sorted(files)
+        if is_gguf(file) and not _is_sidecar(file) and not _is_later_part(file)
+    ]
 
 
 def _is_sidecar(file: str) -> bool:
@@ -56,7 +71,8 @@ def parts_of(file: str) -> list[str]:
 
 
 def first_part(path: Path) -> Path:
-    """The file to open for a GGUF file: itself, or the first part. Raises LoadError where parts are missing."""
+    """The file to open for a GGUF file: itself, or the first part. Raises LoadError where parts are
+    missing."""
     parts = [path.with_name(name) for name in parts_of(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if not missing:
@@ -68,7 +84,8 @@ def first_part(path: Path) -> Path:
 
 
 def choose(files: Iterable[str], tag: str | None) -> str | None:
-    """The model that `tag` means (Q4_K_M, say), or the usual one without a tag; None if there is none."""
+    """The model that `tag` means (Q4_K_M, say), or the usual one without a tag; None if there is
+    none."""
     models = models_of(files)
     for wanted in [tag] if tag else PREFERRED:
         pattern = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
@@ -81,7 +98,8 @@ def choose(files: Iterable[str], tag: str | None) -> str | None:
 
 
 def tag_of(file: str, files: Iterable[str]) -> str | None:
-    """The tag by which `choose` finds a file among files; None where its name has none that does."""
+    """The tag by which `choose` finds a file among files; None where its name has none that
+    does."""
     labels = LABEL.findall(file.rpartition("/")[2]) or LABEL.findall(file)
     return labels[-1] if labels and choose(files, labels[-1]) == file else None
 

@@ -1,8 +1,9 @@
-"""The models that Ollama has on this machine: from a name and its manifest to the blob that is a GGUF file.
+"""The models that Ollama has on this machine: from a name and its manifest to the blob that is a
+GGUF file.
 
-A manifest lies at `manifests/<host>/<namespace>/<model>/<tag>` and names layers by digest; blobs lie side by side. What
-is looked for is compared with what is there, so no name that is given becomes part of a path.
-"""
+A manifest lies at `manifests/<host>/<namespace>/<model>/<tag>` and names layers by digest; blobs
+lie side by side. What is looked for is compared with what is there, so no name that is given
+becomes part of a path."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from forerun.errors import LoadError
 from forerun.models.names import listed
-from forerun.texts import decoded
+from forerun.utils import decoded
 
 KIND = "application/vnd.ollama.image."
 DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -59,7 +60,9 @@ class Manifest:
             raise LoadError(f"{path} names no valid digest for its model: ollama pull {self.name}")
         blob, old = (self.root / "blobs" / f"sha256{separator}{digest[1]}" for separator in "-:")
         if not blob.is_file() and not old.is_file():
-            raise LoadError(f"{self.name} of Ollama is not whole, there is no {blob}: ollama pull {self.name}")
+            raise LoadError(
+                f"{self.name} of Ollama is not whole, there is no {blob}: ollama pull {self.name}"
+            )
         return blob if blob.is_file() else old
 
     def _layers(self, path: Path) -> list[dict[str, object]]:
@@ -76,13 +79,19 @@ class Manifest:
 def _why_none(kinds: list[str]) -> str:
     if "tensor" in kinds:
         return "its weights are stored as single tensors for MLX; pull another tag"
-    return "it has no weights here, as models that run in Ollama's cloud have none; pull another tag"
+    return (
+        "it has no weights here, as models that run in Ollama's cloud have none; pull another tag"
+    )
 
 
 def roots() -> list[Path]:
     """The folders where Ollama may keep models: what OLLAMA_MODELS says, else the usual ones."""
     said = os.environ.get("OLLAMA_MODELS")
-    return [Path(said).expanduser()] if said else [Path.home() / ".ollama/models", *map(Path, SERVICES)]
+    return (
+        [Path(said).expanduser()]
+        if said
+        else [Path.home() / ".ollama/models", *map(Path, SERVICES)]
+    )
 
 
 def installed() -> tuple[list[Manifest], list[str]]:
@@ -112,7 +121,8 @@ def _below(folder: Path, depth: int) -> list[tuple[str, ...]]:
 
 
 def find(name: str) -> Path:
-    """The GGUF file of a model: MODEL, NAMESPACE/MODEL or HOST/NAMESPACE/MODEL, and perhaps :TAG. Raises LoadError."""
+    """The GGUF file of a model: MODEL, NAMESPACE/MODEL or HOST/NAMESPACE/MODEL, and perhaps :TAG.
+    Raises LoadError."""
     found, locked = installed()
     match = match_of(name, found)
     if match is not None:
@@ -120,9 +130,13 @@ def find(name: str) -> Path:
     if not found:
         looked = listed(str(root) for root in roots())
         raise LoadError(
-            locked[0] if locked else f"no models of Ollama's are here: looked in {looked}; set OLLAMA_MODELS"
+            locked[0]
+            if locked
+            else f"no models of Ollama's are here: looked in {looked}; set OLLAMA_MODELS"
         )
-    near = sorted((f"ollama:{m.name}" for m in found), key=lambda other: -_likeness(other, f"ollama:{name}"))
+    near = sorted(
+        (f"ollama:{m.name}" for m in found), key=lambda other: -_likeness(other, f"ollama:{name}")
+    )
     raise LoadError(f"Ollama has no model {name!r} here; it has {listed(near)}")
 
 

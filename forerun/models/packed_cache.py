@@ -1,10 +1,11 @@
 """Packed matrices kept on disk, so that a big model is quantised once and not at every start.
 
-One file a model, format and machine, named by a digest of all that its content follows from; a file that is not whole
-is as good as none. The cache is a convenience: whatever goes wrong with it, the model loads all the same.
+One file a model, format and machine, named by a digest of all that its content follows from; a file
+that is not whole is as good as none. The cache is a convenience: whatever goes wrong with it, the
+model loads all the same.
 
-A file is the matrices one after the other, an index of them in JSON that names the file, and a trailer that says where
-the index begins.
+A file is the matrices one after the other, an index of them in JSON that names the file, and a
+trailer that says where the index begins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 
 from forerun.models.files import weight_files
 from forerun.models.gguf.container import open_gguf
-from forerun.whole import whole_file
+from forerun.utils import atomic_file
 
 FORMS = ("int8", "int4")  # what is kept: the rest is as stored
 LIMIT = 20 << 30  # bytes of all files together; the least recently used go first
@@ -46,12 +47,15 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A matrix [out, in] in the cache: its format, and where its weights and scales lie, with checksums."""
+    """A matrix [out, in] in the cache: its format, and where its weights and scales lie, with
+    checksums."""
 
     path: Path
     form: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[int, int, int], ...]  # (offset, bytes, checksum) of the weights, of the scales
+    parts: tuple[
+        tuple[int, int, int], ...
+    ]  # (offset, bytes, checksum) of the weights, of the scales
 
     def fill(self, *arrays: Array) -> None:
         """Read weights and scales into memory of their size. Raises Broken."""
@@ -60,7 +64,11 @@ class Kept:
                 for (offset, size, checksum), array in zip(self.parts, arrays, strict=True):
                     view = array.data.cast("B")
                     file.seek(offset)
-                    if len(view) != size or file.readinto(view) != size or zlib.crc32(view) != checksum:
+                    if (
+                        len(view) != size
+                        or file.readinto(view) != size
+                        or zlib.crc32(view) != checksum
+                    ):
                         raise Broken
         except (OSError, ValueError):
             raise Broken from None
@@ -89,21 +97,33 @@ class PackedCache:
         """Say once that the file is not whole; it is written anew."""
         if not self._told:
             self._told = True
-            print(f"note: {self.path} is damaged and ignored: the weights are packed anew", file=sys.stderr)
+            print(
+                f"note: {self.path} is damaged and ignored: the weights are packed anew",
+                file=sys.stderr,
+            )
 
     def find(self, name: str, shape: tuple[int, ...]) -> Kept | None:
         """The matrix in the file, if it is there in this shape."""
         kept = self.index.get(name)
         return kept if kept is not None and kept.shape == shape else None
 
-    def keep(self, name: str, form: str, shape: tuple[int, ...], arrays: tuple[Array, ...], new: bool = True) -> None:
-        """Have a matrix written by `finish`; its weights and scales must stay where they are until then."""
+    def keep(
+        self,
+        name: str,
+        form: str,
+        shape: tuple[int, ...],
+        arrays: tuple[Array, ...],
+        new: bool = True,
+    ) -> None:
+        """Have a matrix written by `finish`; its weights and scales must stay where they are until
+        then."""
         if self.path is not None:
             self.matrices[name] = form, shape, arrays
             self.complete = self.complete and not new
 
     def finish(self) -> None:
-        """Write the file, unless it holds all this already or is not worth it; a failure is said, not raised."""
+        """Write the file, unless it holds all this already or is not worth it; a failure is said,
+        not raised."""
         path, matrices, self.matrices = self.path, self.matrices, {}
         size = sum(array.nbytes for _, _, arrays in matrices.values() for array in arrays)
         if path is None or not matrices:
@@ -118,16 +138,24 @@ class PackedCache:
         except OSError as error:
             if not self.complete:
                 why = error.strerror or error
-                print(f"note: the packed weights are not kept in {path.parent}: {why}", file=sys.stderr)
+                print(
+                    f"note: the packed weights are not kept in {path.parent}: {why}",
+                    file=sys.stderr,
+                )
 
 
 def cache_folder() -> Path | None:
-    """$FORERUN_CACHE, else $XDG_CACHE_HOME/forerun, else ~/.cache/forerun; None where FORERUN_CACHE=off."""
+    """$FORERUN_CACHE, else $XDG_CACHE_HOME/forerun, else ~/.cache/forerun; None where
+    FORERUN_CACHE=off."""
     own, shared = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own == "off":
         return None
     with suppress(RuntimeError, OSError):  # nobody's home
-        return Path(own).expanduser() if own else (Path(shared) if shared else Path.home() / ".cache") / "forerun"
+        return (
+            Path(own).expanduser()
+            if own
+            else (Path(shared) if shared else Path.home() / ".cache") / "forerun"
+        )
     return None
 
 
@@ -135,7 +163,9 @@ def open_cache(directory: Path, facts: Iterable[str]) -> PackedCache:
     """The cache for the model in `directory`, packed in the way that `facts` tell."""
     folder = cache_folder()
     try:
-        return PackedCache(folder and folder / "packed" / f"{model_digest(directory, facts)}.packed")
+        return PackedCache(
+            folder and folder / "packed" / f"{model_digest(directory, facts)}.packed"
+        )
     except OSError:  # the model itself cannot be read: loading it says so better
         return PackedCache(None)
 
@@ -143,16 +173,18 @@ def open_cache(directory: Path, facts: Iterable[str]) -> PackedCache:
 def model_digest(directory: Path, facts: Iterable[str]) -> str:
     """A name for what a model packs into: one in a directory, or a GGUF file.
 
-    It follows from `facts`, and from the name, place, size, time of change and samples of the content of config.json
-    and of the weight files, or of all parts of a GGUF file (those from the Hub are links to a place that is named by
-    their content).
+    It follows from `facts`, and from the name, place, size, time of change and samples of the
+    content of config.json and of the weight files, or of all parts of a GGUF file (those from the
+    Hub are links to a place that is named by their content).
     """
     digest = hashlib.sha256(json.dumps([MAGIC.decode(), *facts]).encode())
     for path in open_gguf(directory).parts if directory.is_file() else _files(directory):
         real = path.resolve()
         with real.open("rb") as file:
             stat = os.fstat(file.fileno())
-            digest.update(repr((path.name, os.fspath(real), stat.st_size, stat.st_mtime_ns)).encode())
+            digest.update(
+                repr((path.name, os.fspath(real), stat.st_size, stat.st_mtime_ns)).encode()
+            )
             for i in range(SAMPLES + 1):
                 file.seek(i * max(stat.st_size - SAMPLE, 0) // SAMPLES)
                 digest.update(file.read(SAMPLE))
@@ -187,14 +219,16 @@ def _read_index(path: Path) -> dict[str, Kept]:
 def _entry(path: Path, form: object, shape: list[int], parts: list[tuple[int, int, int]]) -> Kept:
     """What the index says of a matrix. Raises ValueError, TypeError."""
     kept = Kept(path, str(form), tuple(shape), tuple((o, n, c) for o, n, c in parts))
-    if form not in FORMS or not all(type(n) is int and n >= 0 for n in (*shape, *sum(kept.parts, ()))):
+    if form not in FORMS or not all(
+        type(n) is int and n >= 0 for n in (*shape, *sum(kept.parts, ()))
+    ):
         raise ValueError(f"a matrix of {form} in {shape}")
     return kept
 
 
 def _write(path: Path, matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]]) -> None:
     """Write the file beside its place, then move it there in one step."""
-    with whole_file(path) as work, open(work, "xb", buffering=0, opener=_for_its_owner) as file:
+    with atomic_file(path) as work, open(work, "xb", buffering=0, opener=_for_its_owner) as file:
         index, at = {}, 0
         for name, (form, shape, arrays) in matrices.items():
             parts = []
@@ -205,7 +239,9 @@ def _write(path: Path, matrices: dict[str, tuple[str, tuple[int, ...], tuple[Arr
                 at += len(view)
             index[name] = form, shape, parts
         content = json.dumps([path.stem, index]).encode()
-        _write_all(file, memoryview(content + TRAILER.pack(at, len(content), zlib.crc32(content), MAGIC)))
+        _write_all(
+            file, memoryview(content + TRAILER.pack(at, len(content), zlib.crc32(content), MAGIC))
+        )
 
 
 def _for_its_owner(path: str, flags: int) -> int:
@@ -219,7 +255,8 @@ def _write_all(file: Any, view: memoryview) -> None:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """Remove what was used longest ago until `size` bytes fit; what interrupted writers left goes after a day."""
+    """Remove what was used longest ago until `size` bytes fit; what interrupted writers left goes
+    after a day."""
     for left in path.parent.glob("*.tmp"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 86400:

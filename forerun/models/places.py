@@ -1,4 +1,5 @@
-"""Every model that this machine already has, wherever it came from, with the name by which `find_model` finds it."""
+"""Every model that this machine already has, wherever it came from, with the name by which
+`find_model` finds it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ DEEPEST = 6  # folders below one that was given
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model: what to give for --model, the file or directory, whose it is, and why it cannot be used (else "")."""
+    """A model: what to give for --model, the file or directory, whose it is, and why it cannot be
+    used (else "")."""
 
     name: str
     path: Path
@@ -27,9 +29,14 @@ class Found:
 
 
 def everything(directories: Iterable[Path] = ()) -> tuple[list[Found], list[str]]:
-    """All models, those of `directories` first, and a line for each place that could not be read."""
+    """All models, those of `directories` first, and a line for each place that could not be
+    read."""
     given, default, (of_ollama, locked) = list(directories), default_model(), _of_ollama()
-    locked += [f"{folder} is no directory that can be read: give another" for folder in given if not _readable(folder)]
+    locked += [
+        f"{folder} is no directory that can be read: give another"
+        for folder in given
+        if not _readable(folder)
+    ]
     found = [model for folder in given for model in _below(folder)]
     found += [Found(DEFAULT, default, "default")] if default else []
     found += [*of_ollama, *_of_lmstudio(), *_of_hub(), *_of_llama_cpp()]
@@ -37,7 +44,8 @@ def everything(directories: Iterable[Path] = ()) -> tuple[list[Found], list[str]
 
 
 def names() -> list[str]:
-    """What can be given for --model without a download, for the shell's completion. Never raises."""
+    """What can be given for --model without a download, for the shell's completion. Never
+    raises."""
     try:
         return [model.name for model in everything()[0] if not model.trouble]
     except Exception:  # a shell that waits for a word has no use for what went wrong
@@ -45,12 +53,14 @@ def names() -> list[str]:
 
 
 def names_model(text: str) -> bool:
-    """Whether somebody who writes this means a model rather than a prompt: the name of a GGUF file, a directory that
-    holds a model, or what only a model is called here."""
+    """Whether somebody who writes this means a model rather than a prompt: the name of a GGUF file,
+    a directory that holds a model, or what only a model is called here."""
     with suppress(OSError, ValueError, RuntimeError):  # too long a name, a zero byte, ~ of nobody
         path = Path(text).expanduser()
         if path.is_dir():
-            return (path / "config.json").is_file() or bool(models_of(file.name for file in path.iterdir()))
+            return (path / "config.json").is_file() or bool(
+                models_of(file.name for file in path.iterdir())
+            )
         if path.is_file():
             return is_gguf(path.name)
     if len(text.split()) != 1:
@@ -92,7 +102,9 @@ def _of_hub() -> Iterator[Found]:
             yield Found(repository, snapshot, "hub")
         for file in models_of(files):
             tag = tag_of(file, files)
-            yield _whole(f"{repository}:{tag}" if tag else str(snapshot / file), snapshot / file, "hub")
+            yield _whole(
+                f"{repository}:{tag}" if tag else str(snapshot / file), snapshot / file, "hub"
+            )
 
 
 def _of_llama_cpp() -> Iterator[Found]:

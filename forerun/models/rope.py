@@ -1,10 +1,10 @@
 """Tables of rotary embeddings: cos and sin of every position, a function of the position alone.
 
-Being a function of the position is what makes a chunk, a tree and a one-token pass agree. Two published scalings
-depend on the length of the text instead, and are pinned down here: `dynamic` uses, for position t, the base that a
-text of t + 1 tokens would have (what one-token steps in transformers do); `longrope` uses its long factors for all
-texts when the engine's context exceeds the length the model was first trained on, and its short ones otherwise.
-"""
+Being a function of the position is what makes a chunk, a tree and a one-token pass agree. Two
+published scalings depend on the length of the text instead, and are pinned down here: `dynamic`
+uses, for position t, the base that a text of t + 1 tokens would have (what one-token steps in
+transformers do); `longrope` uses its long factors for all texts when the engine's context exceeds
+the length the model was first trained on, and its short ones otherwise."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line, shown
-from forerun.models.config import ModelConfig
-from forerun.models.families import Json, Rope
+from forerun.models.config import Json, ModelConfig, Rope
 
 
-def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`. Raises LoadError."""
+def rope_tables(
+    config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`. Raises
+    LoadError."""
     positions = torch.arange(context, dtype=torch.float64)
     try:
         inverse, factor = _frequencies(config, rope, context, positions)
@@ -37,7 +39,9 @@ def rope_tables(config: ModelConfig, rope: Rope, context: int, dtype: torch.dtyp
     return cos, sin
 
 
-def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tensor) -> tuple[Tensor, float]:
+def _frequencies(
+    config: ModelConfig, rope: Rope, context: int, positions: Tensor
+) -> tuple[Tensor, float]:
     """Inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
     kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
     if kind == "default":
@@ -45,7 +49,9 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
     if kind == "linear":
         return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
     if kind == "divided":  # as GGUF files have it: what a scaling makes of each frequency
-        return _inverse(theta, rope.dim) / torch.tensor(rope.parameters["divisors"], dtype=torch.float32), 1.0
+        return _inverse(theta, rope.dim) / torch.tensor(
+            rope.parameters["divisors"], dtype=torch.float32
+        ), 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
     if kind not in SCALINGS:
@@ -56,7 +62,8 @@ def _frequencies(config: ModelConfig, rope: Rope, context: int, positions: Tenso
 
 
 def _inverse(theta: float, dim: int) -> Tensor:
-    """Inverse frequencies as a rotary embedding was trained, rounded to float32 as checkpoints have them. [dim / 2]"""
+    """Inverse frequencies as a rotary embedding was trained, rounded to float32 as checkpoints have
+    them. [dim / 2]"""
     frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return 1.0 / frequencies
 
@@ -66,7 +73,9 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
     length = (positions + 1).clamp(min=config.context)
     growth = rope.parameters["factor"] * length / config.context - (rope.parameters["factor"] - 1)
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
-    frequencies: Tensor = theta[:, None] ** (torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+    frequencies: Tensor = theta[:, None] ** (
+        torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim
+    )
     return 1.0 / frequencies
 
 
@@ -80,7 +89,8 @@ def _llama3(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]
 
 
 def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
-    """YaRN (2309.00071): channels that turn often over a text stay, those that turn seldom are stretched."""
+    """YaRN (2309.00071): channels that turn often over a text stay, those that turn seldom are
+    stretched."""
     trained, theta = _trained(p, raw), p["rope_theta"]
     factor = p["factor"] if p["factor"] is not None else raw["max_position_embeddings"] / trained
 
@@ -110,9 +120,12 @@ def _yarn_attention(p: Json, factor: float) -> float:
 
 
 def _longrope(p: Json, raw: Json, dim: int, context: int) -> tuple[Tensor, float]:
-    """LongRoPE (2402.13753): a factor for each channel, one list for texts as long as those trained on, one beyond."""
+    """LongRoPE (2402.13753): a factor for each channel, one list for texts as long as those trained
+    on, one beyond."""
     trained = _trained(p, raw)
-    factors = torch.tensor(p["long_factor" if context > trained else "short_factor"], dtype=torch.float32)
+    factors = torch.tensor(
+        p["long_factor" if context > trained else "short_factor"], dtype=torch.float32
+    )
     factor = p.get("factor") or raw["max_position_embeddings"] / trained
     attention = p.get("attention_factor")
     if attention is None:
@@ -129,4 +142,8 @@ def _trained(p: Json, raw: Json) -> int:
     return length
 
 
-SCALINGS = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}  # by the names that config.json has for them
+SCALINGS = {
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}  # by the names that config.json has for them

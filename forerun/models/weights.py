@@ -1,9 +1,10 @@
-"""Checkpoint tensors to the decoder's weights: nothing missing, nothing misshapen, nothing left over.
+"""Checkpoint tensors to the decoder's weights: nothing missing, nothing misshapen, nothing left
+over.
 
-A table names, for each of the decoder's tensors, the checkpoint tensors it is made of (query, key and value become
-one matrix, gate and up another). Files are mapped, one tensor at a time is converted, so the peak is one tensor over
-the model itself. Linear layers are read when they are asked for, since a packed copy may be at hand.
-"""
+A table names, for each of the decoder's tensors, the checkpoint tensors it is made of (query, key
+and value become one matrix, gate and up another). Files are mapped, one tensor at a time is
+converted, so the peak is one tensor over the model itself. Linear layers are read when they are
+asked for, since a packed copy may be at hand."""
 
 from __future__ import annotations
 
@@ -13,13 +14,114 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import ModelConfig
-from forerun.models.families import OWN_DRAFTER
+from forerun.errors import LoadError, one_line
+from forerun.models.config import OWN_DRAFTER, ModelConfig
+from forerun.models.files import check_pointer, indexed, weight_files
 from forerun.models.gguf.blocks import Blocks
-from forerun.models.quantized import Stored, scheme_of, stack
+from forerun.models.names import listed
+from forerun.models.quantized import PARTS, Scheme, Stored, read_stored, scheme_of, stack
+
+
+class Checkpoint:
+    """The safetensors files of a directory, read tensor by tensor; remembers what has been
+    taken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.taken: set[str] = set()
+        try:
+            paths = self._paths()
+            for path in paths:
+                check_pointer(path)
+            files = [(path, safe_open(path, framework="pt")) for path in paths]
+            self.where = {name: (path, file) for path, file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise LoadError(
+                f"the weights in {directory} cannot be read: {one_line(str(error))}"
+            ) from None
+
+    def _paths(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.exists():
+            paths = indexed(index)
+            missing = one_line(", ".join(path.name for path in paths if not path.is_file()))
+            if missing:
+                raise LoadError(
+                    f"{index} names files that are not there: {missing}; download them again"
+                )
+            return paths
+        paths = [path for path in weight_files(self.directory) if path.is_file()]
+        if not paths:
+            pickled = any(self.directory.glob("*.bin"))
+            hint = (
+                "convert its .bin files to safetensors"
+                if pickled
+                else "give a Hugging Face model directory"
+            )
+            raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
+        return paths
+
+    def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Count a tensor as used, without reading it. Raises LoadError if it is absent or of
+        another shape."""
+        if name not in self.where:
+            raise LoadError(
+                f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete"
+            )
+        held = self.where[name][1].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+        if shape is not None and tuple(held) != shape:
+            raise LoadError(
+                f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}"
+            )
+        self.taken.add(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        # a mapping of its own, which goes with the tensor: what was read does not stay in memory
+        try:
+            with safe_open(self.where[name][0], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(
+                f"{self.directory}: tensor {name} cannot be read: {one_line(str(error))}"
+            ) from None
+        return tensor
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor that is not quantised."""
+        tensor = self.read(name)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise LoadError(
+                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantised checkpoint, but nothing in"
+                " config.json or beside it says how to read it"
+            )
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def parts(self, layout: str, stem: str) -> list[str]:
+        """What there is of a quantised linear layer, without `stem`."""
+        return [part for part in sum(PARTS[layout], ()) if self.has(f"{stem}.{part}")]
+
+    def stored(self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]) -> Stored:
+        """A quantised linear layer of `shape` (out, in). Raises LoadError."""
+        held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
+        return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
+
+    def finish(self, ignored: tuple[str, ...], others: str | None = None) -> None:
+        """Raise LoadError for tensors nobody took, but for those whose names end in one of
+        `ignored`, or begin with `others`."""
+        left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
+        left = [name for name in left if others is None or not name.startswith(others)]
+        if left:
+            names = listed(map(one_line, left), 4)
+            raise LoadError(
+                f"{self.directory}: {len(left)} tensors fit no part of this model: {names}"
+            )
 
 
 @dataclass(slots=True)
@@ -54,8 +156,8 @@ def chosen_rows(held: Matrix, rows: Tensor) -> Matrix:
 class Source:
     """The weight of a linear layer as the checkpoint holds it.
 
-    `name` is its place in the model ("3.qkv", "head", "embed"), `shape` (out, in); `read` gives [out, in] floats of any
-    precision, or numbers with scales where it is stored quantised.
+    `name` is its place in the model ("3.qkv", "head", "embed"), `shape` (out, in); `read` gives
+    [out, in] floats of any precision, or numbers with scales where it is stored quantised.
     """
 
     name: str
@@ -78,7 +180,8 @@ MakeTable = Callable[[Source], Any]  # an embedding
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer. qkv stacks query, key and value; up stacks gate and up where the MLP is gated."""
+    """One decoder layer. qkv stacks query, key and value; up stacks gate and up where the MLP is
+    gated."""
 
     attention_norm: Norm
     qkv: Linear
@@ -94,8 +197,8 @@ class Layer:
 
 @dataclass(slots=True)
 class Weights:
-    """All tensors of a decoder. `positions` [context, H] only where positions are learned; `embed` [V, H] is whatever
-    the decoder reads rows of."""
+    """All tensors of a decoder. `positions` [context, H] only where positions are learned; `embed`
+    [V, H] is whatever the decoder reads rows of."""
 
     embed: Any
     layers: list[Layer]
@@ -142,7 +245,11 @@ SANDWICH: Names = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that older versions saved
+IGNORED = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+)  # buffers that older versions saved
 
 
 class Builder:
@@ -152,10 +259,19 @@ class Builder:
         self, config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device, make: MakeLinear,
         table: MakeTable, said: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.dtype, self.device, self.make, self.table = config, dtype, device, make, table
+        self.config, self.dtype, self.device, self.make, self.table = (
+            config,
+            dtype,
+            device,
+            make,
+            table,
+        )
         self.said = said
         keys = config.kv_heads * config.head_dim
-        self.sizes = {"qkv": [config.heads * config.head_dim, keys, keys], "up": [config.intermediate] * 2}
+        self.sizes = {
+            "qkv": [config.heads * config.head_dim, keys, keys],
+            "up": [config.intermediate] * 2,
+        }
         self.open(path)
 
     def open(self, path: Path) -> None:
@@ -164,7 +280,10 @@ class Builder:
         self.scheme = scheme_of(config.raw, str(path / "config.json"))
         self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
         prefixes = ("model.", "transformer.", "")
-        self.prefix = next((p for p in prefixes if self.checkpoint.has(f"{p}{self.names['embed']}.weight")), "model.")
+        self.prefix = next(
+            (p for p in prefixes if self.checkpoint.has(f"{p}{self.names['embed']}.weight")),
+            "model.",
+        )
 
     def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
         """The checkpoint's names for a part, with their rows: one, or those that are stacked."""
@@ -184,16 +303,26 @@ class Builder:
         self.checkpoint.claim(name, shape)
         return self.checkpoint.floats(name)
 
-    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
+    def matrix(
+        self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
+    ) -> Callable[[], Matrix]:
         """A function that reads one linear layer's weight, whose tensors are claimed here."""
         checkpoint, scheme = self.checkpoint, self.scheme
         layout = scheme.layout(checkpoint.has, stem) if scheme else None
         if scheme is None or layout is None:
             checkpoint.claim(f"{stem}.weight", shape[::-1] if transposed else shape)
-            return lambda: checkpoint.floats(f"{stem}.weight").T if transposed else checkpoint.floats(f"{stem}.weight")
+            return lambda: (
+                checkpoint.floats(f"{stem}.weight").T
+                if transposed
+                else checkpoint.floats(f"{stem}.weight")
+            )
         for part in checkpoint.parts(layout, stem):
             checkpoint.claim(f"{stem}.{part}")
-        if not bias and checkpoint.has(f"{stem}.bias") and not checkpoint.read(f"{stem}.bias").any():
+        if (
+            not bias
+            and checkpoint.has(f"{stem}.bias")
+            and not checkpoint.read(f"{stem}.bias").any()
+        ):
             checkpoint.claim(f"{stem}.bias")  # older writers of GPTQ give each layer one
         return lambda: checkpoint.stored(scheme, layout, stem, shape)
 
@@ -201,19 +330,30 @@ class Builder:
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
     def norm(self, part: str, layer: int | None = None, size: int | None = None) -> Norm:
-        """Norm weights stay in float32 at least: they are few and half precision would round 1 + w."""
+        """Norm weights stay in float32 at least: they are few and half precision would round 1 +
+        w."""
         shape, kind = (size or self.config.hidden,), self.config.norm
         exact = torch.promote_types(self.dtype, torch.float32)
         weight = self.to(self.tensor(part, layer, "weight", shape), exact)
         if kind == "rms_plus_one":
             weight = weight + 1
-        return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None)
+        return Norm(
+            weight,
+            self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None,
+        )
 
     def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
         transposed = self.config.layout == "gpt2"  # it keeps its matrices as [in, out]
-        readers = [self.matrix(stem, (n, inner), bias, transposed) for stem, n in self.stems(part, layer, out)]
-        source = self.source(f"{layer}.{part}", (out, inner), lambda: stack([read() for read in readers]))
-        return self.make(part, source, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None)
+        readers = [
+            self.matrix(stem, (n, inner), bias, transposed)
+            for stem, n in self.stems(part, layer, out)
+        ]
+        source = self.source(
+            f"{layer}.{part}", (out, inner), lambda: stack([read() for read in readers])
+        )
+        return self.make(
+            part, source, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None
+        )
 
     def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
         return Source(name, shape, read, self.dtype, self.device)
@@ -275,12 +415,12 @@ def load_weights(
     table: MakeTable = lambda source: source.weight(),
     said: Tensor | None = None,
 ) -> Weights:
-    """Read every tensor of the model in a directory or a GGUF file. Raises LoadError for one missing, misshapen, left
-    over or quantised in a way that is not supported.
+    """Read every tensor of the model in a directory or a GGUF file. Raises LoadError for one
+    missing, misshapen, left over or quantised in a way that is not supported.
 
-    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies with; `table` the
-    embedding into what it reads rows of. `said` [Vd] int64 are the tokens that the head has rows for; None:
-    all.
+    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies
+    with; `table` the embedding into what it reads rows of. `said` [Vd] int64 are the tokens that
+    the head has rows for; None: all.
     """
     from forerun.models.gguf.weights import GgufBuilder
 

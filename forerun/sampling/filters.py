@@ -1,7 +1,8 @@
-"""Logits to scores: every sampling parameter, applied per tree node with that node's own hypothetical prefix.
+"""Logits to scores: every sampling parameter, applied per tree node with that node's own
+hypothetical prefix.
 
-Scores are log-probabilities up to a constant per row; what a filter forbids is -inf, and a greedy row keeps its
-argmax alone. A row's scores depend on that row only, never on the rest of the batch.
+Scores are log-probabilities up to a constant per row; what a filter forbids is -inf, and a greedy
+row keeps its argmax alone. A row's scores depend on that row only, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ MOST_SELECTED = 1024  # top_k up to which the likeliest tokens are selected rath
 
 
 class SamplingState:
-    """What the filters must remember of one request: parameters, tokens counted by penalties, place in the grammar."""
+    """What the filters must remember of one request: parameters, tokens counted by penalties, place
+    in the grammar."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], end_ids: Sequence[int], grammar: Matcher | None = None
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        end_ids: Sequence[int],
+        grammar: Matcher | None = None,
     ) -> None:
-        """`end_ids` are the tokens that stop this request: min_tokens keeps them out. `grammar` is its own."""
+        """`end_ids` are the tokens that stop this request: min_tokens keeps them out. `grammar` is
+        its own."""
         self.params, self.grammar = params, grammar
         self.end_ids = sorted(set(end_ids))
         self.produced = 0
@@ -57,14 +64,20 @@ class SamplingState:
             self.grammar.advance(token)
 
     def history(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """(how often the output has each token, which tokens prompt or output have), beside logits of one node: brought
-        up to date with what is new, so that a long text costs a step no more than a short one. [V], [V]"""
+        """(how often the output has each token, which tokens prompt or output have), beside logits
+        of one node: brought up to date with what is new, so that a long text costs a step no more
+            than a short one. [V], [V]"""
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros(len(row), device=row.device)
-            self._seen = _with(torch.zeros(len(row), dtype=torch.bool, device=row.device), self.prompt_tokens)
+            self._seen = _with(
+                torch.zeros(len(row), dtype=torch.bool, device=row.device), self.prompt_tokens
+            )
             self._uncounted = list(self.output_counts.elements())
         if self._uncounted:
-            self._counts, self._seen = _counted(self._counts, self._uncounted), _with(self._seen, self._uncounted)
+            self._counts, self._seen = (
+                _counted(self._counts, self._uncounted),
+                _with(self._seen, self._uncounted),
+            )
             self._uncounted = []
         return self._counts, self._seen
 
@@ -72,13 +85,17 @@ class SamplingState:
         """The tokens of logit_bias and their amounts."""
         if self._bias is None:
             ids = torch.tensor(list(self.params.logit_bias), device=logits.device)
-            amounts = torch.tensor(list(self.params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+            amounts = torch.tensor(
+                list(self.params.logit_bias.values()), dtype=logits.dtype, device=logits.device
+            )
             self._bias = ids, amounts
         return self._bias
 
 
 def _with(seen: Tensor, tokens: Collection[int]) -> Tensor:
-    return seen.index_fill(0, torch.tensor(list(tokens), dtype=torch.long, device=seen.device), True)
+    return seen.index_fill(
+        0, torch.tensor(list(tokens), dtype=torch.long, device=seen.device), True
+    )
 
 
 def _counted(counts: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -86,7 +103,9 @@ def _counted(counts: Tensor, tokens: Sequence[int]) -> Tensor:
     return counts.index_add(0, ids, torch.ones(len(tokens), device=counts.device))
 
 
-def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]) -> Tensor:
+def filter_logits(
+    logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]
+) -> Tensor:
     """The scores of the token after each node.
 
     Args:
@@ -107,14 +126,18 @@ def filter_logits(logits: Tensor, drafts: Sequence[Draft], states: Sequence[Samp
         for own, draft, state in zip(rows, drafts, states, strict=True):
             if state.special:
                 _adjust(own, draft, state)
-    return shape_logits(logits, [s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens])
+    return shape_logits(
+        logits, [s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens]
+    )
 
 
 def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
     """Grammar, bias, penalties and min_tokens of one request, in place. [N, V]"""
     params, device = state.params, logits.device
     if state.grammar:
-        logits.masked_fill_(_forbidden(state.grammar.masks(draft), logits.shape[1]).to(device), -math.inf)
+        logits.masked_fill_(
+            _forbidden(state.grammar.masks(draft), logits.shape[1]).to(device), -math.inf
+        )
     if params.logit_bias:
         ids, amounts = state.bias(logits)
         logits[:, ids] += amounts
@@ -128,7 +151,9 @@ def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
 def _forbidden(masks: Sequence[bytes], vocab: int) -> Tensor:
     """Sets of allowed tokens, a bit each, to the tokens that are not in them. bool [N, V]"""
     packed = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1)
-    return torch.from_numpy(np.unpackbits(~packed, axis=1, count=vocab, bitorder="little").view(np.bool_))
+    return torch.from_numpy(
+        np.unpackbits(~packed, axis=1, count=vocab, bitorder="little").view(np.bool_)
+    )
 
 
 def _keep_out(row: Tensor, tokens: Sequence[int]) -> None:
@@ -153,38 +178,55 @@ def _penalise(row: Tensor, state: SamplingState, path: Sequence[int]) -> None:
         row -= torch.where(counts > 0, amounts, torch.zeros_like(amounts))
 
 
-def draw_tokens(logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState], keys: list[int]) -> list[int]:
-    """The target's own token after each node: a draw from what `filter_logits` gives, which is not made where only
-    temperatures count. `keys`: the stream of noise of each node."""
-    if any(state.special or not (state.params.greedy or state.params.unfiltered) for state in states):
+def draw_tokens(
+    logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState], keys: list[int]
+) -> list[int]:
+    """The target's own token after each node: a draw from what `filter_logits` gives, which is not
+    made where only temperatures count. `keys`: the stream of noise of each node."""
+    if any(
+        state.special or not (state.params.greedy or state.params.unfiltered) for state in states
+    ):
         with torch.inference_mode():
             return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
-    return say(logits, [s.params.heat for d, s in zip(drafts, states, strict=True) for _ in d.tokens], keys)
+    return say(
+        logits, [s.params.heat for d, s in zip(drafts, states, strict=True) for _ in d.tokens], keys
+    )
 
 
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters -> scores [M, V]"""
+    """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters
+    -> scores [M, V]"""
     scores = temper(logits, [p.heat for p in params])
-    filters = [UNFILTERED if p.greedy else p.filters for p in params]  # of one token there is nothing to filter
+    filters = [
+        UNFILTERED if p.greedy else p.filters for p in params
+    ]  # of one token there is nothing to filter
     kinds = set(filters)
     if len(kinds) == 1:
         return _cut(scores, *filters[0])
     result = torch.empty_like(scores)
-    for kind in kinds:  # all rows with the same filters at once: what a row computes depends on it alone
-        rows = torch.tensor([i for i, own in enumerate(filters) if own == kind], device=scores.device)
+    for (
+        kind
+    ) in kinds:  # all rows with the same filters at once: what a row computes depends on it alone
+        rows = torch.tensor(
+            [i for i, own in enumerate(filters) if own == kind], device=scores.device
+        )
         result[rows] = _cut(scores[rows], *kind)
     return result
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Scores [M, V] of which the top_k likeliest stay (ties at the border with them), of these the nucleus, and of that
-    what min_p leaves."""
+    """Scores [M, V] of which the top_k likeliest stay (ties at the border with them), of these the
+    nucleus, and of that what min_p leaves."""
     vocab = scores.shape[-1]
     if not 0 < top_k <= MOST_SELECTED or top_k >= vocab:
         return _cut_sorted(scores, top_k, top_p, min_p)
-    values, index = scores.topk(top_k + 1, dim=-1)  # sorting a whole vocabulary takes as long as a small model's pass
+    values, index = scores.topk(
+        top_k + 1, dim=-1
+    )  # sorting a whole vocabulary takes as long as a small model's pass
     tied = (values[:, -1] == values[:, -2]) & ~torch.isneginf(values[:, -1])
-    index, order = index[:, :-1].sort(dim=-1)  # so that equal scores stand in the order of their tokens
+    index, order = index[:, :-1].sort(
+        dim=-1
+    )  # so that equal scores stand in the order of their tokens
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     values = _likely(_nucleus(values, top_p), min_p)
     result = torch.full_like(scores, -math.inf).scatter_(-1, index.gather(-1, order), values)
@@ -211,7 +253,8 @@ def _likely(scores: Tensor, min_p: float) -> Tensor:
 
 
 def _nucleus(ordered: Tensor, top_p: float) -> Tensor:
-    """Scores in descending order without those behind the first ones whose probability reaches top_p."""
+    """Scores in descending order without those behind the first ones whose probability reaches
+    top_p."""
     if top_p >= 1:  # a rounded sum must not cut anything
         return ordered
     probs = ordered.softmax(-1)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.errors import RequestError, nearest
+from forerun.errors import RequestError, suggest
 
 KINDS = ("json_schema", "json_object", "regex", "lark", "choice", "tool_calls")
 LONGEST = 1 << 16  # characters of a grammar
@@ -16,14 +16,15 @@ LONGEST = 1 << 16  # characters of a grammar
 class Grammar:
     """What an output must look like, from its first token to its last.
 
-    JSON comes without optional white space, so that small models do not lose themselves in it; a schema with
-    {"x-guidance": {"whitespace_flexible": true}} allows it again.
+    JSON comes without optional white space, so that small models do not lose themselves in it; a
+    schema with {"x-guidance": {"whitespace_flexible": true}} allows it again.
 
     Args:
-        kind: json_schema, json_object (any JSON object), regex (Rust syntax, the whole output), lark (llguidance's
-            dialect, its rule `start`), choice, or tool_calls (a call of one of several tools).
-        text: the schema as JSON, the regex, the Lark grammar, a JSON list of strings, or a JSON list of
-            [name of a tool, JSON schema of its arguments]; "" for json_object.
+        kind: json_schema, json_object (any JSON object), regex (Rust syntax, the whole output),
+            lark (llguidance's dialect, its rule `start`), choice, or tool_calls (a call of one of
+            several tools).
+        text: the schema as JSON, the regex, the Lark grammar, a JSON list of strings, or a JSON
+            list of [name of a tool, JSON schema of its arguments]; "" for json_object.
     """
 
     kind: str
@@ -31,23 +32,39 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RequestError(f"there is no grammar kind {self.kind!r}: {nearest(str(self.kind), KINDS)}")
+            raise RequestError(
+                f"there is no grammar kind {self.kind!r}: {suggest(str(self.kind), KINDS)}"
+            )
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
             wanted = "no text" if self.kind == "json_object" else "a text that is not empty"
-            raise RequestError(f"a {self.kind} grammar needs {wanted}, not {short(repr(self.text))}")
+            raise RequestError(
+                f"a {self.kind} grammar needs {wanted}, not {short(repr(self.text))}"
+            )
         if len(self.text) > LONGEST:
-            raise RequestError(f"the grammar has {len(self.text)} characters: give at most {LONGEST}")
+            raise RequestError(
+                f"the grammar has {len(self.text)} characters: give at most {LONGEST}"
+            )
         try:
             self.text.encode()
-        except UnicodeEncodeError:  # lone surrogates, as bytes that are no UTF-8 come in on the command line
+        except (
+            UnicodeEncodeError
+        ):  # lone surrogates, as bytes that are no UTF-8 come in on the command line
             raise RequestError("the grammar is not valid Unicode text: give UTF-8") from None
         value = _parse(self.text) if self.kind in ("json_schema", "choice", "tool_calls") else None
         if self.kind == "json_schema" and not isinstance(value, dict):
             raise RequestError(f"a JSON schema must be an object, not {short(self.text)}")
-        if self.kind == "tool_calls" and not (isinstance(value, list) and value and all(map(_is_tool, value))):
-            raise RequestError(f"tool calls need a list of [name, JSON schema], not {short(self.text)}")
-        if self.kind == "choice" and not (isinstance(value, list) and value and all(_is_text(c) for c in value)):
-            raise RequestError(f"choices must be a list of strings, none of them empty, not {short(self.text)}")
+        if self.kind == "tool_calls" and not (
+            isinstance(value, list) and value and all(map(_is_tool, value))
+        ):
+            raise RequestError(
+                f"tool calls need a list of [name, JSON schema], not {short(self.text)}"
+            )
+        if self.kind == "choice" and not (
+            isinstance(value, list) and value and all(_is_text(c) for c in value)
+        ):
+            raise RequestError(
+                f"choices must be a list of strings, none of them empty, not {short(self.text)}"
+            )
 
     @classmethod
     def of(cls, kind: str, value: dict[str, Any] | list[Any] | str = "") -> Grammar:
@@ -55,7 +72,9 @@ class Grammar:
         try:
             return cls(kind, value if isinstance(value, str) else json.dumps(value))
         except (TypeError, ValueError, RecursionError):
-            raise RequestError(f"this {kind} grammar cannot be written as JSON: give plain values") from None
+            raise RequestError(
+                f"this {kind} grammar cannot be written as JSON: give plain values"
+            ) from None
 
     def source(self) -> str:
         """The grammar in the language of llguidance. Raises RequestError."""
@@ -64,7 +83,9 @@ class Grammar:
         if self.kind == "regex":
             return LLMatcher.grammar_from_regex(self.text)
         if self.kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(self.text))))
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(map(json.dumps, json.loads(self.text)))
+            )
         if self.kind == "lark":
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "tool_calls":
@@ -76,14 +97,16 @@ def _schema(schema: dict[str, Any]) -> str:
     """A JSON schema in the language of llguidance."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults={"whitespace_flexible": False}
+    )
 
 
 def _calls(tools: list[tuple[str, dict[str, Any]]]) -> str:
     """{"name":...,"arguments":...} with one of the names, in the language of llguidance.
 
-    The schema of each tool stays a document of its own, because its references count from its own root.
-    """
+    The schema of each tool stays a document of its own, because its references count from its own
+    root."""
     rules, documents = [], []
     for i, (name, schema) in enumerate(tools):
         beginning = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
@@ -106,7 +129,12 @@ def _is_text(value: object) -> bool:
 
 
 def _is_tool(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and isinstance(value[1], dict)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and _is_text(value[0])
+        and isinstance(value[1], dict)
+    )
 
 
 def short(text: str) -> str:

@@ -1,8 +1,9 @@
-"""A grammar along one request: what it allows at each node of a draft, and what it leaves no choice about.
+"""A grammar along one request: what it allows at each node of a draft, and what it leaves no choice
+about.
 
-Only `advance` commits. Masks, pruning and forced tokens look ahead along the paths of a tree and leave no trace: what
-is allowed at a place depends on the text before it and on nothing else, so drafts are masked as plain decoding is.
-"""
+Only `advance` commits. Masks, pruning and forced tokens look ahead along the paths of a tree and
+leave no trace: what is allowed at a place depends on the text before it and on nothing else, so
+drafts are masked as plain decoding is."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class NotReadyError(Exception):
 
 
 class MaskThreads:
-    """Threads in which masks are computed, and the time until which a step waits for all of them together."""
+    """Threads in which masks are computed, and the time until which a step waits for all of them
+    together."""
 
     def __init__(self, count: int) -> None:
         self.pool, self.until = ThreadPoolExecutor(count, "forerun-masks"), 0.0
@@ -39,7 +41,8 @@ class MaskThreads:
 
 @dataclass(eq=False)
 class Compiled:
-    """A grammar compiled for one request: llguidance's matcher before its first token, which that request alone uses.
+    """A grammar compiled for one request: llguidance's matcher before its first token, which that
+    request alone uses.
 
     Attributes:
         core: the matcher; its lexer collects states as it is used.
@@ -59,18 +62,19 @@ class Compiled:
 class Matcher:
     """A grammar along one request. A set of tokens is an int: bit t is token t.
 
-    After a complete text the tokens of `end_ids` are allowed and nothing else where nothing can follow; before that
-    none of the model's own end-of-text tokens. The llguidance matcher has read the committed tokens and, while
-    looking ahead, those of `ahead`; `rows` keeps the sets found behind the committed tokens, by what follows them.
+    After a complete text the tokens of `end_ids` are allowed and nothing else where nothing can
+    follow; before that none of the model's own end-of-text tokens. The llguidance matcher has read
+    the committed tokens and, while looking ahead, those of `ahead`; `rows` keeps the sets found
+    behind the committed tokens, by what follows them.
 
-    llguidance bounds how many states its lexer may have and how much work one mask may take. Where a matcher meets a
-    bound, a new one reads the tokens again and tries once more: so whether a request can go on depends on its text
-    alone, not on what was looked at before, and it is the same with drafts and without. If the new one fails too, the
-    request ends with an error.
+    llguidance bounds how many states its lexer may have and how much work one mask may take. Where
+    a matcher meets a bound, a new one reads the tokens again and tries once more: so whether a
+    request can go on depends on its text alone, not on what was looked at before, and it is the
+    same with drafts and without. If the new one fails too, the request ends with an error.
 
-    With `threads` the time is bounded as well: sets are found there, and who waits too long for one leaves the request
-    out of a step (`ready`, NotReadyError), so that the others go on. After PATIENCE seconds the request ends.
-    """
+    With `threads` the time is bounded as well: sets are found there, and who waits too long for one
+    leaves the request out of a step (`ready`, NotReadyError), so that the others go on. After
+    PATIENCE seconds the request ends."""
 
     def __init__(
         self,
@@ -88,7 +92,9 @@ class Matcher:
         self.texts = ((1 << vocab) - 1) & ~_set([last, *own_ends])
         self.tokens: list[int] = []
         self.ahead: list[int] = []
-        self.rows: dict[tuple[int, ...], int | None] = {}  # None where a bound of llguidance forbids to go there
+        self.rows: dict[
+            tuple[int, ...], int | None
+        ] = {}  # None where a bound of llguidance forbids to go there
         self.broken = False
         self._running: Future[object] | None = None  # looks ahead in a thread, since `_begun`
         self._begun = 0.0
@@ -96,8 +102,9 @@ class Matcher:
         self._why = ""  # which bound was met last
 
     def ready(self) -> bool:
-        """Return True if the set of tokens behind the committed ones is known, after a wait that all requests of a step
-        share. Raises RequestError where it cannot be found, or is not within PATIENCE seconds."""
+        """Return True if the set of tokens behind the committed ones is known, after a wait that
+        all requests of a step share. Raises RequestError where it cannot be found, or is not within
+        PATIENCE seconds."""
         if self._running is None and (() in self.rows or self.broken):
             return True
         try:
@@ -108,15 +115,21 @@ class Matcher:
 
     def begin(self) -> None:
         """Begin with what `ready` waits for."""
-        if self.threads is not None and self._running is None and not self.broken and () not in self.rows:
+        if (
+            self.threads is not None
+            and self._running is None
+            and not self.broken
+            and () not in self.rows
+        ):
             self._running = self._started(self._root)
 
     def masks(self, draft: Draft) -> list[bytes]:
-        """For each node the tokens allowed after it: ceil(V / 8) bytes, the lowest token in the lowest bit.
+        """For each node the tokens allowed after it: ceil(V / 8) bytes, the lowest token in the
+        lowest bit.
 
-        A node that cannot be accepted, or with nothing to follow, gets a set that is not empty and means nothing.
-        Raises RequestError where a bound of llguidance forbids to go on behind a node.
-        """
+        A node that cannot be accepted, or with nothing to follow, gets a set that is not empty and
+        means nothing. Raises RequestError where a bound of llguidance forbids to go on behind a
+        node."""
 
         def look() -> list[int]:
             return [0 if path is None else self._allowed(path) for path in self._paths(draft)]
@@ -127,11 +140,12 @@ class Matcher:
     def prune(self, draft: Draft) -> Draft:
         """The draft without the nodes that the grammar forbids, and what hangs below them.
 
-        A draft with sampled nodes is left alone: which nodes are verified may not depend on what was drawn. Raises
-        NotReadyError where that takes longer than others should wait; `masks` need not look any more behind this.
-        """
+        A draft with sampled nodes is left alone: which nodes are verified may not depend on what
+            was drawn. Raises
+        NotReadyError where that takes longer than others should wait; `masks` need not look any
+        more behind this."""
         paths = self._in_time(lambda: self._paths(draft, known=True))
-        if any(law is not Law.GIVEN for law in draft.laws):
+        if any(law is not Law.DETERMINISTIC for law in draft.laws):
             return draft
         kept = [node for node, path in enumerate(paths) if path is not None]
         if len(kept) == len(draft):
@@ -146,8 +160,8 @@ class Matcher:
         )
 
     def forced(self, limit: int) -> list[int]:
-        """The next tokens, as long as the grammar allows one only; at most `limit`, and no end of the text. Raises
-        NotReadyError as `prune` does."""
+        """The next tokens, as long as the grammar allows one only; at most `limit`, and no end of
+        the text. Raises NotReadyError as `prune` does."""
         return self._in_time(lambda: self._forced(limit))
 
     def _forced(self, limit: int) -> list[int]:
@@ -165,14 +179,18 @@ class Matcher:
             return
         if self._running is not None:  # nobody else may use the core meanwhile
             self._in_time(self._root, PATIENCE)
-        if self.ends >> token & 1:  # the request ends with it: only whether it may has still to be known
+        if (
+            self.ends >> token & 1
+        ):  # the request ends with it: only whether it may has still to be known
             self.broken = not self._root() >> token & 1
             return
         if self.ahead[:1] == [token]:
             self.ahead.pop(0)
         elif not self._root() >> token & 1:
             self.broken = True
-        elif not (self._move(()) and self.core.consume_token(token)) and not self._renew([*self.tokens, token]):
+        elif not (self._move(()) and self.core.consume_token(token)) and not self._renew(
+            [*self.tokens, token]
+        ):
             raise self._too_complex()
         self.tokens.append(token)
         self.rows = {path[1:]: row for path, row in self.rows.items() if path[:1] == (token,)}
@@ -180,7 +198,11 @@ class Matcher:
     @property
     def accepting(self) -> bool:
         """Whether the text so far is complete."""
-        return not self.broken and (self._move(()) or self._renew(self.tokens)) and bool(self.core.is_accepting())
+        return (
+            not self.broken
+            and (self._move(()) or self._renew(self.tokens))
+            and bool(self.core.is_accepting())
+        )
 
     @property
     def stopped(self) -> bool:
@@ -191,8 +213,10 @@ class Matcher:
     def ending(self) -> str | None:
         """Why the request ends here, where no end token says so.
 
-        "stop": the text is complete and cannot go on, and the request has no end token. "abort": no token can go on
-        and the text is not complete: the vocabulary cannot spell it. None as well while that is not known (`ready`).
+        "stop": the text is complete and cannot go on, and the request has no end token. "abort": no
+        token can go on
+        and the text is not complete: the vocabulary cannot spell it. None as well while that is not
+            known (`ready`).
         """
         if self.broken:
             return "abort"
@@ -204,18 +228,22 @@ class Matcher:
         return "stop" if self.accepting else "abort"
 
     def _paths(self, draft: Draft, known: bool = False) -> list[tuple[int, ...] | None]:
-        """The tokens from the root to each node; None for nodes that cannot be accepted and, with `known`, for those
-        behind which a bound of llguidance forbids to go on."""
+        """The tokens from the root to each node; None for nodes that cannot be accepted and, with
+        `known`, for those behind which a bound of llguidance forbids to go on."""
         paths: list[tuple[int, ...] | None] = [()]
         for token, parent in zip(draft.tokens[1:], draft.parents[1:], strict=True):
             above = paths[parent]
-            path = (*above, token) if above is not None and (self._row(above) or 0) >> token & 1 else None
+            path = (
+                (*above, token)
+                if above is not None and (self._row(above) or 0) >> token & 1
+                else None
+            )
             paths.append(None if path is not None and known and self._row(path) is None else path)
         return paths
 
     def _row(self, path: tuple[int, ...]) -> int | None:
-        """The tokens allowed after the committed ones and `path`, whose tokens are allowed themselves; None where a
-        bound of llguidance forbids to go there."""
+        """The tokens allowed after the committed ones and `path`, whose tokens are allowed
+        themselves; None where a bound of llguidance forbids to go there."""
         if path not in self.rows:
             self.rows[path] = 0 if path and self.ends >> path[-1] & 1 else self._look(path)
         return self.rows[path]
@@ -261,15 +289,15 @@ class Matcher:
         return True
 
     def _renew(self, tokens: list[int]) -> bool:
-        """Read committed tokens with a new core, since one that has failed stays so and its lexer is full; False where
-        a bound forbids that."""
+        """Read committed tokens with a new core, since one that has failed stays so and its lexer
+        is full; False where a bound forbids that."""
         self.core, self.ahead = self.compiled.renew(), []
         return bool(self.core.consume_tokens(tokens))
 
     def _in_time(self, look: Callable[[], T], seconds: float = 0.0) -> T:
-        """What `look` gives at once, or in a thread, where time is bounded. Raises NotReadyError if the wait of this
-        step and `seconds` are over before, and RequestError after PATIENCE seconds; nothing else may be asked
-        meanwhile."""
+        """What `look` gives at once, or in a thread, where time is bounded. Raises NotReadyError if
+        the wait of this step and `seconds` are over before, and RequestError after PATIENCE
+        seconds; nothing else may be asked meanwhile."""
         if self.threads is None:
             return look()
         if self._running is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from forerun.errors import RequestError, brief, nearest
+from forerun.errors import RequestError, shorten, suggest
 from forerun.sampling.grammar import Grammar
 
 DEFAULT: Mapping[str, float] = (
@@ -15,8 +15,10 @@ DEFAULT: Mapping[str, float] = (
         {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
     )
 )
-NEUTRAL: Mapping[str, float] = MappingProxyType(  # greedy, and no filter changes the model's distribution
-    {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: Mapping[str, float] = (
+    MappingProxyType(  # greedy, and no filter changes the model's distribution
+        {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    )
 )
 
 
@@ -24,35 +26,43 @@ NEUTRAL: Mapping[str, float] = MappingProxyType(  # greedy, and no filter change
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    Temperature, top_k, top_p, min_p and repetition_penalty are None where they are not given. `LLM` and the server then
-    take the value that the model's authors set, or else forerun's default (`resolved`). The engine itself, used without
-    an `LLM`, takes None for the value that changes nothing: greedy decoding without filters.
+    Temperature, top_k, top_p, min_p and repetition_penalty are None where they are not given. `LLM`
+    and the server then take the value that the model's authors set, or else forerun's default
+    (`resolved`). The engine itself, used without an `LLM`, takes None for the value that changes
+    nothing: greedy decoding without filters.
 
-    Order of the filters: grammar, logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. All of them
-    act at every position of a draft with the text that would stand before it, so speculation never changes what they
-    do.
+    Order of the filters: grammar, logit_bias, penalties, min_tokens, temperature, top_k, top_p,
+        min_p. All of them
+    act at every position of a draft with the text that would stand before it, so speculation never
+    changes what they do.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
         top_k: keep the k likeliest tokens; 0 keeps all. Ties at the border are kept.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (nucleus sampling).
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (nucleus
+            sampling).
         min_p: keep tokens at least min_p times as likely as the likeliest.
         presence_penalty: subtracted from the logit of every token in the output so far. -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output so far. -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output. 0.001 to 100.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+            output. 0.001 to 100.
         logit_bias: {token id: amount added to its logit}. -100 to 100.
         max_tokens: most tokens to produce.
-        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a grammar allows no more.
+        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a
+            grammar allows no more.
         stop: a string or strings that end the text and are left out of it; may cross token borders.
-        stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the text.
+        stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the
+            text.
         ignore_eos: do not stop at the model's own end-of-text token.
         seed: same seed, same prompt, same tokens. None draws one, and the result says which.
         n: how many completions; completion i uses a seed derived from seed and i.
-        logprobs: None, or how many of the likeliest tokens to report beside each chosen token (0 to 20).
-        prompt_logprobs: None, or the same for each token of the prompt (0 to 20). max_tokens may then be 0: the prompt
-            is read and nothing is generated.
-        grammar: what the output must look like: Grammar.of("json_schema", {...}), Grammar.of("json_object"), or of a
-            "regex", a "lark" grammar or a "choice" of strings. JSON comes without white space that may be left out.
+        logprobs: None, or how many of the likeliest tokens to report beside each chosen token (0 to
+            20).
+        prompt_logprobs: None, or the same for each token of the prompt (0 to 20). max_tokens may
+            then be 0: the prompt is read and nothing is generated.
+        grammar: what the output must look like: Grammar.of("json_schema", {...}),
+            Grammar.of("json_object"), or of a "regex", a "lark" grammar or a "choice" of strings.
+            JSON comes without white space that may be left out.
     """
 
     temperature: float | None = None
@@ -75,7 +85,9 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
+        )
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         for name, low, high in _RANGES:
             value = getattr(self, name)
@@ -84,58 +96,84 @@ class SamplingParams:
             if name == "max_tokens" and value == 0 and self.prompt_logprobs is not None:
                 continue
             if not _is_number(value) or not low <= value <= high:
-                raise RequestError(f"{name}={brief(value)} is out of range: give a number from {low} to {high}")
+                raise RequestError(
+                    f"{name}={shorten(value)} is out of range: give a number from {low} to {high}"
+                )
         for name in _WHOLE:
             value = getattr(self, name)
             if value is not None and not _is_whole(value):
-                raise RequestError(f"{name}={brief(value)} must be a whole number")
+                raise RequestError(f"{name}={shorten(value)} must be a whole number")
         if self.top_p == 0:
-            raise RequestError(f"top_p={self.top_p} is out of range: give a number over 0 and at most 1")
+            raise RequestError(
+                f"top_p={self.top_p} is out of range: give a number over 0 and at most 1"
+            )
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it")
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it"
+            )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise RequestError(f"seed={brief(self.seed)} is out of range: give a whole number from 0 to 2**63 - 1")
+            raise RequestError(
+                f"seed={shorten(self.seed)} is out of range: give a whole number from 0 to 2**63 - 1"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 20:
-                raise RequestError(f"{name}={brief(value)} is out of range: give 0 to 20, or None")
+                raise RequestError(
+                    f"{name}={shorten(value)} is out of range: give 0 to 20, or None"
+                )
         if not isinstance(self.grammar, Grammar | None):
-            raise RequestError(f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)")
+            raise RequestError(
+                f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)"
+            )
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={brief(self.ignore_eos)} must be true or false")
+            raise RequestError(f"ignore_eos={shorten(self.ignore_eos)} must be true or false")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(
-                f"stop={brief(self.stop)} must be strings, none of them empty: an empty one would stop everything"
+                f"stop={shorten(self.stop)} must be strings, none of them empty: an empty one would stop everything"
             )
         if not all(_is_whole(token) for token in self.stop_token_ids):
-            raise RequestError(f"stop_token_ids={brief(self.stop_token_ids)} must be whole numbers")
-        if not isinstance(self.logit_bias, dict) or not all(_is_whole(token) for token in self.logit_bias):
-            raise RequestError(f"logit_bias={brief(self.logit_bias)} must map token ids to amounts")
+            raise RequestError(
+                f"stop_token_ids={shorten(self.stop_token_ids)} must be whole numbers"
+            )
+        if not isinstance(self.logit_bias, dict) or not all(
+            _is_whole(token) for token in self.logit_bias
+        ):
+            raise RequestError(
+                f"logit_bias={shorten(self.logit_bias)} must map token ids to amounts"
+            )
         for token, amount in self.logit_bias.items():
             if not _is_number(amount) or not -100 <= amount <= 100:
                 raise RequestError(
-                    f"logit_bias of token {brief(token)} is {brief(amount)}: give a number from -100 to 100"
+                    f"logit_bias of token {shorten(token)} is {shorten(amount)}: give a number from -100 to 100"
                 )
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
-        """SamplingParams from keyword arguments; an unknown name is an error that names the nearest."""
+        """SamplingParams from keyword arguments; an unknown name is an error that names the
+        nearest."""
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
-                raise RequestError(f"there is no sampling parameter {brief(name)}: {nearest(name, known)}")
+                raise RequestError(
+                    f"there is no sampling parameter {shorten(name)}: {suggest(name, known)}"
+                )
         return cls(**options)
 
     @classmethod
     def pure(cls, **options: Any) -> SamplingParams:
-        """SamplingParams that nothing is added to: greedy decoding unless a temperature is given, and no filter or
-        penalty that is not among the options, whatever the model's authors set. Measurements use it."""
+        """SamplingParams that nothing is added to: greedy decoding unless a temperature is given,
+        and no filter or penalty that is not among the options, whatever the model's authors set.
+        Measurements use it."""
         return cls.of(**{**NEUTRAL, **options})
 
     def resolved(self, advised: Mapping[str, Any]) -> SamplingParams:
-        """Return the same parameters with a value for every field that is not given: the one in `advised`, which are
-        the settings of the model's authors, or else forerun's default."""
-        chosen = {name: advised.get(name, value) for name, value in DEFAULT.items() if getattr(self, name) is None}
+        """Return the same parameters with a value for every field that is not given: the one in
+        `advised`, which are the settings of the model's authors, or else forerun's default."""
+        chosen = {
+            name: advised.get(name, value)
+            for name, value in DEFAULT.items()
+            if getattr(self, name) is None
+        }
         return replace(self, **chosen) if chosen else self
 
     @property
@@ -145,7 +183,8 @@ class SamplingParams:
 
     @property
     def heat(self) -> float:
-        """The temperature; 0 for greedy decoding, also where it is so small that dividing by it means nothing."""
+        """The temperature; 0 for greedy decoding, also where it is so small that dividing by it
+        means nothing."""
         return 0.0 if self.temperature is None or self.temperature < 1e-6 else self.temperature
 
     @property
@@ -201,5 +240,5 @@ def _is_number(value: object) -> bool:
 def _listed(name: str, value: object) -> tuple[Any, ...]:
     """A list or tuple as a tuple."""
     if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name}={brief(value)} must be a list")
+        raise RequestError(f"{name}={shorten(value)} must be a list")
     return tuple(value)

@@ -9,12 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 from forerun.engine.stats import RequestStats
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.server.tenants import CALLER
 from forerun.server.tickets import Ticket
 from forerun.types import OTHERS, Event, PromptLogprobs, Round, TokenLogprobs
 
-SPELLED = 1 << 15  # tokens whose texts are kept: log-probabilities name the same ones again and again
+SPELLED = (
+    1 << 15
+)  # tokens whose texts are kept: log-probabilities name the same ones again and again
 LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
 
@@ -60,7 +62,8 @@ def finish(reason: str | None) -> str | None:
 
 
 def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
-    """Token counts over the answers to all prompts, n for each. Every emitted token counts once, and no other."""
+    """Token counts over the answers to all prompts, n for each. Every emitted token counts once,
+    and no other."""
     prompt = sum(a.stats.prompt_tokens for a in answers[::n])
     completion = sum(len(a.token_ids) for a in answers)
     details: dict[str, Any] = {}
@@ -73,13 +76,16 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(a.stats.cached_tokens for a in answers[::n])},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(a.stats.cached_tokens for a in answers[::n])
+        },
         "completion_tokens_details": {"reasoning_tokens": 0} | details,
     }
 
 
 def metrics(answers: Sequence[Answer]) -> dict[str, Any] | None:
-    """Speculation of a single answer in vLLM's shape, which benchmark tools read, and beside it what took the time."""
+    """Speculation of a single answer in vLLM's shape, which benchmark tools read, and beside it
+    what took the time."""
     if len(answers) != 1:
         return None
     stats = answers[0].stats
@@ -115,8 +121,8 @@ def completion_logprobs(
     tokenizer: Tokenizer | None,
     top: int,
 ) -> dict[str, Any]:
-    """Logprobs as /v1/completions writes them, with at most `top` of the likeliest tokens; the text of the first token
-    begins at `offset`. The first token of a prompt has no entry."""
+    """Logprobs as /v1/completions writes them, with at most `top` of the likeliest tokens; the text
+    of the first token begins at `offset`. The first token of a prompt has no entry."""
     offsets = []
     for piece in pieces[: len(entries)]:
         offsets.append(offset)
@@ -137,14 +143,24 @@ def _by_text(entry: TokenLogprobs, top: int, tokenizer: Tokenizer | None) -> dic
     return found
 
 
-def prompt_logprobs(entries: PromptLogprobs, top: int, tokenizer: Tokenizer | None) -> list[dict[str, Any] | None]:
-    """Log-probabilities of a prompt as vLLM writes them: by token id the token itself and `top` of the likeliest."""
+def prompt_logprobs(
+    entries: PromptLogprobs, top: int, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt as vLLM writes them: by token id the token itself and `top` of
+    the likeliest."""
 
     def one(entry: TokenLogprobs) -> dict[str, Any]:
-        ranked = {token: (value, i) for i, (token, value) in enumerate(list(entry.top.items())[:top], start=1)}
+        ranked = {
+            token: (value, i)
+            for i, (token, value) in enumerate(list(entry.top.items())[:top], start=1)
+        }
         ranked.setdefault(entry.token_id, (entry.logprob, entry.rank or 0))
         return {
-            str(token): {"logprob": number(value), "rank": rank, "decoded_token": spell(tokenizer, token)}
+            str(token): {
+                "logprob": number(value),
+                "rank": rank,
+                "decoded_token": spell(tokenizer, token),
+            }
             for token, (value, rank) in ranked.items()
         }
 
@@ -164,7 +180,8 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
 
     return {
         "content": [
-            one(e.token_id, e.logprob) | {"top_logprobs": [one(t, v) for t, v in e.top.items()]} for e in entries
+            one(e.token_id, e.logprob) | {"top_logprobs": [one(t, v) for t, v in e.top.items()]}
+            for e in entries
         ],
         "refusal": None,
     }
@@ -191,10 +208,11 @@ def number(value: float) -> float:
 
 
 def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """One round for whoever watches: what was drafted, what the target thought of it, what was emitted.
+    """One round for whoever watches: what was drafted, what the target thought of it, what was
+    emitted.
 
-    Tokens that come from another request and were rejected are not told: they are no part of this one. How often drafts
-    are accepted follows at first from everybody's, and is for the operator.
+    Tokens that come from another request and were rejected are not told: they are no part of this
+    one. How often drafts are accepted follows at first from everybody's, and is for the operator.
     """
     draft, kept = round_.draft, set(round_.verdict.path)
 
@@ -223,7 +241,9 @@ def trace(round_: Round, event: Event, tokenizer: Tokenizer | None) -> dict[str,
         "step": round_.step,
         "depth": round_.depth,
         "rate": round(round_.rate, 4) if CALLER.get().operator else None,
-        "tokens": [{"id": token, "text": text, "source": source} for token, source, text in emitted],
+        "tokens": [
+            {"id": token, "text": text, "source": source} for token, source, text in emitted
+        ],
         "draft": nodes,
         "bonus": one(round_.verdict.tokens[-1], len(draft) - 1),
         "t_draft_ms": round(1e3 * round_.draft_seconds, 4),

@@ -52,8 +52,11 @@ async def chat(kitchen: Kitchen, body: ChatRequest, http: Request) -> Response:
     return await answer(kitchen, dialect, orders, http)
 
 
-def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = None) -> tuple[Chat, list[Order]]:
-    """A chat as orders for the engine, and the dialect its answer is written in. `prompt` stands for its messages."""
+def chat_orders(
+    kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = None
+) -> tuple[Chat, list[Order]]:
+    """A chat as orders for the engine, and the dialect its answer is written in. `prompt` stands
+    for its messages."""
     llm = kitchen.service.llm
     templated = prompt is None
     if prompt is None:
@@ -61,7 +64,9 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
     kitchen.check_prompt(prompt)
     forced = tools.required(body.tools or (), body.tool_choice)
     if forced and body.response_format and body.response_format.type != "text":
-        raise ApiError(400, "tool_choice and response_format both demand a form: give one", "response_format")
+        raise ApiError(
+            400, "tool_choice and response_format both demand a form: give one", "response_format"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -75,13 +80,17 @@ def chat_orders(kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = 
         body.prompt_logprobs,
     )
     prediction = translate.text_of(body.prediction.content) if body.prediction else None
-    orders = translate.orders(llm, [prompt], params, body, prediction, fill=asked is None or wanted == FILL)
+    orders = translate.orders(
+        llm, [prompt], params, body, prediction, fill=asked is None or wanted == FILL
+    )
     chat = Chat(kitchen, body, params.n, params.seed)
     chat.left_out = [*chat.left_out, *translate.without_effect(llm, body)]
     return chat, orders
 
 
-async def answer(kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request) -> Response:
+async def answer(
+    kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request
+) -> Response:
     """Have the orders done and write the answer; the requests end when the client goes away."""
     service = kitchen.service
     orders = sizes.fitted(orders, service.llm.room, dialect.weight)
@@ -127,7 +136,9 @@ async def stream(service: Service, dialect: Dialect, group: Group) -> AsyncItera
             answers[ticket.index].add(event)
             for i, line in enumerate(dialect.lines(answers, ticket.index, event)):
                 if i:
-                    await asyncio.sleep(0)  # an echo has many lines: others take their turns between them
+                    await asyncio.sleep(
+                        0
+                    )  # an echo has many lines: others take their turns between them
                 yield line
         for line in dialect.end(answers):
             yield line
@@ -147,7 +158,8 @@ def warned(response: Response, left_out: Sequence[str]) -> Response:
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """What `work` answers; as soon as the client is gone, it is cancelled and there is no answer."""
+    """What `work` answers; as soon as the client is gone, it is cancelled and there is no
+    answer."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(http))
     try:

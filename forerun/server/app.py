@@ -66,8 +66,8 @@ FAILURES = {
 
 
 def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> FastAPI:
-    """The server's application around a loaded model. `app.state.service` is its service; `callers`, unless somebody
-    else knows them, are those of the settings."""
+    """The server's application around a loaded model. `app.state.service` is its service;
+    `callers`, unless somebody else knows them, are those of the settings."""
     name = served_name(llm, settings)
     llm.engine.stretch = STRETCH
     service = Service(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
@@ -132,8 +132,8 @@ class HeadsAsPages:
 async def ask_first(app: FastAPI) -> None:
     """Ask an application for some pages, before anybody else does.
 
-    Libraries import modules and read files when they are first used: when a client has taken all file descriptors, that
-    would fail.
+    Libraries import modules and read files when they are first used: when a client has taken all
+    file descriptors, that would fail.
     """
 
     await to_thread.run_sync(lambda: None)  # anyio imports its backend with the first thread
@@ -144,8 +144,20 @@ async def ask_first(app: FastAPI) -> None:
         ("POST", "/tokenize", b'{"prompt": "x"}'),
         ("POST", "/v1/completions", b"{}"),
     ):
-        where = {"method": method, "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
-        scope = {"type": "http", "http_version": "1.1", "scheme": "http", "headers": headers, **where}
+        where = {
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+        }
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "scheme": "http",
+            "headers": headers,
+            **where,
+        }
         said: asyncio.Queue[Message] = asyncio.Queue()
         said.put_nowait({"type": "http.request", "body": body, "more_body": False})
         with suppress(Exception):  # the same request of a client will say it
@@ -169,8 +181,15 @@ def served_name(llm: LLM, settings: Settings) -> str:
 
 
 def fingerprint(llm: LLM) -> str:
-    """Names everything the tokens of a seed depend on, besides the seed: version, model, precision, kernels."""
-    facts = (__version__, public_name(llm), llm.decoder.weight_bytes, llm.decoder.precision, llm.config.rule)
+    """Names everything the tokens of a seed depend on, besides the seed: version, model, precision,
+    kernels."""
+    facts = (
+        __version__,
+        public_name(llm),
+        llm.decoder.weight_bytes,
+        llm.decoder.precision,
+        llm.config.rule,
+    )
     return f"forerun-{__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
@@ -245,7 +264,9 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
     async def prometheus() -> Response:
         """Counters for Prometheus."""
         if not CALLER.get().operator:
-            raise ApiError(403, "this counts everybody's requests: it needs a key of the operator (--api-key)")
+            raise ApiError(
+                403, "this counts everybody's requests: it needs a key of the operator (--api-key)"
+            )
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/server_info")
@@ -260,14 +281,24 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
             "chat": llm.tokenizer is not None and llm.tokenizer.has_chat_template,
             "sampling": llm.recommended,
             "default_sampling": dict(DEFAULT_SAMPLING),
-            "drafts": ["off", *(name for name in llm.engine.proposers if "reference" not in name and name != "auto")],
+            "drafts": [
+                "off",
+                *(
+                    name
+                    for name in llm.engine.proposers
+                    if "reference" not in name and name != "auto"
+                ),
+            ],
             "draft": llm.draft,
             "depth": llm.config.depth,
             "rules": list(RULES),
             "rule": llm.config.rule,
             "kernels": llm.decoder.precision,
             "threads": llm.config.threads or len(os.sched_getaffinity(0)),
-            "costs": {"pass_ms": _in_ms(passes), "draft_ms": {name: _in_ms(c) for name, c in drafts.items()}},
+            "costs": {
+                "pass_ms": _in_ms(passes),
+                "draft_ms": {name: _in_ms(c) for name, c in drafts.items()},
+            },
         }
 
 
@@ -301,7 +332,9 @@ def _in_ms(costs: dict[int, float]) -> dict[str, float]:
 
 
 def _playground(app: FastAPI) -> None:
-    pages = {path.name: path.read_bytes() for path in PAGES.iterdir() if path.is_file()}  # a request opens no file
+    pages = {
+        path.name: path.read_bytes() for path in PAGES.iterdir() if path.is_file()
+    }  # a request opens no file
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -316,7 +349,8 @@ def _playground(app: FastAPI) -> None:
 
 
 def describe(llm: LLM, settings: Settings) -> dict[str, Any]:
-    """What is served and how; that a model has no chat template is said where it is so, since it may not chat then."""
+    """What is served and how; that a model has no chat template is said where it is so, since it
+    may not chat then."""
     facts = {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth}
     lacking = llm.tokenizer is None or not llm.tokenizer.has_chat_template
     return facts | {"rule": llm.config.rule} | ({"chat_template": False} if lacking else {})

@@ -1,9 +1,9 @@
 """Accept connections and read the headers of their first requests, on plain sockets.
 
-A connection of asyncio and uvicorn takes 100 microseconds to make, and a request several hundred more, so that hundreds
-at once would delay all clients behind them. A plain socket takes about 20. A connection that sends nothing, half a
-request or headers that are too long never becomes more than that.
-"""
+A connection of asyncio and uvicorn takes 100 microseconds to make, and a request several hundred
+more, so that hundreds at once would delay all clients behind them. A plain socket takes about 20. A
+connection that sends nothing, half a request or headers that are too long never becomes more than
+that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from forerun.server.errors import ApiError
 log = logging.getLogger("forerun.server")
 PIECE = 4 << 10  # bytes that are read and checked at once
 TURN_SECONDS = 0.004  # for accepting, and again for reading, in one round of the event loop
-BEGUN = 8  # requests that are handed on in one round of the event loop; one of them may be other than /health
+# requests that are handed on in one round of the event loop; one of them may be other than /health
+BEGUN = 8
 LEAST_SECONDS = 0.01  # between two checks for connections that have timed out
 RETRY_SECONDS = 0.1  # until the next accept when there was no file descriptor left
 
@@ -62,13 +63,17 @@ class Arrivals:
     """The connections of one listening socket that have not sent a whole request yet."""
 
     def __init__(
-        self, listener: socket.socket, make: Callable[..., asyncio.Protocol], seconds: float, most: int
+        self,
+        listener: socket.socket,
+        make: Callable[..., asyncio.Protocol],
+        seconds: float,
+        most: int,
     ) -> None:
         """Begin to accept.
 
-        `make` makes a connection's protocol; its argument `received` is what was read already. Up to `most` connections
-        may wait for a request, each for `seconds` (0: without end); above that the oldest one is closed.
-        """
+        `make` makes a connection's protocol; its argument `received` is what was read already. Up
+        to `most` connections may wait for a request, each for `seconds` (0: without end); above
+        that the oldest one is closed."""
         self.listener, self.make, self.seconds, self.most = listener, make, seconds, most
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Arrival, None] = {}  # the oldest first
@@ -107,7 +112,9 @@ class Arrivals:
                     self._make_room()
                     break
                 continue  # the client has gone again
-            arrival = Arrival(sock, time.monotonic() + self.seconds if self.seconds else float("inf"))
+            arrival = Arrival(
+                sock, time.monotonic() + self.seconds if self.seconds else float("inf")
+            )
             self._waiting[arrival] = None
             self._selector.register(sock, selectors.EVENT_READ, arrival)
             if len(self._waiting) > self.most:
@@ -115,8 +122,11 @@ class Arrivals:
         self._watch()
 
     def _make_room(self) -> None:
-        """Free a file descriptor by closing the oldest connection; if there is none, accept again later."""
-        log.error("no file descriptor is left for another connection: raise the limit with ulimit -n")
+        """Free a file descriptor by closing the oldest connection; if there is none, accept again
+        later."""
+        log.error(
+            "no file descriptor is left for another connection: raise the limit with ulimit -n"
+        )
         if self._waiting:
             self._drop(next(iter(self._waiting)))
             return
@@ -170,7 +180,8 @@ class Arrivals:
             self._go_on()
 
     def _refuse(self, arrival: Arrival, status: int, message: str) -> None:
-        """Send an error and keep the connection for `LINGER_SECONDS`: a reset would lose the error."""
+        """Send an error and keep the connection for `LINGER_SECONDS`: a reset would lose the
+        error."""
         del self._waiting[arrival]
         arrival.received.clear()
         arrival.refused, arrival.end = 0, time.monotonic() + LINGER_SECONDS
@@ -235,7 +246,9 @@ class Arrivals:
 
     async def _connect(self, arrival: Arrival) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: self.make(received=bytes(arrival.received)), arrival.sock)
+            await self._loop.connect_accepted_socket(
+                lambda: self.make(received=bytes(arrival.received)), arrival.sock
+            )
         except OSError:  # the client has gone
             arrival.sock.close()
 

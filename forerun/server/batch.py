@@ -1,8 +1,8 @@
 """Batch files in OpenAI's format: requests in, answers out, as many at once as the engine takes.
 
-An answer is written whole as soon as it is there. What the output file holds already is not done again, so an
-interrupted batch is simply started again; a line cut short by a crash is dropped and done again.
-"""
+An answer is written whole as soon as it is there. What the output file holds already is not done
+again, so an interrupted batch is simply started again; a line cut short by a crash is dropped and
+done again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from forerun.cli.progress import Tell, progress
 from forerun.errors import RequestError
-from forerun.jsonl import json_line
 from forerun.llm import LLM
-from forerun.progress import Tell, progress
 from forerun.server import api, bounds, errors
 from forerun.server.app import fingerprint, served_name
 from forerun.server.errors import ApiError
@@ -32,7 +31,7 @@ from forerun.server.responses import responses
 from forerun.server.service import Service
 from forerun.server.settings import Settings
 from forerun.server.writing import content_of
-from forerun.texts import UnreadableError, text_of
+from forerun.utils import UnreadableError, json_line, text_of
 
 AGAIN = (429, 500, 503, 504)  # failures of the moment: such lines are done again
 OURS = b'{"id": "batch_req_'
@@ -45,11 +44,14 @@ ROUTES: dict[str, tuple[type[BaseModel], Handler]] = {
 
 
 def run(source: Path, target: Path, options: dict[str, Any]) -> None:
-    """Answer every request of `source` that `target` has no answer to. Raises RequestError for files that are wrong."""
+    """Answer every request of `source` that `target` has no answer to. Raises RequestError for
+    files that are wrong."""
     jobs = read_jobs(source)
     done = resume(target)
     left = [job for job in jobs if job["custom_id"] not in done]
-    print(f"forerun: {len(jobs)} requests, {len(jobs) - len(left)} answered before", file=sys.stderr)
+    print(
+        f"forerun: {len(jobs)} requests, {len(jobs) - len(left)} answered before", file=sys.stderr
+    )
     if left:
         with progress(quiet=False) as tell:
             tell("loading")
@@ -57,7 +59,8 @@ def run(source: Path, target: Path, options: dict[str, Any]) -> None:
 
 
 def read_jobs(source: Path) -> list[dict[str, Any]]:
-    """The requests of a file, each checked for what every line needs. Raises RequestError naming the line."""
+    """The requests of a file, each checked for what every line needs. Raises RequestError naming
+    the line."""
     jobs, seen = [], set()
     try:
         lines = text_of(source, largest=None).split("\n")  # no other separator ends a line
@@ -71,9 +74,13 @@ def read_jobs(source: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             raise RequestError(f"{source}, line {number} is not JSON") from None
         if not isinstance(job, dict) or not isinstance(job.get("custom_id"), str):
-            raise RequestError(f"{source}, line {number}: a request needs a custom_id, a url and a body")
+            raise RequestError(
+                f"{source}, line {number}: a request needs a custom_id, a url and a body"
+            )
         if job["custom_id"] in seen:
-            raise RequestError(f"{source}, line {number}: the custom_id {job['custom_id']!r} was there before")
+            raise RequestError(
+                f"{source}, line {number}: the custom_id {job['custom_id']!r} was there before"
+            )
         seen.add(job["custom_id"])
         jobs.append(job)
     return jobs
@@ -154,7 +161,9 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
         response = await handler(kitchen, request, _nobody(job["url"]))
         status, content = response.status_code, json.loads(content_of(response))
     except RecursionError:
-        status, content = errors.body(ApiError(400, "the body is too deep: send less of it", "body"))
+        status, content = errors.body(
+            ApiError(400, "the body is too deep: send less of it", "body")
+        )
     except ValidationError as error:
         status, content = errors.body(RequestValidationError(error.errors()))
     except Exception as error:

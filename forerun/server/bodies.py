@@ -1,5 +1,5 @@
-"""The bodies of requests: how large one may be and how long it may take, how much is held of all of them, and where
-they are parsed."""
+"""The bodies of requests: how large one may be and how long it may take, how much is held of all of
+them, and where they are parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
 
 SHOWN = 100  # characters of a header, in an error message
-SMALL = 64 << 10  # bytes of each body that the bound on all does not count: large ones must not shut out small ones
+SMALL = (
+    64 << 10
+    # bytes of each body that the bound on all does not count: large ones must not shut out small ones
+)
 
 
 class Bodies:
@@ -36,7 +39,11 @@ class Bodies:
     def refusal(self, headers: Headers) -> ApiError | None:
         """Why a body is refused by what its headers say, if it is."""
         length = headers.get("content-length", "0")
-        return ApiError(413, self._too_large()) if length.isdigit() and int(length) > self.largest else None
+        return (
+            ApiError(413, self._too_large())
+            if length.isdigit() and int(length) > self.largest
+            else None
+        )
 
     @contextmanager
     def limited(self, receive: Receive) -> Iterator[Receive]:
@@ -78,7 +85,9 @@ class Bodies:
 def _is_json(content_type: str) -> bool:
     """Whether a Content-Type is application/json, or another type that is written in JSON."""
     kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 class BoundedRoute(APIRoute):
@@ -88,10 +97,13 @@ class BoundedRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
+            if self.body_field is not None and not _is_json(
+                request.headers.get("content-type", "")
+            ):
                 said = request.headers.get("content-type", "none")[:SHOWN]
                 raise ApiError(
-                    400, f"the body must be JSON: send the header Content-Type: application/json, not {said}"
+                    400,
+                    f"the body must be JSON: send the header Content-Type: application/json, not {said}",
                 )
             return await handler(BoundedRequest(request.scope, request.receive))
 
@@ -102,7 +114,8 @@ class BoundedRequest(Request):
     """A request whose JSON is parsed by `bounds`."""
 
     async def json(self) -> Any:
-        """The body. Raises HTTPException (others would be told as bodies that cannot be read), ValueError."""
+        """The body. Raises HTTPException (others would be told as bodies that cannot be read),
+        ValueError."""
         body, kitchen = await self.body(), self.app.state.kitchen
         await kitchen.turn()
         if await self.is_disconnected():

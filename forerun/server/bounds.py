@@ -1,5 +1,6 @@
-"""What one request may hold. It is told from the bytes before they are parsed: to parse or to check a value holds the
-interpreter, and with it the event loop and the engine, so there must not be too many."""
+"""What one request may hold. It is told from the bytes before they are parsed: to parse or to check
+a value holds the interpreter, and with it the event loop and the engine, so there must not be too
+many."""
 
 from __future__ import annotations
 
@@ -29,8 +30,16 @@ def parse(body: bytes) -> Any:
     """The value that a request's body is. Raises ApiError, ValueError for what is no JSON."""
     text = body.decode("utf-8")
     _check_structure(body)
-    value = json.loads(text, parse_int=_whole, parse_float=_number, parse_constant=_constant, object_pairs_hook=_object)
-    if "\\ud" in text or "\\uD" in text:  # half a character can only be written so; no answer could repeat it
+    value = json.loads(
+        text,
+        parse_int=_whole,
+        parse_float=_number,
+        parse_constant=_constant,
+        object_pairs_hook=_object,
+    )
+    if (
+        "\\ud" in text or "\\uD" in text
+    ):  # half a character can only be written so; no answer could repeat it
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -39,7 +48,8 @@ def parse(body: bytes) -> Any:
 
 
 async def parse_aside(body: bytes, lane: Lane) -> Any:
-    """The same, beside the event loop where it is large, one at a time: each holds the interpreter for up to 30 ms."""
+    """The same, beside the event loop where it is large, one at a time: each holds the interpreter
+    for up to 30 ms."""
     if len(body) < SMALL:
         return parse(body)
     return await lane.do(parse, body)
@@ -63,10 +73,14 @@ def _check_structure(body: bytes) -> None:
         (fields, FIELDS, "fields"),
     ):
         if count > most:
-            raise ApiError(400, f"this request has {count} {what}, this server takes {most}: send less at once")
+            raise ApiError(
+                400, f"this request has {count} {what}, this server takes {most}: send less at once"
+            )
     steps = opening[opening | closing].astype(np.int32) * 2 - 1
     if steps.size and int(np.cumsum(steps).max()) > DEPTH:
-        raise ApiError(400, f"this request has lists and objects over {DEPTH} deep, this server takes no more")
+        raise ApiError(
+            400, f"this request has lists and objects over {DEPTH} deep, this server takes no more"
+        )
 
 
 def _brackets(marks: np.ndarray, pair: bytes) -> np.ndarray:
@@ -76,14 +90,19 @@ def _brackets(marks: np.ndarray, pair: bytes) -> np.ndarray:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > ENTRIES:
-        raise ApiError(400, f"an object in this request has {len(pairs)} entries, this server takes {ENTRIES}")
+        raise ApiError(
+            400, f"an object in this request has {len(pairs)} entries, this server takes {ENTRIES}"
+        )
     return dict(pairs)
 
 
 def _short(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(digits: str) -> Any:
         if len(digits) > DIGITS:
-            raise ApiError(400, f"a number in this request has {len(digits)} digits, this server takes {DIGITS}")
+            raise ApiError(
+                400,
+                f"a number in this request has {len(digits)} digits, this server takes {DIGITS}",
+            )
         return convert(digits)
 
     return read

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.flags import ENGINE, ENGINE_FLAGS, Group, with_flags
 from forerun.config import Config
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, ENGINE_FLAGS, Group, with_flags
 from forerun.models.hub import find_model
 from forerun.server.listen import listen
 from forerun.server.settings import Settings, read_file
@@ -18,7 +18,9 @@ from forerun.server.tenants import Callers
 
 LISTS = dict.fromkeys(("api_key", "allowed_hosts", "allowed_origins"), list[str])
 SERVER = Group("server", Settings, "Server", LISTS)
-FILE = Annotated[Path | None, typer.Option("--config", help="A TOML file with any of the options below.")]
+FILE = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file with any of the options below.")
+]
 
 
 @with_flags(ENGINE, SERVER)
@@ -44,8 +46,13 @@ def serve(
 
 @with_flags(ENGINE_FLAGS)
 def batch(
-    source: Annotated[Path, typer.Argument(help="Requests, a line each, in OpenAI's batch format.")],
-    target: Annotated[Path, typer.Argument(help="Where answers go; those that are there already are not done again.")],
+    source: Annotated[
+        Path, typer.Argument(help="Requests, a line each, in OpenAI's batch format.")
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(help="Where answers go; those that are there already are not done again."),
+    ],
     *,
     config: dict[str, Any],
 ) -> None:

@@ -1,9 +1,9 @@
-"""HTTP connections with bounded work and memory: limits for headers, framing and unread answers, deadlines, and a bound
-on their number.
+"""HTTP connections with bounded work and memory: limits for headers, framing and unread answers,
+deadlines, and a bound on their number.
 
-uvicorn's connection parses whatever a read brings, at once. Here what comes is kept until it is this connection's turn
-(`Turns`), and the parser (llhttp, in C) is given at most one request's headers, or a slice of one body, at a time.
-"""
+uvicorn's connection parses whatever a read brings, at once. Here what comes is kept until it is
+this connection's turn (`Turns`), and the parser (llhttp, in C) is given at most one request's
+headers, or a slice of one body, at a time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,26 @@ from forerun.server.settings import Settings
 log = logging.getLogger("forerun.server")
 MAX_HEADER_BYTES = 16 << 10  # of one request, its first line included
 MAX_HEADERS = 100  # lines
-MAX_FRAMING = 32 << 10  # bytes that say where chunks begin and end, and a sixteenth of what is in the chunks
+MAX_FRAMING = (
+    32 << 10
+)  # bytes that say where chunks begin and end, and a sixteenth of what is in the chunks
 SLICE = 16 << 10  # bytes of a body that are parsed in one turn
 READ_AHEAD = 64 << 10  # bytes that are kept before they are parsed; then reading pauses
-TURN_SECONDS = (0.002, 0.001)  # for headers and for bodies, of all connections, in one round of the event loop
+TURN_SECONDS = (
+    0.002,
+    0.001,
+)  # for headers and for bodies, of all connections, in one round of the event loop
 BLANK_LINES = (b"\n\r\n", b"\n\n")  # the parser refuses the second
 FIRST = b"GET /health "  # goes before all other requests
 INVALID = "this is no HTTP/1.1 request"
 FULL = "this server has as many connections as it takes (--max-connections)"
-UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)  # the parser would leave out the request's body
-LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 20  # in which a client that was refused may read why: a reset would lose it
+UPGRADE = re.compile(
+    rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE
+)  # the parser would leave out the request's body
+LINGER_SECONDS, LINGER_BYTES = (
+    1.0,
+    1 << 20,
+)  # in which a client that was refused may read why: a reset would lose it
 LARGE_WRITE = 64 << 10  # bytes; what streams write is less, and is not added up
 
 
@@ -52,14 +62,18 @@ class Phase(enum.Enum):
 
 
 def headers_length(received: bytearray, searched: int = 0) -> int:
-    """Return the number of bytes of a request's headers, their blank line included; 0 if they are not complete.
+    """Return the number of bytes of a request's headers, their blank line included; 0 if they are
+    not complete.
 
-    The end is not in the first `searched` bytes. Empty lines before the request are removed from `received`, since some
-    clients end a body with one. Raises ApiError for headers that are too long, too many or no HTTP.
-    """
+    The end is not in the first `searched` bytes. Empty lines before the request are removed from
+    `received`, since some clients end a body with one. Raises ApiError for headers that are too
+    long, too many or no HTTP."""
     if received.startswith((b"\r", b"\n")):
         received[:] = received.lstrip(b"\r\n")
-    ends = [(received.find(blank, max(0, searched - 3), MAX_HEADER_BYTES), len(blank)) for blank in BLANK_LINES]
+    ends = [
+        (received.find(blank, max(0, searched - 3), MAX_HEADER_BYTES), len(blank))
+        for blank in BLANK_LINES
+    ]
     found = min((at + size for at, size in ends if at >= 0), default=0)
     length = found or len(received)
     if length > MAX_HEADER_BYTES or received.count(b"\n", 0, length) > MAX_HEADERS + 2:
@@ -72,9 +86,14 @@ def headers_length(received: bytearray, searched: int = 0) -> int:
 
 @lru_cache(64)
 def refusal(status: int, message: str) -> bytes:
-    """Build the whole response to a request that does not reach the application; the connection ends after it."""
+    """Build the whole response to a request that does not reach the application; the connection
+    ends after it."""
     body = json.dumps(errors.body(ApiError(status, message))[1]).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
     headers |= {"retry-after": "1"} if status == 503 else {}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return STATUS_LINE[status] + lines.encode() + b"\r\n" + body
@@ -109,10 +128,11 @@ class Clock:
 
 
 class Turns:
-    """Lets connections parse what has come, one piece each in turn, for a bounded time in each round of the event loop.
+    """Lets connections parse what has come, one piece each in turn, for a bounded time in each
+    round of the event loop.
 
-    Headers come before bodies, and one request begins in each round, so that /health and running streams do not wait
-    for all the requests of a burst.
+    Headers come before bodies, and one request begins in each round, so that /health and running
+    streams do not wait for all the requests of a burst.
     """
 
     def __init__(self) -> None:
@@ -142,7 +162,9 @@ class Turns:
                     connection.parse()
                 except OSError:  # the client has gone
                     connection.transport.abort()
-                except Exception:  # one connection's fault must not keep the others from their turns
+                except (
+                    Exception
+                ):  # one connection's fault must not keep the others from their turns
                     log.exception("a connection failed")
                     connection.transport.abort()
                 begun = begun or (counts and connection.phase is not Phase.HEADERS)
@@ -153,8 +175,8 @@ class Turns:
 
 
 class Unread:
-    """Bytes of answers that are written and not taken by their clients, of all connections; over the bound, the
-    connection with the most of them ends."""
+    """Bytes of answers that are written and not taken by their clients, of all connections; over
+    the bound, the connection with the most of them ends."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -166,7 +188,10 @@ class Unread:
         sizes = {one: one.transport.get_write_buffer_size() for one in self._connections}
         while sum(sizes.values()) > self.most:
             largest = max(sizes, key=lambda one: sizes[one])
-            log.warning("clients have not taken %d bytes of their answers: the largest of them ends", self.most)
+            log.warning(
+                "clients have not taken %d bytes of their answers: the largest of them ends",
+                self.most,
+            )
             del sizes[largest]
             self.discard(largest)
             largest.transport.abort()
@@ -195,11 +220,13 @@ class ReadControl(FlowControl):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which by itself waits without end for a request's headers and for a client to read, and
-    parses without end what comes."""
+    """uvicorn's connection, which by itself waits without end for a request's headers and for a
+    client to read, and parses without end what comes."""
 
     settings: ClassVar[Settings]
-    waiting: ClassVar[dict[Connection, None]]  # for their clients: for a request or the rest of one, the longest first
+    waiting: ClassVar[
+        dict[Connection, None]
+    ]  # for their clients: for a request or the rest of one, the longest first
     turns: ClassVar[Turns]
     unread: ClassVar[Unread]
 
@@ -212,8 +239,13 @@ class Connection(HttpToolsProtocol):
         self._received = bytearray(received)  # and not parsed yet
         self._searched = 0  # bytes of it that do not hold the end of the headers
         self._stopped = False  # reading
-        self._left: int | None = None  # bytes of the body that are to come; None where chunks say so
-        self._wire, self._content = 0, 0  # bytes of the body as it was sent, and without its framing
+        self._left: int | None = (
+            None  # bytes of the body that are to come; None where chunks say so
+        )
+        self._wire, self._content = (
+            0,
+            0,
+        )  # bytes of the body as it was sent, and without its framing
 
     @property
     def answering(self) -> bool:
@@ -231,10 +263,13 @@ class Connection(HttpToolsProtocol):
         return self.phase is not Phase.NOTHING and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection if there is room. Where all are used, the one that waits longest for its client ends."""
+        """Take a connection if there is room. Where all are used, the one that waits longest for
+        its client ends."""
         super().connection_made(transport)
         self.flow = ReadControl(self)
-        transport.set_write_buffer_limits(0)  # writing pauses as soon as the client does not keep up
+        transport.set_write_buffer_limits(
+            0
+        )  # writing pauses as soon as the client does not keep up
         if len(self.connections) > self.settings.max_connections and not self.first:
             oldest = next(iter(self.waiting), None)
             if oldest is None:
@@ -280,11 +315,14 @@ class Connection(HttpToolsProtocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """Parse what is there when it is this connection's turn, and read no more than is parsed."""
+        """Parse what is there when it is this connection's turn, and read no more than is
+        parsed."""
         ready = self.phase in (Phase.HEADERS, Phase.BODY) and not self.flow.read_paused
         if ready and len(self._received) > self._searched:
             self.turns.add(self)
-        stop = len(self._received) > READ_AHEAD or (not ready and bool(self._received or self.flow.read_paused))
+        stop = len(self._received) > READ_AHEAD or (
+            not ready and bool(self._received or self.flow.read_paused)
+        )
         if stop != self._stopped and not self.transport.is_closing():
             self._stopped = stop
             (self.transport.pause_reading if stop else self.transport.resume_reading)()
@@ -323,7 +361,8 @@ class Connection(HttpToolsProtocol):
         if self._left is None and self._wire - self._content > MAX_FRAMING + self._content // 16:
             most = f"{MAX_FRAMING} bytes and a sixteenth of the body"
             self._refuse(
-                400, f"the body comes in too many small chunks, whose framing is over {most}: send larger ones"
+                400,
+                f"the body comes in too many small chunks, whose framing is over {most}: send larger ones",
             )
 
     def _take(self, size: int) -> bytes:
@@ -338,7 +377,9 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if self.phase is Phase.NOTHING and self.answering:  # a request behind one whose end only its chunks told
+            if (
+                self.phase is Phase.NOTHING and self.answering
+            ):  # a request behind one whose end only its chunks told
                 self.cycle.keep_alive = False  # its client sends it again, on another connection
                 self._received.clear()
             else:
@@ -364,7 +405,8 @@ class Connection(HttpToolsProtocol):
         self._left = None if chunked else lengths[0] if lengths else 0
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of a body. The request is woken when the body is whole, or when there is much of it."""
+        """Keep a part of a body. The request is woken when the body is whole, or when there is much
+        of it."""
         self._content += len(body)
         if self._left is not None:
             self._left -= len(body)
@@ -381,7 +423,8 @@ class Connection(HttpToolsProtocol):
         self.phase = Phase.NOTHING if self.answering else Phase.HEADERS
 
     def on_response_complete(self) -> None:
-        """An answer is written. What is left of its request, and the next one, may take as long as the first."""
+        """An answer is written. What is left of its request, and the next one, may take as long as
+        the first."""
         super().on_response_complete()
         if self.phase is Phase.NOTHING:
             self.phase = Phase.HEADERS
@@ -391,7 +434,8 @@ class Connection(HttpToolsProtocol):
         self.go_on()
 
     def _watch_request(self) -> None:
-        """The clock runs from the start and from the end of each answer until the next request has its headers."""
+        """The clock runs from the start and from the end of each answer until the next request has
+        its headers."""
         if self.answering or self.transport.is_closing():
             self.request_clock.stop()
         elif self.request_clock.handle is None:
@@ -427,7 +471,10 @@ class Connection(HttpToolsProtocol):
         if left < before:
             self._watch_reader(left)
             return
-        log.info("a client took nothing of its answer for %g s: its connection ends", self.settings.write_timeout)
+        log.info(
+            "a client took nothing of its answer for %g s: its connection ends",
+            self.settings.write_timeout,
+        )
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
@@ -439,7 +486,9 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
                 return
         self.transport.write(refusal(status, message))
-        if self.phase is Phase.HEADERS and not self._received:  # nothing was sent that a reset could be the answer to
+        if (
+            self.phase is Phase.HEADERS and not self._received
+        ):  # nothing was sent that a reset could be the answer to
             self.transport.close()
             return
         try:

@@ -1,4 +1,5 @@
-"""File descriptors: as many as the system allows, and no more connections than leave some for everything else."""
+"""File descriptors: as many as the system allows, and no more connections than leave some for
+everything else."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from pathlib import Path
 from forerun.server.settings import Settings
 
 log = logging.getLogger("forerun.server")
-SPARE = 64  # descriptors for files, pipes of worker processes and everything else that opens one while requests run
+# descriptors for files, pipes of worker processes and everything else that opens one while requests
+# run
+SPARE = 64
 MOST_ARRIVALS = 1024  # connections that have not sent a request yet
 SURPLUS = 16  # connections over --max-connections, until those that are too many are closed
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -28,16 +31,20 @@ def raise_limit() -> None:
 
 
 def most_arrivals() -> int:
-    """Connections that may wait without a request, besides --max-connections: fewer where there are few descriptors."""
+    """Connections that may wait without a request, besides --max-connections: fewer where there are
+    few descriptors."""
     return max(4, min(MOST_ARRIVALS, _limit() // 8))
 
 
 def within_limit(settings: Settings, each: int = 1) -> Settings:
-    """Settings whose connections leave descriptors for everything else; a connection takes `each` of them.
+    """Settings whose connections leave descriptors for everything else; a connection takes `each`
+    of them.
 
     Logs one line where that is fewer than were asked for.
     """
-    used = sum(1 for _ in Path("/proc/self/fd").iterdir()) if os.path.isdir("/proc/self/fd") else SPARE
+    used = (
+        sum(1 for _ in Path("/proc/self/fd").iterdir()) if os.path.isdir("/proc/self/fd") else SPARE
+    )
     most = max(1, (_limit() - used - SPARE - SURPLUS - most_arrivals()) // each)
     if most >= settings.max_connections:
         return settings

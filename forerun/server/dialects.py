@@ -1,4 +1,5 @@
-"""How answers are written, whole or line by line: what all endpoints share, and OpenAI's completions and chats."""
+"""How answers are written, whole or line by line: what all endpoints share, and OpenAI's
+completions and chats."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from forerun.jsonl import json_line
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.server import errors, sizes, tools
 from forerun.server.answers import (
     Answer,
@@ -26,6 +26,7 @@ from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
 from forerun.server.tickets import Order
 from forerun.types import Event
+from forerun.utils import json_line
 
 ECHOED = 16  # tokens of a prompt in one chunk of a stream, where they come with log-probabilities
 
@@ -49,7 +50,10 @@ class Dialect:
 
     def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
         """About how many bytes the answer has, with so many tokens for each order."""
-        return sum(sizes.of_choice(o, count, self.entry, False) for o, count in zip(orders, lengths, strict=True))
+        return sum(
+            sizes.of_choice(o, count, self.entry, False)
+            for o, count in zip(orders, lengths, strict=True)
+        )
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -92,8 +96,13 @@ class Choices(Dialect):
 
     def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
         ids, scores = bool(self.body.return_token_ids), self.body.prompt_logprobs is not None
-        size = sum(sizes.of_choice(o, count, self.entry, ids) for o, count in zip(orders, lengths, strict=True))
-        return size + (sum(sizes.of_prompt(order, sizes.LONG_ENTRY) for order in orders) if scores else 0)
+        size = sum(
+            sizes.of_choice(o, count, self.entry, ids)
+            for o, count in zip(orders, lengths, strict=True)
+        )
+        return size + (
+            sum(sizes.of_prompt(order, sizes.LONG_ENTRY) for order in orders) if scores else 0
+        )
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self.choice(answer, i) for i, answer in enumerate(answers)]
@@ -132,21 +141,28 @@ class Choices(Dialect):
 
     def scored(self, answer: Answer) -> list[dict[str, Any] | None]:
         """The log-probabilities of the prompt in vLLM's shape."""
-        return prompt_logprobs(answer.prompt_logprobs, self.body.prompt_logprobs or 0, self.tokenizer)
+        return prompt_logprobs(
+            answer.prompt_logprobs, self.body.prompt_logprobs or 0, self.tokenizer
+        )
 
 
 class Completions(Choices):
     """OpenAI's text completions.
 
-    `echoes` are the prompts as texts, where they are to be repeated; `spelled` are their tokens as texts, where they
-    are repeated with log-probabilities.
+    `echoes` are the prompts as texts, where they are to be repeated; `spelled` are their tokens as
+    texts, where they are repeated with log-probabilities.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     entry = sizes.ENTRY
 
     def __init__(
-        self, kitchen: Kitchen, body: CompletionRequest, n: int, seed: int | None, prompts: list[list[int]]
+        self,
+        kitchen: Kitchen,
+        body: CompletionRequest,
+        n: int,
+        seed: int | None,
+        prompts: list[list[int]],
     ) -> None:
         super().__init__(kitchen, body, n, seed)
         self.prompts, self.top = prompts, body.logprobs or 0
@@ -160,7 +176,9 @@ class Completions(Choices):
     def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
         size = super().weight(orders, lengths)
         size += self.n * sum(len(echo.encode()) for echo in self.echoes)
-        return size + (sum(sizes.of_prompt(order, self.entry) for order in orders) if self.spelled else 0)
+        return size + (
+            sum(sizes.of_prompt(order, self.entry) for order in orders) if self.spelled else 0
+        )
 
     def choice(self, answer: Answer, index: int) -> dict[str, Any]:
         at = index // self.n
@@ -169,10 +187,14 @@ class Completions(Choices):
         if self.spelled:
             tokens, pieces = self.prompts[at] + answer.token_ids, self.spelled[at] + answer.pieces
             entries = [*answer.prompt_logprobs, *answer.logprobs]
-            choice["logprobs"] = completion_logprobs(tokens, entries, pieces, 0, self.tokenizer, self.top)
+            choice["logprobs"] = completion_logprobs(
+                tokens, entries, pieces, 0, self.tokenizer, self.top
+            )
         elif answer.has_logprobs:
             ids, entries = answer.token_ids, list(answer.logprobs)
-            choice["logprobs"] = completion_logprobs(ids, entries, answer.pieces, 0, self.tokenizer, self.top)
+            choice["logprobs"] = completion_logprobs(
+                ids, entries, answer.pieces, 0, self.tokenizer, self.top
+            )
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self.scored(answer)
         return self.with_ids(choice, answer.token_ids)
@@ -188,10 +210,14 @@ class Completions(Choices):
         for at in range(0, len(tokens), ECHOED):
             part = slice(at, at + ECHOED)
             entries = (event.prompt_logprobs or [])[part]
-            logprobs = completion_logprobs(tokens[part], entries, pieces[part], offset, self.tokenizer, self.top)
+            logprobs = completion_logprobs(
+                tokens[part], entries, pieces[part], offset, self.tokenizer, self.top
+            )
             text = "".join(pieces[part])
             offset += len(text)
-            yield self.chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+            yield self.chunk(
+                [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]
+            )
 
     def change(self, answer: Answer, index: int, event: Event) -> dict[str, Any]:
         echo = self.echoes[index // self.n]
@@ -225,12 +251,14 @@ class Chat(Choices):
         super().__init__(kitchen, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
         # of each choice that is streamed: what looks for calls in it, and how many there were
-        self.readers: defaultdict[int, tools.CallReader] = defaultdict(partial(tools.CallReader, self.tools))
+        self.readers: defaultdict[int, tools.CallReader] = defaultdict(
+            partial(tools.CallReader, self.tools)
+        )
         self.called: defaultdict[int, int] = defaultdict(int)
 
     def found(self, answer: Answer) -> tuple[str, list[dict[str, Any]]]:
-        """(the text without calls, the calls in OpenAI's shape) of an answer: of several calls the first, where the
-        request asks for no parallel ones."""
+        """(the text without calls, the calls in OpenAI's shape) of an answer: of several calls the
+        first, where the request asks for no parallel ones."""
         if not self.tools:
             return answer.text, []
         text, calls = tools.find(answer.text, self.tools)
@@ -238,25 +266,37 @@ class Chat(Choices):
 
     def choice(self, answer: Answer, index: int) -> dict[str, Any]:
         text, calls = self.found(answer)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or (None if calls else ""),
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = calls
         choice = {
             "index": index,
             "message": message,
             "finish_reason": "tool_calls" if calls else finish(answer.finish_reason),
-            "logprobs": chat_logprobs(answer.logprobs, self.tokenizer) if answer.has_logprobs else None,
+            "logprobs": chat_logprobs(answer.logprobs, self.tokenizer)
+            if answer.has_logprobs
+            else None,
         }
         return self.with_ids(choice, answer.token_ids)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        scored = {} if self.body.prompt_logprobs is None else {"prompt_logprobs": self.scored(answers[0])}
+        scored = (
+            {}
+            if self.body.prompt_logprobs is None
+            else {"prompt_logprobs": self.scored(answers[0])}
+        )
         return super().whole(answers) | scored
 
     def begin(self, answers: Sequence[Answer]) -> Iterable[str]:
         delta = {"role": "assistant", "content": "", "refusal": None}
         for i in range(len(answers)):
-            yield self.chunk([{"index": i, "delta": delta, "finish_reason": None, "logprobs": None}])
+            yield self.chunk(
+                [{"index": i, "delta": delta, "finish_reason": None, "logprobs": None}]
+            )
 
     def change(self, answer: Answer, index: int, event: Event) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -265,7 +305,9 @@ class Chat(Choices):
         if text or reason or not self.tools:
             delta["content"] = text
         if calls:
-            delta["tool_calls"] = [{"index": self.called[index] + i, **call} for i, call in enumerate(calls)]
+            delta["tool_calls"] = [
+                {"index": self.called[index] + i, **call} for i, call in enumerate(calls)
+            ]
             self.called[index] += len(calls)
         if reason and self.called[index]:
             reason = "tool_calls"

@@ -1,7 +1,7 @@
 """/v1/embeddings: texts as the mean of the model's last hidden states, of length 1.
 
-Texts are read on the engine's thread between its steps, one chunk at a time and in a cache of their own: whoever
-generates meanwhile waits for a small chunk at most, and says the same.
+Texts are read on the engine's thread between its steps, one chunk at a time and in a cache of their
+own: whoever generates meanwhile waits for a small chunk at most, and says the same.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from fastapi import Request, Response
 
 from forerun.cache.attention import Segment
-from forerun.draft.view import view_of
+from forerun.draft.proposer import view_of
 from forerun.errors import BusyError, ForerunError
 from forerun.llm import LLM
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.server import sizes
 from forerun.server.api import unless_gone
 from forerun.server.errors import ApiError
@@ -32,7 +32,9 @@ log = logging.getLogger("forerun.server")
 MOST_TEXTS = 2048  # of one request, as with OpenAI
 TOGETHER = 16  # texts in one pass
 CHUNK = 128  # most tokens of one pass, which others wait for
-Content = Callable[[np.ndarray, int], dict[str, Any]]  # what an answer holds, of vectors and the tokens read
+Content = Callable[
+    [np.ndarray, int], dict[str, Any]
+]  # what an answer holds, of vectors and the tokens read
 
 
 class Embedder:
@@ -43,11 +45,16 @@ class Embedder:
         self.waiting, self._turn = 0, asyncio.Lock()
 
     async def answer(
-        self, http: Request, given: str | list[Any], content: Content, cut: bool = False, each: int = sizes.FLOAT
+        self,
+        http: Request,
+        given: str | list[Any],
+        content: Content,
+        cut: bool = False,
+        each: int = sizes.FLOAT,
     ) -> Response:
-        """The answer with this content, for vectors of what is given and how many tokens were read; none once the
-        client is gone. `cut` is that of `tokens_of`; `each` number of a vector takes so many bytes. Raises as `embed`
-        does."""
+        """The answer with this content, for vectors of what is given and how many tokens were read;
+        none once the client is gone. `cut` is that of `tokens_of`; `each` number of a vector takes
+        so many bytes. Raises as `embed` does."""
 
         async def work() -> Response:
             texts = await self.kitchen.prepare(tokens_of, self.kitchen, given, cut)
@@ -59,14 +66,19 @@ class Embedder:
         return await unless_gone(http, work())
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """One vector a text: float32 [texts, hidden]. Raises ApiError, BusyError, UnavailableError, TimeoutError."""
+        """One vector a text: float32 [texts, hidden]. Raises ApiError, BusyError, UnavailableError,
+        TimeoutError."""
         self.service.admit(1)
         if self.waiting >= self.service.limit:
-            raise BusyError(f"{self.waiting} requests for embeddings are waiting already: try again in a moment")
+            raise BusyError(
+                f"{self.waiting} requests for embeddings are waiting already: try again in a moment"
+            )
         self.waiting += 1
         try:
             async with asyncio.timeout(self.kitchen.timeout or None), self._turn:
-                return np.concatenate([await self._read(group) for group in _groups(self.llm, texts)])
+                return np.concatenate(
+                    [await self._read(group) for group in _groups(self.llm, texts)]
+                )
         finally:
             self.waiting -= 1
 
@@ -80,7 +92,9 @@ class Embedder:
             raise
         except Exception as error:
             log.exception("a text could not be read")
-            raise UnavailableError(f"the engine failed while it read a text: {type(error).__name__}") from None
+            raise UnavailableError(
+                f"the engine failed while it read a text: {type(error).__name__}"
+            ) from None
         return reading.vectors()
 
 
@@ -88,7 +102,12 @@ class Reading:
     """Texts that are read together: a few short ones in one pass, or a long one in chunks."""
 
     def __init__(self, llm: LLM, texts: Sequence[Sequence[int]]) -> None:
-        self.decoder, self.texts, self.chunk, self.page = llm.decoder, texts, chunk_of(llm), llm.config.page
+        self.decoder, self.texts, self.chunk, self.page = (
+            llm.decoder,
+            texts,
+            chunk_of(llm),
+            llm.config.page,
+        )
         self.at, self.normalise = 0, view_of(llm.decoder).normalise
         self.sums = torch.zeros(len(texts), llm.decoder.config.hidden, dtype=torch.float64)
         self.runner: Runner | None = None
@@ -102,7 +121,9 @@ class Reading:
         """Read the next chunk. On the engine's thread."""
         if self.runner is None:
             pages = sum(-(-len(text) // self.page) for text in self.texts)
-            self.runner = Runner(self.decoder, tokens=pages * self.page, page=self.page, slots=len(self.texts))
+            self.runner = Runner(
+                self.decoder, tokens=pages * self.page, page=self.page, slots=len(self.texts)
+            )
         segments = []
         for slot, text in enumerate(self.texts):
             tokens = list(text[self.at : self.at + self.chunk])
@@ -111,8 +132,12 @@ class Reading:
             self.runner.cache.pages.grow(slot, len(text))
             segments.append(Segment(slot, tokens, list(range(-1, len(tokens) - 1)), want=[]))
         last = self.decoder.config.layers
-        states = self.normalise(self.runner.forward(segments, (last,)).features[last]).double().cpu()
-        for segment, part in zip(segments, torch.split(states, [len(s.tokens) for s in segments]), strict=True):
+        states = (
+            self.normalise(self.runner.forward(segments, (last,)).features[last]).double().cpu()
+        )
+        for segment, part in zip(
+            segments, torch.split(states, [len(s.tokens) for s in segments]), strict=True
+        ):
             self.sums[segment.slot] += part.sum(0)
             self.runner.cache.commit(segment.slot, range(len(segment.tokens)))
         self.at += self.chunk
@@ -140,7 +165,8 @@ def _groups(llm: LLM, texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]
 
 
 def tokens_of(kitchen: Kitchen, given: str | list[Any], cut: bool = False) -> list[list[int]]:
-    """What is to be embedded, as token ids; `cut` shortens texts to what the model takes. Raises ApiError."""
+    """What is to be embedded, as token ids; `cut` shortens texts to what the model takes. Raises
+    ApiError."""
     llm = kitchen.service.llm
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
     items: list[Any] = given if many and isinstance(given, list) else [given]
@@ -166,13 +192,18 @@ def tokens_of(kitchen: Kitchen, given: str | list[Any], cut: bool = False) -> li
 
 
 def check_size(llm: LLM, wanted: int | None) -> None:
-    """Refuse vectors of another size than the model's: cut ones would say little. Raises ApiError."""
+    """Refuse vectors of another size than the model's: cut ones would say little. Raises
+    ApiError."""
     size = llm.decoder.config.hidden
     if wanted not in (None, size):
-        raise ApiError(400, f"dimensions={wanted} is not supported: this model has {size}", "dimensions")
+        raise ApiError(
+            400, f"dimensions={wanted} is not supported: this model has {size}", "dimensions"
+        )
 
 
-async def embeddings(kitchen: Kitchen, embedder: Embedder, body: EmbeddingsRequest, http: Request) -> Response:
+async def embeddings(
+    kitchen: Kitchen, embedder: Embedder, body: EmbeddingsRequest, http: Request
+) -> Response:
     """Answer /v1/embeddings."""
     kitchen.check(body.model)
     check_size(kitchen.service.llm, body.dimensions)
@@ -180,7 +211,11 @@ async def embeddings(kitchen: Kitchen, embedder: Embedder, body: EmbeddingsReque
     def content(vectors: np.ndarray, count: int) -> dict[str, Any]:
         packed = body.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": i, "embedding": _base64(vector) if packed else vector.tolist()}
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": _base64(vector) if packed else vector.tolist(),
+            }
             for i, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}

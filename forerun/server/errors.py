@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; under /api in Ollama's."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; under /api in
+Ollama's."""
 
 from __future__ import annotations
 
@@ -23,18 +24,38 @@ log = logging.getLogger("forerun.server")
 class ApiError(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
-OURS = (RequestError, CapacityError, ConfigError)  # what a request got wrong; a LoadError may name files of the server
+OURS = (
+    RequestError,
+    CapacityError,
+    ConfigError,
+)  # what a request got wrong; a LoadError may name files of the server
 MOST_READ = 4096  # characters of a message that are looked at: it may repeat what was sent
 
 KINDS = (
-    *(ApiError, RequestValidationError, HTTPException, *OURS, BusyError, UnavailableError, TimeoutError, OSError),
+    *(
+        ApiError,
+        RequestValidationError,
+        HTTPException,
+        *OURS,
+        BusyError,
+        UnavailableError,
+        TimeoutError,
+        OSError,
+    ),
     Exception,  # what is in no other kind is logged with a traceback, and its connection closed
 )
 
@@ -55,11 +76,16 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif is_out_of_descriptors(error):
         status, message = 503, "this server has no file descriptor left: try again in a moment"
     elif isinstance(error, TimeoutError):
-        status, message, code = 504, "the request took longer than this server allows (--timeout)", "timeout"
+        status, message, code = (
+            504,
+            "the request took longer than this server allows (--timeout)",
+            "timeout",
+        )
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        # where a field may be of several kinds, the error that went furthest into it says most, or names a field
+        # where a field may be of several kinds, the error that went furthest into it says most, or
+        # names a field
         first = max(error.errors(), key=lambda e: (len(e["loc"]), e["type"] == "field"))
         status, param = 400, _where(first["loc"]) if first["type"] != "json_invalid" else None
         message = f"{param}: {first['msg']}" if param else str(first["msg"])
@@ -71,7 +97,11 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
 def _where(loc: Sequence[Any]) -> str | None:
     """The path of a field, without what pydantic adds for the alternatives of a union."""
     parts = [str(part) for part in loc if part != "body"]
-    fields = [part for part in parts if part.isdigit() or (re.fullmatch(r"[a-z_]+", part) and part not in UNION)]
+    fields = [
+        part
+        for part in parts
+        if part.isdigit() or (re.fullmatch(r"[a-z_]+", part) and part not in UNION)
+    ]
     return ".".join(fields or parts[:1]) or None
 
 
@@ -79,7 +109,8 @@ UNION = ("str", "int", "bool", "float")
 
 
 def told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """`body` of an error that is told within a stream or a batch; a fault of ours is logged, as elsewhere."""
+    """`body` of an error that is told within a stream or a batch; a fault of ours is logged, as
+    elsewhere."""
     status, content = body(error)
     if status == 500:
         log.error("a request failed", exc_info=error)
@@ -92,7 +123,9 @@ def answer(error: Exception, path: str = "") -> JSONResponse:
     if path.startswith("/api/"):
         content = {"error": content["error"]["message"]}
     headers = dict(getattr(error, "headers", None) or {})
-    return JSONResponse(content, status, headers=headers | ({"Retry-After": "1"} if status in (429, 503) else {}))
+    return JSONResponse(
+        content, status, headers=headers | ({"Retry-After": "1"} if status in (429, 503) else {})
+    )
 
 
 async def handle(request: Request, error: Exception) -> JSONResponse:
@@ -105,8 +138,8 @@ async def handle(request: Request, error: Exception) -> JSONResponse:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Free what the frames of an error hold. Some of them hold the error: the request's body, of which there may be
-    megabytes, would stay with them until cycles are looked for."""
+    """Free what the frames of an error hold. Some of them hold the error: the request's body, of
+    which there may be megabytes, would stay with them until cycles are looked for."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -1,8 +1,9 @@
-"""What other servers and their clients call things: mapped to ours, ignored, or refused. Nothing goes by in silence.
+"""What other servers and their clients call things: mapped to ours, ignored, or refused. Nothing
+goes by in silence.
 
-A field may be ignored where the text is the same with it and without it; the answer then says so in a header. A field
-that would change the text is refused, unless it has the one value that means what happens here anyway.
-"""
+A field may be ignored where the text is the same with it and without it; the answer then says so in
+a header. A field that would change the text is refused, unless it has the one value that means what
+happens here anyway."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ from forerun.server.errors import ApiError
 
 HEADER = "X-Forerun-Ignored"
 Json = dict[str, Any]
-_LEFT_OUT: ContextVar[list[str]] = ContextVar("names that are ignored in the request that is being checked")
+_LEFT_OUT: ContextVar[list[str]] = ContextVar(
+    "names that are ignored in the request that is being checked"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Another name of one of our fields: of `targets` the one that the endpoint has. `form` makes our value of it."""
+    """Another name of one of our fields: of `targets` the one that the endpoint has. `form` makes
+    our value of it."""
 
     targets: tuple[str, ...]
     form: Callable[[str, Any], Any] = lambda _name, value: value
@@ -40,7 +44,8 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Accepted with these values, which mean what happens here anyway; with others refused where `when` holds."""
+    """Accepted with these values, which mean what happens here anyway; with others refused where
+    `when` holds."""
 
     values: tuple[Any, ...]
     advice: str
@@ -83,11 +88,19 @@ STRUCTURED = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _g
 
 
 def _structured(name: str, value: Any) -> Json:
-    given = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
+    given = (
+        {k: v for k, v in value.items() if v not in (None, False)}
+        if isinstance(value, dict)
+        else {}
+    )
     if given == {"json_object": True}:
         return {"type": "json_object"}
     if len(given) != 1 or not given.keys() <= STRUCTURED.keys():
-        raise ApiError(400, f"{name} must have one of {', '.join(STRUCTURED)} and json_object, and nothing else", name)
+        raise ApiError(
+            400,
+            f"{name} must have one of {', '.join(STRUCTURED)} and json_object, and nothing else",
+            name,
+        )
     ((kind, form),) = given.items()
     return STRUCTURED[kind](f"{name}.{kind}", form)
 
@@ -121,20 +134,31 @@ TABLE: Table = {
     "json_schema": Mapped(FORM, _schema, {"anyOf": [OBJECT, TEXT]}),
     "enable_thinking": Mapped(("chat_template_kwargs",), _thinking, {"type": "boolean"}),
     # without effect on the text
-    **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"), Idle(RESOURCES)),
+    **dict.fromkeys(
+        ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"), Idle(RESOURCES)
+    ),
     **dict.fromkeys(("use_mmap", "use_mlock", "low_vram", "f16_kv", "vocab_only"), Idle(RESOURCES)),
     **dict.fromkeys(("keep_alive", "ttl"), Idle("the model stays loaded")),
-    **dict.fromkeys(("cache_prompt", "id_slot", "slot_id"), Idle("a cache cannot change the text here")),
+    **dict.fromkeys(
+        ("cache_prompt", "id_slot", "slot_id"), Idle("a cache cannot change the text here")
+    ),
     **dict.fromkeys(("priority", "request_id"), Idle("requests are served in order of arrival")),
-    **dict.fromkeys(("num_keep", "n_keep", "n_discard"), Idle("no text is shifted out of the context here")),
-    **dict.fromkeys(("draft_model", "speculative.n_max", "speculative.n_min"), Idle("drafts cannot change the text")),
+    **dict.fromkeys(
+        ("num_keep", "n_keep", "n_discard"), Idle("no text is shifted out of the context here")
+    ),
+    **dict.fromkeys(
+        ("draft_model", "speculative.n_max", "speculative.n_min"),
+        Idle("drafts cannot change the text"),
+    ),
     "speculative.p_min": Idle("drafts cannot change the text"),
     **dict.fromkeys(("length_penalty", "early_stopping"), Idle(NO_BEAMS)),
     "guided_decoding_backend": Idle("there is one"),
     "spaces_between_special_tokens": Idle("special tokens are not part of the text"),
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), Idle("mirostat is refused")),
     **dict.fromkeys(("dynatemp_exponent", "xtc_threshold"), Idle("what it belongs to is refused")),
-    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n"), Idle("DRY is refused")),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n"), Idle("DRY is refused")
+    ),
     "dry_sequence_breakers": Idle("DRY is refused"),
     "timings_per_token": Idle("answers have usage and metrics"),
     "return_progress": Idle("it adds nothing to the text"),
@@ -144,7 +168,9 @@ TABLE: Table = {
     "mirostat": Only((0,), SAMPLERS),
     "mirostat_mode": Only((0,), SAMPLERS),
     **dict.fromkeys(("tfs_z", "tfs", "typical_p", "typical"), Only((1,), SAMPLERS)),
-    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), Only((0,), SAMPLERS)),
+    **dict.fromkeys(
+        ("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), Only((0,), SAMPLERS)
+    ),
     **dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier"), Only((0,), SAMPLERS)),
     **dict.fromkeys(("smoothing_factor", "no_repeat_ngram_size", "min_keep"), Only((0,), SAMPLERS)),
     "dynamic_temperature": Only((False,), SAMPLERS),
@@ -156,15 +182,23 @@ TABLE: Table = {
     "logits_processors": Only(([],), "use logit_bias"),
     "bad_words": Only(([],), "use logit_bias"),
     "allowed_token_ids": Only((), "use logit_bias, or response_format of type choice"),
-    "add_special_tokens": Only((), "leave it out; for a text without them give /v1/completions token ids"),
+    "add_special_tokens": Only(
+        (), "leave it out; for a text without them give /v1/completions token ids"
+    ),
     "skip_special_tokens": Only((True,), "return_token_ids gives every token"),
     "include_stop_str_in_output": Only((False,), "the text ends before the stop string"),
     "detokenize": Only((True,), "return_token_ids gives token ids beside the text"),
     "return_tokens_as_token_ids": Only((False,), "use return_token_ids"),
     "echo": Only((False,), "/v1/completions has echo"),
-    "add_generation_prompt": Only((True,), "lay the conversation out yourself and send it to /v1/completions"),
-    "continue_final_message": Only((False,), "lay the conversation out yourself and send it to /v1/completions"),
-    "chat_template": Only((), "the model's own template is used; send your own layout to /v1/completions"),
+    "add_generation_prompt": Only(
+        (True,), "lay the conversation out yourself and send it to /v1/completions"
+    ),
+    "continue_final_message": Only(
+        (False,), "lay the conversation out yourself and send it to /v1/completions"
+    ),
+    "chat_template": Only(
+        (), "the model's own template is used; send your own layout to /v1/completions"
+    ),
     "truncate_prompt_tokens": Only((-1,), "shorten the prompt yourself; /tokenize counts"),
     "prompt_logprobs": Only((0,), "/v1/completions and /v1/chat/completions have it"),
     "n_probs": Only((0,), "use logprobs"),
@@ -177,7 +211,9 @@ TABLE: Table = {
     "reasoning_format": Only(("none", "auto"), "thoughts stay in the text"),
     "functions": Only(([],), "use tools"),
     "function_call": Only(("none", "auto"), "use tool_choice"),
-    **dict.fromkeys(("audio", "web_search_options"), Only((), "this server takes and gives text only")),
+    **dict.fromkeys(
+        ("audio", "web_search_options"), Only((), "this server takes and gives text only")
+    ),
 }
 
 
@@ -198,7 +234,8 @@ def leave_out(names: Iterable[str]) -> None:
 
 
 def settle(body: Json, known: Collection[str], table: Table) -> tuple[Json, tuple[str, ...]]:
-    """(an object in our fields alone, which are `known`; the names that were ignored). Raises ApiError."""
+    """(an object in our fields alone, which are `known`; the names that were ignored). Raises
+    ApiError."""
     ours: Json = {name: value for name, value in body.items() if name in known}
     ignored, narrow = [], []
     for name, value in body.items():
@@ -228,7 +265,9 @@ def _map(ours: Json, name: str, value: Any, row: Mapped, known: Collection[str])
         raise ApiError(400, f"{name} is not supported by this endpoint: leave it out", name)
     formed = row.form(name, value)
     if ours.get(target) not in (None, formed):
-        raise ApiError(400, f"{name} says again what {target} says, by this or another name: give one", name)
+        raise ApiError(
+            400, f"{name} says again what {target} says, by this or another name: give one", name
+        )
     ours[target] = formed
 
 
@@ -236,7 +275,9 @@ def unknown(name: str, known: Collection[str]) -> ApiError:
     """The error of a name that is not `known`; it says the nearest one that is."""
     close = difflib.get_close_matches(name[:64], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "/docs lists what this endpoint takes"
-    return ApiError(400, f"there is no field {shown(name[:64])}: {hint}", name if name.isidentifier() else None)
+    return ApiError(
+        400, f"there is no field {shown(name[:64])}: {hint}", name if name.isidentifier() else None
+    )
 
 
 def describe(schema: Json, kind: Any) -> None:
@@ -248,6 +289,11 @@ def describe(schema: Json, kind: Any) -> None:
         if isinstance(row, Idle):
             properties[name] = {"description": f"Ignored: {row.why}."}
         elif isinstance(row, Only):
-            properties[name] = {"enum": [*row.values, None], "description": f"Other values are refused: {row.advice}."}
+            properties[name] = {
+                "enum": [*row.values, None],
+                "description": f"Other values are refused: {row.advice}.",
+            }
         elif target := next((target for target in row.targets if target in known), None):
-            properties[name] = (row.schema or properties[target]) | {"description": f"Becomes {target}."}
+            properties[name] = (row.schema or properties[target]) | {
+                "description": f"Becomes {target}."
+            }

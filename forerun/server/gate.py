@@ -1,8 +1,8 @@
 """Before everything else: a request id, the name that was asked, the key, the size of the body.
 
-A page elsewhere can make its own name lead to this machine (DNS rebinding) and can post here without asking first. The
-one sends a name that is not ours in Host, the other its own origin. An address in Host is no page's doing: what is
-rebound is always a name.
+A page elsewhere can make its own name lead to this machine (DNS rebinding) and can post here
+without asking first. The one sends a name that is not ours in Host, the other its own origin. An
+address in Host is no page's doing: what is rebound is always a name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from forerun.server.settings import Settings
 from forerun.server.tenants import CALLER, Callers
 
 FORM = "application/x-www-form-urlencoded"
-PAGES = {"origin", "sec-fetch-site", "sec-fetch-mode"}  # headers that browsers send, and nobody else
+PAGES = {
+    "origin",
+    "sec-fetch-site",
+    "sec-fetch-mode",
+}  # headers that browsers send, and nobody else
 ANY = "*"
 PORTS = {"http": ":80", "https": ":443"}  # what a browser leaves out
 SHOWN = 100  # characters of what a client sent, in an error message
@@ -35,7 +39,9 @@ SHOWN = 100  # characters of what a client sent, in an error message
 def guard(app: Starlette, settings: Settings, callers: Callers) -> None:
     """Put the gate of these settings in front of an application."""
     app.add_middleware(Gate, callers=callers, hosts=Hosts(settings), bodies=Bodies(settings))
-    if settings.allowed_origins:  # outside the gate: a preflight carries no key, and a page may read why it is refused
+    if (
+        settings.allowed_origins
+    ):  # outside the gate: a preflight carries no key, and a page may read why it is refused
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -46,7 +52,8 @@ def guard(app: Starlette, settings: Settings, callers: Callers) -> None:
 
 
 class Gate:
-    """Refuses what asks for somebody else, has no key or is too large, and gives every request an id."""
+    """Refuses what asks for somebody else, has no key or is too large, and gives every request an
+    id."""
 
     OPEN = ("/health", "/", "/docs")  # the pages hold no secret; the playground asks for the key
     OPEN_BELOW = "/playground/"
@@ -59,7 +66,9 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = "".join(c for c in headers.get("x-request-id", "")[:128] if c.isalnum() or c in "-_.")
+        request_id = "".join(
+            c for c in headers.get("x-request-id", "")[:128] if c.isalnum() or c in "-_."
+        )
         request_id = request_id or secrets.token_hex(8)
 
         REQUEST_ID.set(request_id)
@@ -86,13 +95,17 @@ class Gate:
         if caller is not None:
             CALLER.set(caller)
         elif path not in self.OPEN and not path.startswith(self.OPEN_BELOW):
-            return ApiError(401, "give a valid key: Authorization: Bearer KEY", None, "invalid_api_key")
+            return ApiError(
+                401, "give a valid key: Authorization: Bearer KEY", None, "invalid_api_key"
+            )
         return self.bodies.refusal(headers)
 
 
 def _call_it_json(scope: Scope, kinds: Collection[str | None]) -> None:
-    """Take a body of these types for JSON: one without a type everywhere, and like Ollama what `curl -d` calls a form.
-    Only from where no browser is: of a page elsewhere, the type is what keeps it from asking. A form of an old browser
+    """Take a body of these types for JSON: one without a type everywhere, and like Ollama what
+    `curl -d` calls a form.
+    Only from where no browser is: of a page elsewhere, the type is what keeps it from asking. A
+        form of an old browser
     has a type and no origin, so forms are left to the paths that Ollama's clients need."""
     headers = MutableHeaders(scope=scope)
     if headers.get("content-type") in kinds:
@@ -100,7 +113,8 @@ def _call_it_json(scope: Scope, kinds: Collection[str | None]) -> None:
 
 
 class Hosts:
-    """The names and addresses of one server, and the origins that may ask it besides its own pages."""
+    """The names and addresses of one server, and the origins that may ask it besides its own
+    pages."""
 
     def __init__(self, settings: Settings) -> None:
         self.loopback = is_loopback(settings.host)

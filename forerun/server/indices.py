@@ -1,4 +1,5 @@
-"""/v1/indices: which documents answers are drafted from, for all clients or for one, while the server runs."""
+"""/v1/indices: which documents answers are drafted from, for all clients or for one, while the
+server runs."""
 
 from __future__ import annotations
 
@@ -30,9 +31,15 @@ NAME = re.compile(r"\w[\w.-]{0,63}(/\w[\w.-]{0,63}){0,3}", re.ASCII)
 class IndexRequest(Body):
     """An index of the server's folder, and whose requests it serves."""
 
-    name: Annotated[str, Field(max_length=260, description="Its directory, below the folder of --indices.")]
+    name: Annotated[
+        str, Field(max_length=260, description="Its directory, below the folder of --indices.")
+    ]
     client: Annotated[
-        str, Field(max_length=512, description="Only for requests with this client's key (a NAME in --api-keys).")
+        str,
+        Field(
+            max_length=512,
+            description="Only for requests with this client's key (a NAME in --api-keys).",
+        ),
     ] = ""
 
 
@@ -51,7 +58,8 @@ class Indices:
         return found
 
     def load_all(self) -> None:
-        """Draft from all that lie in the folder, but not below, for all clients. Raises LoadError."""
+        """Draft from all that lie in the folder, but not below, for all clients. Raises
+        LoadError."""
         if not self.folder.is_dir():
             advice = f"make it, and indices in it with forerun index --out {self.folder}/NAME"
             raise LoadError(f"there is no folder {self.folder}: {advice}")
@@ -60,14 +68,22 @@ class Indices:
 
     async def found(self) -> list[dict[str, Any]]:
         """All of the folder, and what is known of those in use."""
-        there = await asyncio.to_thread(lambda: {str(p.parent.relative_to(self.folder)) for p in _lists(self.folder)})
+        there = await asyncio.to_thread(
+            lambda: {str(p.parent.relative_to(self.folder)) for p in _lists(self.folder)}
+        )
         used = self.shelf.indices.copy()
-        return [self._card(name, *used.get(name, (None, ""))) for name in sorted(there | used.keys())]
+        return [
+            self._card(name, *used.get(name, (None, ""))) for name in sorted(there | used.keys())
+        ]
 
     async def load(self, name: str, client: str) -> dict[str, Any]:
         """Draft from this one from now on; one that is in use is read again."""
         if client and client not in self.clients:
-            raise ApiError(400, f"there is no client {client!r}: give a NAME of the file of --api-keys", "client")
+            raise ApiError(
+                400,
+                f"there is no client {client!r}: give a NAME of the file of --api-keys",
+                "client",
+            )
         async with self._turn:
             try:
                 index = await asyncio.to_thread(read, self.service.llm, self.folder, name)
@@ -88,20 +104,33 @@ class Indices:
     def _card(self, name: str, index: Index | None, client: str) -> dict[str, Any]:
         card: dict[str, Any] = {"id": name, "object": "index", "in_use": index is not None}
         if index is not None:
-            card |= {"client": client, "tokens": index.count, "files": sum(len(s.files) for s in index.segments)}
+            card |= {
+                "client": client,
+                "tokens": index.count,
+                "files": sum(len(s.files) for s in index.segments),
+            }
         return card
 
 
 def read(llm: LLM, folder: Path, name: str) -> Index:
-    """An index below a folder, for this model. Raises LoadError, and ApiError where it is not in the folder."""
+    """An index below a folder, for this model. Raises LoadError, and ApiError where it is not in
+    the folder."""
     place = (folder / name).resolve() if NAME.fullmatch(name) else folder
-    if place == folder or not place.is_relative_to(folder.resolve()) or not (place / LIST).is_file():
+    if (
+        place == folder
+        or not place.is_relative_to(folder.resolve())
+        or not (place / LIST).is_file()
+    ):
         raise ApiError(404, f"there is no index {name!r} in the folder of --indices", "name")
     return llm.index(place)
 
 
 def _lists(folder: Path) -> list[Path]:
-    return [path for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for path in folder.glob(f"{depth}/{LIST}")]
+    return [
+        path
+        for depth in ("*", "*/*", "*/*/*", "*/*/*/*")
+        for path in folder.glob(f"{depth}/{LIST}")
+    ]
 
 
 def mount(app: FastAPI, indices: Indices) -> None:
@@ -109,7 +138,9 @@ def mount(app: FastAPI, indices: Indices) -> None:
 
     def check() -> None:
         if not CALLER.get().operator:
-            raise ApiError(403, "indices are for all clients: this needs a key of the operator (--api-key)")
+            raise ApiError(
+                403, "indices are for all clients: this needs a key of the operator (--api-key)"
+            )
 
     @app.get("/v1/indices")
     async def listing() -> dict[str, Any]:
@@ -119,7 +150,8 @@ def mount(app: FastAPI, indices: Indices) -> None:
 
     @app.post("/v1/indices")
     async def load(body: IndexRequest) -> dict[str, Any]:
-        """Draft from an index, for all or for one client; one that is in use is read again, with what was added."""
+        """Draft from an index, for all or for one client; one that is in use is read again, with
+        what was added."""
         check()
         return await indices.load(body.name, body.client)
 

@@ -1,4 +1,5 @@
-"""What is written down of each request: a log line with its request id, and a span where OpenTelemetry listens."""
+"""What is written down of each request: a log line with its request id, and a span where
+OpenTelemetry listens."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Journal(Watcher):
                 "completion_tokens": stats.completion_tokens,
                 "draft": request.draft,
                 "accepted_length": round(stats.accepted_length, 3),
-                "first_token_seconds": round(ticket.first - ticket.arrived, 4) if ticket.first else None,
+                "first_token_seconds": round(ticket.first - ticket.arrived, 4)
+                if ticket.first
+                else None,
                 "draft_seconds": round(stats.draft_seconds, 4),
                 "verify_seconds": round(stats.verify_seconds, 4),
             }
@@ -52,13 +55,19 @@ class Journal(Watcher):
         if trace is not None:
             self._span(ticket, facts, now, error)
 
-    def _span(self, ticket: Ticket, facts: dict[str, Any], now: float, error: BaseException | None) -> None:
-        """A span over its whole time, with the names of OpenTelemetry's conventions for generative models."""
+    def _span(
+        self, ticket: Ticket, facts: dict[str, Any], now: float, error: BaseException | None
+    ) -> None:
+        """A span over its whole time, with the names of OpenTelemetry's conventions for generative
+        models."""
         ended = time.time_ns()
         started = ended - int(1e9 * (now - ticket.arrived))
         span = trace.get_tracer("forerun").start_span("generate", start_time=started)
         span.set_attribute("gen_ai.request.model", self.model)
-        names = {"prompt_tokens": "gen_ai.usage.input_tokens", "completion_tokens": "gen_ai.usage.output_tokens"}
+        names = {
+            "prompt_tokens": "gen_ai.usage.input_tokens",
+            "completion_tokens": "gen_ai.usage.output_tokens",
+        }
         for name, value in facts.items():
             if value is not None:
                 span.set_attribute(names.get(name, f"forerun.{name}"), value)

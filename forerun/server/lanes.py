@@ -19,8 +19,8 @@ SHORT = 0.002  # seconds; a shorter call leaves its place free at once
 class Lane:
     """A thread pool whose places rest after each call.
 
-    A call keeps the interpreter and the processors from the engine. The rest bounds its share of the time, so that the
-    large requests of some clients do not stop the tokens of others.
+    A call keeps the interpreter and the processors from the engine. The rest bounds its share of
+    the time, so that the large requests of some clients do not stop the tokens of others.
     """
 
     def __init__(self, places: int) -> None:
@@ -28,7 +28,8 @@ class Lane:
         self._threads = CapacityLimiter(places)
 
     async def do(self, work: Callable[..., R], *given: object) -> R:
-        """Run `work` with the given arguments in a thread and return its result. Raises what it raises."""
+        """Run `work` with the given arguments in a thread and return its result. Raises what it
+        raises."""
         await self._free.acquire()
         begun = time.perf_counter()
         try:

@@ -1,4 +1,5 @@
-"""The address a server listens on, taken before a model is loaded: one that is in use is known at once."""
+"""The address a server listens on, taken before a model is loaded: one that is in use is known at
+once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def is_loopback(host: str) -> bool:
 def listen(settings: Settings) -> socket.socket:
     """A socket bound to the host and port of the settings. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by this asyncio knows to set TCP_NODELAY
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # by this asyncio knows to set TCP_NODELAY
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
@@ -46,4 +49,6 @@ def _advice(error: OSError) -> str:
         return "another program has it: give another --port, or --port 0 for any that is free"
     if error.errno in (errno.EACCES, errno.EPERM):
         return "give a --port from 1024 up"
-    return "give a --host of this machine, such as 127.0.0.1 for itself alone or 0.0.0.0 for everybody"
+    return (
+        "give a --host of this machine, such as 127.0.0.1 for itself alone or 0.0.0.0 for everybody"
+    )

@@ -8,7 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import IO
 
-MOST_LINES, WINDOW = 10, 10.0  # warnings and errors of one kind in so many seconds; the rest is counted
+MOST_LINES, WINDOW = (
+    10,
+    10.0,
+)  # warnings and errors of one kind in so many seconds; the rest is counted
 MOST_KINDS = 256
 LONGEST = 16 << 10  # characters of a message or a traceback
 OTHERS = ("", 0, "")  # the kind of all that are more than MOST_KINDS
@@ -24,10 +27,11 @@ class _Window:
 
 
 class LimitedHandler(logging.StreamHandler[IO[str]]):
-    """Writes at most `MOST_LINES` warnings or errors of one kind in a window, and then how many it left out.
+    """Writes at most `MOST_LINES` warnings or errors of one kind in a window, and then how many it
+    left out.
 
-    A kind is a logger, a level and a message before its arguments are put in. Lines below a warning are not limited:
-    they are only written where the operator asks for them (--verbose).
+    A kind is a logger, a level and a message before its arguments are put in. Lines below a warning
+    are not limited: they are only written where the operator asks for them (--verbose).
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,8 @@ class LimitedHandler(logging.StreamHandler[IO[str]]):
             super().emit(record)
 
     def settle(self) -> None:
-        """Begin again with the kinds whose time is over, and write how many lines of each were left out."""
+        """Begin again with the kinds whose time is over, and write how many lines of each were left
+        out."""
         now = time.monotonic()
         self.acquire()  # `emit` has it already, and may have it twice
         try:
@@ -59,14 +64,17 @@ class LimitedHandler(logging.StreamHandler[IO[str]]):
             windows = [(kind, self._windows.pop(kind)) for kind in over]
             for (name, level, message), window in windows:
                 if window.left_out:
-                    text = f"{window.left_out} more lines like this one were left out: {message[:200]}"
+                    text = (
+                        f"{window.left_out} more lines like this one were left out: {message[:200]}"
+                    )
                     super().emit(logging.LogRecord(name, level, "", 0, text, (), None))
         finally:
             self.release()
 
 
 def settle() -> None:
-    """Let the handlers of forerun's loggers write how many lines they left out, where it is time for that."""
+    """Let the handlers of forerun's loggers write how many lines they left out, where it is time
+    for that."""
     for handler in logging.getLogger("forerun").handlers:
         if isinstance(handler, LimitedHandler):
             handler.settle()

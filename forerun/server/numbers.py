@@ -1,4 +1,5 @@
-"""The one reading of numbers in requests: which JSON values are numbers, and what special values mean.
+"""The one reading of numbers in requests: which JSON values are numbers, and what special values
+mean.
 
 | field | special value | meaning |
 |---|---|---|
@@ -21,10 +22,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from forerun.errors import brief
+from forerun.errors import shorten
 
 T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million elements would take gigabytes
+List = Annotated[
+    list[T], Field(fail_fast=True)
+]  # an error for each of a million elements would take gigabytes
 
 FILL = -1  # a length: as many tokens as there is room for
 FILLS = (-1, -2)  # llama.cpp's and Ollama's values for that
@@ -36,7 +39,9 @@ WHOLE_TEXT = re.compile(r"([+-]?[0-9]{1,30})(\.0{0,30})?")
 def _refused(value: Any, wanted: str) -> PydanticCustomError:
     if isinstance(value, str):
         wanted += ", without quotation marks"
-    return PydanticCustomError("number", "{wanted}, instead of {value}", {"wanted": wanted, "value": brief(value)})
+    return PydanticCustomError(
+        "number", "{wanted}, instead of {value}", {"wanted": wanted, "value": shorten(value)}
+    )
 
 
 def whole(value: Any) -> Any:
@@ -61,7 +66,8 @@ def _number(value: Any) -> Any:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Token ids. Lists are long: the whole numbers among their elements are not looked at one by one."""
+    """Token ids. Lists are long: the whole numbers among their elements are not looked at one by
+    one."""
     if isinstance(value, list) and float in set(map(type, value)):
         return [int(item) if type(item) is float and item.is_integer() else item for item in value]
     return value
@@ -70,7 +76,9 @@ def _whole_numbers(value: Any) -> Any:
 def _length(value: Any) -> int:
     count = whole(value)
     if count < 0 and count not in FILLS:
-        raise _refused(value, "give a whole number from 1, or -1 for as many tokens as there is room for")
+        raise _refused(
+            value, "give a whole number from 1, or -1 for as many tokens as there is room for"
+        )
     return FILL if count < 0 else int(count)
 
 
@@ -85,7 +93,9 @@ def _top_logprobs(value: Any) -> Any:
     if value is False:
         return None
     if value is True:
-        raise PydanticCustomError("number", "give the number of likeliest tokens to list, such as 5", {})
+        raise PydanticCustomError(
+            "number", "give the number of likeliest tokens to list, such as 5", {}
+        )
     return whole(value)
 
 
@@ -99,7 +109,8 @@ def _depth(value: Any) -> Any:
 
 
 def whole_of_text(text: str) -> int | None:
-    """The whole number that a name of a field is, such as "50256" or "50256.0"; None where it is none."""
+    """The whole number that a name of a field is, such as "50256" or "50256.0"; None where it is
+    none."""
     match = WHOLE_TEXT.fullmatch(text)
     return int(match[1]) if match else None
 

@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from forerun import __version__
-from forerun.jsonl import json_line
 from forerun.server import errors
 from forerun.server.answers import Answer, finish
 from forerun.server.api import answer, chat_orders, warned
@@ -37,9 +36,18 @@ from forerun.server.protocol import ChatRequest
 from forerun.server.tickets import Order
 from forerun.server.translate import THOUGHTS
 from forerun.types import Event
+from forerun.utils import json_line
 
-NOT_HERE = "this server has the one model that it was started with: for another, start forerun serve MODEL"
-ACTIONS = (("POST", "pull"), ("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete"))
+NOT_HERE = (
+    "this server has the one model that it was started with: for another, start forerun serve MODEL"
+)
+ACTIONS = (
+    ("POST", "pull"),
+    ("POST", "push"),
+    ("POST", "create"),
+    ("POST", "copy"),
+    ("DELETE", "delete"),
+)
 Json = dict[str, Any]
 
 
@@ -71,18 +79,27 @@ def _generation(app: FastAPI, kitchen: Kitchen) -> None:
         if not body.prompt:
             chat_of_prompt(body)
             return _loaded(kitchen, body, {"response": ""})
-        return await _answer(kitchen, body, request, partial(chat_of_prompt, body), body.prompt if body.raw else None)
+        return await _answer(
+            kitchen, body, request, partial(chat_of_prompt, body), body.prompt if body.raw else None
+        )
 
 
 def _loaded(kitchen: Kitchen, body: OllamaGeneration, said: Json) -> Response:
-    """The answer to a request that says nothing: it asks for the model to be loaded, or unloaded."""
+    """The answer to a request that says nothing: it asks for the model to be loaded, or
+    unloaded."""
     kitchen.check(body.model)
     reason = "unload" if body.keep_alive in (0, "0") else "load"
-    return JSONResponse({"model": body.model, "created_at": stamp(), **said, "done": True, "done_reason": reason})
+    return JSONResponse(
+        {"model": body.model, "created_at": stamp(), **said, "done": True, "done_reason": reason}
+    )
 
 
 async def _answer(
-    kitchen: Kitchen, body: OllamaGeneration, http: Request, read: Callable[[], ChatRequest], raw: str | None = None
+    kitchen: Kitchen,
+    body: OllamaGeneration,
+    http: Request,
+    read: Callable[[], ChatRequest],
+    raw: str | None = None,
 ) -> Response:
     """The answer to a chat; `raw` is a prompt that stands for its messages."""
     kitchen.check(body.model)
@@ -103,7 +120,9 @@ class Ollama(Dialect):
     def __init__(self, chat: Chat, body: OllamaGeneration) -> None:
         idle = ["keep_alive"] if body.keep_alive is not None else []
         left_out = ["think" if name in THOUGHTS else name for name in chat.left_out]
-        super().__init__(body.stream is not False, [*dict.fromkeys([*left_out, *body.left_out, *idle])])
+        super().__init__(
+            body.stream is not False, [*dict.fromkeys([*left_out, *body.left_out, *idle])]
+        )
         self.chat, self.body, self.talks = chat, body, isinstance(body, OllamaChat)
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -169,7 +188,11 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
     llm = kitchen.service.llm
 
     async def answered(
-        http: Request, body: OllamaEmbed | OllamaEmbeddings, texts: list[str], content: Content, cut: bool = True
+        http: Request,
+        body: OllamaEmbed | OllamaEmbeddings,
+        texts: list[str],
+        content: Content,
+        cut: bool = True,
     ) -> Response:
         idle = [name for name in ("options", "keep_alive") if getattr(body, name) is not None]
         if not texts:
@@ -186,7 +209,12 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
 
         def content(vectors: np.ndarray, count: int) -> Json:
             took = {"total_duration": _nanoseconds(time.perf_counter() - start), "load_duration": 0}
-            return {"model": body.model, "embeddings": vectors.tolist(), **took, "prompt_eval_count": count}
+            return {
+                "model": body.model,
+                "embeddings": vectors.tolist(),
+                **took,
+                "prompt_eval_count": count,
+            }
 
         return await answered(request, body, texts, content, body.truncate is not False)
 
@@ -195,7 +223,9 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
         """The vector of one text."""
         kitchen.check(body.model)
         texts = [body.prompt] if body.prompt else []
-        return await answered(request, body, texts, lambda vectors, _: {"embedding": vectors.ravel().tolist()})
+        return await answered(
+            request, body, texts, lambda vectors, _: {"embedding": vectors.ravel().tolist()}
+        )
 
 
 def _models(app: FastAPI, kitchen: Kitchen, card: Card) -> None:

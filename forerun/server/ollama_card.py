@@ -26,9 +26,13 @@ class Card:
         self.llm: LLM = kitchen.service.llm
         self.name = kitchen.name if ":" in kitchen.name else f"{kitchen.name}:latest"
         self.digest = hashlib.sha256(kitchen.fingerprint.encode()).hexdigest()
-        found = Found(self.name, find_model(self.llm.config.model), "")  # now: by a request its files may have gone
+        found = Found(
+            self.name, find_model(self.llm.config.model), ""
+        )  # now: by a request its files may have gone
         self.file: Survey = survey([found])[0]
-        self.modified = int(Path(self.file.path).stat().st_mtime)  # not when it was loaded: replicas say the same
+        self.modified = int(
+            Path(self.file.path).stat().st_mtime
+        )  # not when it was loaded: replicas say the same
 
     @property
     def details(self) -> Json:
@@ -68,7 +72,10 @@ class Card:
 
     def shown(self) -> Json:
         """The answer of /api/show."""
-        c, template = self.llm.decoder.config, self.llm.tokenizer.template if self.llm.tokenizer else ""
+        c, template = (
+            self.llm.decoder.config,
+            self.llm.tokenizer.template if self.llm.tokenizer else "",
+        )
         sizes = {
             "context_length": c.context,
             "embedding_length": c.hidden,
@@ -78,10 +85,15 @@ class Card:
             "attention.head_count_kv": c.kv_heads,
             "vocab_size": c.vocab,
         }
-        general = {"general.architecture": c.family, "general.parameter_count": self.file.parameters}
+        general = {
+            "general.architecture": c.family,
+            "general.parameter_count": self.file.parameters,
+        }
         return {
             "modelfile": f"FROM {self.name}",
-            "parameters": "\n".join(f"{name} {value}" for name, value in sorted(self.llm.sampling.items())),
+            "parameters": "\n".join(
+                f"{name} {value}" for name, value in sorted(self.llm.sampling.items())
+            ),
             "template": template,
             "details": self.details,
             "model_info": general | {f"{c.family}.{name}": value for name, value in sizes.items()},
@@ -96,4 +108,8 @@ def _size(count: int) -> str:
 
 def stamp(seconds: float | None = None) -> str:
     """A time as Ollama writes it; now unless it says otherwise."""
-    return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat().replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC)
+        .isoformat()
+        .replace("+00:00", "Z")
+    )

@@ -12,11 +12,29 @@ from pydantic_core import PydanticCustomError
 from forerun.server import bounds, fields, message_fields
 from forerun.server.errors import ApiError
 from forerun.server.numbers import List, Number, TokenIds, Whole
-from forerun.server.protocol import EFFORTS, MOST_MESSAGES, AnyMessage, Body, ChatRequest, Strict, Tool
+from forerun.server.protocol import (
+    EFFORTS,
+    MOST_MESSAGES,
+    AnyMessage,
+    Body,
+    ChatRequest,
+    Strict,
+    Tool,
+)
 
 Json = dict[str, Any]
 OPTIONS = (  # besides what is in the table of fields
-    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens", "max_tokens", "ignore_eos"),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "min_tokens",
+        "max_tokens",
+        "ignore_eos",
+    ),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "speculative", "cache_salt"),
 )
 
@@ -29,7 +47,8 @@ def _think(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """The arguments of a call, which are an object here, and a text with one where OpenAI's clients have kept it."""
+    """The arguments of a call, which are an object here, and a text with one where OpenAI's clients
+    have kept it."""
     if isinstance(value, str):
         try:
             value = bounds.parse(value.encode()) if value.strip() else {}
@@ -42,9 +61,9 @@ class OllamaFunction(Strict):
     others = message_fields.CALL
 
     name: str
-    arguments: Annotated[Json, BeforeValidator(_object, json_schema_input_type=Json | str | None)] = Field(
-        default_factory=dict
-    )
+    arguments: Annotated[
+        Json, BeforeValidator(_object, json_schema_input_type=Json | str | None)
+    ] = Field(default_factory=dict)
     index: int | None = None
 
 
@@ -122,11 +141,16 @@ class OllamaShow(Body):
 def chat_of(body: OllamaChat) -> ChatRequest:
     """A chat as OpenAI writes it. Raises ApiError, RequestValidationError."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    return _request(body, [_message(message) for message in body.messages or []], {"tools": tools} if tools else {})
+    return _request(
+        body,
+        [_message(message) for message in body.messages or []],
+        {"tools": tools} if tools else {},
+    )
 
 
 def chat_of_prompt(body: OllamaGenerate) -> ChatRequest:
-    """The chat of a single prompt; of a raw one it is what its tokens are put in. Raises ApiError."""
+    """The chat of a single prompt; of a raw one it is what its tokens are put in. Raises
+    ApiError."""
     refused = {
         "suffix": "this server continues texts, it fills no gaps",
         "template": "the model's own is used; give raw and a prompt that is laid out",
@@ -137,7 +161,9 @@ def chat_of_prompt(body: OllamaGenerate) -> ChatRequest:
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported: {why}", name)
     if body.raw and body.system:
-        raise ApiError(400, "raw takes the prompt as it is: put the system message into it", "system")
+        raise ApiError(
+            400, "raw takes the prompt as it is: put the system message into it", "system"
+        )
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _request(body, [*system, {"role": "user", "content": body.prompt}], {})
 
@@ -148,7 +174,10 @@ def _message(message: OllamaMessage) -> Json:
         values["tool_calls"] = [
             {
                 "id": call.id or f"call_{i}",
-                "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments),
+                },
             }
             for i, call in enumerate(message.tool_calls)
         ]

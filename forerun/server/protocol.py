@@ -1,8 +1,9 @@
-"""What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields are refused.
+"""What clients may send: OpenAI's fields, the extensions people expect, and ours. Unknown fields
+are refused.
 
-Types are strict ("5" is no number; `numbers` has the one reading of those that are). What OpenAI's clients send and a
-local server has no use for is accepted and ignored; it is listed in `Ignored`. What other servers and their clients
-know is in `fields`.
+Types are strict ("5" is no number; `numbers` has the one reading of those that are). What OpenAI's
+clients send and a local server has no use for is accepted and ignored; it is listed in `Ignored`.
+What other servers and their clients know is in `fields`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from forerun.errors import brief
+from forerun.errors import shorten
 from forerun.server import fields, message_fields
 from forerun.server.errors import ApiError
 from forerun.server.numbers import Depth, Length, List, Number, TokenIds, TopK, TopLogprobs, Whole
@@ -37,7 +38,9 @@ MOST_MESSAGES = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
-Salt = Annotated[str, Field(max_length=256)]  # requests with the same one share a memory, within a tenant
+Salt = Annotated[
+    str, Field(max_length=256)
+]  # requests with the same one share a memory, within a tenant
 
 
 def _biases(value: Any) -> Any:
@@ -45,12 +48,15 @@ def _biases(value: Any) -> Any:
     if isinstance(value, dict):
         for token, bias in value.items():
             if not isinstance(bias, (int, float)) or isinstance(bias, bool):
-                raise PydanticCustomError("bias", "the bias of token {token} must be a number", {"token": token[:20]})
+                raise PydanticCustomError(
+                    "bias", "the bias of token {token} must be a number", {"token": token[:20]}
+                )
     return value
 
 
 class Strict(BaseModel):
-    """An object whose fields are all known: ours, and those of other servers and clients, which are in `others`."""
+    """An object whose fields are all known: ours, and those of other servers and clients, which are
+    in `others`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=fields.describe)
     others: ClassVar[fields.Table] = {}
@@ -61,7 +67,9 @@ class Strict(BaseModel):
         if not isinstance(value, dict):
             return value
         if len(value) > MOST_FIELDS:
-            raise PydanticCustomError("fields", "this object has {count} fields", {"count": len(value)})
+            raise PydanticCustomError(
+                "fields", "this object has {count} fields", {"count": len(value)}
+            )
         known = _names(cls)
         if value.keys() <= known:
             return _without_nulls(value, known)
@@ -70,7 +78,9 @@ class Strict(BaseModel):
         except ApiError as error:
             if issubclass(cls, Body):
                 raise
-            raise PydanticCustomError("field", "{message}", {"message": str(error)}) from None  # it is told where
+            raise PydanticCustomError(
+                "field", "{message}", {"message": str(error)}
+            ) from None  # it is told where
         fields.leave_out(ignored)
         return _without_nulls(ours, known)
 
@@ -82,14 +92,16 @@ def _names(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def _without_nulls(value: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """An object without those of its known fields that are null: null means absent in every field."""
+    """An object without those of its known fields that are null: null means absent in every
+    field."""
     if None not in value.values():
         return value
     return {name: item for name, item in value.items() if item is not None or name not in known}
 
 
 class Body(Strict):
-    """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written as JSON again."""
+    """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written
+    as JSON again."""
 
     _left_out: tuple[str, ...] = PrivateAttr(())
 
@@ -103,7 +115,8 @@ class Body(Strict):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Fields that were sent and have no effect on the text, those of objects within the request too."""
+        """Fields that were sent and have no effect on the text, those of objects within the request
+        too."""
         return self._left_out
 
 
@@ -163,7 +176,8 @@ class ResponseFormat(Strict):
 
 
 def _one_shape(value: Any) -> Any:
-    """A form as OpenAI's chats write it. llama.cpp and the Responses API have a schema beside the type."""
+    """A form as OpenAI's chats write it. llama.cpp and the Responses API have a schema beside the
+    type."""
     if not isinstance(value, dict):
         raise _odd('give an object, such as {"type": "json_object"}')
     given = {name: item for name, item in value.items() if item is not None or name not in FORM}
@@ -178,7 +192,9 @@ def _one_shape(value: Any) -> Any:
             raise _odd(f"type {kind[:20]!r} has no {name}: give type {name!r}, or leave {name} out")
     inner = given.get("json_schema")
     if isinstance(inner, dict) and "schema" not in inner and not inner.keys() <= set(NAMED_SCHEMA):
-        raise _odd('json_schema must be {"name": ..., "schema": ...}: put the schema into its schema')
+        raise _odd(
+            'json_schema must be {"name": ..., "schema": ...}: put the schema into its schema'
+        )
     return given
 
 
@@ -273,8 +289,18 @@ class ResultPart(Strict):
     is_error: bool | None = None
 
 
-PART_MODELS: tuple[type[BaseModel], ...] = (TextPart, RefusalPart, ThoughtPart, CallPart, ResultPart)
-PARTS = {kind: model.__name__ for model in PART_MODELS for kind in get_args(model.model_fields["type"].annotation)}
+PART_MODELS: tuple[type[BaseModel], ...] = (
+    TextPart,
+    RefusalPart,
+    ThoughtPart,
+    CallPart,
+    ResultPart,
+)
+PARTS = {
+    kind: model.__name__
+    for model in PART_MODELS
+    for kind in get_args(model.model_fields["type"].annotation)
+}
 
 
 def _part(value: Any) -> str | None:
@@ -395,17 +421,20 @@ def _item_type(value: Any) -> Any:
         raise PydanticCustomError(
             "item",
             "items of type {kind} are not supported: this server takes {kinds}, and keeps nothing to refer to",
-            {"kind": brief(value), "kinds": ", ".join(get_args(ItemType))},
+            {"kind": shorten(value), "kinds": ", ".join(get_args(ItemType))},
         )
     return value
 
 
 class InputItem(Strict):
-    """One item of a Responses input: a message, a tool call of ours, what the tool said, or thoughts."""
+    """One item of a Responses input: a message, a tool call of ours, what the tool said, or
+    thoughts."""
 
     others = message_fields.ITEM
 
-    type: Annotated[ItemType | None, BeforeValidator(_item_type, json_schema_input_type=ItemType | None)] = "message"
+    type: Annotated[
+        ItemType | None, BeforeValidator(_item_type, json_schema_input_type=ItemType | None)
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     id: str | None = None
@@ -435,7 +464,8 @@ class TextFormat(Strict):
 
 
 class Reasoning(BaseModel):
-    """How much the model is to think. A summary of its thoughts is not made, and whatever else there is ignored."""
+    """How much the model is to think. A summary of its thoughts is not made, and whatever else
+    there is ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

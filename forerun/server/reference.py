@@ -1,7 +1,8 @@
-"""/openapi.json, and /docs: every endpoint with its fields and a command to try it, from that document.
+"""/openapi.json, and /docs: every endpoint with its fields and a command to try it, from that
+document.
 
-One page without scripts and without anything from elsewhere: it works where there is no network. Both are made beside
-the event loop, and once.
+One page without scripts and without anything from elsewhere: it works where there is no network.
+Both are made beside the event loop, and once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def add_page(app: FastAPI, model: str, keyed: bool) -> None:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return Response(await to_thread.run_sync(document, limiter=one), media_type="application/json")
+        return Response(
+            await to_thread.run_sync(document, limiter=one), media_type="application/json"
+        )
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -69,11 +72,19 @@ def page(document: dict[str, Any], model: str, base: str, keyed: bool) -> str:
         for method, operation in operations.items()
     ]
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(endpoints=found, model=model, base=base, version=document["info"]["version"], keyed=keyed)
+    return template.render(
+        endpoints=found, model=model, base=base, version=document["info"]["version"], keyed=keyed
+    )
 
 
 def _endpoint(
-    document: dict[str, Any], method: str, path: str, operation: dict[str, Any], model: str, base: str, keyed: bool
+    document: dict[str, Any],
+    method: str,
+    path: str,
+    operation: dict[str, Any],
+    model: str,
+    base: str,
+    keyed: bool,
 ) -> dict[str, Any]:
     """What the template says of one operation; `others` are the fields that other servers have."""
     rows: list[dict[str, Any]] = []
@@ -82,7 +93,12 @@ def _endpoint(
         schema = _resolved(document, body["content"]["application/json"]["schema"])
         needed = schema.get("required", ())
         rows = [
-            {"name": name, "kind": _kind(document, f), "needed": name in needed, "says": f.get("description", "")}
+            {
+                "name": name,
+                "kind": _kind(document, f),
+                "needed": name in needed,
+                "says": f.get("description", ""),
+            }
             for name, f in schema["properties"].items()
         ]
     rows.sort(key=lambda row: not row["needed"])
@@ -106,7 +122,11 @@ def _kind(document: dict[str, Any], schema: dict[str, Any]) -> str:
     """A schema in a few words."""
     if "$ref" in schema:
         properties = _resolved(document, schema).get("properties", {})
-        own = [name for name, field in properties.items() if not field.get("description", "").startswith(MOVED)]
+        own = [
+            name
+            for name, field in properties.items()
+            if not field.get("description", "").startswith(MOVED)
+        ]
         return f"object of {', '.join(own)}"
     if either := schema.get("anyOf") or schema.get("oneOf"):
         kinds = [_kind(document, part) for part in either if part.get("type") != "null"]

@@ -15,7 +15,14 @@ from forerun.server.api import answer, chat_orders
 from forerun.server.dialects import Chat, Dialect, event_line
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
-from forerun.server.protocol import ChatRequest, Content, FlatToolChoice, InputItem, ResponsesRequest, Sampled
+from forerun.server.protocol import (
+    ChatRequest,
+    Content,
+    FlatToolChoice,
+    InputItem,
+    ResponsesRequest,
+    Sampled,
+)
 from forerun.server.translate import text_of, thoughts_of
 from forerun.types import Event
 
@@ -25,7 +32,9 @@ SAME = {*Sampled.__annotations__, "chat_template_kwargs"}  # as in a chat
 async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> Response:
     """Answer /v1/responses."""
     if body.previous_response_id is not None:
-        raise ApiError(400, "this server keeps nothing: send the conversation itself", "previous_response_id")
+        raise ApiError(
+            400, "this server keeps nothing: send the conversation itself", "previous_response_id"
+        )
     if body.background:
         raise ApiError(400, "background is not supported: this server keeps nothing", "background")
     kitchen.check(body.model)
@@ -40,7 +49,9 @@ async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat that a Responses request asks for."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    items = (
+        [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    )
     said: dict[str, Any] = {}
     for item in items:
         message = _message(item)
@@ -53,27 +64,37 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
         chat["tools"] = [
-            {"type": "function", "function": t.model_dump(exclude={"type"}, exclude_none=True)} for t in body.tools
+            {"type": "function", "function": t.model_dump(exclude={"type"}, exclude_none=True)}
+            for t in body.tools
         ]
     if body.reasoning and body.reasoning.effort:
         chat["reasoning_effort"] = body.reasoning.effort
     choice = body.tool_choice
     if choice is not None:
         chat["tool_choice"] = (
-            choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+            choice
+            if isinstance(choice, str)
+            else {"type": "function", "function": {"name": choice.name}}
         )
     form = body.text.format if body.text else None
     if form and body.response_format:
-        raise ApiError(400, "text.format and response_format both demand a form: give one", "response_format")
+        raise ApiError(
+            400, "text.format and response_format both demand a form: give one", "response_format"
+        )
     if form and form.type == "json_schema":
-        chat["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_ or {}}}
+        chat["response_format"] = {
+            "type": form.type,
+            "json_schema": {"name": form.name, "schema": form.schema_ or {}},
+        }
     elif form:
         chat["response_format"] = {"type": form.type}
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "input") from None
+        raise ApiError(
+            400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
+        ) from None
 
 
 NEEDED = {"function_call": ("call_id", "name"), "function_call_output": ("call_id", "output")}
@@ -93,16 +114,23 @@ def _message(item: InputItem) -> dict[str, Any]:
         thoughts = thoughts_of(item.content) or text_of(item.content) or thoughts_of(item.summary)
         return {"role": "assistant", "reasoning_content": thoughts}
     more = {"name": item.name, "refusal": item.refusal, "reasoning_content": item.reasoning_content}
-    return {"role": item.role or "user", "content": _content(item.content)} | {k: v for k, v in more.items() if v}
+    return {"role": item.role or "user", "content": _content(item.content)} | {
+        k: v for k, v in more.items() if v
+    }
 
 
 def _content(content: Content | None) -> Any:
     """A content as JSON has it."""
-    return content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content or ()]
+    return (
+        content
+        if isinstance(content, str)
+        else [part.model_dump(exclude_none=True) for part in content or ()]
+    )
 
 
 def _joined(said: dict[str, Any], more: dict[str, Any]) -> bool:
-    """Put an item into the message before it where both are parts of one answer: thoughts, then a text, then calls."""
+    """Put an item into the message before it where both are parts of one answer: thoughts, then a
+    text, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     if said.get("role") != "assistant" or more["role"] != "assistant":
         return False
@@ -138,7 +166,13 @@ class Responses(Dialect):
         if not text:
             return
         if not self.texts:
-            empty = {"id": self.item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            empty = {
+                "id": self.item,
+                "type": "message",
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
             yield self._event("response.output_item.added", output_index=0, item=empty)
             yield self._event("response.content_part.added", **self.at, part=_part(""))
         self.texts.append(text)
@@ -152,7 +186,11 @@ class Responses(Dialect):
                 yield self._event("response.output_text.done", **self.at, text=sent, logprobs=[])
                 yield self._event("response.content_part.done", **self.at, part=_part(sent))
             else:
-                begun = item | ({"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {})
+                begun = item | (
+                    {"arguments": "", "status": "in_progress"}
+                    if item["type"] == "function_call"
+                    else {}
+                )
                 yield self._event("response.output_item.added", output_index=i, item=begun)
             if item["type"] == "function_call":
                 where, said = {"item_id": item["id"], "output_index": i}, item["arguments"]
@@ -164,7 +202,9 @@ class Responses(Dialect):
         yield self._event(kind, response=response)
 
     def failed(self, error: Exception) -> str:
-        return self._event("error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"})
+        return self._event(
+            "error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"}
+        )
 
     def _event(self, kind: str, **values: Any) -> str:
         line = event_line({"type": kind, "sequence_number": self.number, **values})
@@ -176,7 +216,11 @@ class Responses(Dialect):
         body, chat = self.body, self.chat
         cut = answer is not None and finish(answer.finish_reason) == "length"
         status = "in_progress" if answer is None else "incomplete" if cut else "completed"
-        form = body.text.format.model_dump(by_alias=True, exclude_none=True) if body.text and body.text.format else None
+        form = (
+            body.text.format.model_dump(by_alias=True, exclude_none=True)
+            if body.text and body.text.format
+            else None
+        )
         return {
             "id": self.id,
             "object": "response",
@@ -192,13 +236,17 @@ class Responses(Dialect):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": chat.sampling["temperature"] if body.temperature is None else body.temperature,
+            "temperature": chat.sampling["temperature"]
+            if body.temperature is None
+            else body.temperature,
             "top_p": chat.sampling["top_p"] if body.top_p is None else body.top_p,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": body.tool_choice.model_dump()
             if isinstance(body.tool_choice, FlatToolChoice)
             else body.tool_choice or "auto",
-            "tools": [{"strict": None, **t.model_dump(exclude_none=True)} for t in body.tools or []],
+            "tools": [
+                {"strict": None, **t.model_dump(exclude_none=True)} for t in body.tools or []
+            ],
             "truncation": "disabled",
             "seed": chat.head["seed"],
             "usage": _usage(answer) if answer else None,

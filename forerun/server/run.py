@@ -1,4 +1,5 @@
-"""A server process from its beginning to its end: logs, the port, signals and a bounded shutdown."""
+"""A server process from its beginning to its end: logs, the port, signals and a bounded
+shutdown."""
 
 from __future__ import annotations
 
@@ -17,26 +18,34 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
-from forerun.jsonl import json_line
 from forerun.llm import LLM
-from forerun.probe import probe
-from forerun.sandbox import stop_all
 from forerun.server.app import describe, make_app
 from forerun.server.arrivals import Arrivals
 from forerun.server.connections import connections
-from forerun.server.descriptors import is_out_of_descriptors, most_arrivals, raise_limit, within_limit
+from forerun.server.descriptors import (
+    is_out_of_descriptors,
+    most_arrivals,
+    raise_limit,
+    within_limit,
+)
 from forerun.server.listen import is_loopback
 from forerun.server.logs import LimitedHandler, settle, shortened
+from forerun.server.probe import probe
 from forerun.server.settings import Settings
 from forerun.server.tenants import Callers
+from forerun.utils import json_line
+from forerun.worker_process import stop_all
 
 log = logging.getLogger("forerun.server")
-SWITCH_SECONDS = 0.001  # the engine's thread yields the interpreter to the event loop after this time
+SWITCH_SECONDS = (
+    0.001  # the engine's thread yields the interpreter to the event loop after this time
+)
 BACKLOG = 2048  # connections that wait to be accepted
 
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
-    """Serve a model on a socket of `listen` until a signal ends it. Returns the exit code, as `serve` does."""
+    """Serve a model on a socket of `listen` until a signal ends it. Returns the exit code, as
+    `serve` does."""
     start_logging(verbose, sys.stderr.isatty())
     raise_limit()
     try:
@@ -51,16 +60,24 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
     if fault:
         log.warning("%s", fault)
     if not is_loopback(settings.host) and not Callers.of(settings):
-        log.warning("everybody who reaches %s may use this server: give --api-key or --api-keys", settings.host)
+        log.warning(
+            "everybody who reaches %s may use this server: give --api-key or --api-keys",
+            settings.host,
+        )
     say = greeting if sys.stderr.isatty() else announcement
     return serve(app, settings, listener, partial(say, describe(llm, settings)))
 
 
 def serve(
-    app: Starlette, settings: Settings, listener: socket.socket, say: Callable[[str], str], descriptors: int = 1
+    app: Starlette,
+    settings: Settings,
+    listener: socket.socket,
+    say: Callable[[str], str],
+    descriptors: int = 1,
 ) -> int:
-    """Serve an application on a socket of `listen` until a signal ends it; `say` makes of the address what is printed
-    first, and a connection takes so many `descriptors`. Returns the exit code: 0 after an orderly shutdown."""
+    """Serve an application on a socket of `listen` until a signal ends it; `say` makes of the
+    address what is printed first, and a connection takes so many `descriptors`. Returns the exit
+    code: 0 after an orderly shutdown."""
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)
     settings = within_limit(settings, descriptors)
@@ -68,7 +85,8 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, settings)
     server.run(sockets=[listener])
-    server.service.stop()  # a second signal leaves its thread running, under which Python may abort as it ends
+    # a second signal leaves its thread running, under which Python may abort as it ends
+    server.service.stop()
     return 0 if server.started else 1
 
 
@@ -113,7 +131,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                loop="asyncio",  # the loop that `Arrivals` was tested on, also where uvloop is installed
+                # the loop that `Arrivals` was tested on, also where uvloop is installed
+                loop="asyncio",
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -143,12 +162,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins to drain, the second ends at once. Neither ends the process by itself."""
+        """The first signal begins to drain, the second ends at once. Neither ends the process by
+        itself."""
         if self.service.draining or not self.started:
             self.should_exit = self.force_exit = True
             stop_all()
             return
-        log.info("%s: running requests may end within %g s", signal.Signals(sig).name, self.settings.shutdown_timeout)
+        log.info(
+            "%s: running requests may end within %g s",
+            signal.Signals(sig).name,
+            self.settings.shutdown_timeout,
+        )
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -173,7 +197,9 @@ class Server(uvicorn.Server):
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what no task and no callback handles."""
     if is_out_of_descriptors(context.get("exception")):
-        log.error("no file descriptor is left for another connection: raise the limit with ulimit -n")
+        log.error(
+            "no file descriptor is left for another connection: raise the limit with ulimit -n"
+        )
     else:
         loop.default_exception_handler(context)
 
@@ -206,8 +232,12 @@ class PlainLines(logging.Formatter):
         return shortened(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        facts = {name: value for name, value in getattr(record, "facts", {}).items() if value is not None}
-        return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())])
+        facts = {
+            name: value for name, value in getattr(record, "facts", {}).items() if value is not None
+        }
+        return " ".join(
+            [super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())]
+        )
 
 
 def start_logging(verbose: bool, person: bool) -> None:
@@ -220,4 +250,6 @@ def start_logging(verbose: bool, person: bool) -> None:
     logging.getLogger("uvicorn.error").handlers = [handler]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("asyncio").handlers = [handler]
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings are of writes to clients that have gone
+    logging.getLogger("asyncio").setLevel(
+        logging.ERROR
+    )  # its warnings are of writes to clients that have gone

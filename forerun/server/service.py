@@ -1,9 +1,10 @@
 """One engine on a thread of its own, and asynchronous tickets in front of it.
 
-Only the engine's thread touches the engine. Requests and cancellations reach it through a queue, events come back to
-the event loop in one call a step. If a step fails, everybody is told, the engine starts over empty, and the service
-goes on: nobody waits for an answer that cannot come. What fails for one request alone is told to that one.
-"""
+Only the engine's thread touches the engine. Requests and cancellations reach it through a queue,
+events come back to the event loop in one call a step. If a step fails, everybody is told, the
+engine starts over empty, and the service
+goes on: nobody waits for an answer that cannot come. What fails for one request alone is told to
+that one."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ from functools import partial
 from typing import Any
 
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
+from forerun.hardware import give_back, share_arenas
 from forerun.llm import LLM
-from forerun.machine import give_back, share_arenas
 from forerun.server.tickets import Desk, Group, Order, Ticket
 from forerun.types import Event
 
 log = logging.getLogger("forerun.server")
 REST = 1.0  # seconds without anything to do, after each of which it is a time to tidy up
-AT_ONCE = 0.01  # seconds in which requests of one group are taken, before those that run are worked on again
-LEAST_UNREAD = 16 << 10  # bytes of events that a request may have unread, however many requests share the bound
+# seconds in which requests of one group are taken, before those that run are worked on again
+AT_ONCE = 0.01
+LEAST_UNREAD = (
+    16 << 10
+)  # bytes of events that a request may have unread, however many requests share the bound
 
 
 class UnavailableError(Exception):
@@ -37,9 +41,12 @@ class UnavailableError(Exception):
 class Service:
     """Takes orders while it is up; `watchers` are told of every event and end (metrics, logs)."""
 
-    def __init__(self, llm: LLM, max_queue: int, max_unread: int = 0, write_timeout: float = 0.0) -> None:
-        """Of events that are not read, about `max_unread` bytes are held, divided among all requests that there may be;
-        a request whose part is full pauses, and ends after `write_timeout` seconds. 0 is no limit of either."""
+    def __init__(
+        self, llm: LLM, max_queue: int, max_unread: int = 0, write_timeout: float = 0.0
+    ) -> None:
+        """Of events that are not read, about `max_unread` bytes are held, divided among all
+        requests that there may be; a request whose part is full pauses, and ends after
+        `write_timeout` seconds. 0 is no limit of either."""
         self.llm, self.draining = llm, False
         self.write_timeout = write_timeout
         self.watchers: tuple[Watcher, ...] = ()
@@ -50,7 +57,9 @@ class Service:
         self.failures = 0
         self.broken = False
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[int, Ticket] = {}  # the engine's thread alone touches it: whose last event was not posted
+        self._running: dict[
+            int, Ticket
+        ] = {}  # the engine's thread alone touches it: whose last event was not posted
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="forerun-engine", daemon=True)
 
@@ -79,17 +88,26 @@ class Service:
     @property
     def reason(self) -> str:
         """Why it is not alive."""
-        return "the engine has failed for good: restart this server" if self.broken else "the server is shutting down"
+        return (
+            "the engine has failed for good: restart this server"
+            if self.broken
+            else "the server is shutting down"
+        )
 
     def admit(self, count: int) -> None:
-        """Refuse so many requests if there is no place for them now, or never. Raises as `submit` does."""
+        """Refuse so many requests if there is no place for them now, or never. Raises as `submit`
+        does."""
         if not self.alive:
             raise UnavailableError(self.reason)
         if count > self.limit:
-            raise RequestError(f"this asks for {count} completions at once, this server takes {self.limit}")
+            raise RequestError(
+                f"this asks for {count} completions at once, this server takes {self.limit}"
+            )
         taken = len(self.tickets) + self.reserved
         if taken + count > self.limit:
-            raise BusyError(f"{taken} requests are running or waiting already: try again in a moment")
+            raise BusyError(
+                f"{taken} requests are running or waiting already: try again in a moment"
+            )
 
     @contextmanager
     def place(self, count: int) -> Iterator[None]:
@@ -107,7 +125,11 @@ class Service:
         Raises BusyError, UnavailableError or, for too many, RequestError.
         """
         self.admit(len(orders))
-        group = Group(orders, timeout, Desk(len(orders) * self.unread_each, partial(self._pause, paused=False)))
+        group = Group(
+            orders,
+            timeout,
+            Desk(len(orders) * self.unread_each, partial(self._pause, paused=False)),
+        )
         self.tickets.update(group.tickets)
         self._commands.put(partial(self._add, group))
         return group
@@ -148,8 +170,12 @@ class Service:
     def _work(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # a panic of a library, say: nobody would ever be answered again
-            log.critical("the engine's thread has ended: this server has to be restarted", exc_info=error)
+        except (
+            BaseException
+        ) as error:  # a panic of a library, say: nobody would ever be answered again
+            log.critical(
+                "the engine's thread has ended: this server has to be restarted", exc_info=error
+            )
             self._give_up(error)
 
     def _serve(self) -> None:
@@ -167,7 +193,11 @@ class Service:
 
     def _hand_over(self, events: Sequence[Event]) -> None:
         """Post events to those whom they are for."""
-        found = [(self._running[event.request_id], event) for event in events if event.request_id in self._running]
+        found = [
+            (self._running[event.request_id], event)
+            for event in events
+            if event.request_id in self._running
+        ]
         for _, event in found:
             if event.finish_reason is not None:
                 del self._running[event.request_id]
@@ -175,13 +205,15 @@ class Service:
                 log.info("a request ended: %s", event.error)
             elif event.error:
                 log.error("a request failed; the others go on", exc_info=event.error)
-            if event.round is not None:  # distributions [N, V] of events that nobody has read would take gigabytes
+            if (
+                event.round is not None
+            ):  # distributions [N, V] of events that nobody has read would take gigabytes
                 event.round.draft = replace(event.round.draft, probs=None)
         self._post(partial(self._deliver, found))
 
     def _obey(self, wait: bool) -> bool:
-        """Carry out what has been asked for until now, so that a step comes before what follows from it; False to
-        end."""
+        """Carry out what has been asked for until now, so that a step comes before what follows
+        from it; False to end."""
         for _ in range(self._commands.qsize() or int(wait)):
             command = self._next()
             if command is None:
@@ -190,8 +222,8 @@ class Service:
         return True
 
     def _next(self) -> Callable[[], None] | None:
-        """The next thing that is asked for. While there is none, memory of requests that ended goes back (those that
-        were refused, too, of which this thread knows nothing)."""
+        """The next thing that is asked for. While there is none, memory of requests that ended goes
+        back (those that were refused, too, of which this thread knows nothing)."""
         while True:
             try:
                 return self._commands.get(timeout=REST)
@@ -207,7 +239,8 @@ class Service:
                 log.exception("what the engine does while it rests failed")
 
     def _add(self, group: Group, first: int = 0) -> None:
-        """Take the requests of a group from the `first` on: some now, and after a step the others."""
+        """Take the requests of a group from the `first` on: some now, and after a step the
+        others."""
         end = time.perf_counter() + AT_ONCE
         try:
             for i, ticket in enumerate(group.tickets[first:], start=first):
@@ -219,7 +252,9 @@ class Service:
         except Exception as error:
             if not isinstance(error, ForerunError):
                 log.exception("the engine could not take a request")
-                error = UnavailableError(f"the engine could not take this request: {type(error).__name__}")
+                error = UnavailableError(
+                    f"the engine could not take this request: {type(error).__name__}"
+                )
             for ticket in group.tickets:
                 self._abort(ticket)
             self._post(partial(self._refuse, group, error))
@@ -239,7 +274,9 @@ class Service:
     def _hold(self, tickets: Sequence[Ticket], paused: bool) -> None:
         engine = self.llm.engine
         for ticket in tickets:
-            if ticket.request is not None and ticket.request.id in self._running:  # not lost meanwhile
+            if (
+                ticket.request is not None and ticket.request.id in self._running
+            ):  # not lost meanwhile
                 (engine.pause if paused else engine.resume)(ticket.request)
 
     def _abort(self, ticket: Ticket) -> None:
@@ -261,7 +298,8 @@ class Service:
         return not self.broken
 
     def _give_up(self, error: BaseException) -> None:
-        """Nothing will be worked on any more: tell everybody who waits when the event loop comes to it."""
+        """Nothing will be worked on any more: tell everybody who waits when the event loop comes to
+        it."""
         self.broken = True
         self._post(lambda: self._end_each(list(self.tickets), _failure(error)))
 
@@ -302,13 +340,16 @@ class Service:
         ticket.desk.tell(ticket, error)
 
     def _pause(self, desk: Desk, paused: bool) -> None:
-        """Let the requests of a group wait, of which too much lies there that nobody has taken, or go on again."""
+        """Let the requests of a group wait, of which too much lies there that nobody has taken, or
+        go on again."""
         desk.paused = paused
         self._commands.put(partial(self._hold, self._of(desk), paused))
         if paused:
             desk.pauses += 1
             if self.write_timeout:
-                asyncio.get_running_loop().call_later(self.write_timeout, self._end_unread, desk, desk.pauses)
+                asyncio.get_running_loop().call_later(
+                    self.write_timeout, self._end_unread, desk, desk.pauses
+                )
 
     def _end_unread(self, desk: Desk, pauses: int) -> None:
         """End a group that still waits as it did when it paused for that time."""
@@ -320,7 +361,9 @@ class Service:
         desk.close()
         late = f"the client has not read its answer for {self.write_timeout:g} s (--write-timeout): it ends here"
         desk.inbox.put_nowait((mine[0], RequestError(late)))
-        log.warning("a client did not read its answer for %g s: its request ends", self.write_timeout)
+        log.warning(
+            "a client did not read its answer for %g s: its request ends", self.write_timeout
+        )
 
     def _of(self, desk: Desk) -> list[Ticket]:
         return [ticket for ticket in self.tickets if ticket.desk is desk]

@@ -1,5 +1,6 @@
-"""The size of an answer, estimated from its request before anything is generated. What would be too long is refused: a
-few bytes of a request (`n`, `logprobs`, `echo`, many texts to embed) must not become an answer without a bound.
+"""The size of an answer, estimated from its request before anything is generated. What would be too
+long is refused: a few bytes of a request (`n`, `logprobs`, `echo`, many texts to embed) must not
+become an answer without a bound.
 
 The numbers are bytes of JSON as they are on average; a text may have tokens that are longer.
 """
@@ -20,7 +21,9 @@ ENTRY = 32  # one log-probability with its token, as /v1/completions writes it
 LONG_ENTRY = 80  # the same as chats and vLLM write it, with the bytes of the token or its rank
 FLOAT, BASE64_FLOAT = 22, 6  # a number of a vector
 FEWEST = 16  # tokens that a request without a limit must have room for
-Weight = Callable[[Sequence[Order], Sequence[int]], int]  # bytes of an answer with so many tokens for each order
+Weight = Callable[
+    [Sequence[Order], Sequence[int]], int
+]  # bytes of an answer with so many tokens for each order
 
 
 def of_choice(order: Order, count: int, entry: int, ids: bool) -> int:
@@ -36,7 +39,8 @@ def of_prompt(order: Order, entry: int) -> int:
 
 
 def fitted(orders: Sequence[Order], room: int, weight: Weight) -> Sequence[Order]:
-    """The orders of an answer that is not too long: those without a limit have one then. Raises ApiError."""
+    """The orders of an answer that is not too long: those without a limit have one then. Raises
+    ApiError."""
     lengths = [max(0, min(order.params.max_tokens, room - len(order.tokens))) for order in orders]
     size = weight(orders, lengths)
     if size > MOST and any(order.fills for order in orders):
@@ -49,7 +53,10 @@ def fitted(orders: Sequence[Order], room: int, weight: Weight) -> Sequence[Order
                 replace(order, params=replace(order.params, max_tokens=limit))
                 for order, limit in zip(orders, limits, strict=True)
             ]
-    check(size, "ask for fewer completions (n), tokens (max_tokens) or log-probabilities (logprobs), or leave echo out")
+    check(
+        size,
+        "ask for fewer completions (n), tokens (max_tokens) or log-probabilities (logprobs), or leave echo out",
+    )
     return orders
 
 
@@ -57,5 +64,7 @@ def check(size: int, advice: str) -> None:
     """Refuse an answer of about `size` bytes, if that is too many. Raises ApiError."""
     if size > MOST:
         asked, given = (f"{count / (1 << 20):.4g}" for count in (size, MOST))
-        message = f"this asks for an answer of about {asked} MiB, this server gives {given}: {advice}"
+        message = (
+            f"this asks for an answer of about {asked} MiB, this server gives {given}: {advice}"
+        )
         raise ApiError(400, message)

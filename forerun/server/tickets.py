@@ -1,4 +1,5 @@
-"""Requests on their way through the service: orders, tickets, and the group that is answered together."""
+"""Requests on their way through the service: orders, tickets, and the group that is answered
+together."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 
-from forerun.draft.base import Reference
+from forerun.draft.proposer import Reference
 from forerun.engine.request import Request
 from forerun.sampling.matcher import Compiled
 from forerun.sampling.params import SamplingParams
@@ -41,8 +42,8 @@ def weight(item: Event | BaseException | None) -> int:
 
 
 class Desk:
-    """Where it is told what becomes of the requests of a group. It knows none of them, so that what has ended, and the
-    index of its documents, is freed at once and not when a cycle is found.
+    """Where it is told what becomes of the requests of a group. It knows none of them, so that what
+    has ended, and the index of its documents, is freed at once and not when a cycle is found.
 
     Attributes:
         room: bytes of events that may lie here before its requests pause; 0 for any number.
@@ -56,7 +57,9 @@ class Desk:
         self.room, self._on_room = room, on_room
         self.unread, self.paused, self.pauses = 0, False, 0
         self.inbox: asyncio.Queue[tuple[Ticket, Event | BaseException | None]] = asyncio.Queue()
-        self.context = copy_context()  # of the HTTP request: whoever writes it down is to know which
+        self.context = (
+            copy_context()
+        )  # of the HTTP request: whoever writes it down is to know which
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(self, ticket: Ticket, item: Event | BaseException | None) -> None:
@@ -66,7 +69,8 @@ class Desk:
             self.inbox.put_nowait((ticket, item))
 
     async def take(self) -> tuple[Ticket, Event | BaseException | None]:
-        """The next thing that is told. What has paused goes on when half of the room is free again."""
+        """The next thing that is told. What has paused goes on when half of the room is free
+        again."""
         ticket, item = await self.inbox.get()
         self.unread -= weight(item)
         if self.paused and self.unread <= self.room // 2:
@@ -104,25 +108,32 @@ class Ticket:
 class Group:
     """Requests that were submitted together and are answered together."""
 
-    def __init__(self, orders: Sequence[Order], timeout: float = 0.0, desk: Desk | None = None) -> None:
+    def __init__(
+        self, orders: Sequence[Order], timeout: float = 0.0, desk: Desk | None = None
+    ) -> None:
         """All of it may take `timeout` seconds from now; 0 for no limit."""
         self.desk = desk or Desk()
         self.end = asyncio.get_running_loop().time() + timeout if timeout else None
         self.tickets = [Ticket(order, i, self.desk) for i, order in enumerate(orders)]
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken every request. Raises what it says against one of them, TimeoutError."""
+        """Wait until the engine has taken every request. Raises what it says against one of them,
+        TimeoutError."""
         async with asyncio.timeout_at(self.end):
             await asyncio.shield(self.desk.taken)
 
     async def events(self) -> AsyncIterator[tuple[Ticket, Event]]:
-        """The events of all requests as they come. Raises what ended one of them, if it was not its own end, and
-        TimeoutError."""
+        """The events of all requests as they come. Raises what ended one of them, if it was not its
+        own end, and TimeoutError."""
         left = len(self.tickets)
         while left:
-            async with asyncio.timeout_at(self.end):  # never around a `yield`: it would end whoever takes the event
+            async with asyncio.timeout_at(
+                self.end
+            ):  # never around a `yield`: it would end whoever takes the event
                 ticket, item = await self.desk.take()
-            if self.end is not None and asyncio.get_running_loop().time() > self.end:  # whoever takes them is late
+            if (
+                self.end is not None and asyncio.get_running_loop().time() > self.end
+            ):  # whoever takes them is late
                 raise TimeoutError
             if isinstance(item, BaseException):
                 raise item

@@ -1,9 +1,10 @@
-"""Tool calls: asked for by grammar where one is required, found in the text where the model may choose.
+"""Tool calls: asked for by grammar where one is required, found in the text where the model may
+choose.
 
-Models write calls in their own ways. Read here: <tool_call>{"name", "arguments"}</tool_call> (Qwen, Hermes, and our
-plain layout), also without the closing mark, and a text that begins with such objects, "parameters" included (Llama 3),
-or with a list of them (Mistral). One reader serves answers that are written whole and those that are streamed.
-"""
+Models write calls in their own ways. Read here: <tool_call>{"name", "arguments"}</tool_call> (Qwen,
+Hermes, and our plain layout), also without the closing mark, and a text that begins with such
+objects, "parameters" included (Llama 3), or with a list of them (Mistral). One reader serves
+answers that are written whole and those that are streamed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.errors import brief
+from forerun.errors import shorten
 from forerun.sampling.grammar import Grammar
 from forerun.server import bounds
 from forerun.server.errors import ApiError
@@ -22,7 +23,9 @@ from forerun.server.protocol import NamedTool, Tool
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SPACE = re.compile(r"\s*+")
 WITHIN_STRING = re.compile(r'[^"\\]*+')
-BETWEEN_STRINGS = re.compile(r"[\s,:\d.+\-eEtruefalsn]*+")  # what JSON has outside of strings, brackets apart
+BETWEEN_STRINGS = re.compile(
+    r"[\s,:\d.+\-eEtruefalsn]*+"
+)  # what JSON has outside of strings, brackets apart
 LEVELS = 10  # of a request, above the arguments of a call in its messages
 
 Json = dict[str, Any]
@@ -35,20 +38,23 @@ def required(tools: Sequence[Tool], choice: Any) -> Grammar | None:
     names = [tool.function.name for tool in tools]
     if isinstance(choice, NamedTool):
         if choice.function.name not in names:
-            message = f"tool_choice names {brief(choice.function.name)}, which is not among tools"
+            message = f"tool_choice names {shorten(choice.function.name)}, which is not among tools"
             raise ApiError(400, message, "tool_choice")
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools:
         raise ApiError(400, "tool_choice demands a call, but there are no tools", "tool_choice")
-    return Grammar.of("tool_calls", [[tool.function.name, _arguments_schema(tool)] for tool in tools])
+    return Grammar.of(
+        "tool_calls", [[tool.function.name, _arguments_schema(tool)] for tool in tools]
+    )
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments, which are always an object. Raises ApiError where it allows no object."""
+    """The JSON schema of a tool's arguments, which are always an object. Raises ApiError where it
+    allows no object."""
     schema = tool.function.parameters or {}
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        message = f"the parameters of {brief(tool.function.name)} must be a schema of type object"
+        message = f"the parameters of {shorten(tool.function.name)} must be a schema of type object"
         raise ApiError(400, message, "tools")
     return schema | {"type": "object"}
 
@@ -63,23 +69,29 @@ def find(text: str, tools: Sequence[Tool]) -> tuple[str, list[Json]]:
 class CallReader:
     """Separates the tool calls of an answer from its text while the answer arrives in pieces.
 
-    A JSON value is read from each opening mark, from the beginning of the answer, and behind each call. Where it is a
-    call of a known tool, or a list of such calls, it is no text; everything else is, as it was written. An answer that
-    is blank apart from calls has no text.
+    A JSON value is read from each opening mark, from the beginning of the answer, and behind each
+    call. Where it is a call of a known tool, or a list of such calls, it is no text; everything
+    else is, as it was written. An answer that is blank apart from calls has no text.
 
-    The time is linear in the length of the answer. A value that turns out to be none is read again as text, but a mark
-    is only possible within its strings, and what is within a string of one value is outside of those of the next:
-    at each place at most two values go on.
+    The time is linear in the length of the answer. A value that turns out to be none is read again
+    as text, but a mark is only possible within its strings, and what is within a string of one
+    value is outside of those of the next: at each place at most two values go on.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.function.name for tool in tools}
-        self._state = CallReader._before_value  # reads on in the buffer; False where that is not enough
+        self._state = (
+            CallReader._before_value
+        )  # reads on in the buffer; False where that is not enough
         self._buffer, self._at, self._last = "", 0, False
-        self._opening: list[str] = []  # stands in front of a value, and is text where the value is no call
+        self._opening: list[
+            str
+        ] = []  # stands in front of a value, and is text where the value is no call
         self._value: list[str] = []  # pieces of a value that began in an earlier buffer
         self._scan = ValueScan()
-        self._blank: list[str] | None = []  # white space in front of all text; None behind the first text
+        self._blank: (
+            list[str] | None
+        ) = []  # white space in front of all text; None behind the first text
         self._text: list[str] = []
         self._calls: list[Json] = []
 
@@ -103,7 +115,11 @@ class CallReader:
         found = self._buffer.find(OPENING, self._at)
         if found >= 0:
             self._give(self._buffer[self._at : found])
-            self._opening, self._at, self._state = [OPENING], found + len(OPENING), CallReader._before_value
+            self._opening, self._at, self._state = (
+                [OPENING],
+                found + len(OPENING),
+                CallReader._before_value,
+            )
             return True
         rest = self._buffer[self._at :]
         kept = 0 if self._last else _overlap(rest, OPENING)
@@ -192,8 +208,8 @@ class ValueScan:
         self._in_string = self._escaped = False
 
     def end(self, text: str, at: int) -> int | None:
-        """Read on from `at`: where the value ends in `text`, None where it does not. Raises ValueError where what is
-        read can be no JSON."""
+        """Read on from `at`: where the value ends in `text`, None where it does not. Raises
+        ValueError where what is read can be no JSON."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -230,7 +246,11 @@ def _calls(value: Any, known: set[str]) -> list[Json]:
 def _call(value: Any, known: set[str]) -> Json | None:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in known:
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("name"), str)
+        or value["name"] not in known
+    ):
         return None
     given = [value[name] for name in ("arguments", "parameters") if value.get(name) is not None]
     arguments = _arguments(given[0] if given else {})
@@ -241,14 +261,17 @@ def _call(value: Any, known: set[str]) -> Json | None:
 
 
 def _arguments(value: Any) -> str | None:
-    """The arguments of a call as JSON that the next request may hold, None where they are no object."""
+    """The arguments of a call as JSON that the next request may hold, None where they are no
+    object."""
     try:
         if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else {}
         if value is None:
             value = {}
         text = json.dumps(value, ensure_ascii=False)
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character is none
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # half a character is none
         bounds.parse(f"{'[' * LEVELS}{text}{']' * LEVELS}".encode())
     except (ApiError, ValueError, RecursionError):
         return None

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.draft.registry import with_references
-from forerun.errors import RequestError, brief
+from forerun.errors import RequestError, shorten
 from forerun.llm import LLM, separate
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.server import bounds
@@ -37,12 +37,29 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 UNENDED_TOKENS = 512  # of an answer without a limit, where nothing says that the model will end it
 TEMPLATE = frozenset(  # arguments that are ours, and what would replace the model's own template
     (
-        *("self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"),
-        *("documents", "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs"),
+        *(
+            "self",
+            "messages",
+            "conversation",
+            "tools",
+            "tokenize",
+            "add_generation_prompt",
+            "chat_template",
+        ),
+        *(
+            "documents",
+            "continue_final_message",
+            "return_dict",
+            "return_tensors",
+            "tokenizer_kwargs",
+        ),
         *("padding", "truncation"),
     )
 )
-THOUGHTS = ("enable_thinking", "reasoning_effort")  # variables of templates that say how much a model is to think
+THOUGHTS = (
+    "enable_thinking",
+    "reasoning_effort",
+)  # variables of templates that say how much a model is to think
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
@@ -50,7 +67,9 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
     """The prompts of a completion request, as they were written."""
     prompt = request.prompt
     if request.suffix:
-        raise ApiError(400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix")
+        raise ApiError(
+            400, "suffix is not supported: this server continues texts, it fills no gaps", "suffix"
+        )
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of is not supported beyond n", "best_of")
     if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
@@ -67,8 +86,8 @@ def completion_prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
 
 
 def scored(request: CompletionRequest) -> int | None:
-    """The number of likeliest tokens to work out beside each token of the prompt; None where its tokens are not
-    scored. A prompt that is only read is scored in any case."""
+    """The number of likeliest tokens to work out beside each token of the prompt; None where its
+    tokens are not scored. A prompt that is only read is scored in any case."""
     asked = [request.prompt_logprobs] if request.prompt_logprobs is not None else []
     asked += [request.logprobs] if request.echo and request.logprobs is not None else []
     return max(asked, default=0 if request.max_tokens == 0 else None)
@@ -82,18 +101,25 @@ def _check_prompt_logprobs(request: CompletionRequest | ChatRequest) -> None:
 
 def chat_prompt(llm: LLM, request: ChatRequest, check: Callable[[int], None]) -> list[int]:
     """A conversation as token ids. `check` refuses so many characters."""
-    tools = [t.model_dump(exclude_none=True) for t in request.tools or []] if request.tool_choice != "none" else []
+    tools = (
+        [t.model_dump(exclude_none=True) for t in request.tools or []]
+        if request.tool_choice != "none"
+        else []
+    )
     if llm.tokenizer is None:
         raise RequestError("this model directory has no tokenizer: it cannot chat")
     _check_prompt_logprobs(request)
     options = template_options(request)
     if taken := TEMPLATE & options.keys():
-        raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
+        raise ApiError(
+            400, f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs"
+        )
     return _conversation(llm.tokenizer, request.messages, check, tools, options)
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template: the request's own, and what its reasoning effort means besides."""
+    """The variables of the chat template: the request's own, and what its reasoning effort means
+    besides."""
     own, effort = request.chat_template_kwargs or {}, request.reasoning_effort
     if effort is None:
         return own
@@ -127,7 +153,11 @@ def detokenized(llm: LLM, tokens: Sequence[int]) -> str:
     """Token ids as text."""
     vocab = llm.decoder.config.vocab
     if llm.tokenizer is None or (tokens and not 0 <= min(tokens) <= max(tokens) < vocab):
-        raise ApiError(400, f"tokens must be token ids under {vocab}, of a model that has a tokenizer", "tokens")
+        raise ApiError(
+            400,
+            f"tokens must be token ids under {vocab}, of a model that has a tokenizer",
+            "tokens",
+        )
     return llm.tokenizer.decode(tokens)
 
 
@@ -152,7 +182,9 @@ def plain(message: Message) -> list[dict[str, Any]]:
     """
     parts = [] if isinstance(message.content, str) else message.content or []
     calls = [(call.id, call.function.name, _values(call)) for call in message.tool_calls or ()]
-    calls += [(part.id, part.name, part.input or {}) for part in parts if isinstance(part, CallPart)]
+    calls += [
+        (part.id, part.name, part.input or {}) for part in parts if isinstance(part, CallPart)
+    ]
     results = [
         {"role": "tool", "content": text_of(part.content), "tool_call_id": part.tool_use_id}
         for part in parts
@@ -161,7 +193,10 @@ def plain(message: Message) -> list[dict[str, Any]]:
     if results and len(results) == len(parts):
         return results
     role = "system" if message.role == "developer" else message.role
-    values: dict[str, Any] = {"role": role, "content": text_of(message.content) or message.refusal or ""}
+    values: dict[str, Any] = {
+        "role": role,
+        "content": text_of(message.content) or message.refusal or "",
+    }
     if thoughts := message.reasoning_content or thoughts_of(message.content):
         values["reasoning_content"] = thoughts
     if calls:
@@ -169,7 +204,11 @@ def plain(message: Message) -> list[dict[str, Any]]:
             {"type": "function", "id": id_, "function": {"name": name, "arguments": arguments}}
             for id_, name, arguments in calls
         ]
-    values |= {k: v for k, v in (("name", message.name), ("tool_call_id", message.tool_call_id)) if v is not None}
+    values |= {
+        k: v
+        for k, v in (("name", message.name), ("tool_call_id", message.tool_call_id))
+        if v is not None
+    }
     return [*results, values]
 
 
@@ -179,7 +218,9 @@ def _values(call: ToolCall) -> Any:
     try:
         value = bounds.parse(text.encode()) if text and text.strip() else None
     except ValueError:
-        raise ApiError(400, f"the arguments of {brief(call.function.name)} are not JSON", "messages") from None
+        raise ApiError(
+            400, f"the arguments of {shorten(call.function.name)} are not JSON", "messages"
+        ) from None
     return {} if value is None else value
 
 
@@ -187,7 +228,10 @@ def text_of(content: Sequence[Part] | str | None) -> str:
     """What a content says, given as a text or in parts, as one text."""
     if isinstance(content, str):
         return content
-    said = [part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "") for part in content or ()]
+    said = [
+        part.refusal if isinstance(part, RefusalPart) else getattr(part, "text", "")
+        for part in content or ()
+    ]
     return "".join(said)
 
 
@@ -205,7 +249,9 @@ def grammar_of(form: ResponseFormat | None) -> Grammar | None:
         return Grammar("json_object")
     value = getattr(form, form.type)
     if value is None:
-        raise ApiError(400, f"response_format of type {form.type} needs {form.type!r}", "response_format")
+        raise ApiError(
+            400, f"response_format of type {form.type} needs {form.type!r}", "response_format"
+        )
     return Grammar.of(GRAMMARS[form.type], value.schema_ if form.type == "json_schema" else value)
 
 
@@ -217,34 +263,51 @@ def sampling(
     grammar: Grammar | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The sampling parameters of a request; what it does not say is as the model's authors set it, or else forerun's
-    default. Without a seed, or with one below 0, it is given one, so that it can be repeated. `max_tokens` may be FILL:
-    `orders` then knows how much room each prompt leaves."""
+    """The sampling parameters of a request; what it does not say is as the model's authors set it,
+    or else forerun's default. Without a seed, or with one below 0, it is given one, so that it can
+    be repeated. `max_tokens` may be FILL: `orders` then knows how much room each prompt leaves."""
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 64:
-        raise ApiError(400, f"seed={brief(request.seed)} is out of range: give a 64-bit number", "seed")
+        raise ApiError(
+            400, f"seed={shorten(request.seed)} is out of range: give a 64-bit number", "seed"
+        )
     options: dict[str, Any] = {
         **llm.sampling,
-        "seed": secrets.randbits(48) if request.seed is None or request.seed < 0 else request.seed % (1 << 63),
+        "seed": secrets.randbits(48)
+        if request.seed is None or request.seed < 0
+        else request.seed % (1 << 63),
         "max_tokens": llm.room if max_tokens == FILL else max_tokens,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "grammar": grammar,
     }
     for name in (
-        *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+        *(
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+            "top_k",
+            "min_p",
+        ),
         *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     ):
         if (value := getattr(request, name)) is not None:
             options[name] = value
     if request.logit_bias is not None:
-        options["logit_bias"] = {_token_id(token): amount for token, amount in request.logit_bias.items()}
+        options["logit_bias"] = {
+            _token_id(token): amount for token, amount in request.logit_bias.items()
+        }
     return SamplingParams.of(**options)
 
 
-def answer_tokens(llm: LLM, prompt: Sequence[int], request: Generation, asked: int | None, *, templated: bool) -> int:
-    """The most tokens of an answer, or FILL. A request that gives no limit (`asked` is None) may have as many as there
-    is room for, since a chat model ends its turn; where nothing makes it end (no chat template, no end token,
-    `ignore_eos`) there is a bound."""
+def answer_tokens(
+    llm: LLM, prompt: Sequence[int], request: Generation, asked: int | None, *, templated: bool
+) -> int:
+    """The most tokens of an answer, or FILL. A request that gives no limit (`asked` is None) may
+    have as many as there is room for, since a chat model ends its turn; where nothing makes it end
+    (no chat template, no end token, `ignore_eos`) there is a bound."""
     if asked is not None:
         return asked
     has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
@@ -256,7 +319,7 @@ def _token_id(text: str) -> int:
     """The token that an entry of `logit_bias` is about."""
     token = whole_of_text(text)
     if token is None:
-        message = f'logit_bias must map token ids to amounts, as in {{"50256": -100}}: {brief(text)} is no token id'
+        message = f'logit_bias must map token ids to amounts, as in {{"50256": -100}}: {shorten(text)} is no token id'
         raise ApiError(400, message, "logit_bias")
     return token
 
@@ -270,8 +333,8 @@ def orders(
     *,
     fill: bool = False,
 ) -> list[Order]:
-    """One order for each of the n completions of every prompt; `fill`: the request gives no limit, so that each may be
-    as long as there is room for."""
+    """One order for each of the n completions of every prompt; `fill`: the request gives no limit,
+    so that each may be as long as there is room for."""
     draft, depth, rule = speculation(llm, request.speculative)
     references = llm.references(prediction, request.documents or ())
     if references and request.speculative is not False and draft != "off":
@@ -282,12 +345,16 @@ def orders(
         mine = [reference.behind(len(tokens)) for reference in references]
         room = max(1, llm.room - len(tokens))
         fitted = replace(params, max_tokens=min(params.max_tokens, room)) if fill else params
-        found += [Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill) for own in separate(fitted)]
+        found += [
+            Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill)
+            for own in separate(fitted)
+        ]
     return found
 
 
 def speculation(llm: LLM, wish: Any) -> tuple[str, int | str, str | None]:
-    """(draft, depth, rule) of a request's `speculative`; what it leaves open is the server's own."""
+    """(draft, depth, rule) of a request's `speculative`; what it leaves open is the server's
+    own."""
     if wish is False:
         return "off", 0, None
     if wish is None or wish is True:

@@ -1,4 +1,5 @@
-"""JSON of answers, written slice by slice: to write a long one in one go would hold the interpreter."""
+"""JSON of answers, written slice by slice: to write a long one in one go would hold the
+interpreter."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class LongResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         for part in self.parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -1,7 +1,8 @@
-"""What is kept of a text that the target has read or written, and the files of fixed records that keep it.
+"""What is kept of a text that the target has read or written, and the files of fixed records that
+keep it.
 
-A record that is missing, of another text or not whole reads as None: a file never decides what a run comes to.
-"""
+A record that is missing, of another text or not whole reads as None: a file never decides what a
+run comes to."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.progress import Tell
+from forerun.cli.progress import Tell
 from forerun.train.data import Example
 from forerun.train.losses import FULL
 
-HEAD = struct.Struct("<IIqii")  # checksum of all behind it, bytes behind the head, number + 1, tokens, given
+HEAD = struct.Struct(
+    "<IIqii"
+)  # checksum of all behind it, bytes behind the head, number + 1, tokens, given
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A text of n tokens with what the target thought of it, where m = n - given of them are learnt: in these dtypes
-    where it is kept, more precise where it has just been read.
+    """A text of n tokens with what the target thought of it, where m = n - given of them are
+    learnt: in these dtypes where it is kept, more precise where it has just been read.
 
     Attributes:
         likeliest: int32 [m, k], or None where `logs` are over the whole vocabulary.
@@ -45,7 +48,9 @@ class Captured:
         tokens = np.array(self.example.tokens, "<i4").tobytes()
         likeliest = b"" if self.likeliest is None else self.likeliest.numpy().tobytes()
         states = self.states.view(torch.int16).numpy().tobytes()
-        return b"".join((tokens, likeliest, self.logs.numpy().tobytes(), self.said.numpy().tobytes(), states))
+        return b"".join(
+            (tokens, likeliest, self.logs.numpy().tobytes(), self.said.numpy().tobytes(), states)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +59,31 @@ class Shape:
 
     likeliest: int  # 0 where laws are whole
     logs: int
-    boundaries: int
+    aux_hidden_layers: int
     hidden: int
 
     @classmethod
-    def of(cls, vocab: int, boundaries: int, hidden: int, top: int) -> Shape:
-        """Of laws over the first `vocab` tokens, and states of `hidden` numbers at so many boundaries."""
+    def of(cls, vocab: int, aux_hidden_layers: int, hidden: int, top: int) -> Shape:
+        """Of laws over the first `vocab` tokens, and states of `hidden` numbers at so many
+        boundaries."""
         whole = vocab <= FULL or top >= vocab
-        return cls(0 if whole else top, vocab if whole else top + 1, boundaries, hidden if boundaries else 0)
+        return cls(
+            0 if whole else top,
+            vocab if whole else top + 1,
+            aux_hidden_layers,
+            hidden if aux_hidden_layers else 0,
+        )
 
     def size(self, tokens: int, learnt: int) -> int:
         """Bytes behind the head of a record."""
-        return 4 * tokens + learnt * (4 * self.likeliest + 2 * self.logs + 4) + 2 * self._states(tokens)
+        return (
+            4 * tokens
+            + learnt * (4 * self.likeliest + 2 * self.logs + 4)
+            + 2 * self._states(tokens)
+        )
 
     def _states(self, tokens: int) -> int:
-        return self.boundaries * (tokens - 1) * self.hidden
+        return self.aux_hidden_layers * (tokens - 1) * self.hidden
 
     def read(self, content: bytes, count: int, given: int) -> Captured:
         """The opposite of `Captured.to_bytes`."""
@@ -81,15 +96,22 @@ class Shape:
             return torch.from_numpy(values)
 
         tokens = tuple(take("<i4", count).tolist())
-        likeliest = take("<i4", learnt * self.likeliest).view(learnt, -1) if self.likeliest else None
+        likeliest = (
+            take("<i4", learnt * self.likeliest).view(learnt, -1) if self.likeliest else None
+        )
         logs = take("<f2", learnt * self.logs).view(learnt, self.logs)
         said = take("<f4", learnt)
-        states = take("<i2", self._states(count)).view(torch.bfloat16).view(self.boundaries, count - 1, self.hidden)
+        states = (
+            take("<i2", self._states(count))
+            .view(torch.bfloat16)
+            .view(self.aux_hidden_layers, count - 1, self.hidden)
+        )
         return Captured(Example(tokens, given), likeliest, logs, said, states)
 
 
 class Records:
-    """A file of records: text n is in place n modulo `places`, of which there are as many as `gigabytes` hold."""
+    """A file of records: text n is in place n modulo `places`, of which there are as many as
+    `gigabytes` hold."""
 
     def __init__(self, path: Path, shape: Shape, tokens: int, gigabytes: float, tell: Tell) -> None:
         """Texts have up to `tokens` tokens."""
@@ -102,7 +124,9 @@ class Records:
     def open(self, keep: bool) -> None:
         """Begin; with `keep`, what is in the file is of this run."""
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o600)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o600
+            )
         except OSError as error:
             self._give_up(error)
 
@@ -120,32 +144,46 @@ class Records:
             return None
         at = number % self.places * self.slot
         try:
-            checksum, size, held, tokens, given = HEAD.unpack(head := os.pread(self._file, HEAD.size, at))
+            checksum, size, held, tokens, given = HEAD.unpack(
+                head := os.pread(self._file, HEAD.size, at)
+            )
             content = os.pread(self._file, size, at + HEAD.size) if held == number + 1 else b""
         except (OSError, struct.error):  # behind its end
             return None
-        if held != number + 1 or zlib.crc32(head[4:] + content) != checksum:  # a hole in a file reads as zeros
+        if (
+            held != number + 1 or zlib.crc32(head[4:] + content) != checksum
+        ):  # a hole in a file reads as zeros
             return None
         return self.shape.read(content, tokens, given)
 
     def write(self, number: int, captured: Captured) -> None:
-        """Keep it, in place of what was there. A full disk is told once, and then nothing more is kept."""
+        """Keep it, in place of what was there. A full disk is told once, and then nothing more is
+        kept."""
         if self._file is None or not self._keeps:
             return
         content, example = captured.to_bytes(), captured.example
-        record = HEAD.pack(0, len(content), number + 1, len(example.tokens), example.given)[4:] + content
+        record = (
+            HEAD.pack(0, len(content), number + 1, len(example.tokens), example.given)[4:] + content
+        )
         try:
-            os.pwrite(self._file, struct.pack("<I", zlib.crc32(record)) + record, number % self.places * self.slot)
+            os.pwrite(
+                self._file,
+                struct.pack("<I", zlib.crc32(record)) + record,
+                number % self.places * self.slot,
+            )
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         self._keeps = False
-        self.tell.note(f"what the target says is not kept from now on ({error.strerror}): the run takes longer")
+        self.tell.note(
+            f"what the target says is not kept from now on ({error.strerror}): the run takes longer"
+        )
 
 
 class Kept(Records):
-    """What was captured of texts that the target wrote by itself, as many as there are places for."""
+    """What was captured of texts that the target wrote by itself, as many as there are places
+    for."""
 
     def open(self, keep: bool) -> None:
         super().open(keep)

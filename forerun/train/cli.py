@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.cli.flags import Group, with_flags
+from forerun.cli.progress import progress
 from forerun.errors import ConfigError, Interrupted
-from forerun.flags import Group, with_flags
 from forerun.measure.tables import print_json, print_table
-from forerun.progress import progress
 from forerun.train.options import (
     OPTIONS,
     AheadOptions,
@@ -35,15 +35,34 @@ TRAINING = Group("training", Training, "Training", {"learning_rate": float, "wri
 LOSSES = Group("losses", AheadOptions, "Losses")
 COMMON = tuple(f.name for f in fields(AheadOptions))
 RECIPES = (
-    Group("small_lm", SmallLMOptions, "Recipe small-lm", {"init": str, "layers": int}, (*COMMON, "draft_vocab")),
+    Group(
+        "small_lm",
+        SmallLMOptions,
+        "Recipe small-lm",
+        {"init": str, "layers": int},
+        (*COMMON, "draft_vocab"),
+    ),
     Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
     Group(
-        "pairs", EagleOptions, "Recipes eagle3 and mtp", {"draft_vocab": int, "intermediate": int}, (*COMMON, "init")
+        "pairs",
+        EagleOptions,
+        "Recipes eagle3 and mtp",
+        {"draft_vocab": int, "intermediate": int},
+        (*COMMON, "init"),
     ),
     Group("block", BlockOptions, "Recipe block", {"mask_token": int}, (*COMMON, "draft_vocab")),
 )
 TABLE, SHORTLIST = "table", "shortlist"  # which are no recipes of drafters
-OF_LISTS = ("tokens", "prompt_tokens", "write", "temperature", "seed", "max_minutes", "device", "threads")
+OF_LISTS = (
+    "tokens",
+    "prompt_tokens",
+    "write",
+    "temperature",
+    "seed",
+    "max_minutes",
+    "device",
+    "threads",
+)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -51,7 +70,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def train(
     target: Annotated[
         str | None,
-        typer.Option("--target", "--model", "-m", help="The model to draft for; without it, the default one."),
+        typer.Option(
+            "--target", "--model", "-m", help="The model to draft for; without it, the default one."
+        ),
     ] = None,
     recipe: Annotated[
         str | None,
@@ -68,12 +89,20 @@ def train(
         ),
     ] = None,
     save_data: Annotated[
-        str | None, typer.Option(help="A .jsonl file for what the target wrote, which --data reads.")
+        str | None,
+        typer.Option(help="A .jsonl file for what the target wrote, which --data reads."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The directory to make; of a shortlist, the file.")] = None,
-    go_on: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The directory to make; of a shortlist, the file.")
+    ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")
+    ] = False,
     drafter: Annotated[
-        str | None, typer.Option("--eval", help="Train nothing: measure this drafter by task, and on held-out --data.")
+        str | None,
+        typer.Option(
+            "--eval", help="Train nothing: measure this drafter by task, and on held-out --data."
+        ),
     ] = None,
     as_json: Json = False,
     *,
@@ -84,13 +113,17 @@ def train(
 
     Without --data the model writes the questions too.
 
-    Ctrl-C writes a checkpoint beside --out; --resume goes on from it, or from the last one of a run that was killed, to
-    the same weights as a run without a break. With --max-minutes the clock decides how many steps there are and when
-    the learning rate falls, so that no two runs have the same weights, nor has one that goes on.
-    """
+    Ctrl-C writes a checkpoint beside --out; --resume goes on from it, or from the last one of a run
+    that was killed, to the same weights as a run without a break. With --max-minutes the clock
+    decides how many steps there are and when the learning rate falls, so that no two runs have the
+    same weights, nor has one that goes on."""
     chosen = {name: value for group in options.values() for name, value in group.items()}
     said = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}
-    given = {name: value for name, value in (said | {"options": chosen, "training": training}).items() if value}
+    given = {
+        name: value
+        for name, value in (said | {"options": chosen, "training": training}).items()
+        if value
+    }
     if drafter is not None:
         _evaluate(drafter, given, as_json, out is not None or go_on)
         return
@@ -100,9 +133,13 @@ def train(
         size = chosen.pop("draft_vocab", None) if recipe == SHORTLIST else None
         if chosen or save_data or go_on:
             own = "no options of its own" if recipe == TABLE else "draft_vocab alone"
-            raise ConfigError(f"recipe {recipe} has {own}, and nothing to resume or to save: leave out all else")
+            raise ConfigError(
+                f"recipe {recipe} has {own}, and nothing to resume or to save: leave out all else"
+            )
         if unused := [f"--{name.replace('_', '-')}" for name in training if name not in OF_LISTS]:
-            raise ConfigError(f"recipe {recipe} is written down, not trained: leave out {' and '.join(unused)}")
+            raise ConfigError(
+                f"recipe {recipe} is written down, not trained: leave out {' and '.join(unused)}"
+            )
         if recipe == TABLE:
             _make_table(target, data or (), Training(**training), out, as_json)
         else:
@@ -124,7 +161,9 @@ def train(
         if not path.exists():
             raise
         what = f"{interruption}, and " if str(interruption) else ""
-        raise Interrupted(f"{what}kept in {path}; go on with: forerun train --resume --out {out}") from None
+        raise Interrupted(
+            f"{what}kept in {path}; go on with: forerun train --resume --out {out}"
+        ) from None
     if as_json:
         print_json({"directory": str(out), **report.as_dict()})
         return
@@ -141,7 +180,9 @@ def train(
         print(f"next: forerun generate ... {f'--model {named} ' if named else ''}--draft {draft}")
 
 
-def _make_table(target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool) -> None:
+def _make_table(
+    target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool
+) -> None:
     """What the target thinks while it writes, for `recycle`."""
     from forerun.train.table import make_table
 
@@ -157,7 +198,12 @@ def _make_table(target: str | None, data: Sequence[str], training: Training, out
 
 
 def _make_shortlist(
-    target: str | None, data: Sequence[str], size: int | None, training: Training, out: Path, as_json: bool
+    target: str | None,
+    data: Sequence[str],
+    size: int | None,
+    training: Training,
+    out: Path,
+    as_json: bool,
 ) -> None:
     """The tokens that a draft model scores."""
     EagleOptions(draft_vocab=size)  # what is wrong is cheaper to find before torch is imported
@@ -185,7 +231,9 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
     from forerun.train.run import measure
 
     with progress(as_json, measuring=True) as tell:
-        findings = measure(given.get("target"), drafter, tuple(given.get("data", ())), training, tell)
+        findings = measure(
+            given.get("target"), drafter, tuple(given.get("data", ())), training, tell
+        )
     from forerun.train.report import advice
 
     said = advice(findings, drafter)

@@ -1,8 +1,9 @@
-"""What is learnt from: files to documents, documents to texts of tokens, in an order that follows from the seed.
+"""What is learnt from: files to documents, documents to texts of tokens, in an order that follows
+from the seed.
 
-Documents are told apart by the hash of what they say: the same text is taken once, and whether a document is held out
-depends on its own hash alone, so no part of a held-out document is ever trained on, whatever else is in the data.
-"""
+Documents are told apart by the hash of what they say: the same text is taken once, and whether a
+document is held out depends on its own hash alone, so no part of a held-out document is ever
+trained on, whatever else is in the data."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from numpy.random import default_rng
 from torch import Tensor
 
 from forerun.errors import RequestError
-from forerun.models.text import Message, Tokenizer
-from forerun.texts import UnreadableError, text_of
+from forerun.models.tokenizer import Message, Tokenizer
 from forerun.train.settings import FEWEST_TOKENS
+from forerun.utils import UnreadableError, text_of
 
 LIBRARY = "library"
 # what is read of a directory; a file that is named is read whatever it is called
@@ -32,14 +33,23 @@ SUFFIXES = (
     ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb", ".php", ".lua", ".jl", ".r", ".ml", ".hs",
     ".sh", ".sql", ".html", ".css",
 )  # fmt: skip
-NOT_OF_THE_LIBRARY = ("site-packages/", "test/", "idlelib/", "lib2to3/", "pydoc_data/", "encodings/", "config-")
+NOT_OF_THE_LIBRARY = (
+    "site-packages/",
+    "test/",
+    "idlelib/",
+    "lib2to3/",
+    "pydoc_data/",
+    "encodings/",
+    "config-",
+)
 LARGEST_COUNT = (1 << 63) - 1
 WHAT_IS_DATA = "give text files, directories of source, .jsonl of prompts, texts or messages, or the word library"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A prompt and what follows it. Plain text has no prompt; a prompt alone is there to be continued."""
+    """A prompt and what follows it. Plain text has no prompt; a prompt alone is there to be
+    continued."""
 
     prompt: str | tuple[Message, ...]
     text: str
@@ -56,7 +66,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens to learn from. The first `given` (at least 1) are context: what is learnt is the tokens behind them."""
+    """Tokens to learn from. The first `given` (at least 1) are context: what is learnt is the
+    tokens behind them."""
 
     tokens: tuple[int, ...]
     given: int
@@ -73,7 +84,8 @@ class Source:
 
 
 def read_data(names: Sequence[str]) -> tuple[list[Document], list[Source]]:
-    """The documents of all paths, each text once. Raises RequestError for a path without anything to learn from."""
+    """The documents of all paths, each text once. Raises RequestError for a path without anything
+    to learn from."""
     documents: dict[str, Document] = {}
     sources = []
     for name in names:
@@ -92,12 +104,15 @@ def read_data(names: Sequence[str]) -> tuple[list[Document], list[Source]]:
 
 
 def split(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """(to train on, held out): those whose hash is in the lowest `share` of all hashes, at least one.
+    """(to train on, held out): those whose hash is in the lowest `share` of all hashes, at least
+    one.
 
     Raises RequestError for a single document, since one has to be held out.
     """
     if len(documents) < 2:
-        raise RequestError(f"there is one document only, {documents[0].name}: give two or more, one is held out")
+        raise RequestError(
+            f"there is one document only, {documents[0].name}: give two or more, one is held out"
+        )
     ordered = sorted(documents, key=lambda document: document.digest)
     count = sum(int(document.digest[:8], 16) < share * (1 << 32) for document in ordered)
     count = min(max(count, 1), len(ordered) - 1)
@@ -106,14 +121,20 @@ def split(documents: Sequence[Document], share: float) -> tuple[list[Document], 
 
 def digest_of(documents: Sequence[Document]) -> str:
     """A hash of all documents, whatever their order."""
-    return hashlib.sha256("".join(sorted(document.digest for document in documents)).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(sorted(document.digest for document in documents)).encode()
+    ).hexdigest()
 
 
 class Corpus:
-    """Documents as tokens. `examples` are what the data say, `prompts` what the target may continue."""
+    """Documents as tokens. `examples` are what the data say, `prompts` what the target may
+    continue."""
 
-    def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, tokens: int, prompt_tokens: int) -> None:
-        """Texts are cut to windows of `tokens`; the first `prompt_tokens` of each window are a prompt."""
+    def __init__(
+        self, documents: Sequence[Document], tokenizer: Tokenizer, tokens: int, prompt_tokens: int
+    ) -> None:
+        """Texts are cut to windows of `tokens`; the first `prompt_tokens` of each window are a
+        prompt."""
         self.examples: list[Example] = []
         self.prompts: list[tuple[int, ...]] = []
         self.too_long = 0  # passages whose prompt leaves no room
@@ -126,21 +147,23 @@ class Corpus:
                     self._windows(tokenizer.encode(passage.text), tokens, prompt_tokens)
 
     def leave_out(self, vocab: int) -> int:
-        """Leave out texts with tokens from `vocab` on, which some tokenizers have and their models lack; how many."""
+        """Leave out texts with tokens from `vocab` on, which some tokenizers have and their models
+        lack; how many."""
         before = len(self.examples) + len(self.prompts)
         self.examples = [example for example in self.examples if max(example.tokens) < vocab]
         self.prompts = [prompt for prompt in self.prompts if max(prompt) < vocab]
         return before - len(self.examples) - len(self.prompts)
 
     def counts(self, vocab: int) -> Tensor:
-        """How often each token stands where it is learnt, or in prompts if there is nothing else. int64 [vocab]"""
+        """How often each token stands where it is learnt, or in prompts if there is nothing else.
+        int64 [vocab]"""
         texts = [example.tokens[example.given :] for example in self.examples] or self.prompts
         tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
         return torch.bincount(tokens, minlength=vocab)[:vocab]
 
     def frequent(self, vocab: int, count: int, ends: Sequence[int]) -> Tensor:
-        """The `count` tokens of `vocab` that stand there most often, ascending, and before all others those that end a
-        text, which data do not show. int64 [count]"""
+        """The `count` tokens of `vocab` that stand there most often, ascending, and before all
+        others those that end a text, which data do not show. int64 [count]"""
         counts = self.counts(vocab)
         counts[[end for end in ends if end < vocab]] = LARGEST_COUNT
         return counts.argsort(descending=True, stable=True)[:count].sort().values
@@ -169,7 +192,10 @@ class Corpus:
         """The special token that ends an answer in the target's template, where there is one."""
         tokenizer, asked = self._tokenizer, {"role": "user", "content": "x"}
         try:
-            one, other = (tokenizer.chat([asked, {"role": "assistant", "content": said}]) for said in ("7", "x"))
+            one, other = (
+                tokenizer.chat([asked, {"role": "assistant", "content": said}])
+                for said in ("7", "x")
+            )
         except RequestError:
             return ()
         for token in in_common(one[::-1], other[::-1])[::-1]:
@@ -182,12 +208,16 @@ class Corpus:
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> list[int]:
     """The beginning that both have."""
-    count = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    count = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     return list(one[:count])
 
 
 class Order:
-    """Numbers below `count` without end, each once before any comes again; the nth follows from the seed and n."""
+    """Numbers below `count` without end, each once before any comes again; the nth follows from the
+    seed and n."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed = count, seed
@@ -196,7 +226,10 @@ class Order:
     def __getitem__(self, n: int) -> int:
         epoch, at = divmod(n, self.count)
         if epoch != self._epoch:
-            self._epoch, self._shuffled = epoch, default_rng([self.seed, epoch]).permutation(self.count)
+            self._epoch, self._shuffled = (
+                epoch,
+                default_rng([self.seed, epoch]).permutation(self.count),
+            )
         return int(self._shuffled[at])
 
 
@@ -204,7 +237,11 @@ def _documents(name: str) -> Iterator[Document | None]:
     """The documents of one path; None for a file of a directory that cannot be read or is empty."""
     if name == LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in sorted(root.rglob("*.py")) if not _is_left_out(p.relative_to(root).as_posix())]
+        paths = [
+            p
+            for p in sorted(root.rglob("*.py"))
+            if not _is_left_out(p.relative_to(root).as_posix())
+        ]
         yield from _of_directory(root, paths)
         return
     path = Path(name).expanduser()
@@ -217,7 +254,9 @@ def _documents(name: str) -> Iterator[Document | None]:
     except UnreadableError as error:
         raise RequestError(f"the data in {name} cannot be read ({error}): {WHAT_IS_DATA}") from None
     if "\0" in text:
-        raise RequestError(f"the data in {name} cannot be read (it is not UTF-8 text): {WHAT_IS_DATA}")
+        raise RequestError(
+            f"the data in {name} cannot be read (it is not UTF-8 text): {WHAT_IS_DATA}"
+        )
     yield from _of_text(path, text, name)
 
 
@@ -235,7 +274,9 @@ def _of_directory(root: Path, paths: Sequence[Path]) -> Iterator[Document | None
 
 def _of_text(path: Path, text: str, name: str) -> Iterator[Document]:
     if path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a JSON string may hold a U+2028
+        for number, line in enumerate(
+            text.split("\n"), 1
+        ):  # not splitlines: a JSON string may hold a U+2028
             if line.strip():
                 yield read_line(line, f"{name}, line {number}")
     elif text.strip():
@@ -253,12 +294,22 @@ def read_line(line: str, where: str) -> Document:
         value = json.loads(line)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON can spell what is no character
-        raise RequestError(f"{where}: it has half of a character (a lone surrogate): no tokenizer reads that") from None
+        raise RequestError(
+            f"{where}: it has half of a character (a lone surrogate): no tokenizer reads that"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: this is not JSON ({error}); each line is one object") from None
-    kinds = [key for key in ("prompt", "text", "messages") if key in value] if isinstance(value, dict) else []
+        raise RequestError(
+            f"{where}: this is not JSON ({error}); each line is one object"
+        ) from None
+    kinds = (
+        [key for key in ("prompt", "text", "messages") if key in value]
+        if isinstance(value, dict)
+        else []
+    )
     if len(kinds) != 1:
-        raise RequestError(f"{where}: give an object with one of prompt, text and messages on each line")
+        raise RequestError(
+            f"{where}: give an object with one of prompt, text and messages on each line"
+        )
     said = value[kinds[0]]
     if kinds[0] == "messages":
         return _document(where, _turns(said, where))
@@ -268,11 +319,14 @@ def read_line(line: str, where: str) -> Document:
 
 
 def _turns(messages: Any, where: str) -> tuple[Passage, ...]:
-    """Each answer of a conversation with all that stands before it, and a question at the end without one."""
+    """Each answer of a conversation with all that stands before it, and a question at the end
+    without one."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"{where}: messages must be a list with a message or more")
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
             raise RequestError(f"{where}: each message needs a role and a content, both text")
     passages = [
         Passage(tuple(messages[:i]), message["content"])
@@ -282,7 +336,9 @@ def _turns(messages: Any, where: str) -> tuple[Passage, ...]:
     if messages[-1]["role"] != "assistant":
         passages.append(Passage(tuple(messages), ""))
     if not passages:
-        raise RequestError(f"{where}: no message comes before the assistant's: there is nothing to continue")
+        raise RequestError(
+            f"{where}: no message comes before the assistant's: there is nothing to continue"
+        )
     return tuple(passages)
 
 

@@ -1,4 +1,5 @@
-"""The time of a whole run: from its beginning, set-up included, to the drafter written and measured."""
+"""The time of a whole run: from its beginning, set-up included, to the drafter written and
+measured."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class TimeIsOver(Exception):
 
 
 class Deadline:
-    """Counts the seconds of a run, those before its checkpoint included, up to `limit`, which may be infinite."""
+    """Counts the seconds of a run, those before its checkpoint included, up to `limit`, which may
+    be infinite."""
 
     def __init__(self, minutes: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """The run begins now and has so many minutes; 0 sets no limit."""
@@ -46,6 +48,9 @@ class Deadline:
             raise TimeIsOver
 
     def of_training(self, began: float, least: float, needed: float) -> float:
-        """The second at which training that began at a second ends: what comes behind it gets all that it needs or, if
-        that is more than its share, the share or the least that it needs, but never more than training has."""
-        return self.limit - min(max(least, min(needed, KEPT * self.limit)), (self.limit - began) / 2)
+        """The second at which training that began at a second ends: what comes behind it gets all
+        that it needs or, if that is more than its share, the share or the least that it needs, but
+        never more than training has."""
+        return self.limit - min(
+            max(least, min(needed, KEPT * self.limit)), (self.limit - began) / 2
+        )

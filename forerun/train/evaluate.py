@@ -1,6 +1,8 @@
-"""How good a drafter is on texts it has never seen: by its module (analytic), and by the engine (measured).
+"""How good a drafter is on texts it has never seen: by its module (analytic), and by the engine
+(measured).
 
-Both are made along the same texts, so that they differ by the tosses of the verification alone, and by whatever is
+Both are made along the same texts, so that they differ by the tosses of the verification alone, and
+by whatever is
 wrong: another alignment, another rounding, a drafter that was not written as it was trained.
 """
 
@@ -17,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from forerun.cli.progress import Tell, nothing
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
 from forerun.measure.run import bucket_of
-from forerun.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import AT_ONCE, Batch, Target, example_of
 from forerun.train.data import Corpus, Example
@@ -34,7 +36,8 @@ from forerun.train.stream import seed_of
 from forerun.train.tasks import Opening, Prompts, held_out_prompts
 
 ROWS = 4  # texts of one pass
-FIGURE = 2  # evaluations that take about as long as one figure: drafts are made, and verified beside each token
+# evaluations that take about as long as one figure: drafts are made, and verified beside each token
+FIGURE = 2
 APART = 1 << 32  # added to the numbers of seeds, so that no held-out text shares one with training
 
 
@@ -44,12 +47,15 @@ class Evaluation:
 
     Attributes:
         step: after how many steps.
-        perplexity: of the held-out data as they are, or of the target's own texts where there are only prompts; over
-            the tokens that the drafter can say.
-        overlap: mean of 1 - TV along texts of the target, at the temperature of training; of a large vocabulary, that
-            of the coarser laws (`losses`), which is at least that of the whole ones.
-        from_any: mean length of a draft that begins at any token, 1 + sum over k of the product of (1 - TV).
-        accepted_length: tokens a target pass under rule token, rounds beginning where they do (`lengths`).
+        perplexity: of the held-out data as they are, or of the target's own texts where there are
+            only prompts; over the tokens that the drafter can say.
+        overlap: mean of 1 - TV along texts of the target, at the temperature of training; of a
+            large vocabulary, that of the coarser laws (`losses`), which is at least that of the
+            whole ones.
+        from_any: mean length of a draft that begins at any token, 1 + sum over k of the product of
+            (1 - TV).
+        accepted_length: tokens a target pass under rule token, rounds beginning where they do
+            (`lengths`).
     """
 
     step: int
@@ -69,7 +75,8 @@ class Measured:
         accepted_length: tokens a target pass.
         analytic: what arithmetic expects along the same texts.
         passes: how many were counted.
-        by_position: {first output position of a span: tokens a pass that began there}, by spans of 32, 32, 64, 128, ..
+        by_position: {first output position of a span: tokens a pass that began there}, by spans of
+            32, 32, 64, 128, ..
     """
 
     task: str
@@ -101,8 +108,8 @@ class Judge:
         settings: Training,
         tasks: Sequence[Prompts] = (),
     ) -> None:
-        """To evaluate, held-out documents are needed; `tasks` are measured beside them. Raises RequestError where no
-        held-out text can be continued."""
+        """To evaluate, held-out documents are needed; `tasks` are measured beside them. Raises
+        RequestError where no held-out text can be continued."""
         self.target, self.recipe, self.settings = target, recipe, settings
         self.corpus = held_out
         self.held_out = None if held_out is None else held_out_prompts(held_out, settings)
@@ -111,18 +118,21 @@ class Judge:
 
     @property
     def cases(self) -> list[Case]:
-        """All that is measured, in the order in which it is reported. Raises RequestError where every prompt was left
-        out."""
+        """All that is measured, in the order in which it is reported. Raises RequestError where
+        every prompt was left out."""
         sets = [prompts for prompts in self.sets if prompts.openings]
         if not sets:
-            raise RequestError("no prompt is left to measure with, all are too long: give others by --data or --tasks")
+            raise RequestError(
+                "no prompt is left to measure with, all are too long: give others by --data or --tasks"
+            )
         grid = product(sets, (0.0, self.settings.temperature), depths_up_to(self.settings.depth))
         return [Case(*each) for each in grid]
 
     @property
     def parts(self) -> int:
-        """How many evaluations take about as long as all that comes behind the last step: one, the figures, and the
-        speed, where each way to decode takes about as long for its few texts, one at a time, as for many together."""
+        """How many evaluations take about as long as all that comes behind the last step: one, the
+        figures, and the speed, where each way to decode takes about as long for its few texts, one
+        at a time, as for many together."""
         ways = OTHER_WAYS + len(depths_up_to(self.settings.depth))
         return 1 + FIGURE * len(self.cases) + ways * self.settings.speed_rounds
 
@@ -142,11 +152,20 @@ class Judge:
         texts, vocab = self.texts, self.recipe.vocab(module, self.target)
         if self._batches is None:  # what the target says of them is the same at every evaluation
             own = self.corpus.examples[: self.settings.evaluate_rows] or texts
-            self._batches = self._read(own, 1.0, vocab), self._read(texts, self.settings.temperature, vocab)
+            self._batches = (
+                self._read(own, 1.0, vocab),
+                self._read(texts, self.settings.temperature, vocab),
+            )
         theirs, said_by_it = self._batches
-        said = torch.cat([self.recipe.analytic(module, batch, 1).said[batch.mask].double() for batch in theirs])
-        stretches = [Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts]
-        outlooks = [self.recipe.analytic(module, batch, self.settings.depth) for batch in said_by_it]
+        said = torch.cat(
+            [self.recipe.analytic(module, batch, 1).said[batch.mask].double() for batch in theirs]
+        )
+        stretches = [
+            Stretch(text.given, len(text.tokens) - 1, self.settings.tokens - 1) for text in texts
+        ]
+        outlooks = [
+            self.recipe.analytic(module, batch, self.settings.depth) for batch in said_by_it
+        ]
         overlap = _joined([outlook.overlap for outlook in outlooks])
         chances = _joined([outlook.chances for outlook in outlooks])
         mask = _joined([batch.mask for batch in said_by_it])
@@ -167,8 +186,9 @@ class Judge:
         tell: Tell = nothing,
         deadline: Deadline | None = None,
     ) -> Iterator[Measured]:
-        """Let the engine draft with what is in `directory`, case by case; `module` is what should be there. Of a case
-        in the midst of which the time is over there is no figure, and then no more come."""
+        """Let the engine draft with what is in `directory`, case by case; `module` is what should
+        be there. Of a case in the midst of which the time is over there is no figure, and then no
+        more come."""
         engine = self._engine(directory, [case.prompts for case in cases])
         module.eval()
         for i, case in enumerate(cases):
@@ -180,7 +200,9 @@ class Judge:
                 return
             yield figure
 
-    def _measure(self, engine: Engine, module: nn.Module, case: Case, deadline: Deadline) -> Measured:
+    def _measure(
+        self, engine: Engine, module: nn.Module, case: Case, deadline: Deadline
+    ) -> Measured:
         """One task at one temperature and depth. Raises TimeIsOver."""
         prompts, temperature, depth = case.prompts, case.temperature, case.depth
         requests = self._run(engine, prompts.openings, temperature, depth, deadline)
@@ -188,7 +210,11 @@ class Judge:
         batches = self._read(texts, temperature, self.recipe.vocab(module, self.target), deadline)
         chances = _joined([self.recipe.analytic(module, batch, depth).chances for batch in batches])
         stretches = [
-            Stretch(len(opening.tokens) + _opened(request) - 1, len(request.tokens) - 1, opening.limit - 1)
+            Stretch(
+                len(opening.tokens) + _opened(request) - 1,
+                len(request.tokens) - 1,
+                opening.limit - 1,
+            )
             for opening, request in zip(prompts.openings, requests, strict=True)
         ]
         rounds = _rounds(requests)
@@ -204,7 +230,11 @@ class Judge:
         )
 
     def _read(
-        self, texts: Sequence[Example], temperature: float, vocab: int, deadline: Deadline | None = None
+        self,
+        texts: Sequence[Example],
+        temperature: float,
+        vocab: int,
+        deadline: Deadline | None = None,
     ) -> list[Batch]:
         """What the target says along some texts, some of them at once."""
         batches = []
@@ -215,13 +245,23 @@ class Judge:
         return batches
 
     def _engine(self, directory: Path, sets: Sequence[Prompts]) -> Engine:
-        """An engine on the target's weights that drafts with what is in `directory`, as `--draft` does."""
-        runner = self.target.runner(AT_ONCE, max(opening.limit for prompts in sets for opening in prompts.openings))
+        """An engine on the target's weights that drafts with what is in `directory`, as `--draft`
+        does."""
+        runner = self.target.runner(
+            AT_ONCE, max(opening.limit for prompts in sets for opening in prompts.openings)
+        )
         proposer = self.recipe.proposer(directory, self.target, runner)
-        return Engine(runner, {self.recipe.draft: proposer}, rule="token", tokenizer=self.target.tokenizer)
+        return Engine(
+            runner, {self.recipe.draft: proposer}, rule="token", tokenizer=self.target.tokenizer
+        )
 
     def _run(
-        self, engine: Engine, openings: Sequence[Opening], temperature: float, depth: int, deadline: Deadline
+        self,
+        engine: Engine,
+        openings: Sequence[Opening],
+        temperature: float,
+        depth: int,
+        deadline: Deadline,
     ) -> list[Request]:
         """The prompts, continued with drafts of one depth."""
         requests = []
@@ -229,9 +269,13 @@ class Judge:
             params = SamplingParams(
                 temperature=temperature,
                 max_tokens=opening.limit - len(opening.tokens),
-                seed=seed_of(depth, APART + i),  # whatever the seed of the run, so that runs can be compared
+                seed=seed_of(
+                    depth, APART + i
+                ),  # whatever the seed of the run, so that runs can be compared
             )
-            requests.append(engine.add(list(opening.tokens), params, draft=self.recipe.draft, depth=depth))
+            requests.append(
+                engine.add(list(opening.tokens), params, draft=self.recipe.draft, depth=depth)
+            )
         while engine.busy:
             deadline.check()
             engine.step_or_raise()
@@ -239,23 +283,28 @@ class Judge:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Texts of several batches in one, shorter ones filled up with zeros. [B, N, ...] each -> [B of all, N, ...]"""
+    """Texts of several batches in one, shorter ones filled up with zeros. [B, N, ...] each -> [B of
+    all, N, ...]"""
     return pad_sequence([text for part in parts for text in part], batch_first=True)
 
 
 def _opened(request: Request) -> int:
-    """Tokens of the pass that ended the prompt, which is not counted. It drafts only where a single token was left to
+    """Tokens of the pass that ended the prompt, which is not counted. It drafts only where a single
+    token was left to
     read: a short prompt, or one whose beginning the cache still has."""
     return min(request.stats.rounds[0][1] + 1, request.produced)
 
 
 def _rounds(requests: Sequence[Request]) -> dict[int, list[int]]:
-    """{first output position of a span: tokens of each pass that began there}; passes that ended prompts left out."""
+    """{first output position of a span: tokens of each pass that began there}; passes that ended
+    prompts left out."""
     rounds: defaultdict[int, list[int]] = defaultdict(list)
     for request in requests:
         at = _opened(request)
         for _, accepted in request.stats.rounds[1:]:
-            emitted = min(accepted + 1, request.produced - at)  # the end of the text may lie within a draft
+            emitted = min(
+                accepted + 1, request.produced - at
+            )  # the end of the text may lie within a draft
             rounds[bucket_of(at)].append(emitted)
             at += emitted
     return dict(rounds)

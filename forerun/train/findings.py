@@ -1,7 +1,7 @@
 """All that is measured of a drafter that was written: accepted length by task, and speed.
 
-What matters most comes first, so that a run whose time is short does without the rest: held-out texts at the depth that
-was chosen, the speed, all tasks at that depth, and then the other depths.
+What matters most comes first, so that a run whose time is short does without the rest: held-out
+texts at the depth that was chosen, the speed, all tasks at that depth, and then the other depths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from forerun.progress import Tell, nothing
+from forerun.cli.progress import Tell, nothing
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Case, Judge, Measured
 from forerun.train.speed import MOST_PROMPTS, Speed, measure_speed
@@ -27,7 +27,8 @@ class Findings:
     Attributes:
         measured: by task, temperature and depth; held-out texts first.
         left_out: {task: prompts that were too long}, of tasks that have any.
-        speed: on held-out texts, or on the tasks where there are none; None where it was not wanted.
+        speed: on held-out texts, or on the tasks where there are none; None where it was not
+            wanted.
         no_time: what the time did not suffice for, in words.
     """
 
@@ -42,15 +43,24 @@ class Findings:
 
 
 def find(
-    judge: Judge, module: nn.Module, directory: Path, deadline: Deadline, tell: Tell = nothing, expected: float = 0.0
+    judge: Judge,
+    module: nn.Module,
+    directory: Path,
+    deadline: Deadline,
+    tell: Tell = nothing,
+    expected: float = 0.0,
 ) -> Findings:
-    """Measure what is in `directory`, as much as there is time for; `module` is what should be there. `expected` are
-    the seconds that the first figure may take."""
+    """Measure what is in `directory`, as much as there is time for; `module` is what should be
+    there. `expected` are the seconds that the first figure may take."""
     cases, rounds = judge.cases, judge.settings.speed_rounds
     order = sorted(cases, key=lambda case: case.depth != judge.settings.depth)
     figures = _Paced(judge.measure(module, directory, order, tell, deadline), deadline, expected)
     measured = figures.take(sum(case.prompts is judge.held_out for case in order[:2]))
-    speed = _speed(judge, directory, deadline, tell) if rounds and deadline.has(figures.expected) else None
+    speed = (
+        _speed(judge, directory, deadline, tell)
+        if rounds and deadline.has(figures.expected)
+        else None
+    )
     measured += figures.take(len(order) - len(measured))
     found = dict(zip(order, measured, strict=False))
     return Findings(
@@ -62,7 +72,8 @@ def find(
 
 
 class _Paced:
-    """Figures, as long as there is time for one that takes as long as the longest before it, the first as expected."""
+    """Figures, as long as there is time for one that takes as long as the longest before it, the
+    first as expected."""
 
     def __init__(self, figures: Iterator[Measured], deadline: Deadline, first: float) -> None:
         self.figures, self.deadline, self.first, self.longest = figures, deadline, first, 0.0
@@ -86,7 +97,8 @@ class _Paced:
 
 
 def _speed(judge: Judge, directory: Path, deadline: Deadline, tell: Tell) -> Speed | None:
-    """None where the time is too short for a round. Those behind the first leave half of the time to the tasks."""
+    """None where the time is too short for a round. Those behind the first leave half of the time
+    to the tasks."""
     half = deadline.left / 2
     prompts = judge.held_out or _of_each(judge.sets)
 

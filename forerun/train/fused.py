@@ -1,8 +1,8 @@
 """A loss over a vocabulary without the logits of all positions at once.
 
-The logits of a few thousand positions, and what a loss makes of them on its way and back, are gigabytes that are
-written and read once. Here the gradient of a chunk of positions is found as soon as its loss is, while all of it lies
-in a cache.
+The logits of a few thousand positions, and what a loss makes of them on its way and back, are
+gigabytes that are written and read once. Here the gradient of a chunk of positions is found as soon
+as its loss is, while all of it lies in a cache.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK = 128  # positions: their logits over some ten thousand tokens fit into a cache of a few megabytes
+CHUNK = (
+    128  # positions: their logits over some ten thousand tokens fit into a cache of a few megabytes
+)
 
 Losses = Callable[[Tensor, slice], Tensor]
 
 
 def fused_sum(made: Tensor, module: nn.Module, losses: Losses) -> Tensor:
-    """The sum of `losses(made[part], part)` [P] over all parts of made [M, H]; it passes gradients to `made` and to the
-    parameters of `module` that the losses use."""
+    """The sum of `losses(made[part], part)` [P] over all parts of made [M, H]; it passes gradients
+    to `made` and to the parameters of `module` that the losses use."""
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     if not torch.is_grad_enabled() or not (made.requires_grad or weights):
         return torch.stack([losses(made[part], part).sum() for part in _parts(len(made))]).sum()
@@ -53,4 +55,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by: Tensor) -> tuple[Tensor | None, ...]:
         above, *found = ctx.saved_tensors
-        return (None, above * by, *(None if gradient is None else gradient * by for gradient in found))
+        return (
+            None,
+            above * by,
+            *(None if gradient is None else gradient * by for gradient in found),
+        )

@@ -1,8 +1,9 @@
-"""The one training loop: any recipe, steps that can be repeated, checkpoints that continue to the same curve.
+"""The one training loop: any recipe, steps that can be repeated, checkpoints that continue to the
+same curve.
 
-What a step does follows from the settings and its number; what it changes is the module, the optimisers, torch's
-random numbers and the `Record`. A checkpoint holds these four, so a run that was interrupted and taken up again goes
-on as if nothing had been.
+What a step does follows from the settings and its number; what it changes is the module, the
+optimisers, torch's random numbers and the `Record`. A checkpoint holds these four, so a run that
+was interrupted and taken up again goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ForerunError
+from forerun.hardware import cores
 from forerun.kernels import native
-from forerun.machine import cores
-from forerun.progress import Tell, nothing
 from forerun.train.capture import Target
 from forerun.train.checkpoint import write_checkpoint
 from forerun.train.deadline import Deadline
@@ -61,7 +62,9 @@ class Record:
     @property
     def best(self) -> Evaluation | None:
         """The first of the evaluations with the greatest accepted length."""
-        return max(self.evaluations, key=lambda evaluation: evaluation.accepted_length, default=None)
+        return max(
+            self.evaluations, key=lambda evaluation: evaluation.accepted_length, default=None
+        )
 
     def without_better(self) -> int:
         """Evaluations since the best."""
@@ -89,9 +92,14 @@ class Trainer:
         tell: Tell = nothing,
         deadline: Deadline | None = None,
     ) -> None:
-        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up again. `deadline` has
-        counted since the run began; without it, the run begins now."""
-        self.recipe, self.module, self.target, self.stream = recipe, module.to(target.device), target, stream
+        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up
+        again. `deadline` has counted since the run began; without it, the run begins now."""
+        self.recipe, self.module, self.target, self.stream = (
+            recipe,
+            module.to(target.device),
+            target,
+            stream,
+        )
         self.judge, self.settings, self.path, self.identity = judge, settings, path, identity
         self.tell, self.deadline = tell, deadline or Deadline(settings.max_minutes)
         torch.manual_seed(settings.seed)
@@ -99,10 +107,16 @@ class Trainer:
         self._step = 0.0  # seconds that the last one took
         self.best: Weights = {}
         self.harvest = Harvest(
-            target, stream, recipe.vocab(module, target), settings, path.with_suffix(".captured"), tell
+            target,
+            stream,
+            recipe.vocab(module, target),
+            settings,
+            path.with_suffix(".captured"),
+            tell,
         )
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
-        # norms read bfloat16 with weights in float32, as is meant; torch warns that this is not its fastest way
+        # norms read bfloat16 with weights in float32, as is meant; torch warns that this is not its
+        # fastest way
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.optimizers = make_optimizers(
@@ -127,7 +141,8 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, when a checkpoint has been written.
-            ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one before is kept.
+            ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one
+                before is kept.
         """
         if not self.record.step:
             self.record.began = self.deadline.seconds
@@ -164,7 +179,8 @@ class Trainer:
                 raise KeyboardInterrupt(f"stopped after step {self.record.step}, the last")
 
     def learn(self) -> tuple[float, int]:
-        """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if it is not finite."""
+        """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if
+        it is not finite."""
         record, module = self.record, self.module.train()
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = learning_rate(self._share(), self.settings)
@@ -209,10 +225,12 @@ class Trainer:
         )
 
     def _until(self) -> float:
-        """The second of the run at which training ends. A step may have begun just before; an evaluation comes then,
-        and there should be time for a figure at least."""
+        """The second of the run at which training ends. A step may have begun just before; an
+        evaluation comes then, and there should be time for a figure at least."""
         began, slowest = self.record.began, self.record.slowest
-        return self.deadline.of_training(began, self._step + (1 + FIGURE) * slowest, self.judge.parts * slowest)
+        return self.deadline.of_training(
+            began, self._step + (1 + FIGURE) * slowest, self.judge.parts * slowest
+        )
 
     def _share(self) -> float:
         """How much of the training is done, of its steps or, if that is more, of its time."""
@@ -239,7 +257,10 @@ class Trainer:
         record.slowest = max(record.slowest, self.deadline.seconds - began)
         record.evaluations.append(found)
         if record.best is found:
-            self.best = {name: value.detach().cpu().clone() for name, value in self.module.state_dict().items()}
+            self.best = {
+                name: value.detach().cpu().clone()
+                for name, value in self.module.state_dict().items()
+            }
         self.tell.note(
             f"after {found.step} steps: accepted length {found.accepted_length:.3f} at depth {self.settings.depth},"
             f" overlap {found.overlap:.3f}, perplexity {found.perplexity:.2f}"
@@ -247,7 +268,9 @@ class Trainer:
 
     def _tell(self, loss: float, speed: float) -> None:
         step, share = self.record.step, self._share()
-        self.tell(f"step {step} of {round(step / share)}, loss {loss:.4f}, {speed:.0f} tokens/s", share, 1)
+        self.tell(
+            f"step {step} of {round(step / share)}, loss {loss:.4f}, {speed:.0f} tokens/s", share, 1
+        )
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
@@ -263,7 +286,8 @@ def learning_rate(share: float, settings: Training) -> float:
 
 
 def computes_bfloat16(dtype: str, device: torch.device) -> bool:
-    """Whether products are to be in bfloat16; on CPUs that only emulate it, it is many times slower."""
+    """Whether products are to be in bfloat16; on CPUs that only emulate it, it is many times
+    slower."""
     if dtype != "auto":
         return dtype == "bfloat16"
     if device.type == "cuda":
@@ -273,7 +297,8 @@ def computes_bfloat16(dtype: str, device: torch.device) -> bool:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C ask to stop rather than stop at once, so that no step is cut in half. The second one does stop."""
+    """Let Ctrl-C ask to stop rather than stop at once, so that no step is cut in half. The second
+    one does stop."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -293,8 +318,8 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Give torch's products so many threads, 0 one for each core: beside the native kernels it has a
-    single one, but they sleep while a drafter learns."""
+    """Give torch's products so many threads, 0 one for each core: beside the native kernels it has
+    a single one, but they sleep while a drafter learns."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count or cores(), cores()))
     try:

@@ -1,8 +1,9 @@
-"""A small model out of a large one's layers, by the checkpoint's own tensors and transformers' own classes.
+"""A small model out of a large one's layers, by the checkpoint's own tensors and transformers' own
+classes.
 
-Works for every family whose layers stand in one list: the tensors of the kept layers are renumbered, all others stay.
-Of a quantised checkpoint, and of a GGUF file, it takes the numbers that the stored ones stand for.
-"""
+Works for every family whose layers stand in one list: the tensors of the kept layers are
+renumbered, all others stay. Of a quantised checkpoint, and of a GGUF file, it takes the numbers
+that the stored ones stand for."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.errors import ConfigError, ForerunError, LoadError
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.export import readers, to_directory
 from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
+from forerun.models.weights import Checkpoint
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
 COUNTS = ("num_hidden_layers", "n_layer")
@@ -39,10 +40,13 @@ def kept_layers(layers: int, count: int) -> list[int]:
 
 
 def prune(path: Path, count: int) -> nn.Module:
-    """The model in a directory or a file with `count` of its layers, in float32. Raises ConfigError or LoadError."""
+    """The model in a directory or a file with `count` of its layers, in float32. Raises ConfigError
+    or LoadError."""
     config = load_config(path)
     if count >= config.layers:
-        raise ConfigError(f"layers={count} is not under the target's {config.layers}: a drafter has to be smaller")
+        raise ConfigError(
+            f"layers={count} is not under the target's {config.layers}: a drafter has to be smaller"
+        )
     kept = kept_layers(config.layers, count)
     read_from = readers(path, config) if path.is_file() else _readers(path, config)
     tensors = {}
@@ -59,7 +63,8 @@ def prune(path: Path, count: int) -> nn.Module:
 
 
 def load_module(path: Path) -> nn.Module:
-    """A language model, a directory or a file, as a transformers module in float32. Raises LoadError."""
+    """A language model, a directory or a file, as a transformers module in float32. Raises
+    LoadError."""
     return _by_way_of_files(partial(to_directory, path)) if path.is_file() else _load(path)
 
 
@@ -69,7 +74,9 @@ def _by_way_of_files(write: Callable[[Path], None]) -> nn.Module:
         try:
             write(Path(folder))
         except (OSError, SafetensorError) as error:
-            raise ForerunError(f"the model cannot be written to {folder} for now: {error}") from None
+            raise ForerunError(
+                f"the model cannot be written to {folder} for now: {error}"
+            ) from None
         return _load(Path(folder))
 
 
@@ -78,9 +85,13 @@ def _load(directory: Path) -> nn.Module:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise LoadError(f"the model in {directory} cannot be read: {str(error).strip().splitlines()[0]}") from None
+        raise LoadError(
+            f"the model in {directory} cannot be read: {str(error).strip().splitlines()[0]}"
+        ) from None
     return module
 
 
@@ -90,23 +101,35 @@ def _readers(directory: Path, config: ModelConfig) -> dict[str, Callable[[], Ten
     scheme = scheme_of(config.raw, where)
     if scheme is None:
         return {name: partial(checkpoint.read, name) for name in checkpoint.where}
-    shapes, readers, turned = _shapes(directory), dict[str, Callable[[], Tensor]](), config.layout == "gpt2"
+    shapes, readers, turned = (
+        _shapes(directory),
+        dict[str, Callable[[], Tensor]](),
+        config.layout == "gpt2",
+    )
     for name in checkpoint.where:
         stem = name.rpartition(".")[0]
         layout, weight = scheme.layout(checkpoint.has, stem), f"{stem}.weight"
         if layout is None or weight not in shapes:
             readers[name] = partial(checkpoint.read, name)
         else:
-            readers[weight] = partial(_floats, checkpoint, scheme, layout, stem, shapes[weight], turned)
+            readers[weight] = partial(
+                _floats, checkpoint, scheme, layout, stem, shapes[weight], turned
+            )
             if checkpoint.has(f"{stem}.bias"):
                 readers[f"{stem}.bias"] = partial(checkpoint.read, f"{stem}.bias")
     return readers
 
 
 def _floats(
-    checkpoint: Checkpoint, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int], turned: bool
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    layout: str,
+    stem: str,
+    shape: tuple[int, int],
+    turned: bool,
 ) -> Tensor:
-    """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is `turned`"""
+    """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is
+    `turned`"""
     weight = checkpoint.stored(scheme, layout, stem, shape[::-1] if turned else shape).dequantise()
     return weight.T if turned else weight
 
@@ -133,10 +156,15 @@ def _renamed(name: str, kept: list[int]) -> str | None:
 
 
 def _config_of(path: Path, whole: ModelConfig, kept: list[int]) -> dict[str, Any]:
-    """config.json with fewer layers. transformers fills in what older files leave out, such as layer_types."""
+    """config.json with fewer layers. transformers fills in what older files leave out, such as
+    layer_types."""
     from transformers import AutoConfig
 
-    made = AutoConfig.for_model(**hugging_face_config(whole)) if path.is_file() else AutoConfig.from_pretrained(path)
+    made = (
+        AutoConfig.for_model(**hugging_face_config(whole))
+        if path.is_file()
+        else AutoConfig.from_pretrained(path)
+    )
     config: dict[str, Any] = made.to_dict()
     for name in COUNTS:
         if name in config:

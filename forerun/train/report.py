@@ -1,7 +1,7 @@
 """A run of training that has ended: what it was, what came of it.
 
-In plain values it is training.json. In words it is the README.md of the drafter, its card: what it is for, what was
-measured and by which command, how it was made.
+In plain values it is training.json. In words it is the README.md of the drafter, its card: what it
+is for, what was measured and by which command, how it was made.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ class Facts:
     license: str = ""
 
     def metadata(self, draft: str) -> dict[str, Any]:
-        """What stands above the card, as the Hub reads it: `forerun drafters` finds the target there. `draft` is what
-        --draft calls the drafter."""
-        said: dict[str, Any] = {"base_model": self.made_for or self.target or DEFAULT, "library_name": "forerun"}
+        """What stands above the card, as the Hub reads it: `forerun drafters` finds the target
+        there. `draft` is what --draft calls the drafter."""
+        said: dict[str, Any] = {
+            "base_model": self.made_for or self.target or DEFAULT,
+            "library_name": "forerun",
+        }
         said |= {"license": self.license} if self.license else {}
         return said | {"tags": ["speculative-decoding", "draft-model", "forerun", draft]}
 
@@ -130,7 +133,11 @@ def card(report: Report) -> str:
             f"\n{task}: {count} prompts were too long and are left out."
             for task, count in report.findings.left_out.items()
         ),
-        *([f"\nNot measured, for want of time: {', '.join(missing)}."] if (missing := report.findings.no_time) else []),
+        *(
+            [f"\nNot measured, for want of time: {', '.join(missing)}."]
+            if (missing := report.findings.no_time)
+            else []
+        ),
         *([] if report.findings.speed is None else speed_table(report.findings.speed)),
         "",
         "## Training",
@@ -140,7 +147,11 @@ def card(report: Report) -> str:
         "",
         "| steps | accepted length | from any | overlap (1 - TV) | perplexity |",
         "|---|---|---|---|---|",
-        *(_row(evaluation) for evaluation in dict.fromkeys((first, best)) if evaluation is not None),
+        *(
+            _row(evaluation)
+            for evaluation in dict.fromkeys((first, best))
+            if evaluation is not None
+        ),
         "",
         f"- Recipe: {json.dumps(facts.recipe)}",
         f"- Training: {json.dumps(asdict(settings))}; {report.record.step} steps were done.",
@@ -157,8 +168,8 @@ def card(report: Report) -> str:
 
 
 def advice(findings: Findings, place: str, report: Report | None = None) -> str:
-    """Whether to use a drafter that is at `place`, by what was measured of it beside what auto takes already; and what
-    would help if not, as far as the run that made it says so."""
+    """Whether to use a drafter that is at `place`, by what was measured of it beside what auto
+    takes already; and what would help if not, as far as the run that made it says so."""
     again = f"forerun train --eval {place}" if report is None else command(report.facts, place)
     if findings.speed is None:
         return (
@@ -168,7 +179,10 @@ def advice(findings: Findings, place: str, report: Report | None = None) -> str:
     found = findings.speed.comparison
     if found is None:
         return "It is what --draft auto takes already."
-    draft, seen = found.draft.replace(PLACE, place), f"{found.ratio} times the speed of {found.default}"
+    draft, seen = (
+        found.draft.replace(PLACE, place),
+        f"{found.ratio} times the speed of {found.default}",
+    )
     seen += f", which --draft auto takes already, and {found.times_plain:.2f} times that of plain decoding"
     if found.better:
         return f"Use it: --draft {draft} has {seen}."
@@ -185,23 +199,41 @@ def _help(report: Report | None) -> str:
     if report is None:
         return "More training may help: more minutes, more texts."
     settings, steps = report.facts.settings, report.record.step
-    if settings.max_minutes and steps < settings.steps and not report.record.gave_up(settings.patience):
+    if (
+        settings.max_minutes
+        and steps < settings.steps
+        and not report.record.gave_up(settings.patience)
+    ):
         return (
             f"It has learnt for {steps} steps, as many as {settings.max_minutes:g} minutes had time for: give it more"
             " --max-minutes, or a machine that does nothing else."
         )
-    return f"It has learnt for {steps} steps: more texts may help (--data, --write), and more --steps."
+    return (
+        f"It has learnt for {steps} steps: more texts may help (--data, --write), and more --steps."
+    )
 
 
 def command(facts: Facts, place: str = PLACE) -> str:
     """What measures the same again of the drafter at a place, with its speed."""
-    words = ["forerun", "train", "--eval", place, *(["--target", facts.target] if facts.target else [])]
+    words = [
+        "forerun",
+        "train",
+        "--eval",
+        place,
+        *(["--target", facts.target] if facts.target else []),
+    ]
     words += [word for path in facts.data for word in ("--data", path)]
     given, default = asdict(facts.settings), asdict(Training())
     if not facts.data and given["tasks"] == "none":
         given["tasks"] = default["tasks"]  # there is nothing else to measure on
-    differing = [name for name in MEASURING if given[name] != default[name] and (given[name] or name != "speed_rounds")]
-    return shlex.join([*words, *(f"--{name.replace('_', '-')}={given[name]}" for name in differing)])
+    differing = [
+        name
+        for name in MEASURING
+        if given[name] != default[name] and (given[name] or name != "speed_rounds")
+    ]
+    return shlex.join(
+        [*words, *(f"--{name.replace('_', '-')}={given[name]}" for name in differing)]
+    )
 
 
 def by_task(measured: Sequence[Measured], depths: Sequence[int]) -> list[str]:

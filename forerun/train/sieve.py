@@ -1,4 +1,5 @@
-"""What of a model's own writing is worth learning from: texts that say something, do not loop, and are new."""
+"""What of a model's own writing is worth learning from: texts that say something, do not loop, and
+are new."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.models.text import BROKEN
+from forerun.models.tokenizer import BROKEN
 
 # a script without spaces is counted by its characters
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is left out: a question of fewer `words`; one of whose 5-grams more than the share `seen` stood in others;
-    a text of whose 4-grams more than the share `repeated` are repetitions, or that deflate makes `ratio` times smaller.
-    """
+    """What is left out: a question of fewer `words`; one of whose 5-grams more than the share
+    `seen` stood in others; a text of whose 4-grams more than the share `repeated` are repetitions,
+    or that deflate makes `ratio` times smaller."""
 
     words: int = 3
     seen: float = 0.5
@@ -47,7 +50,8 @@ class Sieve:
         return "looping" if len(raw) > self.limits.ratio * len(zlib.compress(raw, 9)) else ""
 
     def fault_of_beginning(self, text: str) -> str:
-        """The same of a question or the beginning of a text, which is remembered if nothing is wrong with it."""
+        """The same of a question or the beginning of a text, which is remembered if nothing is
+        wrong with it."""
         words = _words(text)
         if len(words) < self.limits.words:
             return "short"

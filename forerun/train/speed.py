@@ -1,8 +1,9 @@
-"""How much sooner tokens come with a drafter that was written: measured as `forerun bench decode` does.
+"""How much sooner tokens come with a drafter that was written: measured as `forerun bench decode`
+does.
 
-Plain decoding, what `--draft auto` takes already, the drafter behind `suffix` and alone, at depth auto and at every
-fixed depth, run in turn, on the same held-out prompts, one at a time, greedily, under rule match, on the target's
-weights that are loaded already.
+Plain decoding, what `--draft auto` takes already, the drafter behind `suffix` and alone, at depth
+auto and at every fixed depth, run in turn, on the same held-out prompts, one at a time, greedily,
+under rule match, on the target's weights that are loaded already.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.cli.progress import Tell, nothing
+from forerun.draft.proposer import view_of
 from forerun.draft.registry import automatic, make_proposers
-from forerun.draft.view import view_of
-from forerun.drafts import draft_name, read_draft
+from forerun.draft_loading import Loader
+from forerun.draft_spec import draft_name, read_draft
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.loader import Loader
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Rounds, Setting, always
 from forerun.measure.run import PLAIN, Arm, Work
 from forerun.measure.where import machine
-from forerun.progress import Tell, nothing
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target
 from forerun.train.recipes import Recipe
@@ -36,7 +37,8 @@ MOST_PROMPTS = 4
 AUTO = "auto"  # the draft of what is taken where nobody names one
 PLACE = "DIRECTORY"  # stands for where the drafter is
 COPIES = "suffix"  # what drafts before a drafter with weights: it costs next to nothing
-OTHER_WAYS = 4  # to decode, beside fixed depths: plain, what auto takes, the drafter behind copies, and alone
+# to decode, beside fixed depths: plain, what auto takes, the drafter behind copies, and alone
+OTHER_WAYS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,12 @@ class Pace:
         depth: auto or fixed; 0 is plain decoding.
         tokens_per_second: without the reading of prompts, see `measure.rounds`.
         times_plain: that over plain decoding's.
-        interval: 95 % bootstrap interval of times_plain; None of plain decoding and of a single round.
+        interval: 95 % bootstrap interval of times_plain; None of plain decoding and of a single
+            round.
         accepted_length: tokens a target pass.
         same: whether every text was plain decoding's.
-        draft: "auto" for what `--draft auto` takes already, an option with `PLACE` for the drafter together with
-            another; "" for the drafter alone, and plain decoding.
+        draft: "auto" for what `--draft auto` takes already, an option with `PLACE` for the drafter
+            together with another; "" for the drafter alone, and plain decoding.
     """
 
     depth: int | str
@@ -95,7 +98,8 @@ class Comparison:
 
     @property
     def better(self) -> bool:
-        """Whether the drafter is quicker than the default and than plain decoding, beyond what rounds differ by."""
+        """Whether the drafter is quicker than the default and than plain decoding, beyond what
+        rounds differ by."""
         low = self.interval[0] if self.interval else self.times_default
         return low > 1 and self.times_plain > 1
 
@@ -117,8 +121,8 @@ class Speed:
     """The speeds of a drafter, medians of rounds.
 
     Attributes:
-        paces: plain decoding, what auto takes, the drafter behind copies, the drafter alone at depth auto, and then at
-            every fixed depth.
+        paces: plain decoding, what auto takes, the drafter behind copies, the drafter alone at
+            depth auto, and then at every fixed depth.
         prompts, tokens, rounds: how many prompts, tokens of each output, and rounds.
         machine: where.
         task: of the prompts: held-out, or tasks.
@@ -149,7 +153,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class _Way(Arm):
-    """One way to decode, with a proposer that has a name of its own: two drafters of one kind are compared."""
+    """One way to decode, with a proposer that has a name of its own: two drafters of one kind are
+    compared."""
 
     called: str = ""
     label: str = ""  # the `draft` of its pace
@@ -163,8 +168,9 @@ def measure_speed(
     target: Target, recipe: Recipe, directory: Path, prompts: Prompts, settings: Training, tell: Tell = nothing,
     fits: Callable[[float, int], bool] = always,
 ) -> Speed | None:  # fmt: skip
-    """Time what is in `directory` beside plain decoding and what auto takes, in `settings.speed_rounds` rounds, at
-    least one, or in as many as `fits` has time for (see `Rounds.play`); None if that is none.
+    """Time what is in `directory` beside plain decoding and what auto takes, in
+    `settings.speed_rounds` rounds, at least one, or in as many as `fits` has time for (see
+    `Rounds.play`); None if that is none.
 
     The shortest prompts are taken, which leave the longest outputs; these are all of one length.
     """
@@ -186,11 +192,21 @@ def measure_speed(
     results = [rounds.result("none", arm, None) for arm in arms]
     labels = ["", *(way.label for way in ways)]
     paces = tuple(
-        Pace(r.depth, r.tokens_per_second, r.times_plain, r.interval, r.accepted_length, bool(r.same), label)
+        Pace(
+            r.depth,
+            r.tokens_per_second,
+            r.times_plain,
+            r.interval,
+            r.accepted_length,
+            bool(r.same),
+            label,
+        )
         for r, label in zip(results, labels, strict=True)
     )
     compared = _compared(rounds, ways, default) if others else None
-    return Speed(paces, len(openings), tokens, rounds.done, machine(settings.threads), compared, prompts.task)
+    return Speed(
+        paces, len(openings), tokens, rounds.done, machine(settings.threads), compared, prompts.task
+    )
 
 
 def _default(target: Target) -> str:
@@ -201,8 +217,8 @@ def _default(target: Target) -> str:
 
 
 def _ways(spec: str, own: str, default: str, depths: Sequence[int], others: bool) -> list[_Way]:
-    """What is compared with plain decoding, what auto takes first, where that is not the drafter itself (`others`).
-    `own` is what the engine calls the drafter."""
+    """What is compared with plain decoding, what auto takes first, where that is not the drafter
+    itself (`others`). `own` is what the engine calls the drafter."""
     auto = _Way(default, "auto", called=draft_name(default), label=AUTO)
     label = f"{COPIES}+{spec.partition(':')[0]}:{PLACE}"
     together = _Way(f"{COPIES}+{spec}", "auto", called=f"{COPIES}+{own}", label=label)
@@ -220,13 +236,17 @@ def _compared(rounds: Rounds, ways: Sequence[_Way], default: str) -> Comparison:
     return Comparison(draft, draft_name(default), ratio, interval, rounds.ratio(best, PLAIN)[0])
 
 
-def _with_drafters(target: Target, recipe: Recipe, directory: Path, default: str, runner: Runner) -> tuple[LLM, str]:
-    """The target as it is loaded, with an engine of its own that drafts with what is in the directory, and with what
-    auto takes; and what that engine calls the former."""
+def _with_drafters(
+    target: Target, recipe: Recipe, directory: Path, default: str, runner: Runner
+) -> tuple[LLM, str]:
+    """The target as it is loaded, with an engine of its own that drafts with what is in the
+    directory, and with what auto takes; and what that engine calls the former."""
     llm, name = copy.copy(target.llm), f"{recipe.draft}#2"
     load = Loader(llm.config, target.path, target.tokenizer, runner, target.device)
     view, options = view_of(runner.decoder), llm.config
-    proposers = make_proposers(read_draft(default), load, view, runner.cache, options.width, options.draft_threshold)
+    proposers = make_proposers(
+        read_draft(default), load, view, runner.cache, options.width, options.draft_threshold
+    )
     proposers[name] = recipe.proposer(directory, target, runner)
     proposers[name].name = name
     llm.engine = Engine(runner, proposers, tokenizer=target.tokenizer)

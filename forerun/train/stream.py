@@ -1,10 +1,10 @@
 """Which texts a step learns from, and what the target says and thinks of them.
 
-The texts of a step are a function of the settings and its number, so that any step can be repeated. To write a text
-takes the target longer than the drafter takes to learn from it. So texts come back: after the first `POOL`, one in
-`reuse` is new and the others are drawn from those before it. What was captured of a text, while the target wrote it or
-by reading it once, lies in a file beside the checkpoint. Values are rounded to two bytes whether they come from there
-or not.
+The texts of a step are a function of the settings and its number, so that any step can be repeated.
+To write a text takes the target longer than the drafter takes to learn from it. So texts come back:
+after the first `POOL`, one in `reuse` is new and the others are drawn from those before it. What
+was captured of a text, while the target wrote it or by reading it once, lies in a file beside the
+checkpoint. Values are rounded to two bytes whether they come from there or not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from numpy.random import default_rng
 
+from forerun.cli.progress import Tell
 from forerun.errors import RequestError
-from forerun.progress import Tell
 from forerun.train.capture import AT_ONCE, Batch, Target, apart
 from forerun.train.captured import Captured, Kept, Records
 from forerun.train.data import Corpus, Example, Order
@@ -27,15 +27,17 @@ POOL = 64  # texts that are new, at the beginning: a run that is as short as tha
 class Stream:
     """The texts of all steps: the data's own, and beginnings of them that the target has continued.
 
-    The target continues some prompts together; what it said and thought is kept until a later step asks for the next
-    ones. `window` is how many of the latest texts may come back; laws are over the first `vocab` tokens.
-    """
+    The target continues some prompts together; what it said and thought is kept until a later step
+    asks for the next ones. `window` is how many of the latest texts may come back; laws are over
+    the first `vocab` tokens."""
 
     window = POOL
 
-    def __init__(self, corpus: Corpus, target: Target, settings: Training, kept: Kept | None = None) -> None:
-        """`kept` is what was captured of the data's own texts. Raises RequestError where the data have no texts, or no
-        prompts, but the settings want some."""
+    def __init__(
+        self, corpus: Corpus, target: Target, settings: Training, kept: Kept | None = None
+    ) -> None:
+        """`kept` is what was captured of the data's own texts. Raises RequestError where the data
+        have no texts, or no prompts, but the settings want some."""
         self.corpus, self.target, self.settings, self.kept = corpus, target, settings, kept
         self.vocab = target.vocab
         if corpus.too_long and not corpus.prompts:
@@ -44,7 +46,9 @@ class Stream:
                 " nothing else: use a larger --tokens"
             )
         if settings.on_policy < 1 and not corpus.examples:
-            raise RequestError("the data have no text to learn from, only prompts: use --on-policy 1")
+            raise RequestError(
+                "the data have no text to learn from, only prompts: use --on-policy 1"
+            )
         if settings.on_policy > 0 and not corpus.prompts:
             raise RequestError(
                 f"no text is longer than prompt_tokens={settings.prompt_tokens}, so that it could be continued: lower"
@@ -61,7 +65,8 @@ class Stream:
         return [[self.number(first + p * rows + i) for i in range(rows)] for p in range(passes)]
 
     def number(self, n: int) -> int:
-        """The text that is learnt from as the run's nth: the next new one, or one that was there."""
+        """The text that is learnt from as the run's nth: the next new one, or one that was
+        there."""
         new = self._new(n)
         if self._new(n + 1) > new:
             return new
@@ -72,7 +77,8 @@ class Stream:
         return min(n, POOL) + max(n - POOL, 0) // self.settings.reuse
 
     def text(self, n: int) -> Example:
-        """Text n of the run; of the first n there are int(n * on_policy) which the target has written."""
+        """Text n of the run; of the first n there are int(n * on_policy) which the target has
+        written."""
         written = self._written(n)
         return self._own_text(n) if written is None else self._continued(written).example
 
@@ -106,10 +112,14 @@ class Stream:
 class Harvest:
     """Batches for the steps of a run."""
 
-    def __init__(self, target: Target, stream: Stream, vocab: int, settings: Training, path: Path, tell: Tell) -> None:
+    def __init__(
+        self, target: Target, stream: Stream, vocab: int, settings: Training, path: Path, tell: Tell
+    ) -> None:
         """Laws are over the first `vocab` tokens. `path` is the file's."""
         self.target, self.stream, self.vocab = target, stream, vocab
-        gigabytes = settings.keep_gb / (2 if stream.kept else 1)  # what was written has the other half
+        gigabytes = settings.keep_gb / (
+            2 if stream.kept else 1
+        )  # what was written has the other half
         self.records = Records(path, target.shape(vocab), settings.tokens, gigabytes, tell)
         self._keeps = settings.reuse > 1  # else nothing comes back
         stream.window, stream.vocab = self.records.places, vocab
@@ -126,11 +136,19 @@ class Harvest:
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The texts of these numbers, with what the target thought of them."""
         found = {number: self.records.read(number) for number in dict.fromkeys(numbers)}
-        new = {number: self.stream.captured(number) for number, captured in found.items() if captured is None}
+        new = {
+            number: self.stream.captured(number)
+            for number, captured in found.items()
+            if captured is None
+        }
         missing = [number for number, captured in new.items() if captured is None]
         if missing:
             examples = [self.stream.text(number) for number in missing]
-            taken = apart(self.target.batch(examples, vocab=self.vocab), examples, self.target.boundaries)
+            taken = apart(
+                self.target.batch(examples, vocab=self.vocab),
+                examples,
+                self.target.aux_hidden_layers,
+            )
             new.update(zip(missing, taken, strict=True))
         for number, captured in new.items():
             assert captured is not None

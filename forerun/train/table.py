@@ -1,4 +1,5 @@
-"""Tables for `recycle`, made beforehand: the target writes texts, and the laws that it had on the way are kept."""
+"""Tables for `recycle`, made beforehand: the target writes texts, and the laws that it had on the
+way are kept."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forerun.draft.successors import TABLE, Successors
+from forerun.cli.progress import Tell
+from forerun.draft.recycle import TABLE, Successors
 from forerun.draft.suffix import Suffix
 from forerun.errors import ForerunError
-from forerun.progress import Tell
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, read_data
@@ -21,14 +22,15 @@ from forerun.train.export import check_out
 from forerun.train.settings import Training
 from forerun.train.stream import seed_of
 from forerun.train.synthesis import GROUP, SHARE, write
-from forerun.whole import whole_directory
+from forerun.utils import atomic_directory
 
 ENTRIES = 1 << 18  # of the table while it is made
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a table holds: laws behind pairs and single tokens, from so many laws of so many texts."""
+    """What a table holds: laws behind pairs and single tokens, from so many laws of so many
+    texts."""
 
     laws: int
     learnt: int
@@ -45,14 +47,18 @@ class Listening(Suffix):
         super().__init__()
         self.table, self.learnt = Successors(ENTRIES), 0
 
-    def learn(self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+    def learn(
+        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
+    ) -> None:
         self.table.learn(before, tokens, logits)
         self.learnt += len(tokens)
 
 
-def make_table(target: str | None, data: Sequence[str], training: Training, out: Path, tell: Tell) -> Made:
-    """Let the target go on with the prompts of `data`, write texts of its own (`training.texts`), and write `out`, a
-    directory with the table.
+def make_table(
+    target: str | None, data: Sequence[str], training: Training, out: Path, tell: Tell
+) -> Made:
+    """Let the target go on with the prompts of `data`, write texts of its own (`training.texts`),
+    and write `out`, a directory with the table.
 
     Raises:
         ForerunError: an option, a model, data or a directory that cannot be.
@@ -66,17 +72,26 @@ def make_table(target: str | None, data: Sequence[str], training: Training, out:
     model.llm.engine.proposers["suffix"] = listening
     if documents:
         texts = _go_on(
-            Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens), model, training, tell
+            Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens),
+            model,
+            training,
+            tell,
         )
-    if training.write:  # all the time is for writing: `write` leaves a share of it for training, and here is none
-        texts += len(write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines)
+    if (
+        training.write
+    ):  # all the time is for writing: `write` leaves a share of it for training, and here is none
+        texts += len(
+            write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines
+        )
     made = Made(len(listening.table), listening.learnt, texts, time.monotonic() - begun)
     try:
-        with whole_directory(out) as work:
+        with atomic_directory(out) as work:
             listening.table.save(work / TABLE, model.vocab)
             (work / TABLE).chmod(0o644)
             about = {"kind": "recycle", "target": target, "data": list(data), **asdict(made)}
-            (work / "training.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            (work / "training.json").write_text(
+                json.dumps(about, indent=1) + "\n", encoding="utf-8"
+            )
     except OSError as error:
         raise ForerunError(f"{out} cannot be written: {error.strerror}") from None
     return made
@@ -86,12 +101,16 @@ def _go_on(corpus: Corpus, target: Target, training: Training, tell: Tell) -> in
     """Let the target go on with all prompts, or as many as there is time for; how many texts."""
     engine, until = target.llm.engine, time.monotonic() + 60 * training.max_minutes
     for at in range(0, len(corpus.prompts), GROUP):
-        tell(f"the target goes on with texts, {at} of {len(corpus.prompts)}", at, len(corpus.prompts))
+        tell(
+            f"the target goes on with texts, {at} of {len(corpus.prompts)}", at, len(corpus.prompts)
+        )
         for i, prompt in enumerate(corpus.prompts[at : at + GROUP], at):
             most = training.tokens - len(prompt)
             seed = seed_of(training.seed, i)
             engine.add(
-                prompt, SamplingParams(temperature=training.temperature, max_tokens=most, seed=seed), draft="suffix"
+                prompt,
+                SamplingParams(temperature=training.temperature, max_tokens=most, seed=seed),
+                draft="suffix",
             )
         while engine.busy:
             engine.step_or_raise()

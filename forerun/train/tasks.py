@@ -1,7 +1,8 @@
-"""What a drafter is measured on: held-out prompts, and those of the project's own tasks, kind by kind.
+"""What a drafter is measured on: held-out prompts, and those of the project's own tasks, kind by
+kind.
 
-A text ends where its limit says, the prompt included. Prompts that leave no room are left out and counted.
-"""
+A text ends where its limit says, the prompt included. Prompts that leave no room are left out and
+counted."""
 
 from __future__ import annotations
 
@@ -45,11 +46,14 @@ def held_out_prompts(held_out: Corpus, settings: Training) -> Prompts:
             " continued: lower it, give longer texts, or hold out more of them"
         )
     prompts = held_out.prompts[: settings.evaluate_rows]
-    return Prompts(HELD_OUT, tuple(Opening(prompt, settings.tokens) for prompt in prompts), held_out.too_long)
+    return Prompts(
+        HELD_OUT, tuple(Opening(prompt, settings.tokens) for prompt in prompts), held_out.too_long
+    )
 
 
 def chosen_tasks(names: str) -> list[Task]:
-    """Our own tasks of these kinds, by commas; `all`, or `none`. Raises ConfigError for kinds that are not there."""
+    """Our own tasks of these kinds, by commas; `all`, or `none`. Raises ConfigError for kinds that
+    are not there."""
     kinds = listed(names)
     if not kinds:
         raise ConfigError(f"tasks={names!r} names none: give kinds by commas, all, or none")
@@ -57,22 +61,29 @@ def chosen_tasks(names: str) -> list[Task]:
 
 
 def reach_of(module: nn.Module, target: Target) -> int:
-    """Most tokens of a text that both can read: a language model says how many itself, heads read with the target."""
+    """Most tokens of a text that both can read: a language model says how many itself, heads read
+    with the target."""
     own = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return min(target.context, own) if isinstance(own, int) else target.context
 
 
-def task_prompts(tasks: Sequence[Task], target: Target, reach: int, settings: Training) -> list[Prompts]:
-    """The prompts of each kind of task as `forerun bench` gives them to the target: as they are where they are texts,
-    by its chat template, or a plain layout without one, where they are messages.
+def task_prompts(
+    tasks: Sequence[Task], target: Target, reach: int, settings: Training
+) -> list[Prompts]:
+    """The prompts of each kind of task as `forerun bench` gives them to the target: as they are
+    where they are texts, by its chat template, or a plain layout without one, where they are
+    messages.
 
-    Outputs are as long as those behind a prompt of the data, as far as a text of `reach` tokens has room.
-    """
+    Outputs are as long as those behind a prompt of the data, as far as a text of `reach` tokens has
+    room."""
     sets = []
     for task in dict.fromkeys(task.category for task in tasks):
         prompts = [tuple(target.llm.tokens(one.prompt)) for one in tasks if one.category == task]
         short = [prompt for prompt in prompts if len(prompt) + FEWEST_TOKENS <= reach]
         output = settings.tokens - settings.prompt_tokens
-        openings = [Opening(prompt, min(len(prompt) + output, reach)) for prompt in short[: settings.evaluate_rows]]
+        openings = [
+            Opening(prompt, min(len(prompt) + output, reach))
+            for prompt in short[: settings.evaluate_rows]
+        ]
         sets.append(Prompts(task, tuple(openings), len(prompts) - len(short)))
     return sets

@@ -1,9 +1,11 @@
-"""A head on pairs along texts as it would draft from each of their tokens at once: EAGLE-3's training-time test.
+"""A head on pairs along texts as it would draft from each of their tokens at once: EAGLE-3's
+training-time test.
 
-Step 0 reads all pairs of a text, each with the target's own state. Step s stands for the (s + 1)th token drafted behind
-each root: its pairs have the text's tokens and, for states, what step s - 1 made of the same row. As while drafting, a
-row sees the pairs of step 0 up to its own, and of later steps its own alone (Li et al. 2503.01840, section 3.2).
-"""
+Step 0 reads all pairs of a text, each with the target's own state. Step s stands for the (s + 1)th
+token drafted behind
+each root: its pairs have the text's tokens and, for states, what step s - 1 made of the same row.
+As while drafting, a row sees the pairs of step 0 up to its own, and of later steps its own alone
+(Li et al. 2503.01840, section 3.2)."""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forerun.draft.pair_head import PairHead
+from forerun.draft.eagle.module import EagleModule
 from forerun.models.rope import rope_tables
 from forerun.train.capture import Batch
 
 
-def unroll(head: PairHead, batch: Batch, steps: int, thin: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+def unroll(
+    head: EagleModule, batch: Batch, steps: int, thin: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What each step makes of which rows: (rows [R], made [B, R, Hd]) for steps 0 to `steps` - 1.
 
-    Row t of step s says token t + 2 + s. Step 0 has all rows, each later one every `thin`th of those before it (whose
-    next token is known), from the first or a later one by chance: what is far ahead is learnt from fewer of them. Ends
-    early where no row is left.
+    Row t of step s says token t + 2 + s. Step 0 has all rows, each later one every `thin`th of
+    those before it (whose next token is known), from the first or a later one by chance: what is
+    far ahead is learnt from fewer of them. Ends early where no row is left.
     """
-    features = torch.cat([batch.states[boundary] for boundary in head.boundaries], -1)
+    features = torch.cat([batch.states[boundary] for boundary in head.aux_hidden_layers], -1)
     count = features.shape[1] - 1  # the last state has no token beside it whose follower is known
     layer, device = head.layer, features.device
     tables = rope_tables(layer, layer.ropes[0], count + steps, torch.float32)
@@ -39,13 +43,16 @@ def unroll(head: PairHead, batch: Batch, steps: int, thin: int = 1) -> Iterator[
             rows, state = rows[left], state[:, left]
             attend.narrow(left)
         at = rows + step
-        made = head(head.embed(batch.tokens[:, at + 1]), state, (cosine[at], sine[at]), attend.on(rows))
+        made = head(
+            head.embed(batch.tokens[:, at + 1]), state, (cosine[at], sine[at]), attend.on(rows)
+        )
         yield rows, made
         state = head.state(made)
 
 
 class _Attend:
-    """Attention of one step after the other; it keeps the keys and values of all that came before."""
+    """Attention of one step after the other; it keeps the keys and values of all that came
+    before."""
 
     def __init__(self, scale: float, window: int | None) -> None:
         self.scale, self.window = scale, window
@@ -72,10 +79,15 @@ class _Attend:
             self._own.append(mine)
         keys, values = self._first
         step, count = len(self._own), keys.shape[1]
-        scores = torch.einsum("brhd,bkhd->bhrk", q, keys).masked_fill(~self._seen(step, count), -torch.inf)
+        scores = torch.einsum("brhd,bkhd->bhrk", q, keys).masked_fill(
+            ~self._seen(step, count), -torch.inf
+        )
         own = [(q * key).sum(-1).transpose(1, 2) for key, _ in self._own]
         reached = [self.window is None or step - s < self.window for s in range(1, step + 1)]
-        own = [score if near else torch.full_like(score, -torch.inf) for score, near in zip(own, reached, strict=True)]
+        own = [
+            score if near else torch.full_like(score, -torch.inf)
+            for score, near in zip(own, reached, strict=True)
+        ]
         scores = torch.cat((scores, *(score[..., None] for score in own)), -1)
         weights = (scores.float() * self.scale).softmax(-1).to(v.dtype)
         out = torch.einsum("bhrk,bkhd->brhd", weights[..., :count], values)
@@ -84,7 +96,8 @@ class _Attend:
         return out
 
     def _seen(self, step: int, count: int) -> Tensor:
-        """Which pairs of step 0 each row sees: up to its own, and within the window of where it stands. [R, K] bool"""
+        """Which pairs of step 0 each row sees: up to its own, and within the window of where it
+        stands. [R, K] bool"""
         at = torch.arange(count, device=self._rows.device)
         seen = at <= self._rows[:, None]
         if self.window is not None:

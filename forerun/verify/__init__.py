@@ -1,8 +1,8 @@
 """Verification rules: what part of a draft the target would have said itself.
 
-Every rule takes the drafts, the scores after each node and one `Noise` a request, and gives one `Verdict` a request.
-A rule never sees a request, and no rule but `typical` changes what is said (`lossy`).
-"""
+Every rule takes the drafts, the scores after each node and one `Noise` a request, and gives one
+`Verdict` a request. A rule never sees a request, and no rule but `typical` changes what is said
+(`lossy`)."""
 
 from forerun.verify import block, match, token, tree, typical
 from forerun.verify.base import Noise, Rule, ratio

@@ -1,9 +1,9 @@
 """The default rule: draw the target's own token at every node, and follow the child that equals it.
 
-Sampling is an argmax of scores plus Gumbel noise keyed by seed and absolute position (Daliri et al. 2408.07978), and
-plain decoding draws with the same noise. So the output is, token for token, what plain decoding would have said, at
-any temperature and with any draft, tree or pruning: what was drafted decides only how far one pass gets.
-"""
+Sampling is an argmax of scores plus Gumbel noise keyed by seed and absolute position (Daliri et al.
+2408.07978), and plain decoding draws with the same noise. So the output is, token for token, what
+plain decoding would have said, at any temperature and with any draft, tree or pruning: what was
+drafted decides only how far one pass gets."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -27,7 +27,11 @@ def draw(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> li
 
 def streams(drafts: Sequence[Draft], noises: Sequence[Noise]) -> list[int]:
     """The stream of noise that the target draws with after every node. [M]"""
-    return [noise.target(depth) for draft, noise in zip(drafts, noises, strict=True) for depth in draft.depths()]
+    return [
+        noise.target(depth)
+        for draft, noise in zip(drafts, noises, strict=True)
+        for depth in draft.depths()
+    ]
 
 
 def follow_all(drafts: Sequence[Draft], drawn: Sequence[int]) -> list[Verdict]:

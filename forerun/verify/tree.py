@@ -1,16 +1,16 @@
 """Generalised traversal verification: one recursion, exact for any mixture of children.
 
-A node holds the target's law, scaled by the mass with which its prefix is accepted. Each child takes its share: if
-its subtree is accepted, done; if not, what it could have taken is subtracted and the next sibling is tried. Children
-may be sampled with or without replacement or be given (n-gram, greedy); on a chain this is block verification, with
-children drawn without replacement it is traversal verification (2505.12398). Sampled siblings should come before
-given ones. Promises the target's distribution.
-"""
+A node holds the target's law, scaled by the mass with which its prefix is accepted. Each child
+takes its share: if its subtree is accepted, done; if not, what it could have taken is subtracted
+and the next sibling is tried. Children may be sampled with or without replacement or be given
+(n-gram, greedy); on a chain this is block verification, with children drawn without replacement it
+is traversal verification (2505.12398). Sampled siblings should come before given ones. Promises the
+target's distribution."""
 
 import numpy as np
 
 from forerun.types import Draft, Verdict
-from forerun.verify.base import Coins, law_of
+from forerun.verify.base import Coins, probs_of
 
 
 def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
@@ -18,10 +18,11 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     children = draft.children()
 
     def visit(node: int, mass: float) -> tuple[int, int] | None:
-        """(last node kept, token drawn after it), or None when the prefix ending in `node` is rejected."""
+        """(last node kept, token drawn after it), or None when the prefix ending in `node` is
+        rejected."""
         rest = mass * p[node]
         for child in children[node]:
-            token, q = draft.tokens[child], law_of(draft, child, p)
+            token, q = draft.tokens[child], probs_of(draft, child, p)
             accepted = visit(child, min(1, rest[token] / q[token]))
             if accepted:
                 return accepted

@@ -1,8 +1,9 @@
-"""Typical acceptance (Medusa, 2401.10774): LOSSY. A drafted token passes if the target finds it plausible enough.
+"""Typical acceptance (Medusa, 2401.10774): LOSSY. A drafted token passes if the target finds it
+plausible enough.
 
-x passes where p(x) > min(EPSILON, DELTA * exp(-entropy(p))); the deepest passing path is kept. The output is neither
-the target's tokens nor its distribution; it is here for comparison and is never chosen by default.
-"""
+x passes where p(x) > min(EPSILON, DELTA * exp(-entropy(p))); the deepest passing path is kept. The
+output is neither the target's tokens nor its distribution; it is here for comparison and is never
+chosen by default."""
 
 from collections.abc import Sequence
 

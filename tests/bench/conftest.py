@@ -1,4 +1,5 @@
-"""A registry of their own for all tests of the measuring tools, and a clock that does not depend on the machine."""
+"""A registry of their own for all tests of the measuring tools, and a clock that does not depend on
+the machine."""
 
 from pathlib import Path
 

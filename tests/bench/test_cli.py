@@ -1,4 +1,5 @@
-"""The bench verbs on the command line: tables, one line and exit code 2 for bad input, and help without torch."""
+"""The bench verbs on the command line: tables, one line and exit code 2 for bad input, and help
+without torch."""
 
 import json
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from forerun.bench.pair import Pair
 from tests import tiny
-from tests.test_cli import MODEL, run
+from tests.cli.test_main import MODEL, run
 
 
 @pytest.fixture
@@ -27,13 +28,25 @@ BAD = {
     "kernels of odd rows": (["kernels", "--rows", "1,two"], "'two' is not a whole number"),
     "kernels of zero rows": (["kernels", "--rows", "0"], "--rows 0"),
     "decode with an unknown draft": (["decode", "--drafts", "sufix"], "did you mean 'suffix'"),
-    "decode with both": (["decode", "--draft", "off", "--drafts", "suffix"], "--draft and --drafts"),
-    "decode with an unknown precision": (["decode", "--quantizations", "none,int5"], "quantization 'int5'"),
+    "decode with both": (
+        ["decode", "--draft", "off", "--drafts", "suffix"],
+        "--draft and --drafts",
+    ),
+    "decode with an unknown precision": (
+        ["decode", "--quantizations", "none,int5"],
+        "quantization 'int5'",
+    ),
     "decode with an unknown depth": (["decode", "--depths", "deep"], "--depth deep"),
     "decode with no model": (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
-    "decode with no prompts": (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
+    "decode with no prompts": (
+        ["decode", "--prompts", "./nowhere.json"],
+        "nowhere.json cannot be read",
+    ),
     "decode with no requests": (["decode", "--requests", "0"], "--requests 0"),
-    "decode over the context": (["decode", "--tokens", str(5 * tiny.SPOKEN)], f"context of {tiny.SPOKEN}"),
+    "decode over the context": (
+        ["decode", "--tokens", str(5 * tiny.SPOKEN)],
+        f"context of {tiny.SPOKEN}",
+    ),
     "sweep of no temperature": (["sweep", "--temperatures", "0,warm"], "'warm' is not a number"),
     "sweep of bad counts": (["sweep", "--requests", "1,many"], "'many' is not a whole number"),
     "sweep with both": (["sweep", "--depth", "2", "--depths", "1,2"], "--depth and --depths"),
@@ -57,11 +70,24 @@ def test_bad_input(bench, args: tuple[list[str], str]) -> None:
 
 
 def test_model(bench) -> None:
-    code, out, err = bench("model", "--acceptance", "0.8", "--draft-cost", "0.1", "--depth", "6", "--json")
+    code, out, err = bench(
+        "model", "--acceptance", "0.8", "--draft-cost", "0.1", "--depth", "6", "--json"
+    )
     answer = json.loads(out)
     assert code == 0 and not err
-    assert answer["best"] == answer["depths"][0] and answer["best"]["speedup"] == pytest.approx(2.47, abs=0.005)
-    flags = ["--acceptance", "0.7,0.6", "--siblings", "0.1", "--verify-cost", "1:1,8:1.1", "--fixed-cost", "0.2"]
+    assert answer["best"] == answer["depths"][0] and answer["best"]["speedup"] == pytest.approx(
+        2.47, abs=0.005
+    )
+    flags = [
+        "--acceptance",
+        "0.7,0.6",
+        "--siblings",
+        "0.1",
+        "--verify-cost",
+        "1:1,8:1.1",
+        "--fixed-cost",
+        "0.2",
+    ]
     _, out, _ = bench("model", *flags)
     lines = out.splitlines()
     assert lines[0].split() == ["depth", "rows", "tokens", "a", "pass", "cost", "times", "plain"]
@@ -84,7 +110,11 @@ def test_a_sweep_has_depths_of_its_own(bench, pair: Pair) -> None:
         "1",
         "--json",
     ]
-    for flags, depths in (([], [1, 2, 4, 8, "auto"]), (["--depth", "2"], [2]), (["--depths", "3,auto"], [3, "auto"])):
+    for flags, depths in (
+        ([], [1, 2, 4, 8, "auto"]),
+        (["--depth", "2"], [2]),
+        (["--depths", "3,auto"], [3, "auto"]),
+    ):
         code, out, _ = bench(*basics, *flags)
         report = json.loads(out)
         assert code == 0 and report["kind"] == "sweep"
@@ -101,21 +131,40 @@ def test_decode_prints_a_table_in_a_pipe(bench, pair: Pair, tmp_path: Path) -> N
     (tmp_path / "p.jsonl").write_text('"def f(x):"\n[5, 6, 7]\n')
     files = ["--model", f"{pair.directory}/target", "--prompts", str(tmp_path / "p.jsonl")]
     code, out, err = bench(
-        "decode", *files, "--draft", "ngram", "--tokens", "8", "--repeats", "1", "--dtype", "float32"
+        "decode",
+        *files,
+        "--draft",
+        "ngram",
+        "--tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--dtype",
+        "float32",
     )
     lines = out.splitlines()
     assert code == 0 and "round 1 of 1" in err
-    assert lines[0].startswith("draft") and lines[1].split()[0] == "off" and lines[2].split()[0] == "ngram"
+    assert (
+        lines[0].startswith("draft")
+        and lines[1].split()[0] == "off"
+        and lines[2].split()[0] == "ngram"
+    )
     assert lines[2].rstrip().endswith("same") and "─" not in out
-    assert "MB of weights at 10.0 GB/s" in lines[3] and "reading prompts is not counted" in lines[-1]
+    assert (
+        "MB of weights at 10.0 GB/s" in lines[3] and "reading prompts is not counted" in lines[-1]
+    )
 
 
 def test_bench_alone_shows_its_verbs(bench) -> None:
     code, out, _ = bench()
-    assert code == 0 and all(verb in out for verb in ("pair", "kernels", "decode", "sweep", "energy"))
+    assert code == 0 and all(
+        verb in out for verb in ("pair", "kernels", "decode", "sweep", "energy")
+    )
 
 
-@pytest.mark.parametrize("verb", ["pair", "kernels", "decode", "sweep", "energy", "roofline", "serve", "model"])
+@pytest.mark.parametrize(
+    "verb", ["pair", "kernels", "decode", "sweep", "energy", "roofline", "serve", "model"]
+)
 def test_help_is_quick_and_shows_an_example(verb: str) -> None:
     code = (
         f"import sys; from forerun import cli; sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"

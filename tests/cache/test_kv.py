@@ -1,7 +1,8 @@
-"""The KV tensors: a commit keeps exactly the path it is given, and moves nothing that is anybody else's.
+"""The KV tensors: a commit keeps exactly the path it is given, and moves nothing that is anybody
+else's.
 
-Protects: compaction of any path against lists, over scattered pages and several slots; shared prefixes; that scratch
-rows are only scratch; the bytes of a token. In both layouts.
+Protects: compaction of any path against lists, over scattered pages and several slots; shared
+prefixes; that scratch rows are only scratch; the bytes of a token. In both layouts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def cache(request: pytest.FixtureRequest) -> KVCache:
     return new(native=request.param == "native")
 
 
-def new(tokens: int = 144, page: int = 4, dtype: torch.dtype = torch.float64, native: bool = False) -> KVCache:
+def new(
+    tokens: int = 144, page: int = 4, dtype: torch.dtype = torch.float64, native: bool = False
+) -> KVCache:
     device = torch.device("cpu")
     return KVCache(
         CONFIG, tokens=tokens, page=page, slots=3, context=48, dtype=dtype, device=device, native=native
@@ -46,7 +49,8 @@ def rows(kv: KVCache, which: Sequence[int]) -> Tensor:
 
 
 class Naive:
-    """Every slot a list of marks; a mark stands for the keys and values of one token in all layers and heads."""
+    """Every slot a list of marks; a mark stands for the keys and values of one token in all layers
+    and heads."""
 
     def __init__(self, kv: KVCache, seed: int) -> None:
         self.kv, self.chance, self.mark = kv, random.Random(seed), 0
@@ -83,7 +87,8 @@ class Naive:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_passes_and_commits(cache: KVCache, seed: int) -> None:
-    """Trees of random size and random increasing paths, the empty one and the whole one among them."""
+    """Trees of random size and random increasing paths, the empty one and the whole one among
+    them."""
     naive = Naive(cache, seed)
     for _ in range(60):
         slot = naive.chance.randrange(3)
@@ -99,7 +104,19 @@ def test_random_passes_and_commits(cache: KVCache, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [[], [0], [2], [0, 1, 2], [0, 2, 5], [1, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7, 8], [8], range(1, 9)], ids=str
+    "path",
+    [
+        [],
+        [0],
+        [2],
+        [0, 1, 2],
+        [0, 2, 5],
+        [1, 2, 3, 4, 5, 6],
+        [0, 3, 4, 5, 6, 7, 8],
+        [8],
+        range(1, 9),
+    ],
+    ids=str,
 )
 def test_commit_of_one_path(cache: KVCache, path: list[int]) -> None:
     """Sources and targets may overlap, and both cross page borders."""
@@ -175,7 +192,10 @@ def test_room_is_at_least_what_was_asked_for() -> None:
 def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row() -> None:
     for tokens in (4, 12, 16, 20, 64):
         kv = new(tokens, native=True)
-        assert kv.data[0].numel() >= (kv.pages.count * 4 + LANES) * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
+        assert (
+            kv.data[0].numel()
+            >= (kv.pages.count * 4 + LANES) * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

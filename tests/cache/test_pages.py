@@ -1,8 +1,9 @@
-"""The page allocator: nothing is lost or held twice, and a shared page holds exactly the prefix it is named after.
+"""The page allocator: nothing is lost or held twice, and a shared page holds exactly the prefix it
+is named after.
 
-Protects: any order of match, grow, seal, shrink and release against a model that knows what stands in every row;
-digests; which page goes first when room is needed; a grow that fails and changes nothing.
-"""
+Protects: any order of match, grow, seal, shrink and release against a model that knows what stands
+in every row; digests; which page goes first when room is needed; a grow that fails and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ def digest(tokens: Sequence[int], size: int) -> bytes:
 
 def state(pages: Pages) -> dict[str, Any]:
     """Everything an allocator knows, to compare before and after."""
-    return {k: v.tolist() if isinstance(v, np.ndarray) else copy.deepcopy(v) for k, v in vars(pages).items()}
+    return {
+        k: v.tolist() if isinstance(v, np.ndarray) else copy.deepcopy(v)
+        for k, v in vars(pages).items()
+    }
 
 
 class Model:
-    """`texts` is what each open slot has committed; `wrote[row]` the whole text up to what stands in a row."""
+    """`texts` is what each open slot has committed; `wrote[row]` the whole text up to what stands
+    in a row."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.chance = random.Random(seed)
@@ -53,15 +58,21 @@ class Model:
             self.open(self.chance.choice(closed))
         elif self.texts:
             slot = self.chance.choice(sorted(self.texts))
-            self.chance.choice([self.extend, self.extend, self.speculate, self.seal, self.seal, self.release])(slot)
+            self.chance.choice(
+                [self.extend, self.extend, self.speculate, self.seal, self.seal, self.release]
+            )(slot)
         self.check()
 
     def words(self, most: int) -> list[int]:
         return self.chance.choices((0, 1), k=self.chance.randint(1, most))
 
     def open(self, slot: int) -> None:
-        """A request arrives, like or unlike those before: what is known of it is shared, the rest is read."""
-        tokens = [*self.chance.choice(self.known)[: self.chance.randint(0, CONTEXT)], *self.words(4)][:CONTEXT]
+        """A request arrives, like or unlike those before: what is known of it is shared, the rest
+        is read."""
+        tokens = [
+            *self.chance.choice(self.known)[: self.chance.randint(0, CONTEXT)],
+            *self.words(4),
+        ][:CONTEXT]
         known = self.pages.match(slot, tokens)
         self.seen[f"match of {known // PAGE}"] += 1
         assert known % PAGE == 0
@@ -73,7 +84,10 @@ class Model:
     def longest(self, tokens: list[int]) -> int:
         """The longest run of full pages from the start that are known."""
         known = 0
-        while known + PAGE < len(tokens) and digest(tokens[: known + PAGE], PAGE) in self.pages.page_of:
+        while (
+            known + PAGE < len(tokens)
+            and digest(tokens[: known + PAGE], PAGE) in self.pages.page_of
+        ):
             known += PAGE
         return known
 
@@ -112,7 +126,8 @@ class Model:
             self.pages.shrink(slot, length)
 
     def seal(self, slot: int) -> None:
-        """Up to any length that has been committed, more than once; what is sealed now is known now."""
+        """Up to any length that has been committed, more than once; what is sealed now is known
+        now."""
         text, before = self.texts[slot], len(self.pages.chain[slot]) * PAGE
         upto = self.chance.choice([len(text), self.chance.randint(0, len(text))])
         self.pages.seal(slot, text, upto)
@@ -128,13 +143,17 @@ class Model:
         self.pages.check()
         for slot, text in self.texts.items():
             rows = self.pages.rows[slot, : len(text)].tolist()
-            assert [self.wrote[row] for row in rows] == [tuple(text[: i + 1]) for i in range(len(text))]
+            assert [self.wrote[row] for row in rows] == [
+                tuple(text[: i + 1]) for i in range(len(text))
+            ]
         assert {name: page for page, name in self.pages.digest_of.items()} == self.pages.page_of
         for page, name in self.pages.digest_of.items():
             last = self.wrote[page * PAGE + PAGE - 1]
             assert len(last) % PAGE == 0
             assert digest(last, PAGE) == name
-            assert [self.wrote[page * PAGE + i] for i in range(PAGE)] == [last[: len(last) - i] for i in (2, 1, 0)]
+            assert [self.wrote[page * PAGE + i] for i in range(PAGE)] == [
+                last[: len(last) - i] for i in (2, 1, 0)
+            ]
 
 
 @pytest.mark.parametrize("count", [4, 8, 14])
@@ -184,7 +203,8 @@ def test_same_page_after_another_beginning_is_another_page() -> None:
 
 
 def test_same_text_read_twice_is_named_once() -> None:
-    """Two requests that arrive together both read it; the second copy is nobody's when it is released."""
+    """Two requests that arrive together both read it; the second copy is nobody's when it is
+    released."""
     pages = Pages(8, 2, 2, 8)
     for slot in (0, 1):
         assert pages.match(slot, [1, 2, 3, 4, 5]) == 0
@@ -223,7 +243,10 @@ def test_the_end_of_a_text_goes_before_its_beginning_and_old_texts_before_new() 
     for upto in range(1, 7):
         assert pages.grow(2, upto)
         kept.append(
-            [len([n for n in range(1, 4) if digest(t[:n], 1) in pages.page_of]) for t in ([1, 2, 3], [7, 8, 9])]
+            [
+                len([n for n in range(1, 4) if digest(t[:n], 1) in pages.page_of])
+                for t in ([1, 2, 3], [7, 8, 9])
+            ]
         )
     assert kept == [[2, 3], [1, 3], [0, 3], [0, 2], [0, 1], [0, 0]]
 
@@ -292,14 +315,17 @@ def test_seal_leaves_the_unfinished_page() -> None:
 
 
 def test_shrink_below_what_is_sealed_then_another_text() -> None:
-    """What a slot wrote after giving sealed pages back must not go by the names of what it gave back."""
+    """What a slot wrote after giving sealed pages back must not go by the names of what it gave
+    back."""
     pages = filled(Pages(8, 2, 2, 8), 0, [1, 2, 3, 4])
     pages.shrink(0, 2)
     pages.grow(0, 6)
     pages.seal(0, [1, 2, 5, 6, 7, 8], 6)
     pages.check()
     named = {page: name for page, name in pages.digest_of.items() if page in pages.held[0]}
-    expected = {page: digest([1, 2, 5, 6, 7, 8][: 2 * i + 2], 2) for i, page in enumerate(pages.held[0])}
+    expected = {
+        page: digest([1, 2, 5, 6, 7, 8][: 2 * i + 2], 2) for i, page in enumerate(pages.held[0])
+    }
     assert named == expected
 
 

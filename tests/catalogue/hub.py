@@ -1,4 +1,5 @@
-"""A Hub on 127.0.0.1 that answers what huggingface_hub asks, and counts what it sends; and the drafters it has."""
+"""A Hub on 127.0.0.1 that answers what huggingface_hub asks, and counts what it sends; and the
+drafters it has."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
 
 
 class FakeHub:
-    """Repositories by name, each with its files; `listing` is what the Hub says of one, where that is to be odd."""
+    """Repositories by name, each with its files; `listing` is what the Hub says of one, where that
+    is to be odd."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
@@ -56,7 +58,10 @@ class FakeHub:
         **files: bytes,
     ) -> None:  # fmt: skip
         """A repository with a configuration and, perhaps, tensors."""
-        own = {"config.json": json.dumps(config).encode(), **{k.replace("__", "."): v for k, v in files.items()}}
+        own = {
+            "config.json": json.dumps(config).encode(),
+            **{k.replace("__", "."): v for k, v in files.items()},
+        }
         if shapes is not None:
             own["model.safetensors"] = safetensors(shapes)
         self.files[name], self.tags[name], self.cards[name] = own, list(tags), card or {}
@@ -73,7 +78,10 @@ class FakeHub:
             {"rfilename": file, "size": len(content), "blobId": hashlib.sha1(content).hexdigest()}
             for file, content in self.files[name].items()
         ]
-        tags = [*self.tags[name], *(f"base_model:{base}" for base in [self.cards[name].get("base_model")] if base)]
+        tags = [
+            *self.tags[name],
+            *(f"base_model:{base}" for base in [self.cards[name].get("base_model")] if base),
+        ]
         return {
             "_id": name, "id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": tags, "downloads": 7,
             "siblings": siblings, "cardData": self.cards[name],
@@ -133,7 +141,12 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.missing("Repo")
             elif rest[:1] == ["tree"]:
                 entries = [
-                    {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                    {
+                        "type": "file",
+                        "path": file,
+                        "size": len(content),
+                        "oid": hashlib.sha1(content).hexdigest(),
+                    }
                     for file, content in hub.files[name].items()
                 ]
                 self.reply(json.dumps(entries).encode())
@@ -169,7 +182,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 hub.made.append(json.loads(body))
                 self.reply(
                     json.dumps(
-                        {"url": f"{address(self)}/{hub.made[-1]['organization']}/{hub.made[-1]['name']}"}
+                        {
+                            "url": f"{address(self)}/{hub.made[-1]['organization']}/{hub.made[-1]['name']}"
+                        }
                     ).encode()
                 )
             elif path == "/api/validate-yaml":
@@ -226,7 +241,9 @@ def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")

@@ -1,4 +1,5 @@
-"""What is said of a drafter before its download is what loading it says: the same heads fit, the same are refused."""
+"""What is said of a drafter before its download is what loading it says: the same heads fit, the
+same are refused."""
 
 from __future__ import annotations
 
@@ -12,14 +13,12 @@ import torch
 
 from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
-from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_shapes import MarkovShape
-from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.medusa import load_heads, save_heads
-from forerun.draft.mlp import load_mlp
-from forerun.draft.mtp import load_module, save_module
-from forerun.draft.view import TargetView, view_of
+from forerun.draft.block.formats import MarkovShape
+from forerun.draft.block.module import load_block, save_block
+from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.eagle.mtp import load_module, save_module
+from forerun.draft.medusa import load_heads, load_mlp, save_heads
+from forerun.draft.proposer import TargetView, view_of
 from forerun.errors import LoadError
 from tests import tiny
 from tests.draft import published
@@ -65,7 +64,11 @@ def _write(made: Published, path: Path) -> None:
 KINDS: dict[str, tuple[Save, Load]] = {
     "eagle3": (eagle, load_head),
     "eagle3 with its own embedding": (
-        lambda path: eagle(path, own_embedding=True, layer={"model_type": "qwen3", "hidden_size": 24, "head_dim": 8}),
+        lambda path: eagle(
+            path,
+            own_embedding=True,
+            layer={"model_type": "qwen3", "hidden_size": 24, "head_dim": 8},
+        ),
         load_head,
     ),
     "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
@@ -76,7 +79,10 @@ KINDS: dict[str, tuple[Save, Load]] = {
     "block of z-lab": (lambda path: as_published(path, ZLAB, sample_from_anchor=False), load_block),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
-    "mlp": (lambda path: _write(published.ibm(), path), lambda path, target: load_mlp(path).attach(target)),
+    "mlp": (
+        lambda path: _write(published.ibm(), path),
+        lambda path, target: load_mlp(path).attach(target),
+    ),
     "mlp of Arctic": (
         lambda path: _write(published.arctic(), path),
         lambda path, target: load_mlp(path).attach(target),

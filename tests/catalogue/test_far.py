@@ -1,4 +1,5 @@
-"""A Hub that lies: sizes, types, names, lengths. No more is read than was asked for, and every fault is one line."""
+"""A Hub that lies: sizes, types, names, lengths. No more is read than was asked for, and every
+fault is one line."""
 
 from __future__ import annotations
 
@@ -17,20 +18,34 @@ NAME = "org/head"
 
 
 def stocked(hub: FakeHub) -> None:
-    hub.add(NAME, eagle_config(), eagle_shapes(lm_head__weight=(32, 16)), {"domains": "Code"}, README__md=b"# Head")
+    hub.add(
+        NAME,
+        eagle_config(),
+        eagle_shapes(lm_head__weight=(32, 16)),
+        {"domains": "Code"},
+        README__md=b"# Head",
+    )
 
 
 @pytest.mark.parametrize("honours", [True, False])
-def test_headers_without_weights(hub: FakeHub, honours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_without_weights(
+    hub: FakeHub, honours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the server sends all of the file, whatever was asked for."""
     hub.add(NAME, eagle_config(), eagle_shapes(lm_head__weight=(40_000, 1000)))
     hub.honours_ranges = honours
     taken: list[int] = []
     read = far.read
-    monkeypatch.setattr(far, "read", lambda *given, **named: taken.append(len(got := read(*given, **named))) or got)
+    monkeypatch.setattr(
+        far, "read", lambda *given, **named: taken.append(len(got := read(*given, **named))) or got
+    )
     facts = facts_of(NAME)
     assert facts.shapes["lm_head.weight"] == (40_000, 1000) and facts.bytes > 80_000_000
-    assert max(taken) <= 1 << 17 and facts.kind.name == "eagle3 (speculators)" and facts.at.commit.startswith("0123")
+    assert (
+        max(taken) <= 1 << 17
+        and facts.kind.name == "eagle3 (speculators)"
+        and facts.at.commit.startswith("0123")
+    )
 
 
 def test_a_header_longer_than_the_first_piece(hub: FakeHub) -> None:
@@ -59,10 +74,25 @@ LIES: list[tuple[Callable[[FakeHub], None], str]] = [
     (edit(b""), "no safetensors file"),
     (edit(struct.pack("<Q", 1 << 60) + b"{}"), "its header would have"),
     (edit(struct.pack("<Q", 2) + b"[]"), "no safetensors file"),
-    (edit(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '), "tensors of no size"),
-    (edit(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '), "no safetensors file"),
-    (edit(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"), "of no size that there is"),
-    (edit(struct.pack("<Q", 60) + b'{"a": {"shape": [9,9,9,9,9,9,9,9,9], "dtype": "F16"}}'.ljust(60)), "of no size"),
+    (
+        edit(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '),
+        "tensors of no size",
+    ),
+    (
+        edit(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '),
+        "no safetensors file",
+    ),
+    (
+        edit(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"),
+        "of no size that there is",
+    ),
+    (
+        edit(
+            struct.pack("<Q", 60)
+            + b'{"a": {"shape": [9,9,9,9,9,9,9,9,9], "dtype": "F16"}}'.ljust(60)
+        ),
+        "of no size",
+    ),
     (edit(struct.pack("<Q", 20) + b"[" * 20), "no safetensors file"),
     (config(b"[]"), "does not hold an object"),
     (config(b"\xff\xfe"), "cannot be read"),
@@ -70,25 +100,44 @@ LIES: list[tuple[Callable[[FakeHub], None], str]] = [
     (config(b'{"a": "' + b"x" * (5 << 20) + b'"}'), "over 4 MB"),
     (lambda hub: hub.files[NAME].pop("config.json"), "has no config.json"),
     (lambda hub: hub.listings.update({NAME: []}), "makes no sense"),
-    (lambda hub: hub.listings.update({NAME: {"id": NAME, "siblings": [{"size": 1}]}}), "makes no sense"),
+    (
+        lambda hub: hub.listings.update({NAME: {"id": NAME, "siblings": [{"size": 1}]}}),
+        "makes no sense",
+    ),
     (lambda hub: setattr(hub, "status", 500), "500"),
     (lambda hub: setattr(hub, "status", 401), "hf auth login"),
 ]
 
 
-@pytest.mark.parametrize(("lie", "text"), LIES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("lie", "text"), LIES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_lies_are_one_line(hub: FakeHub, lie: Callable[[FakeHub], None], text: str) -> None:
     stocked(hub)
     lie(hub)
     with pytest.raises(LoadError, match=text) as error:
         facts_of(NAME)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500 and str(error.value).isprintable()
+    assert (
+        "\n" not in str(error.value)
+        and len(str(error.value)) < 500
+        and str(error.value).isprintable()
+    )
 
 
 def test_names_that_lead_elsewhere_are_not_listed(hub: FakeHub) -> None:
     stocked(hub)
     listing = hub.describe(NAME)
-    names = ["../../.bashrc", "/etc/passwd", "a/b.json", "..", ".env", "x\0.json", "a\\b.json", "-rf", "*.json"]
+    names = [
+        "../../.bashrc",
+        "/etc/passwd",
+        "a/b.json",
+        "..",
+        ".env",
+        "x\0.json",
+        "a\\b.json",
+        "-rf",
+        "*.json",
+    ]
     listing["siblings"] += [{"rfilename": name, "size": 1} for name in names]
     hub.listings[NAME] = listing
     assert set(far.look_up(NAME).files) == {"README.md", "config.json", "model.safetensors"}
@@ -106,7 +155,12 @@ def test_odd_names(hub: FakeHub, name: str) -> None:
 
 def test_odd_numbers_in_a_listing(hub: FakeHub) -> None:
     stocked(hub)
-    hub.listings[NAME] = hub.describe(NAME) | {"sha": "../../x", "tags": {"a": 1}, "cardData": 5, "downloads": None}
+    hub.listings[NAME] = hub.describe(NAME) | {
+        "sha": "../../x",
+        "tags": {"a": 1},
+        "cardData": 5,
+        "downloads": None,
+    }
     at = far.look_up(NAME)
     assert (at.commit, at.tags, at.card, at.downloads) == ("main", (), {}, 0)
     json.dumps(at.files)

@@ -7,15 +7,28 @@ from typing import Any
 import pytest
 
 from forerun.catalogue.facts import Facts
-from forerun.catalogue.fit import Check, Sizes, bare, boundaries, checks, fits, same_model, sizes_of
+from forerun.catalogue.fit import (
+    Check,
+    Sizes,
+    aux_hidden_layers,
+    bare,
+    checks,
+    fits,
+    same_model,
+    sizes_of,
+)
 from forerun.errors import LoadError
 from tests.catalogue.hub import eagle_config, eagle_shapes, target_config
 
-TARGET = Sizes("org/Big-8B", hidden=16, layers=8, vocab=64, parameters=1000, bytes=2000, vocabulary="json a")
+TARGET = Sizes(
+    "org/Big-8B", hidden=16, layers=8, vocab=64, parameters=1000, bytes=2000, vocabulary="json a"
+)
 
 
 def head(shapes: dict[str, Any] | None = None, **changed: Any) -> Facts:
-    return Facts("a/head", raw=eagle_config(**changed), shapes=eagle_shapes() if shapes is None else shapes)
+    return Facts(
+        "a/head", raw=eagle_config(**changed), shapes=eagle_shapes() if shapes is None else shapes
+    )
 
 
 def told(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, Check]:
@@ -25,7 +38,15 @@ def told(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, Check]:
 def test_a_head_that_fits() -> None:
     found = told(head())
     assert all(check.ok for check in found.values()) and fits(list(found.values()))
-    assert list(found) == ["target", "vocabulary", "hidden size", "layers", "fusion", "embedding", "forerun"]
+    assert list(found) == [
+        "target",
+        "vocabulary",
+        "hidden size",
+        "layers",
+        "fusion",
+        "embedding",
+        "forerun",
+    ]
     assert "--draft eagle3:a/head" in found["forerun"].text and "[2, 4, 5]" in found["layers"].text
     assert list(told(head(), None)) == ["forerun"]
 
@@ -56,7 +77,9 @@ BAD: list[tuple[Facts, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("drafter", "name", "text"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("drafter", "name", "text"), BAD, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_head_that_does_not(drafter: Facts, name: str, text: str) -> None:
     found = told(drafter)
     assert found[name].ok is False and text in found[name].text
@@ -66,7 +89,11 @@ def test_a_head_that_does_not(drafter: Facts, name: str, text: str) -> None:
 def test_what_cannot_be_told_is_no_fault() -> None:
     """Made for another, which names cannot settle; pickled weights, which show nothing."""
     other = told(head(speculators_config={"verifier": {"name_or_path": "org/Other-8B"}}))
-    assert other["target"].ok is None and "made for org/Other-8B" in other["target"].text and fits(list(other.values()))
+    assert (
+        other["target"].ok is None
+        and "made for org/Other-8B" in other["target"].text
+        and fits(list(other.values()))
+    )
     assert fits(list(told(head({})).values()))
     assert told(head(eagle_shapes(embed_tokens__weight=(64, 16))))["embedding"].ok
 
@@ -75,7 +102,10 @@ DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
     (eagle_config(), (2, 4, 5)),
     (eagle_config(eagle_aux_hidden_state_layer_ids=None), (2, 4, 5)),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, (2, 4, 5)),
-    ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 3, "num_hidden_layers": 1}, (2, 4, 5)),
+    (
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 3, "num_hidden_layers": 1},
+        (2, 4, 5),
+    ),
     (
         {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -91,7 +121,10 @@ DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
         (2, 4, 8),
     ),
     ({"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [-1, 3, 7]}, (0, 4, 8)),
-    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"target_layer_ids": [1, 3]}}, (2, 4)),
+    (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"target_layer_ids": [1, 3]}},
+        (2, 4),
+    ),
     ({"architectures": ["Qwen3DSparkModel"], "target_layer_ids": [-1, 3]}, (0, 4)),
     ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4]}, (2, 4)),
     ({"speculators_model_type": "mtp"}, None),
@@ -100,8 +133,10 @@ DIALECTS: list[tuple[dict[str, Any], tuple[int, ...] | None]] = [
 
 
 @pytest.mark.parametrize(("raw", "ids"), DIALECTS)
-def test_numbers_of_layers_mean_boundaries(raw: dict[str, Any], ids: tuple[int, ...] | None) -> None:
-    assert boundaries(Facts("a/b", raw=raw), TARGET) == ids
+def test_numbers_of_layers_mean_boundaries(
+    raw: dict[str, Any], ids: tuple[int, ...] | None
+) -> None:
+    assert aux_hidden_layers(Facts("a/b", raw=raw), TARGET) == ids
 
 
 def medusa(**changed: Any) -> Facts:
@@ -128,7 +163,9 @@ def block(**changed: Any) -> Facts:
 def test_other_heads() -> None:
     assert fits(checks(medusa(), TARGET)) and "--draft medusa:" in told(medusa())["forerun"].text
     assert told(medusa(hidden_size=8))["hidden size"].ok is False
-    assert told(medusa(vocab_size=63))["vocabulary"].ok is False, "only EAGLE-3 may leave out the padding"
+    assert told(medusa(vocab_size=63))["vocabulary"].ok is False, (
+        "only EAGLE-3 may leave out the padding"
+    )
     assert "2 levels" not in told(medusa())["forerun"].text
     assert "checkpoint has 2" in told(medusa(num_heads=3))["forerun"].text
     assert told(medusa(num_heads=None, medusa_num_heads=2))["forerun"].ok is False
@@ -142,17 +179,25 @@ def test_other_heads() -> None:
     layer = target_config(num_hidden_layers=1)
     mtp = Facts("a/mtp", raw={"speculators_model_type": "mtp", "transformer_layer_config": layer})
     assert fits(checks(mtp, TARGET))
-    assert told(Facts("a/mtp", raw=mtp.raw | {"num_nextn_predict_layers": 2}))["forerun"].ok is False
+    assert (
+        told(Facts("a/mtp", raw=mtp.raw | {"num_nextn_predict_layers": 2}))["forerun"].ok is False
+    )
 
 
 def small(vocabulary: str = "json a", parameters: int = 300, **changed: Any) -> Facts:
     shapes = {"model.embed_tokens.weight": (parameters,)}
-    return Facts("a/small", raw=target_config(**changed), shapes=shapes, bytes=10, vocabulary=vocabulary)
+    return Facts(
+        "a/small", raw=target_config(**changed), shapes=shapes, bytes=10, vocabulary=vocabulary
+    )
 
 
 def test_models() -> None:
     found = told(small())
-    assert found["vocabulary"].ok and found["size"].ok and "30% of the target's parameters" in found["size"].text
+    assert (
+        found["vocabulary"].ok
+        and found["size"].ok
+        and "30% of the target's parameters" in found["size"].text
+    )
     assert told(small(parameters=700))["size"].ok is False
     assert told(small("json b"))["vocabulary"].ok is None, "another file may say the same"
     other = told(small("json b", vocab_size=32))["vocabulary"]
@@ -162,7 +207,13 @@ def test_models() -> None:
 
 
 def test_names_of_one_model() -> None:
-    for name in ("org/Big-8B", "Big-8B", "them/Big-8B-GGUF:Q4_K_M", "x/big-8b.Q8_0.gguf", "/m/Big-8B-Q4_K_M.gguf"):
+    for name in (
+        "org/Big-8B",
+        "Big-8B",
+        "them/Big-8B-GGUF:Q4_K_M",
+        "x/big-8b.Q8_0.gguf",
+        "/m/Big-8B-Q4_K_M.gguf",
+    ):
         assert same_model(name, "org/Big-8B"), name
     assert same_model("ollama:big:8b", "Big-8B") and bare("ollama:qwen3:latest") == "qwen3"
     for name in ("", "org/Big-8B-Instruct", "org/Big-80B"):

@@ -1,4 +1,5 @@
-"""The search on a Hub: what is found and why, in which order, and what is not; failures of some or all questions."""
+"""The search on a Hub: what is found and why, in which order, and what is not; failures of some or
+all questions."""
 
 from __future__ import annotations
 
@@ -16,13 +17,31 @@ TARGET = "org/Big-8B"
 
 def stocked(hub: FakeHub) -> None:
     hub.add(TARGET, target_config())
-    hub.add("them/Big-8B-speculator.eagle3", eagle_config(), eagle_shapes(), {"domains": ["Code"]}, ["speculators"])
-    hub.add("us/big-8b-eagle3", {"architectures": ["LlamaForCausalLMEagle3"]}, card={"base_model": TARGET})
     hub.add(
-        "z/Big-8B-DFlash-b16", {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}
+        "them/Big-8B-speculator.eagle3",
+        eagle_config(),
+        eagle_shapes(),
+        {"domains": ["Code"]},
+        ["speculators"],
     )
-    hub.add("odd/fast-draft", eagle_config(), card={"base_model": TARGET}, tags=["eagle3", "domain:law"])
-    hub.add("other/Big-8B-eagle3-chat", eagle_config("org/Other-8B"), card={"base_model": TARGET}, tags=["eagle3"])
+    hub.add(
+        "us/big-8b-eagle3",
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        card={"base_model": TARGET},
+    )
+    hub.add(
+        "z/Big-8B-DFlash-b16",
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+    )
+    hub.add(
+        "odd/fast-draft", eagle_config(), card={"base_model": TARGET}, tags=["eagle3", "domain:law"]
+    )
+    hub.add(
+        "other/Big-8B-eagle3-chat",
+        eagle_config("org/Other-8B"),
+        card={"base_model": TARGET},
+        tags=["eagle3"],
+    )
     hub.add("quant/Big-8B-GGUF", target_config(), card={"base_model": TARGET})
     hub.add("merge/Big-8B-mtp-merge", target_config(), card={"base_model": TARGET})
 
@@ -36,9 +55,16 @@ def test_what_is_found_and_why(hub: FakeHub) -> None:
     ]  # fmt: skip
     linked, verifier, named, block = found
     assert verifier.reasons[0] == "its configuration names the target as its verifier"
-    assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3" and verifier.domains == ("code",)
-    assert linked.reasons[1] == "its card says that its base model is the target" and linked.domains == ("law",)
-    assert named.reasons[1] == "its name says eagle3 and the target" and named.draft == "eagle3:us/big-8b-eagle3"
+    assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3" and verifier.domains == (
+        "code",
+    )
+    assert linked.reasons[
+        1
+    ] == "its card says that its base model is the target" and linked.domains == ("law",)
+    assert (
+        named.reasons[1] == "its name says eagle3 and the target"
+        and named.draft == "eagle3:us/big-8b-eagle3"
+    )
     assert block.draft == "" and "descendant of DFlash" in block.as_dict()["reason"]
     assert "model.safetensors" not in hub.sent, "only configurations are read"
 
@@ -87,7 +113,10 @@ HOSTILE = [
     {"id": "a/b-Big-8B-eagle3", "tags": "eagle3", "cardData": [1], "sha": 7, "downloads": "many"},
     {"id": "a/b-Big-8B-eagle3", "siblings": [{"rfilename": "../x", "size": -1}, {"rfilename": 3}]},
     {"id": "a/b-Big-8B-eagle3", "siblings": 5},
-    {"id": "a/b-Big-8B-eagle3", "cardData": {"base_model": {"a": 1}, "domains": [[], 5, "x" * 9000]}},
+    {
+        "id": "a/b-Big-8B-eagle3",
+        "cardData": {"base_model": {"a": 1}, "domains": [[], 5, "x" * 9000]},
+    },
     [],
     "text",
 ]

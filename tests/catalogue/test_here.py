@@ -1,4 +1,5 @@
-"""What this machine has: bundled, made here, downloaded, or simply small enough; with what was measured."""
+"""What this machine has: bundled, made here, downloaded, or simply small enough; with what was
+measured."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.little_gguf import little
 BIG = {"token_embd.weight": ("Q8_0", (3, 32)), "blk.0.ffn_up.weight": ("Q8_0", (3, 3200))}
 
 
-def directory(path: Path, config: dict, shapes: dict | None = None, card: str = "", **files: str) -> Path:
+def directory(
+    path: Path, config: dict, shapes: dict | None = None, card: str = "", **files: str
+) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors").write_bytes(safetensors(shapes or eagle_shapes()))
@@ -49,7 +52,9 @@ def test_all_that_are_here(home: Path) -> None:
 
 def test_for_a_target(home: Path) -> None:
     """Heads that name it, or fit and name none; models of its vocabulary that are much smaller."""
-    target = directory(home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)})
+    target = directory(
+        home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
+    )
     directory(home / "work/named", eagle_config("org/Big-8B"))
     directory(home / "work/fits", eagle_config(None))
     directory(home / "work/other", eagle_config("org/Other"))
@@ -60,7 +65,9 @@ def test_for_a_target(home: Path) -> None:
     little(home / "gguf/else.gguf", tokenizer__ggml__tokens=["x", "y", "z"])
     found, _ = known(str(big), [home / "gguf"])
     assert [(one.facts.name, one.draft) for one in found] == [(str(small), f"model:{small}")]
-    assert [one.facts.name for one in known(str(big), [home / "gguf", home / "work"])[0]] == [str(small)]
+    assert [one.facts.name for one in known(str(big), [home / "gguf", home / "work"])[0]] == [
+        str(small)
+    ]
 
 
 def test_a_target_that_is_not_here(home: Path) -> None:
@@ -69,14 +76,19 @@ def test_a_target_that_is_not_here(home: Path) -> None:
 
 
 def test_what_was_measured(home: Path) -> None:
-    """Remembered figures and those of training, the fastest first; for one kind of text by that one."""
-    target = directory(home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)})
+    """Remembered figures and those of training, the fastest first; for one kind of text by that
+    one."""
+    target = directory(
+        home / "models/Big-8B", target_config(), {"model.embed_tokens.weight": (64, 16)}
+    )
     entries = [
         {"task": "held-out", "temperature": t, "depth": d, "accepted_length": n, "passes": 9}
         for t, d, n in ((0.0, 1, 1.5), (0.0, 4, 2.5), (0.8, 4, 9.0))
     ]
     speed = {"paces": [{"depth": 0, "times_plain": 1.0}, {"depth": 4, "times_plain": 1.3}]}
-    training = json.dumps({"target": "org/Big-8B", "measured": [*entries, {"task": 5}, None, "x"], "speed": speed})
+    training = json.dumps(
+        {"target": "org/Big-8B", "measured": [*entries, {"task": 5}, None, "x"], "speed": speed}
+    )
     one = directory(home / "work/one", eagle_config("org/Big-8B"), training__json=training)
     two = directory(home / "work/two", eagle_config("org/Big-8B"), training__json="[]")
     remember("org/Big-8B", str(two), "eagle3", "Code", 3.0, 1.9)

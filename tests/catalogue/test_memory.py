@@ -33,7 +33,11 @@ def test_the_best_of_each_kind_of_text_comes_first(folder: Path) -> None:
     ]  # fmt: skip
     assert len(recall()) == 5 and recall("nobody") == []
     first = recall("t")[0]
-    assert (first.machine, first.passes, first.times_plain) == ("here", 9, 1.7) and first.seconds > 0
+    assert (first.machine, first.passes, first.times_plain) == (
+        "here",
+        9,
+        1.7,
+    ) and first.seconds > 0
 
 
 def test_the_same_once_more_takes_its_place() -> None:
@@ -70,7 +74,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file_is_set_aside(how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_set_aside(
+    how: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i in range(30):
         remember("t", f"d{i}" * 100, "eagle3", "code", 2.0)
     for behind in ("-wal", "-shm"):
@@ -85,7 +91,9 @@ def test_a_damaged_file_is_set_aside(how: str, folder: Path, capsys: pytest.Capt
     assert [m.drafter for m in recall("t")] == ["new"] and not capsys.readouterr().err
 
 
-def test_a_database_of_something_else_is_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_database_of_something_else_is_set_aside(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.mkdir()
     with sqlite3.connect(folder / FILE) as db:
         db.execute("CREATE TABLE measurements (a)")
@@ -101,7 +109,9 @@ def test_rows_of_other_types_are_left_out(folder: Path) -> None:
         db.execute("INSERT INTO measurements (target, drafter, category) VALUES ('t', x'00', 5)")
         db.execute("UPDATE measurements SET accepted_length = 'much' WHERE drafter = 'no'")
         whole = "('t', ?, 'eagle3', 'code', ?, ?, 'auto', 0.0, '', 9, 1.0)"
-        for i, figures in enumerate([(-2.0, None), (2.0, -1.0), (float("inf"), None), (float("nan"), 1.0), (0, None)]):
+        for i, figures in enumerate(
+            [(-2.0, None), (2.0, -1.0), (float("inf"), None), (float("nan"), 1.0), (0, None)]
+        ):
             db.execute(f"INSERT INTO measurements VALUES {whole}", (f"wrong {i}", *figures))
     db.close()
     assert [m.drafter for m in recall("t")] == ["d"]
@@ -120,7 +130,9 @@ def test_what_cannot_be_kept_is_one_line(
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe"])
-def test_something_else_in_its_place_is_one_line(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_something_else_in_its_place_is_one_line(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.mkdir()
     (os.mkfifo if kind == "pipe" else os.mkdir)(folder / FILE)
     assert recall("t") == []
@@ -146,7 +158,9 @@ def test_many_write_at_once(folder: Path) -> None:
     )
     here = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(n)], env=here, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(n)], env=here, stderr=subprocess.PIPE, text=True
+        )
         for n in range(4)
     ]
     assert [writer.communicate()[1] for writer in writers] == [""] * 4

@@ -1,4 +1,5 @@
-"""Downloads: after the checks, of what is wanted only; and what is then here is found without a network."""
+"""Downloads: after the checks, of what is wanted only; and what is then here is found without a
+network."""
 
 from __future__ import annotations
 
@@ -21,10 +22,19 @@ NAME = "org/Big-8B-eagle3"
 
 def stocked(hub: FakeHub) -> None:
     hub.add("org/Big-8B", target_config(), tokenizer__json=b"{}")
-    hub.add(NAME, eagle_config(), eagle_shapes(), README__md=b"# Head", evil__py=b"1", pytorch_model__bin=b"2")
+    hub.add(
+        NAME,
+        eagle_config(),
+        eagle_shapes(),
+        README__md=b"# Head",
+        evil__py=b"1",
+        pytorch_model__bin=b"2",
+    )
 
 
-def test_only_what_is_wanted_and_then_it_is_here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_wanted_and_then_it_is_here(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     stocked(hub)
@@ -33,14 +43,23 @@ def test_only_what_is_wanted_and_then_it_is_here(hub: FakeHub, monkeypatch: pyte
     assert target is not None and target.name == "org/Big-8B" and not note
     assert all(check.ok for check in examine(facts, target))
     place = download(facts)
-    assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in place.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
     assert kind_of(place) == "eagle3"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_model(NAME) == place and facts_of(NAME).path == place
 
 
 def test_pickled_weights_where_there_are_no_others(hub: FakeHub) -> None:
-    hub.add(NAME, {"architectures": ["LlamaForCausalLMEagle3"]}, pytorch_model__bin=b"22", training_args__bin=b"1")
+    hub.add(
+        NAME,
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        pytorch_model__bin=b"22",
+        training_args__bin=b"1",
+    )
     facts = facts_of(NAME)
     assert files_of(facts.at).keys() == {"config.json", "pytorch_model.bin"} and facts.bytes == 2
     assert facts_at(download(facts), NAME).kind.draft == "eagle3"
@@ -77,7 +96,9 @@ def test_targets_that_are_not_there(hub: FakeHub) -> None:
         target_of(facts_of("a/alone"), "org/Gone")
 
 
-def test_words_are_compared_where_both_are_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_compared_where_both_are_here(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests import tiny
 
     target, other = facts_of(str(tiny.spoken())), facts_of(str(tiny.spoken()))

@@ -1,4 +1,5 @@
-"""What goes to the Hub: the drafter, a card by which it is found, nothing else; and what is refused before."""
+"""What goes to the Hub: the drafter, a card by which it is found, nothing else; and what is refused
+before."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ def drafter(directory: Path, card: str = "# Mine\n\nWords.\n", **changed: object
     (directory / "config.json").write_text(json.dumps(eagle_config(**changed)))
     (directory / "model.safetensors").write_bytes(safetensors(eagle_shapes()))
     (directory / "README.md").write_text(card)
-    entry = {"task": "held-out", "temperature": 0.0, "depth": 4, "accepted_length": 2.5, "passes": 9}
-    (directory / "training.json").write_text(json.dumps({"target": "org/Big-8B", "measured": [entry]}))
+    entry = {
+        "task": "held-out",
+        "temperature": 0.0,
+        "depth": 4,
+        "accepted_length": 2.5,
+        "passes": 9,
+    }
+    (directory / "training.json").write_text(
+        json.dumps({"target": "org/Big-8B", "measured": [entry]})
+    )
     (directory / ".env").write_text("secret")
     (directory / "notes.txt").write_text("secret")
     return directory
@@ -38,15 +47,24 @@ def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
     assert set(sent) == {"README.md", "config.json", "model.safetensors", "training.json"}
     metadata, text = card_of(sent["README.md"].decode())
     assert (
-        text.strip() == "# Mine\n\nWords." and metadata["license"] == "apache-2.0" and metadata["domains"] == ["code"]
+        text.strip() == "# Mine\n\nWords."
+        and metadata["license"] == "apache-2.0"
+        and metadata["domains"] == ["code"]
     )
-    assert {"speculative-decoding", "draft-model", "forerun", "eagle3", "speculators", "domain:code"} <= set(
-        metadata["tags"]
-    )
+    assert {
+        "speculative-decoding",
+        "draft-model",
+        "forerun",
+        "eagle3",
+        "speculators",
+        "domain:code",
+    } <= set(metadata["tags"])
     assert metadata["library_name"] == "forerun" and metadata["base_model_relation"] == "adapter"
     figure = {"text": "held-out", "accepted_length": 2.5, "depth": "4", "temperature": 0.0}
     assert metadata["forerun"] == {"draft": "eagle3", "measured": [figure]}
-    assert (before / "README.md").read_text() == "# Mine\n\nWords.\n", "the directory stays as it is"
+    assert (before / "README.md").read_text() == "# Mine\n\nWords.\n", (
+        "the directory stays as it is"
+    )
     hub.add(TO, eagle_config(), card=metadata, tags=metadata["tags"])
     (found,), _ = search("org/Big-8B", "code")
     assert found.at.name == TO and found.score == 200
@@ -57,8 +75,16 @@ def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
     parcel = pack(drafter(home / "mine", card), TO, "them/Big-8B", None, ["code"])
     push(parcel, private=False)
     metadata, text = card_of(hub.uploaded[TO]["README.md"].decode())
-    assert (metadata["license"], metadata["language"], metadata["domains"]) == ("mit", ["en"], ["law", "code"])
-    assert metadata["tags"][0] == "mine" and metadata["base_model"] == "them/Big-8B" and text.strip() == "# Mine"
+    assert (metadata["license"], metadata["language"], metadata["domains"]) == (
+        "mit",
+        ["en"],
+        ["law", "code"],
+    )
+    assert (
+        metadata["tags"][0] == "mine"
+        and metadata["base_model"] == "them/Big-8B"
+        and text.strip() == "# Mine"
+    )
     config = json.loads(hub.uploaded[TO]["config.json"])
     assert config["speculators_config"]["verifier"]["name_or_path"] == "them/Big-8B"
     assert not hub.is_private()
@@ -79,9 +105,15 @@ def test_refusals(home: Path) -> None:
         ((directory, TO, "not-an-id", "mit", []), "give --for"),
         ((directory, TO, None, "mit", ["a\nb"]), "no kind of text"),
         ((home, TO, None, "mit", []), "no config.json"),
-        ((drafter(home / "a", verifier=None), TO, None, "mit", []), "does not say for which target"),
+        (
+            (drafter(home / "a", verifier=None), TO, None, "mit", []),
+            "does not say for which target",
+        ),
         ((drafter(home / "b", verifier="/srv/model"), TO, None, "mit", []), "made for /srv/model"),
-        ((drafter(home / "c", speculators_model_type="xpress"), TO, None, "mit", []), "no drafter that forerun"),
+        (
+            (drafter(home / "c", speculators_model_type="xpress"), TO, None, "mit", []),
+            "no drafter that forerun",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             pack(*given)
@@ -98,9 +130,12 @@ def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
 
 
 def test_the_bundled_one_could_be_pushed() -> None:
-    from forerun.draft.bundled import BUNDLED
+    from forerun.draft.registry import BUNDLED
 
     (directory,) = BUNDLED.iterdir()
     parcel = pack(directory, "me/x", None, "apache-2.0", [])
-    assert parcel.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "config.json" in parcel.texts
+    assert (
+        parcel.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        and "config.json" in parcel.texts
+    )
     assert facts_of(str(directory)).made_for == "SmolLM2-135M-Instruct"

@@ -1,4 +1,5 @@
-"""`forerun check`: it passes what is right, and every fault it knows makes it fail and say where."""
+"""`forerun check`: it passes what is right, and every fault it knows makes it fail and say
+where."""
 
 import json
 import re
@@ -7,12 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from forerun import LLM, cli, rng
+from forerun import LLM, rng
 from forerun.check import certificate, faults, law, passes, rules, texts
 from forerun.check.certificate import LOSSLESS, Scope, certify
 from forerun.check.faults import FAULTS, check_rules
 from forerun.check.sources import check_sources
 from forerun.check.subject import Ask, Schedule, Subject
+from forerun.cli import main as cli
 from forerun.errors import ConfigError
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
@@ -28,18 +30,25 @@ def pair():
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    return LLM(pair[0], draft=f"model:{pair[1]}", draft_quantization="none", kv_tokens=2048, width=2)
+    return LLM(
+        pair[0], draft=f"model:{pair[1]}", draft_quantization="none", kv_tokens=2048, width=2
+    )
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Fewer toy models: what each fault needs is kept. Certificates try two faults, but for the one that tries all."""
+    """Fewer toy models: what each fault needs is kept. Certificates try two faults, but for the one
+    that tries all."""
     monkeypatch.setattr(rules, "TOYS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
-    monkeypatch.setattr(faults, "FAULTS", {name: FAULTS[name] for name in ("lenient", "lenient-match")})
+    monkeypatch.setattr(
+        faults, "FAULTS", {name: FAULTS[name] for name in ("lenient", "lenient-match")}
+    )
 
 
 def small(rules_=LOSSLESS, **options):
-    return Scope(tuple(rules_), ("suffix", "model"), **{"texts": 2, "tokens": 16, "samples": 200} | options)
+    return Scope(
+        tuple(rules_), ("suffix", "model"), **{"texts": 2, "tokens": 16, "samples": 200} | options
+    )
 
 
 def test_what_is_right_is_certified(llm, monkeypatch):
@@ -92,7 +101,12 @@ def test_divergence_tells_position_tokens_and_margin(llm, monkeypatch):
     wrong[1][5] = (wrong[1][5] + 1) % 50
     said = {0: right[0], 1: type(right[1])(wrong[1], [])}
     (apart,) = texts._divergences(subject, asks(llm), right, said, Schedule(1, 7, 2))
-    assert (apart.prompt, apart.position, apart.plain, apart.speculative) == (1, 5, right[1].tokens[5], wrong[1][5])
+    assert (apart.prompt, apart.position, apart.plain, apart.speculative) == (
+        1,
+        5,
+        right[1].tokens[5],
+        wrong[1][5],
+    )
     assert apart.margin > 0
     far = texts._finding("match with x", asks(llm), 1, [apart], noise=0.0)
     assert far.passed is False and "token 5" in far.text
@@ -115,7 +129,9 @@ def test_no_time_proves_nothing(llm):
 
 def test_torch_kernels_may_part_at_near_ties_only(pair):
     llm = LLM(pair[0], kernels="torch", draft="suffix", kv_tokens=2048)
-    made = certify(llm, Scope(("match",), ("suffix",), texts=2, tokens=16, samples=100), lambda finding: None)
+    made = certify(
+        llm, Scope(("match",), ("suffix",), texts=2, tokens=16, samples=100), lambda finding: None
+    )
     assert made.passed, made.failed
     assert made.form == "float32, torch on cpu"
 
@@ -192,20 +208,31 @@ def test_faults_change_what_they_name_only():
                 assert fault.rule(name) is RULES[name]
 
 
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if "match" not in fault.rules])
+@pytest.mark.parametrize(
+    "name", [name for name, fault in FAULTS.items() if "match" not in fault.rules]
+)
 def test_every_fault_is_found_and_refutations_show_the_difference(name):
-    """In each rule it can be made in, and the first finding that fails says where. No probability is said to be wrong
-    beside the very same digits, and rounding alone refutes nothing."""
+    """In each rule it can be made in, and the first finding that fails says where. No probability
+    is said to be wrong beside the very same digits, and rounding alone refutes nothing."""
     for rule in FAULTS[name].rules:
         found = [f for f in check_rules([rule], FAULTS[name]) if f.passed is False]
         assert found[0].subject.startswith(rule)
-        assert any(word in found[0].text for word in ("come with probability", "comes in", "forbids"))
+        assert any(
+            word in found[0].text for word in ("come with probability", "comes in", "forbids")
+        )
         for failed in found:
             if "said" in failed.details:
-                said, target = re.search(r"probability (\S+), but .* with (\S+):", failed.text).groups()
-                assert said != target and failed.details["difference"] > failed.details["allowed"] == rules.ROUNDING
+                said, target = re.search(
+                    r"probability (\S+), but .* with (\S+):", failed.text
+                ).groups()
+                assert (
+                    said != target
+                    and failed.details["difference"] > failed.details["allowed"] == rules.ROUNDING
+                )
             elif "evidence" in failed.details:
-                assert re.search(r"comes in \S+% of cases .* is \S+%, \S+ points too (often|seldom)", failed.text)
+                assert re.search(
+                    r"comes in \S+% of cases .* is \S+%, \S+ points too (often|seldom)", failed.text
+                )
                 assert "10,000 to 1 refutes" in failed.text
             else:
                 assert "refused a draft" in failed.text
@@ -237,11 +264,17 @@ class Undefined(Rounded):
     """A target whose passes over several tokens give no numbers."""
 
     def logits(self, tokens, first=0, step=None):
-        return super().logits(tokens, first, step).log() if step != 1 else super().logits(tokens, first, step)
+        return (
+            super().logits(tokens, first, step).log()
+            if step != 1
+            else super().logits(tokens, first, step)
+        )
 
 
 def test_passes_without_numbers_fail_on_any_kernels(llm):
-    finding, noise = passes.check_passes(Undefined(llm), certificate._prompts(llm, 1)[0], exact=False)
+    finding, noise = passes.check_passes(
+        Undefined(llm), certificate._prompts(llm, 1)[0], exact=False
+    )
     assert finding.passed is False and noise == np.inf
 
 
@@ -263,6 +296,8 @@ def test_failures_come_right_behind_the_verdict(pair, monkeypatch, capsys):
 def test_drafters_of_one_tree_draw_independently(monkeypatch):
     """The engine itself, with two drafters that sample: the old engine gave both the same noise."""
     assert check_sources(RULES["tree"]).passed
-    monkeypatch.setattr(Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node))
+    monkeypatch.setattr(
+        Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node)
+    )
     finding = check_sources(RULES["tree"])
     assert finding.passed is False and "behind token 1" in finding.text

@@ -19,7 +19,9 @@ from forerun.check import digits
         (0.0, 5e-324, ("0.00000000000000000", "0.00000000000000000")),
     ],
 )
-def test_a_pair_has_the_digits_that_tell_it_apart(one: float, other: float, shown: tuple[str, str]) -> None:
+def test_a_pair_has_the_digits_that_tell_it_apart(
+    one: float, other: float, shown: tuple[str, str]
+) -> None:
     assert digits.pair(one, other) == shown
 
 
@@ -31,12 +33,18 @@ def test_different_numbers_never_look_the_same(exponent: int) -> None:
 
 def test_times_says_how_far_beyond() -> None:
     assert digits.times(3.1e-9, 1e-11, "rounding") == "310 times what rounding allows (1e-11)"
-    assert digits.times(0.25, 1e-12, "rounding") == "over 1,000,000 times what rounding allows (1e-12)"
-    assert digits.times(0.25, 0.0, "arithmetic in fractions") == "where arithmetic in fractions allows none"
+    assert (
+        digits.times(0.25, 1e-12, "rounding") == "over 1,000,000 times what rounding allows (1e-12)"
+    )
+    assert (
+        digits.times(0.25, 0.0, "arithmetic in fractions")
+        == "where arithmetic in fractions allows none"
+    )
 
 
 @pytest.mark.parametrize(
-    "evidence, said", [(0.4123, "0.41 to 1"), (17845.2, "17,845 to 1"), (1e61, "over 1,000,000 to 1")]
+    "evidence, said",
+    [(0.4123, "0.41 to 1"), (17845.2, "17,845 to 1"), (1e61, "over 1,000,000 to 1")],
 )
 def test_odds(evidence: float, said: str) -> None:
     assert digits.odds(evidence) == said

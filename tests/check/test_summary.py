@@ -1,4 +1,5 @@
-"""A certificate in plain words: the verdict says what failed, and no part claims what it did not show."""
+"""A certificate in plain words: the verdict says what failed, and no part claims what it did not
+show."""
 
 import pytest
 
@@ -6,7 +7,7 @@ from forerun.check.certificate import Certificate, Pace, Scope
 from forerun.check.faults import FAULTS
 from forerun.check.findings import Finding
 from forerun.check.summary import parts, verdict
-from tests.test_progress import Heard
+from tests.cli.test_progress import Heard
 
 LAW = {"tokens": 100, "evidence": 0.5, "bound": 0.08, "excess": {"the target's favourite": -0.01}}
 TEXTS = {"texts": 24, "tokens": 960, "divergences": []}
@@ -31,7 +32,10 @@ def made(fault: str | None = None, **passed: bool | None) -> Certificate:
 @pytest.mark.parametrize(
     "certificate, begins",
     [
-        (made(), "certified: Model (int8) says the same with speculation as without: 5 of 5 claims held (12 s)"),
+        (
+            made(),
+            "certified: Model (int8) says the same with speculation as without: 5 of 5 claims held (12 s)",
+        ),
         (
             made(texts=False),
             "NOT certified: Model (int8) does not say the same with speculation as without: 1 failed",
@@ -46,21 +50,29 @@ def test_the_verdict_is_one_line(certificate: Certificate, begins: str) -> None:
 
 
 def test_a_fault_that_was_put_in_is_explained() -> None:
-    assert "as it must be: --inject lenient made a mistake" in verdict(made("lenient", rules=False))[1]
+    assert (
+        "as it must be: --inject lenient made a mistake" in verdict(made("lenient", rules=False))[1]
+    )
     assert "made no difference: it can be made in token, block, tree" in verdict(made("lenient"))[1]
 
 
 def test_every_part_says_what_it_showed() -> None:
     shown = dict(parts(made()))
-    assert list(shown) == [f"{part} 1 of 1" for part in ("rules", "passes", "texts", "law", "faults")]
-    assert "54 toy models" in shown["rules 1 of 1"] and "not one bit differs" in shown["passes 1 of 1"]
+    assert list(shown) == [
+        f"{part} 1 of 1" for part in ("rules", "passes", "texts", "law", "faults")
+    ]
+    assert (
+        "54 toy models" in shown["rules 1 of 1"] and "not one bit differs" in shown["passes 1 of 1"]
+    )
     assert "24 texts, 960 tokens (rules: token; drafts: suffix)" in shown["texts 1 of 1"]
     assert "at most 9 points too often or too seldom" in shown["law 1 of 1"]
 
 
 @pytest.mark.parametrize("part", ["rules", "passes", "texts", "law", "faults"])
 def test_a_part_claims_nothing_that_failed_or_was_not_tested(part: str) -> None:
-    assert dict(parts(made(**{part: False})))[f"{part} 0 of 1"].endswith("This does not hold: 1 failed, see above.")
+    assert dict(parts(made(**{part: False})))[f"{part} 0 of 1"].endswith(
+        "This does not hold: 1 failed, see above."
+    )
     assert dict(parts(made(**{part: None})))[f"{part} 0 of 1"].endswith("This was not tested.")
 
 
@@ -69,7 +81,9 @@ def test_pace_goes_from_nothing_to_all() -> None:
     scope, heard = Scope(("match", "token"), ("ngram", "suffix")), Heard()
     claims = scope.claims()
     assert [claims.count(part) for part in ("rules", "passes", "texts", "law")] == [3, 1, 5, 3]
-    assert claims.count("faults") == sum(len({"match", "token"} & set(fault.rules)) for fault in FAULTS.values())
+    assert claims.count("faults") == sum(
+        len({"match", "token"} & set(fault.rules)) for fault in FAULTS.values()
+    )
     pace = Pace(claims, heard)
     for _ in claims:
         pace("begins")

@@ -1,4 +1,5 @@
-"""The sequential test: right samplers are left alone however long one looks, wrong ones are not, bounds hold."""
+"""The sequential test: right samplers are left alone however long one looks, wrong ones are not,
+bounds hold."""
 
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ def deployed(plan: str) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(f"port = 0\nshutdown_timeout = 2\n{plan}")
-        command = [sys.executable, "-m", "forerun.cli", "deploy", str(file)]
+        command = [sys.executable, "-m", "forerun.cli.main", "deploy", str(file)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True

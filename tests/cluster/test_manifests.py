@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from forerun.cli import app
+from forerun.cli.main import app
 from forerun.cluster.plan import make_plan
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forerun.cli import app
+from forerun.cli.main import app
 from forerun.cluster import plan as plan_module
 from forerun.cluster.plan import divide_machine, make_plan, read_plan
 from forerun.errors import CapacityError, ConfigError

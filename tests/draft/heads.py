@@ -1,7 +1,8 @@
-"""Every kind of head, registered once: tiny ones in each of its shapes, their proposers, their twins, their files.
+"""Every kind of head, registered once: tiny ones in each of its shapes, their proposers, their
+twins, their files.
 
-`tests/draft/test_heads.py` asks of all of them what any head must do; a new kind is a line in KINDS and some in SHAPES.
-"""
+`tests/draft/test_heads.py` asks of all of them what any head must do; a new kind is a line in KINDS
+and some in SHAPES."""
 
 from __future__ import annotations
 
@@ -15,17 +16,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from forerun.draft.base import Proposer
-from forerun.draft.block import Block
-from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_shapes import MarkovShape
-from forerun.draft.eagle1 import load_first_head
-from forerun.draft.eagle3 import load_head, save_head
-from forerun.draft.levels import Levels
-from forerun.draft.mtp import load_module, save_module
-from forerun.draft.pairs import Pairs, ParallelPairs
+from forerun.draft.block.formats import MarkovShape
+from forerun.draft.block.module import load_block, save_block
+from forerun.draft.block.proposer import Block
+from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.eagle.mtp import load_module, save_module
+from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.medusa import MedusaProposer
+from forerun.draft.proposer import Proposer, TargetView
 from forerun.draft.registry import LEVELS
-from forerun.draft.view import TargetView
 from tests import tiny
 from tests.draft import published
 from tests.draft.block_twin import BlockTwin
@@ -49,7 +48,8 @@ class Kind:
         drafter: how it drafts.
         twin: what it is compared with.
         save, load: write it as it is published, and read it.
-        closeness: how far twin and head may be apart: some twins compute with the embedding in float64.
+        closeness: how far twin and head may be apart: some twins compute with the embedding in
+            float64.
     """
 
     draft: str
@@ -60,19 +60,27 @@ class Kind:
     load: Callable[[Path, TargetView], Any]
     closeness: float = 1e-9
 
-    def propose(self, head: Any, view: TargetView | None = None, width: int = 1, **room: int) -> Proposer:
+    def propose(
+        self, head: Any, view: TargetView | None = None, width: int = 1, **room: int
+    ) -> Proposer:
         """Its proposer, for the tiny llama in float64 unless a view says otherwise."""
         return self.drafter(head, view or target(), width=width, **ROOM | room)
 
 
 def eagle(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
     config = tiny.eagle_config(family, **changes)
-    return tiny.eagle(replace(config, layer=replace(config.layer, windows=windows)) if windows else config)
+    return tiny.eagle(
+        replace(config, layer=replace(config.layer, windows=windows)) if windows else config
+    )
 
 
 def parallel(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
     head = tiny.parallel(family, **changes)
-    return tiny.eagle(replace(head.config, layer=replace(head.layer, windows=windows))) if windows else head
+    return (
+        tiny.eagle(replace(head.config, layer=replace(head.layer, windows=windows)))
+        if windows
+        else head
+    )
 
 
 def levels(family: str, made: Callable[[], Published]) -> Any:
@@ -84,16 +92,23 @@ def levels(family: str, made: Callable[[], Published]) -> Any:
 
 
 def on_last_states(head: Any, view: TargetView, width: int, **room: int) -> Proposer:
-    return Levels(head.published.draft, head, view, width)
+    return MedusaProposer(head.published.draft, head, view, width)
 
 
 def save_tensors(
-    head: Any, directory: Path, fields: dict[str, Any], layer: str = "", more: dict[str, torch.Tensor] | None = None
+    head: Any,
+    directory: Path,
+    fields: dict[str, Any],
+    layer: str = "",
+    more: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """`layer`: what the first layer is called there."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(fields))
-    named = {n.replace("layers.0.", layer) if layer else n: t.clone() for n, t in head.state_dict().items()}
+    named = {
+        n.replace("layers.0.", layer) if layer else n: t.clone()
+        for n, t in head.state_dict().items()
+    }
     save_file((more or {}) | named, directory / "model.safetensors")
     return directory
 
@@ -106,17 +121,19 @@ def save_first(head: Any, directory: Path, **fields: Any) -> Path:
 
 def save_parallel(head: Any, directory: Path) -> Path:
     fields = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 3}
-    return save_tensors(head, directory, FIELDS | fields | {"eagle_aux_hidden_state_layer_ids": [2, 0, 3]})
+    return save_tensors(
+        head, directory, FIELDS | fields | {"eagle_aux_hidden_state_layer_ids": [2, 0, 3]}
+    )
 
 
 KINDS = {
-    "eagle3": Kind("eagle3", eagle, functools.partial(Pairs, "eagle3"), EagleTwin,
+    "eagle3": Kind("eagle3", eagle, functools.partial(EagleProposer, "eagle3"), EagleTwin,
                    lambda head, directory: save_head(head, directory, None, torch.float32), load_head),
-    "eagle": Kind("eagle", tiny.eagle1, functools.partial(Pairs, "eagle"), FirstTwin, save_first, load_first_head,
+    "eagle": Kind("eagle", tiny.eagle1, functools.partial(EagleProposer, "eagle"), FirstTwin, save_first, load_first_head,
                   1e-6),
-    "p-eagle": Kind("eagle3", parallel, functools.partial(ParallelPairs, "eagle3"), ParallelTwin, save_parallel,
+    "p-eagle": Kind("eagle3", parallel, functools.partial(ParallelEagleProposer, "eagle3"), ParallelTwin, save_parallel,
                     load_head, 1e-6),
-    "mtp": Kind("mtp", tiny.mtp, functools.partial(Pairs, "mtp"), MtpTwin,
+    "mtp": Kind("mtp", tiny.mtp, functools.partial(EagleProposer, "mtp"), MtpTwin,
                 lambda head, directory: save_module(head, directory, None, torch.float32), load_module,
                 1e-6),
     "block": Kind("block", lambda family, **changes: tiny.block(tiny.block_config(family, **changes)), Block, BlockTwin,
@@ -128,7 +145,9 @@ KINDS = {
         for name in ("mlp", "medusa")
     },
 }  # fmt: skip
-CACHED = [name for name in KINDS if name not in ("mlp", "medusa")]  # with keys and values of their own
+CACHED = [
+    name for name in KINDS if name not in ("mlp", "medusa")
+]  # with keys and values of their own
 WINDOWS = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "use_sliding_window": True, "sliding_window": 5,
@@ -145,7 +164,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "norm of each state": {"fc_norm": True, "norm_before_residual": True, "norm_output": True},
         "norm of the output": {"norm_output": True},
         "reduced vocabulary": {"draft_vocab": 40},
-        "one state": {"boundaries": (1,)},
+        "one state": {"aux_hidden_layers": (1,)},
         "own embedding, narrower": {"own_embedding": True, "layer": {"hidden_size": 24, "head_dim": 8}},
         "narrower, some tokens": {
             "own_embedding": True, "draft_vocab": 40, "layer": {"hidden_size": 24, "head_dim": 8},
@@ -177,7 +196,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dspark": {},
         "no heads": PLAIN,
         "dflash": {**PLAIN, **FILL_IN},
-        "one state, one layer, a block of one": {"boundaries": (1,), "block": 1, "layer": {"num_hidden_layers": 1}},
+        "one state, one layer, a block of one": {"aux_hidden_layers": (1,), "block": 1, "layer": {"num_hidden_layers": 1}},
         "reduced vocabulary": SOME,
         "own embedding and head, narrower": {
             "own_embedding": True, "own_head": True, "layer": {"hidden_size": 24, "head_dim": 8},
@@ -209,7 +228,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 ALL = [(kind, shape) for kind in KINDS for shape in SHAPES[kind]]
-CASES = [case for case in ALL if "fewer tokens" not in case[1]]  # such a head rarely reads a whole text
+CASES = [
+    case for case in ALL if "fewer tokens" not in case[1]
+]  # such a head rarely reads a whole text
 
 
 def head_of(kind: str, shape: str | None = None, family: str = "llama") -> Any:

@@ -1,4 +1,5 @@
-"""Checkpoints of heads, one a level, exactly as they are published, with what the families' formulas make of them."""
+"""Checkpoints of heads, one a level, exactly as they are published, with what the families'
+formulas make of them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Published:
-    """A checkpoint: what `--draft` calls it, the fields of its config.json, its tensors by their published names, and
-    its formula: logits after the tokens that follow the states [n, H] of the target, the root first."""
+    """A checkpoint: what `--draft` calls it, the fields of its config.json, its tensors by their
+    published names, and
+    its formula: logits after the tokens that follow the states [n, H] of the target, the root
+        first."""
 
     draft: str
     raw: dict[str, Any]
@@ -34,8 +37,14 @@ class Published:
     def write(self, directory: Path) -> Path:
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(self.raw))
-        tensors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.is_floating_point()}
-        tensors |= {name: tensor for name, tensor in self.tensors.items() if not tensor.is_floating_point()}
+        tensors = {
+            name: tensor.float()
+            for name, tensor in self.tensors.items()
+            if tensor.is_floating_point()
+        }
+        tensors |= {
+            name: tensor for name, tensor in self.tensors.items() if not tensor.is_floating_point()
+        }
         path = directory / self.file
         torch.save(tensors, path) if path.suffix != ".safetensors" else save_file(
             {name: tensor.clone() for name, tensor in tensors.items()}, path
@@ -61,8 +70,12 @@ class PublishedTwin:
 
 def damage(directory: Path, name: str, value: Tensor | None = None) -> None:
     """Take a tensor out of a checkpoint, or put another in."""
-    (path,) = [file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".bin")]
-    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    (path,) = [
+        file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".bin")
+    ]
+    tensors = (
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     tensors.pop(name, None)
     tensors |= {} if value is None else {name: value}
     save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
@@ -76,7 +89,9 @@ def change(directory: Path, **values: Any) -> None:
 # ---------------------------------------------------------------- MLP speculators
 
 
-def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", levels: int = 3) -> Published:
+def ibm(
+    tied: bool = False, scaled: bool = False, prefix: str = "speculator.", levels: int = 3
+) -> Published:
     """IBM's accelerators; 2404.19124, section 2."""
     inner = 24
     raw = {
@@ -89,7 +104,10 @@ def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", l
         j, k = (0, min(i, 1)) if tied else (i, i)
         own[f"emb.{i}.weight"] = random(VOCAB, inner, seed=j)
         own[f"proj.{i}.weight"] = random(inner, inner if i else HIDDEN, seed=10 + k)
-        own[f"ln.{i}.weight"], own[f"ln.{i}.bias"] = 1 + random(inner, seed=20 + j), random(inner, seed=30 + j)
+        own[f"ln.{i}.weight"], own[f"ln.{i}.bias"] = (
+            1 + random(inner, seed=20 + j),
+            random(inner, seed=30 + j),
+        )
         own[f"head.{i}.weight"] = random(VOCAB, inner, seed=40 + j)
 
     def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -105,7 +123,8 @@ def ibm(tied: bool = False, scaled: bool = False, prefix: str = "speculator.", l
 
 
 def arctic(tied: bool = True, inner: int = 24) -> Published:
-    """Arctic's, as ArcticTraining saves them: pickled, with sizes as texts, and shared tensors written again."""
+    """Arctic's, as ArcticTraining saves them: pickled, with sizes as texts, and shared tensors
+    written again."""
     n = 3
     raw = {
         "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "base_model_name_or_path": "some/target",
@@ -147,13 +166,20 @@ def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -
             x = x + y / (1 + (-y).exp())
         return own[f"{i}.{layers}.weight"] @ x
 
-    return Published("medusa", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file)
+    return Published(
+        "medusa", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive, file
+    )
 
 
 def medusa_of_vllm(
-    said: int = VOCAB, whole: bool = False, bias: bool = False, shared: bool = False, scale: float = 1.0
+    said: int = VOCAB,
+    whole: bool = False,
+    bias: bool = False,
+    shared: bool = False,
+    scale: float = 1.0,
 ) -> Published:
-    """vLLM's, of which some say no more than the `said` tokens of their token_map; `whole` ones have rows of all."""
+    """vLLM's, of which some say no more than the `said` tokens of their token_map; `whole` ones
+    have rows of all."""
     raw = {
         "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "max_paths": 64, "medusa_fc_bias": bias,
         "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "original_lm_head": shared, "topk": 10,
@@ -170,7 +196,9 @@ def medusa_of_vllm(
 
     def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
         i, x = len(tokens) - 1, states[-1]
-        y = own[f"blocks.{i}.layers.0.weight"] @ x + (own[f"blocks.{i}.layers.0.bias"] if bias else 0)
+        y = own[f"blocks.{i}.layers.0.weight"] @ x + (
+            own[f"blocks.{i}.layers.0.bias"] if bias else 0
+        )
         logits = scale * (own[f"lm_heads.{0 if shared else i}.weight"] @ (x + y / (1 + (-y).exp())))
         if said == VOCAB:
             return logits

@@ -1,8 +1,10 @@
-"""Block drafters, beyond what every head must do: what of a prefix is read again, alignment, trust, thresholds.
+"""Block drafters, beyond what every head must do: what of a prefix is read again, alignment, trust,
+thresholds.
 
-A head that is fed the states of the wrong position, sees too much or too little of its block, or whose slots are read
-one off still drafts, only worse: so one that knows a text must be right about all of it, and faults must show.
-"""
+A head that is fed the states of the wrong position, sees too much or too little of its block, or
+whose slots are read
+one off still drafts, only worse: so one that knows a text must be right about all of it, and faults
+must show."""
 
 from __future__ import annotations
 
@@ -15,16 +17,15 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, LoadError, SamplingParams
-from forerun.draft import block
-from forerun.draft.base import Row
-from forerun.draft.block import Block
-from forerun.draft.block_format import save_block
-from forerun.draft.block_head import BlockHead
-from forerun.draft.block_shapes import BlockConfig
-from forerun.draft.features import as_tensor
+from forerun.draft.block import proposer as block
+from forerun.draft.block.formats import BlockConfig
+from forerun.draft.block.module import BlockHead, save_block
+from forerun.draft.block.proposer import Block
+from forerun.draft.hidden_states import as_tensor
+from forerun.draft.proposer import DraftRequest
 from forerun.engine.engine import Engine
 from forerun.kernels import native
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import watching
@@ -40,7 +41,9 @@ def head_of(**changes: Any) -> BlockHead:
     return tiny.block(tiny.block_config("llama", **changes))
 
 
-def engine_of(head: BlockHead, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int) -> Engine:
+def engine_of(
+    head: BlockHead, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int
+) -> Engine:
     return watching.engine_of("block", head, width, chunk=chunk, rule=rule, **room)
 
 
@@ -48,7 +51,7 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     """States that come again, in pieces, are left out."""
     head, tokens = head_of().double(), tuple(range(5, 25))
     drafter, plain = Block(head, target(), **ROOM), Block(head, target(), **ROOM)
-    row = Row(0, tokens, SamplingParams(temperature=1.0), Noise(3, 19), 4)
+    row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 19), 4)
     show(drafter, 0, tokens)
     show(plain, 0, tokens)
     expected = plain.propose([row])[0].tokens
@@ -56,12 +59,14 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     drafter.close(0)
     drafter.open(0, tokens)
     assert drafter.cache.length[0] == 16
-    parts = states_of(tokens[:-1], drafter.boundaries)
+    parts = states_of(tokens[:-1], drafter.aux_hidden_layers)
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
         shown = parts[start:end].split(drafter.target.hidden, -1)
-        drafter.observe(0, start, dict(zip(drafter.boundaries, shown, strict=True)))
+        drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, shown, strict=True)))
     assert len(drafter.waiting[0]) == 3 and drafter.propose([row])[0].tokens == expected
-    assert torch.allclose(*(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9)
+    assert torch.allclose(
+        *(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9
+    )
 
 
 def test_context_that_begins_late_is_not_shared() -> None:
@@ -70,7 +75,10 @@ def test_context_that_begins_late_is_not_shared() -> None:
     for first, shared in ((0, 16), (3, 0)):
         drafter = Block(head_of().double(), target(), **ROOM)
         show(drafter, 0, tokens, first)
-        assert len(drafter.propose([Row(0, tokens, SamplingParams(), Noise(3, 19), 4)])[0]) == 5
+        assert (
+            len(drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(3, 19), 4)])[0])
+            == 5
+        )
         drafter.close(0)
         drafter.open(0, tokens)
         assert drafter.cache.length[0] == shared
@@ -88,7 +96,10 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
 
         def shifted(self: Block, slot: int, start: int, features: Any) -> None:
             observe(
-                self, slot, start, {boundary: as_tensor(states).roll(1, 0) for boundary, states in features.items()}
+                self,
+                slot,
+                start,
+                {boundary: as_tensor(states).roll(1, 0) for boundary, states in features.items()},
             )
 
         monkeypatch.setattr(Block, "observe", shifted)
@@ -109,7 +120,8 @@ PARAMS = SamplingParams.pure(max_tokens=LENGTH, temperature=1.5, seed=3, ignore_
 
 
 def knowing(sample_from_anchor: bool) -> tuple[BlockHead, list[int]]:
-    """A head that knows a text, and the text: wherever in it a block begins, its slots name what comes next."""
+    """A head that knows a text, and the text: wherever in it a block begins, its slots name what
+    comes next."""
     runner = Runner(tiny.decoder(tiny.family("llama")), **ROOM)
     plain = Engine(runner, {})
     request = plain.add(build.prompts()[2][:PROMPT], PARAMS)
@@ -133,7 +145,8 @@ def knowing(sample_from_anchor: bool) -> tuple[BlockHead, list[int]]:
 
 @pytest.mark.parametrize("sample_from_anchor", [True, False], ids=["anchor first", "fill-in"])
 def test_a_head_that_knows_the_text_is_right_about_all_of_it(sample_from_anchor: bool) -> None:
-    """And the same head, its slots read as those of the other layout, is right about next to nothing."""
+    """And the same head, its slots read as those of the other layout, is right about next to
+    nothing."""
     head, text = knowing(sample_from_anchor)
     other = BlockHead(replace(head.config, sample_from_anchor=not sample_from_anchor)).double()
     other.load_state_dict(head.state_dict())
@@ -153,7 +166,9 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, wat
     """A head that half knows the text has all, some or none of a draft accepted."""
     head, text = knowing(True)
     torch.manual_seed(1)
-    head.lm_head.weight.add_(0.03 * torch.randn_like(head.lm_head.weight) * head.lm_head.weight.std())
+    head.lm_head.weight.add_(
+        0.03 * torch.randn_like(head.lm_head.weight) * head.lm_head.weight.std()
+    )
     engine = engine_of(head, width)
     again = engine.add(text[:PROMPT], PARAMS, draft="it", depth=DEPTH)
     build.finish(engine)
@@ -168,13 +183,14 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, wat
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_paths_that_are_not_trusted_are_not_followed(width: int) -> None:
-    """A node has children where the product of confidences down to it reaches the threshold, and nowhere else."""
+    """A node has children where the product of confidences down to it reaches the threshold, and
+    nowhere else."""
     head, tokens = head_of(), (5, 6, 7, 8, 9)
     with torch.no_grad():
         head.confidence_head.proj.weight.mul_(0.3)
     drafter, twin = Block(head.double(), target(), **ROOM, width=width), BlockTwin(head)
     show(drafter, 0, tokens)
-    row = Row(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 4)
+    row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 4)
     whole = drafter.propose([row])[0]
     assert len(whole) == 1 + 4 * width, "by default all are followed"
     trust = {0: twin.trust(tokens, ())}
@@ -204,7 +220,10 @@ def test_a_threshold_changes_no_text(rule: str) -> None:
     for draft, threshold in (("off", 0.0), ("it", 0.0), ("it", 0.3)):
         engine = engine_of(head_of(), 1 if rule == "token" else 2, rule=rule)
         engine.proposers["it"].threshold = threshold
-        requests = [engine.add(build.prompts()[i], build.params(i, 0.0, 16), draft=draft, depth=4) for i in range(4)]
+        requests = [
+            engine.add(build.prompts()[i], build.params(i, 0.0, 16), draft=draft, depth=4)
+            for i in range(4)
+        ]
         build.finish(engine)
         texts.append([r.tokens for r in requests])
         drafted.append(sum(r.stats.drafted for r in requests))
@@ -216,7 +235,7 @@ def test_without_states_or_room_there_is_no_draft() -> None:
     drafter = Block(head_of().double(), target(), tokens=24, page=4, slots=4)
 
     def drafted(slot: int, tokens: tuple[int, ...], depth: int = 2) -> int:
-        row = Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
+        row = DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
         return len(drafter.propose([row])[0]) - 1
 
     assert drafted(0, (5, 6, 7)) == 0, "never opened"
@@ -260,7 +279,7 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
     for view in (target(), replace(target(), form=form)):
         drafter = Block(head, view, **ROOM)
         show(drafter, 0, tokens)
-        row = Row(0, tokens, SamplingParams(), Noise(1, 5), 5)
+        row = DraftRequest(0, tokens, SamplingParams(), Noise(1, 5), 5)
         drafter.propose([row])
         (grown,) = drafter._say([block.Tree(row)])
         previous = torch.tensor([10, 3, 3, 3, 3])
@@ -275,9 +294,17 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
 def test_a_user_s_threshold(temperature: float, tmp_path: Path) -> None:
     """Less is drafted, and the text is plain decoding's."""
     save_block(head_of(), tmp_path / "drafter")
-    params, drafted = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True), []
+    params, drafted = (
+        SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True),
+        [],
+    )
     for threshold in (0.0, 0.2, 1.0):
-        llm = LLM(tiny.family("llama"), draft=f"block:{tmp_path / 'drafter'}", kv_tokens=512, draft_threshold=threshold)
+        llm = LLM(
+            tiny.family("llama"),
+            draft=f"block:{tmp_path / 'drafter'}",
+            kv_tokens=512,
+            draft_threshold=threshold,
+        )
         out = llm.generate([5, 6, 7, 8], params, depth=4)[0]
         assert [out.token_ids] == plain_texts(tiny.family("llama"), [[5, 6, 7, 8]], params)
         drafted.append(out.stats.drafted)
@@ -288,7 +315,12 @@ def test_a_threshold_needs_a_head_that_knows(tmp_path: Path) -> None:
     """It would be without effect otherwise."""
     save_block(head_of(**PLAIN), tmp_path / "drafter")
     with pytest.raises(ConfigError, match=r"draft_threshold=0.3 needs .* confidence head") as error:
-        LLM(tiny.family("llama"), draft=f"block:{tmp_path / 'drafter'}", kv_tokens=512, draft_threshold=0.3)
+        LLM(
+            tiny.family("llama"),
+            draft=f"block:{tmp_path / 'drafter'}",
+            kv_tokens=512,
+            draft_threshold=0.3,
+        )
     assert "\n" not in str(error.value)
 
 
@@ -298,8 +330,8 @@ def test_a_threshold_needs_a_head_that_knows(tmp_path: Path) -> None:
         ({"target_hidden": 16}, "states of 16"),
         ({"layer": {"vocab_size": 65}, "draft_vocab": 65}, "65 tokens"),
         ({"layer": {"hidden_size": 16}}, "none of its own"),
-        ({"boundaries": (0, 1, 4)}, "from 0 to 3"),
-        ({"boundaries": (2, 1, 2)}, "different"),
+        ({"aux_hidden_layers": (0, 1, 4)}, "from 0 to 3"),
+        ({"aux_hidden_layers": (2, 1, 2)}, "different"),
         ({"mask_token": 64}, "mask token 64"),
     ],
 )

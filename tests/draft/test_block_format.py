@@ -1,7 +1,8 @@
-"""Block drafters on disk: what was written comes back, published layouts mean what they say, anything else is one line.
+"""Block drafters on disk: what was written comes back, published layouts mean what they say,
+anything else is one line.
 
-A head whose slots are read one off still drafts, so what a file that does not say which slot says what is taken for is
-tested here.
+A head whose slots are read one off still drafts, so what a file that does not say which slot says
+what is taken for is tested here.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from forerun import LLM, LoadError, SamplingParams
-from forerun.draft.base import Row
-from forerun.draft.block import Block
-from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_head import BlockHead
-from forerun.draft.block_shapes import MarkovShape
+from forerun.draft.block.formats import MarkovShape
+from forerun.draft.block.module import BlockHead, load_block, save_block
+from forerun.draft.block.proposer import Block
+from forerun.draft.proposer import DraftRequest, TargetView, view_of
 from forerun.draft.registry import kind_of
-from forerun.draft.view import TargetView, view_of
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.heads import PLAIN
@@ -63,8 +62,8 @@ def drafts(head: BlockHead) -> list[int]:
     generator = torch.Generator().manual_seed(3)
     features = {b: torch.randn(6, view.hidden, generator=generator) for b in range(view.layers + 1)}
     drafter.open(0, range(7))
-    drafter.observe(0, 0, {b: features[b] for b in drafter.boundaries})
-    return drafter.propose([Row(0, range(7), SamplingParams(), Noise(1, 6), 9)])[0].tokens
+    drafter.observe(0, 0, {b: features[b] for b in drafter.aux_hidden_layers})
+    return drafter.propose([DraftRequest(0, range(7), SamplingParams(), Noise(1, 6), 9)])[0].tokens
 
 
 def same(loaded: BlockHead, head: BlockHead) -> None:
@@ -93,9 +92,15 @@ SPECFORGE = TOP | {
 }  # fmt: skip
 OWN = {"own_embedding": True, "own_head": True}
 FILL_IN = {"sample_from_anchor": False}
-SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+SLIDING = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "use_sliding_window": True,
+}
 SEEN: dict[str, Any] = {"layer": SLIDING}
-DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, and what is meant by it
+DIALECTS: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # config.json, and what is meant by it
     "DeepSpec DSpark": (DEEPSPEC | MARKOV, OWN),
     "DeepSpec DFlash, which begins at its anchor too": (DEEPSPEC | {"markov_rank": 0}, PLAIN | OWN),
     "z-lab": (ZLAB, PLAIN | FILL_IN),
@@ -119,7 +124,9 @@ DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, a
     "z-lab, with a window": (ZLAB | SLIDING, PLAIN | FILL_IN | SEEN),
     "SpecForge, with a window": (
         SPECFORGE | SLIDING,
-        FILL_IN | SEEN | {"confidence": False, "confidence_with_markov": False, "window_causal": True},
+        FILL_IN
+        | SEEN
+        | {"confidence": False, "confidence_with_markov": False, "window_causal": True},
     ),
     "SpecForge, with a window that says what it sees": (
         SPECFORGE | SLIDING | {"sliding_window_non_causal": True},
@@ -134,7 +141,11 @@ DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, a
         PLAIN | FILL_IN | SEEN,
     ),
     "speculators, with the window that Qwen3 has by itself": (
-        DFLASH | {"transformer_layer_config": LAYER | {n: v for n, v in SLIDING.items() if n != "sliding_window"}},
+        DFLASH
+        | {
+            "transformer_layer_config": LAYER
+            | {n: v for n, v in SLIDING.items() if n != "sliding_window"}
+        },
         PLAIN | FILL_IN | {"layer": SLIDING | {"sliding_window": 4096}, "window_causal": True},
     ),
 }
@@ -142,7 +153,8 @@ DIALECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, a
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_other_dialects_mean_what_they_mean(dialect: str, tmp_path: Path) -> None:
-    """Numbers of states, places of fields and above all which slot says which token. It is told by its file alone."""
+    """Numbers of states, places of fields and above all which slot says which token. It is told by
+    its file alone."""
     raw, meant = DIALECTS[dialect]
     head = head_of(**meant)
     path = write(tmp_path / "drafter", raw, tensors_of(head))
@@ -160,23 +172,43 @@ def test_other_dialects_mean_what_they_mean(dialect: str, tmp_path: Path) -> Non
         ({"dflash_config": ZLAB["dflash_config"] | {"projector_type": "other"}}, "other"),
         ({"dflash_config": ZLAB["dflash_config"] | {"selector_rank": 5}}, "selector_rank"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"projector_type": "domino"}}, "which forerun does not read"),
+        (
+            {"dflash_config": ZLAB["dflash_config"] | {"projector_type": "domino"}},
+            "which forerun does not read",
+        ),
         ({"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, "its blocks are causal"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"output_multiplier": 2.0}}, "output_multiplier"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, "2"]}}, "target_layer_ids"),
-        ({"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, -1, 3]}}, "from 0 to 3"),
+        (
+            {"dflash_config": ZLAB["dflash_config"] | {"output_multiplier": 2.0}},
+            "output_multiplier",
+        ),
+        (
+            {"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, "2"]}},
+            "target_layer_ids",
+        ),
+        (
+            {"dflash_config": ZLAB["dflash_config"] | {"target_layer_ids": [1, -1, 3]}},
+            "from 0 to 3",
+        ),
         ({"dflash_config": []}, "aux_hidden_state_layer_ids"),
         ({"dflash_config": "x"}, "not an object"),
         ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "another attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0}, "sliding_window"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0},
+            "sliding_window",
+        ),
         (SLIDING | {"layer_types": ["sliding_attention"]}, "1 entries"),
         (SLIDING | {"use_sliding_window": False}, "one of them is wrong"),
-        (SLIDING | {"architectures": ["Qwen3DSparkModel"], "dflash_config": None}, "sliding_window_non_causal"),
+        (
+            SLIDING | {"architectures": ["Qwen3DSparkModel"], "dflash_config": None},
+            "sliding_window_non_causal",
+        ),
     ],
 )
-def test_what_is_not_supported_of_other_dialects(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_of_other_dialects(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "drafter", ZLAB | changes, tensors_of(head_of(**PLAIN, **FILL_IN)))
     assert kind_of(path) == "block"
     with pytest.raises(LoadError, match=says) as error:
@@ -195,8 +227,15 @@ def test_what_is_not_supported_of_other_dialects(changes: dict[str, Any], says: 
         SEEN,
         SEEN | {"window_causal": True},
         {"draft_vocab": 40, "own_head": True, "block": 7, "mask_token": 63},
-        {"own_embedding": True, "own_head": True, "layer": {"hidden_size": 24, "head_dim": 8, "rope_theta": 500.0}},
-        {"boundaries": (3,), "layer": {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "gelu"}},
+        {
+            "own_embedding": True,
+            "own_head": True,
+            "layer": {"hidden_size": 24, "head_dim": 8, "rope_theta": 500.0},
+        },
+        {
+            "aux_hidden_layers": (3,),
+            "layer": {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "gelu"},
+        },
     ],
 )
 def test_a_drafter_comes_back_as_it_was_saved(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -211,9 +250,15 @@ def test_what_is_the_target_s_is_not_stored(tmp_path: Path) -> None:
     """Neither its embedding nor its head; and what other engines ask of config.json is there."""
     save_block(head_of(), tmp_path / "drafter", "some/target", torch.bfloat16)
     head = load_block(tmp_path / "drafter", target())
-    assert not {name for name in head.state_dict() if name.startswith(("embed_tokens", "lm_head", "d2t", "t2d"))}
+    assert not {
+        name
+        for name in head.state_dict()
+        if name.startswith(("embed_tokens", "lm_head", "d2t", "t2d"))
+    }
     raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert raw["speculators_model_type"] == "dspark" and raw["architectures"] == ["DSparkSpeculator"]
+    assert raw["speculators_model_type"] == "dspark" and raw["architectures"] == [
+        "DSparkSpeculator"
+    ]
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "some/target"
     assert raw["sample_from_anchor"] is True and raw["dtype"] == "bfloat16"
 
@@ -246,9 +291,13 @@ def test_what_a_config_leaves_out(tmp_path: Path) -> None:
 
 
 def test_older_files_hold_the_target_s_embedding_and_head(tmp_path: Path) -> None:
-    """They are borrowed: the drafts are those of the file without them. A row of another makes it the drafter's own."""
+    """They are borrowed: the drafts are those of the file without them. A row of another makes it
+    the drafter's own."""
     head, weights = head_of(sample_from_anchor=False), tiny.decoder(tiny.family("llama")).weights
-    copies = {"embed_tokens.weight": weights.embed.float(), "lm_head.weight": weights.head.weight.float()}
+    copies = {
+        "embed_tokens.weight": weights.embed.float(),
+        "lm_head.weight": weights.head.weight.float(),
+    }
     place = write(tmp_path / "drafter", DSPARK, tensors_of(head) | copies)
     loaded = load_block(place, target())
     assert not loaded.config.own_embedding and not loaded.config.own_head
@@ -268,17 +317,32 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "causal blocks": ({"causal": True}, "its blocks are causal"),
     "no layers": ({"transformer_layer_config": None}, "describes no layers"),
     "no number of layers": ({"transformer_layer_config": {}}, "num_hidden_layers"),
-    "layers that are not there": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 3}}, "no layers.2"),
-    "too many layers": ({"transformer_layer_config": LAYER | {"num_hidden_layers": 1}}, "has layers.1"),
+    "layers that are not there": (
+        {"transformer_layer_config": LAYER | {"num_hidden_layers": 3}},
+        "no layers.2",
+    ),
+    "too many layers": (
+        {"transformer_layer_config": LAYER | {"num_hidden_layers": 1}},
+        "has layers.1",
+    ),
     "windows": (
-        {"transformer_layer_config": LAYER | {"layer_types": ["full_attention", "sliding_attention"]}},
+        {
+            "transformer_layer_config": LAYER
+            | {"layer_types": ["full_attention", "sliding_attention"]}
+        },
         "sliding_window in config.json is None",
     ),
     "another family": ({"transformer_layer_config": LAYER | {"model_type": "gemma2"}}, "gemma2"),
     "another width": ({"transformer_layer_config": LAYER | {"hidden_size": 64}}, "states of 64"),
-    "other heads": ({"transformer_layer_config": LAYER | {"num_attention_heads": 2}}, "config.json asks for"),
+    "other heads": (
+        {"transformer_layer_config": LAYER | {"num_attention_heads": 2}},
+        "config.json asks for",
+    ),
     "no hidden states": ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
-    "hidden states by name": ({"aux_hidden_state_layer_ids": ["last"]}, "aux_hidden_state_layer_ids"),
+    "hidden states by name": (
+        {"aux_hidden_state_layer_ids": ["last"]},
+        "aux_hidden_state_layer_ids",
+    ),
     "fewer hidden states": ({"aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads 96"),
     "hidden states out of range": ({"aux_hidden_state_layer_ids": [1, 2, 9]}, "from 0 to 3"),
     "no block": ({"block_size": None}, "block_size"),
@@ -311,7 +375,9 @@ def refused(directory: Path, says: str) -> None:
     assert says in text and str(directory) in text and "\n" not in text
 
 
-@pytest.mark.parametrize("change", ["missing", "extra", "shape", "not finite", "cut off", "no file", "no config"])
+@pytest.mark.parametrize(
+    "change", ["missing", "extra", "shape", "not finite", "cut off", "no file", "no config"]
+)
 def test_tensors_that_cannot_be(change: str, tmp_path: Path) -> None:
     tensors, name = tensors_of(head_of()), "layers.1.self_attn.k_norm.weight"
     if change == "missing":
@@ -330,7 +396,12 @@ def test_tensors_that_cannot_be(change: str, tmp_path: Path) -> None:
         weights.unlink()
     if change == "no config":
         (directory / "config.json").unlink()
-    says = {"extra": "k_proj.bias", "cut off": "download it again", "no file": "neither", "no config": "no config.json"}
+    says = {
+        "extra": "k_proj.bias",
+        "cut off": "download it again",
+        "no file": "neither",
+        "no config": "no config.json",
+    }
     refused(directory, says.get(change, name))
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.catalogue.survey import survey
-from forerun.draft import bundled
-from forerun.draft.bundled import bundled_for
-from forerun.draft.eagle3 import save_head
-from forerun.draft.registry import automatic
+from forerun.draft import registry as bundled
+from forerun.draft.eagle.module import save_head
+from forerun.draft.registry import automatic, bundled_for
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT
 from forerun.models.places import Found
@@ -28,9 +27,12 @@ PLACES = (
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head for the tiny model, as if it came with forerun for a model of the default one's name."""
+    """A head for the tiny model, as if it came with forerun for a model of the default one's
+    name."""
     monkeypatch.setattr(bundled, "BUNDLED", tmp_path / "drafters")
-    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "drafters" / DEFAULT)
+    save_head(
+        tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "drafters" / DEFAULT
+    )
     return tmp_path / "drafters" / DEFAULT
 
 
@@ -43,7 +45,9 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
             "rows of short weights cost there what they bring"
         )
         assert automatic("auto", Path(place), "", 16.0) == "suffix", "a head does not pay in torch"
-        assert automatic("ngram", Path(place), "avx512", 16.0) == "ngram", "who asks for something gets that"
+        assert automatic("ngram", Path(place), "avx512", 16.0) == "ngram", (
+            "who asks for something gets that"
+        )
     assert bundled_for(Path("/a/Qwen3-0.6B.gguf")) is None
     assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), "avx512", 16.0) == "suffix"
     shutil.rmtree(shipped)
@@ -65,7 +69,13 @@ def test_auto_drafts_with_it_and_says_the_same(
     (row,) = survey([Found("x", model, "here")])
     assert row.draft == llm.draft == "suffix+eagle3", "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
-    for how in ({}, {"draft": "auto"}, {"depth": 3}, {"draft": "eagle3", "depth": 3}, {"draft": "off"}):
+    for how in (
+        {},
+        {"draft": "auto"},
+        {"depth": 3},
+        {"draft": "eagle3", "depth": 3},
+        {"draft": "off"},
+    ):
         said = llm.generate(prompts, params, **how)
         assert [c.token_ids for c in said] == plain
         if how.get("draft") == "eagle3":
@@ -73,7 +83,8 @@ def test_auto_drafts_with_it_and_says_the_same(
 
 
 def test_it_costs_no_second_of_imports(tmp_path: Path) -> None:
-    """On torch's meta device a module that is made imports 800 others: a second and 90 MB before the first word."""
+    """On torch's meta device a module that is made imports 800 others: a second and 90 MB before
+    the first word."""
     save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")
     code = (
         "import sys; from forerun import LLM, SamplingParams as S;"

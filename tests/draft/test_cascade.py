@@ -1,4 +1,5 @@
-"""A drafter for a draft model: the draft model's own drafts for less, or exact samples of its law."""
+"""A drafter for a draft model: the draft model's own drafts for less, or exact samples of its
+law."""
 
 from __future__ import annotations
 
@@ -13,21 +14,32 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.check import oracle
 from forerun.draft import cascade as cascade_module
-from forerun.draft.base import Proposer, Row
 from forerun.draft.cascade import Cascade
-from forerun.draft.model import DraftModel
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.kernels import native
-from forerun.passes import Link
-from forerun.runner import Runner
+from forerun.runtime.program import Link
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Forward, Law
 from forerun.verify import RULES, Noise, block, token, tree
 from tests import exact, tiny
-from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, logits_after, proposer, row, text_of
+from tests.draft.test_draft_model import (
+    FILTERED,
+    GREEDY,
+    WARM,
+    logits_after,
+    proposer,
+    row,
+    text_of,
+)
 from tests.texts import plain
 
 KERNELS = [
-    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
+    ),
     "torch",
 ]
 
@@ -38,24 +50,32 @@ class Scripted(Proposer):
     name = "scripted"
 
     def __init__(self, script: dict[int, list[int]]) -> None:
-        self.script, self.asked = script, list[Row]()
+        self.script, self.asked = script, list[DraftRequest]()
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         self.asked += rows
-        return [Draft.chain(r.tokens[-1], self.script.get(r.slot, [])[: r.depth], self.name) for r in rows]
+        return [
+            Draft.chain(r.tokens[-1], self.script.get(r.slot, [])[: r.depth], self.name)
+            for r in rows
+        ]
 
 
 class Warmer(DraftModel):
     """Draws at another temperature than it is asked to."""
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
-        return super().propose([replace(r, params=SamplingParams.pure(temperature=1.6)) for r in rows])
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
+        return super().propose(
+            [replace(r, params=SamplingParams.pure(temperature=1.6)) for r in rows]
+        )
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_under_match_drafts_are_those_of_the_model_alone(kernels: str, params: SamplingParams) -> None:
-    """Whatever was drafted for it: all of it right, a part, nothing, more than it was asked for, unknown tokens."""
+def test_under_match_drafts_are_those_of_the_model_alone(
+    kernels: str, params: SamplingParams
+) -> None:
+    """Whatever was drafted for it: all of it right, a part, nothing, more than it was asked for,
+    unknown tokens."""
     if kernels == "native":
         native.start(2)
         decoder = tiny.native_decoder(tiny.drafter("llama"))
@@ -63,7 +83,9 @@ def test_under_match_drafts_are_those_of_the_model_alone(kernels: str, params: S
         other = DraftModel(Runner(decoder, tokens=1024, page=16, slots=8), tiny.VOCAB)
     else:
         alone, other = proposer(slots=8), proposer(slots=8)
-    rows = [row(text_of(5 + 3 * slot, slot), params, depth=3 + slot % 3, slot=slot) for slot in range(6)]
+    rows = [
+        row(text_of(5 + 3 * slot, slot), params, depth=3 + slot % 3, slot=slot) for slot in range(6)
+    ]
     cascade = Cascade(script := Scripted({}), other)
     assert cascade.name == "scripted>model" and cascade.width == 1
     for r in rows:
@@ -72,11 +94,20 @@ def test_under_match_drafts_are_those_of_the_model_alone(kernels: str, params: S
     expected = alone.propose(rows)
     said = [draft.tokens[1:] for draft in expected]
     wrong = [(t + 1) % tiny.VOCAB for t in said[1]]
-    script.script = {0: said[0], 1: wrong, 2: said[2][:1], 3: [], 4: [*said[4][:2], *wrong], 5: [said[5][0], 10**6]}
+    script.script = {
+        0: said[0],
+        1: wrong,
+        2: said[2][:1],
+        3: [],
+        4: [*said[4][:2], *wrong],
+        5: [said[5][0], 10**6],
+    }
     for _ in range(2):  # proposing changes nothing
         found = cascade.propose(rows)
         assert [draft.tokens for draft in found] == [draft.tokens for draft in expected]
-    assert [draft.sources[1] for draft in found] == ["scripted&model" if i not in (1, 3) else "model" for i in range(6)]
+    assert [draft.sources[1] for draft in found] == [
+        "scripted&model" if i not in (1, 3) else "model" for i in range(6)
+    ]
 
 
 def test_it_takes_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +118,19 @@ def test_it_takes_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     cascade = Cascade(Scripted({0: expected.tokens[1:5]}), other)
     cascade.open(0, one.tokens)
     forward = Runner.forward
-    monkeypatch.setattr(Runner, "forward", lambda self, segments: (passes.append(1), forward(self, segments))[1])
+    monkeypatch.setattr(
+        Runner, "forward", lambda self, segments: (passes.append(1), forward(self, segments))[1]
+    )
     assert cascade.propose([one])[0].tokens == expected.tokens
-    assert len(passes) == 2, "one reads the text and four drafted tokens and says the fifth, one the sixth"
+    assert len(passes) == 2, (
+        "one reads the text and four drafted tokens and says the fifth, one the sixth"
+    )
 
 
 @pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
 def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
-    """Under the ratio rules, of every node, whether it was drafted, drawn in its place or behind."""
+    """Under the ratio rules, of every node, whether it was drafted, drawn in its place or
+    behind."""
     text = text_of(9, 3)
     model = proposer()
     cascade, kinds = Cascade(Warmer(proposer().runner, tiny.VOCAB), model), set[str]()
@@ -102,7 +138,11 @@ def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
         one = replace(row(text, params, depth=5), coupled=False, noise=Noise(seed, len(text) - 1))
         cascade.open(0, text)
         (draft,) = cascade.propose([one])
-        assert len(draft) == 6 and draft.laws[1:] == [Law.SAMPLED] * 5 and draft.parents == list(range(-1, 5))
+        assert (
+            len(draft) == 6
+            and draft.laws[1:] == [Law.SAMPLED] * 5
+            and draft.parents == list(range(-1, 5))
+        )
         for node in range(5):
             logits = logits_after(model.runner.decoder, [*text, *draft.tokens[1 : node + 1]])
             law = shape_logits(logits[None], [params]).double().softmax(-1).numpy()[0]
@@ -112,22 +152,28 @@ def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
     assert kinds == {"model&model", "model"}
 
 
-def cascades(small: oracle.Table, middle: oracle.Table, depth: int) -> Iterator[tuple[Draft, float]]:
-    """Every draft that comes of checking one drafter's samples by the middle one's law, and its chance."""
+def cascades(
+    small: oracle.Table, middle: oracle.Table, depth: int
+) -> Iterator[tuple[Draft, float]]:
+    """Every draft that comes of checking one drafter's samples by the middle one's law, and its
+    chance."""
     for draft, weight in oracle.proposals(oracle.sampled, small, depth):
         laws = oracle.rows(draft, middle)
         for verdict, chance in oracle.outcomes(partial(token.verify_chain, draft, laws)):
             made = Draft.root(0)
             for node, said in enumerate(verdict.tokens[:depth]):
                 made.add(said, node, "toy", Law.SAMPLED)
-            made.probs = np.stack([middle[oracle.prefix_of(made, node)] for node in range(len(made))])
+            made.probs = np.stack(
+                [middle[oracle.prefix_of(made, node)] for node in range(len(made))]
+            )
             yield made, weight * chance
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("verify", [token.verify_chain, block.verify_chain, tree.verify_tree])
 def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
-    """Enumerated over all drafts and all coins of both levels, though drafts end where a token was refused."""
+    """Enumerated over all drafts and all coins of both levels, though drafts end where a token was
+    refused."""
     target, middle = oracle.toy_models("float", 2, 2, seed)
     _, small = oracle.toy_models("float", 2, 2, seed + 9)
     assert exact.bias(verify, cascades(small, middle, 2), target, 2) < 1e-12
@@ -136,9 +182,13 @@ def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
 
 
 def test_nobody_is_asked_for_more_than_there_is_room_for() -> None:
-    """Requests of one round are drafted for to their own depths, whatever the deepest of them asks for."""
+    """Requests of one round are drafted for to their own depths, whatever the deepest of them asks
+    for."""
     model, first = proposer(slots=4), Scripted({slot: [5] * 9 for slot in range(4)})
-    cascade, rows = Cascade(first, model), [row(text_of(7, s), depth=(1, 8, 2, 5)[s], slot=s) for s in range(4)]
+    cascade, rows = (
+        Cascade(first, model),
+        [row(text_of(7, s), depth=(1, 8, 2, 5)[s], slot=s) for s in range(4)],
+    )
     for r in rows:
         cascade.open(r.slot, r.tokens)
     for _ in range(12):
@@ -148,7 +198,8 @@ def test_nobody_is_asked_for_more_than_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the model's last tokens come level by level or in one call, and without the reading of a prompt."""
+    """Whether the model's last tokens come level by level or in one call, and without the reading
+    of a prompt."""
     if kernels == "native":
         native.start(2)
         made = tiny.native_decoder(tiny.drafter("llama"))
@@ -181,10 +232,17 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
 
 
 def say_the_same(llm: LLM, rule: str) -> None:
-    """Assert that texts are those without drafts, where the rule promises that; nothing may leak in any case."""
-    prompts = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
+    """Assert that texts are those without drafts, where the rule promises that; nothing may leak in
+    any case."""
+    prompts = [
+        "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
+        "the name",
+        "[1, 2, [1, 2, [",
+    ]
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        params = SamplingParams.pure(
+            max_tokens=40, temperature=temperature, seed=4, ignore_eos=True
+        )
         for depth in (4, "auto"):
             said = llm.generate(prompts, params, depth=depth)
             if rule == "match" or (not temperature and rule != "typical"):
@@ -193,7 +251,9 @@ def say_the_same(llm: LLM, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize("spec", ["suffix>model:{}", "ngram>model:{}|recycle", "model:{}>model:{}", "suffix>self:int8"])
+@pytest.mark.parametrize(
+    "spec", ["suffix>model:{}", "ngram>model:{}|recycle", "model:{}>model:{}", "suffix>self:int8"]
+)
 def test_texts_are_the_same(rule: str, spec: str) -> None:
     if "self" in spec and native.library() is None:
         pytest.skip("the native kernels were not compiled")
@@ -208,7 +268,9 @@ def test_what_is_no_cascade(spec: str) -> None:
         LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
     assert "\n" not in str(error.value)
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.1)}", kv_tokens=192)
-    assert llm.generate("the name", SamplingParams.pure(max_tokens=5), draft="suffix>model")[0].token_ids
+    assert llm.generate("the name", SamplingParams.pure(max_tokens=5), draft="suffix>model")[
+        0
+    ].token_ids
     before = set(llm.engine.proposers)
     with pytest.raises(ConfigError, match="is no cascade"):
         llm.generate("the name", draft="model>suffix")

@@ -1,4 +1,5 @@
-"""Drafts made of drafts: who is asked, one tree of what several say, and exactness of that under every rule."""
+"""Drafts made of drafts: who is asked, one tree of what several say, and exactness of that under
+every rule."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.check import oracle
-from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import MADE, Asked, Best, Both, Either, Offer, ask, merged
-from forerun.drafts import read_draft
+from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.draft_spec import read_draft
 from forerun.kernels import native
 from forerun.types import Draft, Law
 from forerun.verify import tree
@@ -24,7 +25,7 @@ class Named(Proposer):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         raise NotImplementedError
 
 
@@ -33,9 +34,14 @@ class Copying(Named):
 
 
 def answered(
-    proposer: Proposer, has: dict[str, Draft], settles: str = "", branching: bool = True, speeds: str = ""
+    proposer: Proposer,
+    has: dict[str, Draft],
+    settles: str = "",
+    branching: bool = True,
+    speeds: str = "",
 ) -> tuple[list[str], Draft]:
-    """Who was asked, and what came of it, where some have drafts; `speeds` names who copies, the slowest first."""
+    """Who was asked, and what came of it, where some have drafts; `speeds` names who copies, the
+    slowest first."""
     backwards = Asked(branching, lambda parts: parts[::-1])
     asking, asked, root = ask(proposer, backwards), list[str](), Draft.root(1)
     wanted = next(asking)
@@ -43,14 +49,18 @@ def answered(
         while True:
             asked.append(wanted.name)
             draft = has.get(wanted.name, root)
-            wanted = asking.send(Offer(draft, draft, wanted.name == settles, 1.0 + speeds.find(wanted.name)))
+            wanted = asking.send(
+                Offer(draft, draft, wanted.name == settles, 1.0 + speeds.find(wanted.name))
+            )
     except StopIteration as end:
         return asked, end.value
 
 
 a, b, c = (Named(name) for name in "abc")
 d, e = (Copying(name) for name in "de")
-A, B, C = (Draft.chain(1, tokens, name) for name, tokens in (("a", [2, 3]), ("b", [2, 4]), ("c", [5])))
+A, B, C = (
+    Draft.chain(1, tokens, name) for name, tokens in (("a", [2, 3]), ("b", [2, 4]), ("c", [5]))
+)
 
 
 def test_who_is_asked() -> None:
@@ -61,12 +71,24 @@ def test_who_is_asked() -> None:
     assert answered(both, {"a": A, "b": B}, settles="a") == (["a"], A)
     assert answered(both, {"b": B, "c": C}, branching=False) == (["a", "b"], B)
     nested = Both((Either((a, b)), c))
-    assert nested.name == "(a+b)&c" and [part.name for part in nested.parts] == ["a", "b", "c"] and nested.merges
+    assert (
+        nested.name == "(a+b)&c"
+        and [part.name for part in nested.parts] == ["a", "b", "c"]
+        and nested.merges
+    )
     assert answered(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
     best = Either((a, Best((b, c))))
     assert answered(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here turns them round"
-    assert answered(best, {"b": B})[0] == ["a", "c", "b"] and best.rivals == (b, c) and not either.rivals
-    assert (best.name, Both((a, best.inner[1])).name, Best((a, both)).name) == ("a+b?c", "a&(b?c)", "a?a&b&c")
+    assert (
+        answered(best, {"b": B})[0] == ["a", "c", "b"]
+        and best.rivals == (b, c)
+        and not either.rivals
+    )
+    assert (best.name, Both((a, best.inner[1])).name, Best((a, both)).name) == (
+        "a+b?c",
+        "a&(b?c)",
+        "a?a&b&c",
+    )
     copied = Best((d, a, e, b))
     assert copied.rivals == (a, b), "who copies need not be tried: all are looked at"
     assert answered(copied, {"d": A, "e": B}, speeds="de") == (["d", "e"], B)
@@ -78,8 +100,14 @@ def test_who_is_asked() -> None:
 
 
 def test_names_are_read_as_what_they_stand_for() -> None:
-    for composition in (Either((a, Both((b, c)))), Both((a, Either((b, c)))), Both((Both((a, b)), c))):
-        spelled = composition.name.replace("a", "suffix").replace("b", "ngram").replace("c", "recycle")
+    for composition in (
+        Either((a, Both((b, c)))),
+        Both((a, Either((b, c)))),
+        Both((Both((a, b)), c)),
+    ):
+        spelled = (
+            composition.name.replace("a", "suffix").replace("b", "ngram").replace("c", "recycle")
+        )
         assert str(read_draft(spelled)).count("&") == spelled.count("&")
 
 
@@ -113,7 +141,9 @@ def given(tokens: Sequence[int]) -> Draft:
     return Draft.chain(0, list(tokens), "copy")
 
 
-def pairs(drafter: oracle.Table, copies: Sequence[Draft], depth: int) -> Iterator[tuple[Draft, float]]:
+def pairs(
+    drafter: oracle.Table, copies: Sequence[Draft], depth: int
+) -> Iterator[tuple[Draft, float]]:
     """Every chain that may be sampled, with copies of the text beside it."""
     for draft, weight in oracle.proposals(oracle.sampled, drafter, depth):
         yield merged([*copies[:1], draft, *copies[1:]]), weight
@@ -122,10 +152,15 @@ def pairs(drafter: oracle.Table, copies: Sequence[Draft], depth: int) -> Iterato
 @pytest.mark.parametrize("vocab", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("copies", [[(0, 0)], [(1,), (0, 1)], [(0,), (1, 1)]], ids=str)
-def test_a_sampled_chain_among_copies_is_exact(seed: int, vocab: int, copies: list[tuple[int, ...]]) -> None:
+def test_a_sampled_chain_among_copies_is_exact(
+    seed: int, vocab: int, copies: list[tuple[int, ...]]
+) -> None:
     """Under `tree`, whatever coincides: enumerated over every draft and every coin."""
     target, drafter = oracle.toy_models("float", vocab, 2, seed)
-    assert exact.bias(tree.verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2) < 1e-12
+    assert (
+        exact.bias(tree.verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2)
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -155,25 +190,42 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
 
 def test_sampled_siblings_come_first() -> None:
     law = np.array([[0.5, 0.5], [0.0, 0.0]])
-    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Law.GIVEN, Law.SAMPLED], law)
+    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Law.DETERMINISTIC, Law.SAMPLED], law)
     draft = merged([given((0, 1)), sampled])
-    assert draft.tokens[1] == 1 and draft.laws[1] is Law.SAMPLED and draft.laws[2:] == [Law.GIVEN] * 2
+    assert (
+        draft.tokens[1] == 1
+        and draft.laws[1] is Law.SAMPLED
+        and draft.laws[2:] == [Law.DETERMINISTIC] * 2
+    )
     same = merged([given((1,)), sampled])
     assert len(same) == 2 and same.laws[1] is Law.SAMPLED and same.sources[1] == "copy&head"
     assert same.probs is not None and same.probs[0].tolist() == [0.5, 0.5]
 
 
 KERNELS = [
-    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
+    ),
     "torch",
 ]
-PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "the name", "[1, 2, [1, 2, ["]
+PROMPTS = [
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
+    "the name",
+    "[1, 2, [1, 2, [",
+]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("rule", ["match", "tree", "token", "block"])
 @pytest.mark.parametrize(
-    "spec", ["suffix&model:{}", "(suffix|ngram)&model:{}", "ngram|suffix&recycle&model:{}", "ngram?model:{}"]
+    "spec",
+    [
+        "suffix&model:{}",
+        "(suffix|ngram)&model:{}",
+        "ngram|suffix&recycle&model:{}",
+        "ngram?model:{}",
+    ],
 )
 def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
     """In batches, with preemption, at both kinds of depth."""
@@ -183,21 +235,33 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
         dtype=dtype,
     )  # fmt: skip
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        params = SamplingParams.pure(
+            max_tokens=40, temperature=temperature, seed=4, ignore_eos=True
+        )
         for depth in (3, "auto"):
             said = llm.generate(PROMPTS, params, depth=depth)
             if rule == "match" or not temperature:
-                assert [c.token_ids for c in said] == plain(tiny.spoken(), PROMPTS, params, kernels, dtype)
+                assert [c.token_ids for c in said] == plain(
+                    tiny.spoken(), PROMPTS, params, kernels, dtype
+                )
         if depth == 3:
-            assert len(set().union(*(c.stats.by_source for c in said)) & {"suffix", "ngram", "model"}) > 1
+            assert (
+                len(set().union(*(c.stats.by_source for c in said)) & {"suffix", "ngram", "model"})
+                > 1
+            )
     llm.engine.target.cache.pages.check()
 
 
 def test_a_node_that_two_said_counts_for_both() -> None:
-    llm = LLM(tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
+    llm = LLM(
+        tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024
+    )
     (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
     sources = said.stats.by_source
-    assert set(sources) == {"suffix", "model"} and sum(s.drafted for s in sources.values()) > said.stats.drafted
+    assert (
+        set(sources) == {"suffix", "model"}
+        and sum(s.drafted for s in sources.values()) > said.stats.drafted
+    )
 
 
 def test_requests_may_compose_what_the_engine_has() -> None:
@@ -219,5 +283,7 @@ def test_requests_may_compose_what_the_engine_has() -> None:
     names = ["suffix", "ngram", "recycle", "model"]
     for order in itertools.permutations(names):
         for signs in itertools.product("+&", repeat=3):
-            llm.engine.proposers.known("".join(itertools.chain(*zip(order, [*signs, ""], strict=True))), ())
+            llm.engine.proposers.known(
+                "".join(itertools.chain(*zip(order, [*signs, ""], strict=True))), ()
+            )
     assert len(llm.engine.proposers) <= before + MADE

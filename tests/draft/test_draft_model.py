@@ -1,8 +1,9 @@
-"""The drafting model proposes what a full recomputation would, from the text alone, and says truly how it drew.
+"""The drafting model proposes what a full recomputation would, from the text alone, and says truly
+how it drew.
 
-Protects: chains and beams, greedy and sampled, with the target's noise or its own laws; reading whatever it has
-missed; that proposing changes nothing; what happens without room, and between vocabularies of different sizes.
-"""
+Protects: chains and beams, greedy and sampled, with the target's noise or its own laws; reading
+whatever it has missed; that proposing changes nothing; what happens without room, and between
+vocabularies of different sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.cache.attention import Segment
-from forerun.draft import model as draft_model
-from forerun.draft import tree
-from forerun.draft.base import Row
-from forerun.draft.model import DraftModel
+from forerun.draft import draft_model, tree
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import DraftRequest
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
@@ -42,7 +42,13 @@ def decoder(name: str = "llama") -> Decoder:
 
 
 def proposer(
-    width: int = 1, name: str = "llama", *, tokens: int = 1024, page: int = 4, slots: int = 4, vocab: int = tiny.VOCAB
+    width: int = 1,
+    name: str = "llama",
+    *,
+    tokens: int = 1024,
+    page: int = 4,
+    slots: int = 4,
+    vocab: int = tiny.VOCAB,
 ) -> DraftModel:
     return DraftModel(Runner(decoder(name), tokens=tokens, page=page, slots=slots), vocab, width)
 
@@ -51,8 +57,14 @@ def text_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(tiny.VOCAB), k=length)
 
 
-def row(tokens: Sequence[int], params: SamplingParams = GREEDY, depth: int = 4, slot: int = 0, **options: bool) -> Row:
-    return Row(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
+def row(
+    tokens: Sequence[int],
+    params: SamplingParams = GREEDY,
+    depth: int = 4,
+    slot: int = 0,
+    **options: bool,
+) -> DraftRequest:
+    return DraftRequest(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
 
 
 @functools.cache
@@ -72,11 +84,16 @@ def logits_after(model: Decoder, tokens: Sequence[int], vocab: int = tiny.VOCAB)
 
 def noisy(scores: Tensor, key: int) -> list[float]:
     """Scores plus the stream's Gumbel noise, token by token in plain Python."""
-    return [s + rng.gumbel_scalar(key, i) if s > -math.inf else s for i, s in enumerate(scores.tolist())]
+    return [
+        s + rng.gumbel_scalar(key, i) if s > -math.inf else s for i, s in enumerate(scores.tolist())
+    ]
 
 
-def naive_coupled(model: Decoder, row: Row, width: int) -> list[list[tuple[tuple[int, ...], float]]]:
-    """Levels of a beam: the `width` likeliest paths below the root, each a tuple of tokens and its value."""
+def naive_coupled(
+    model: Decoder, row: DraftRequest, width: int
+) -> list[list[tuple[tuple[int, ...], float]]]:
+    """Levels of a beam: the `width` likeliest paths below the root, each a tuple of tokens and its
+    value."""
     beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     levels = []
     for depth in range(row.depth):
@@ -87,7 +104,11 @@ def naive_coupled(model: Decoder, row: Row, width: int) -> list[list[tuple[tuple
                 scores = shape_logits(logits[None], [row.params])[0]
                 logits = torch.tensor(noisy(scores, row.noise.target(depth)), dtype=torch.float64)
             law = torch.log_softmax(logits, -1).tolist()
-            found += [((*path, token), value + law[token]) for token in range(tiny.VOCAB) if law[token] > -math.inf]
+            found += [
+                ((*path, token), value + law[token])
+                for token in range(tiny.VOCAB)
+                if law[token] > -math.inf
+            ]
         beams = sorted(found, key=lambda pair: -pair[1])[:width]
         levels.append(beams)
     return levels
@@ -98,7 +119,7 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
     return [tuple(draft.tokens[i] for i in draft.path_to(node)[1:]) for node in range(len(draft))]
 
 
-def well_formed(draft: Draft, row: Row) -> None:
+def well_formed(draft: Draft, row: DraftRequest) -> None:
     assert draft.tokens[0] == row.tokens[-1]
     assert draft.parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1))
@@ -108,10 +129,10 @@ def well_formed(draft: Draft, row: Row) -> None:
     assert len(set(paths(draft))) == len(draft), "two siblings are the same token"
 
 
-def same_as_naive(model: Decoder, row: Row, width: int, draft: Draft) -> None:
+def same_as_naive(model: Decoder, row: DraftRequest, width: int, draft: Draft) -> None:
     well_formed(draft, row)
     assert draft.probs is None
-    assert set(draft.laws) == {Law.GIVEN}
+    assert set(draft.laws) == {Law.DETERMINISTIC}
     expected = [path for level in naive_coupled(model, row, width) for path, _ in level]
     assert paths(draft) == [(), *expected]
 
@@ -122,7 +143,9 @@ def same_as_naive(model: Decoder, row: Row, width: int, draft: Draft) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_coupled_draft_is_a_full_recomputation(name: str, params: SamplingParams, width: int) -> None:
+def test_coupled_draft_is_a_full_recomputation(
+    name: str, params: SamplingParams, width: int
+) -> None:
     """Several slots at once, of different lengths and depths."""
     drafter = proposer(width, name)
     sizes = enumerate(((3, 4), (21, 2), (12, 5)))
@@ -142,7 +165,11 @@ def test_width_one_is_a_chain() -> None:
 
 def test_greedy_and_sampled_rows_in_one_call() -> None:
     drafter = proposer(2)
-    rows = [row(text_of(8, 1), GREEDY, 3, 0), row(text_of(8, 2), WARM, 3, 1), row(text_of(8, 3), FILTERED, 3, 2)]
+    rows = [
+        row(text_of(8, 1), GREEDY, 3, 0),
+        row(text_of(8, 2), WARM, 3, 1),
+        row(text_of(8, 3), FILTERED, 3, 2),
+    ]
     for r in rows:
         drafter.open(r.slot, r.tokens)
     for r, draft in zip(rows, drafter.propose(rows), strict=True):
@@ -193,7 +220,8 @@ def test_proposing_twice_gives_the_same_draft(width: int, coupled: bool) -> None
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("width", [1, 3])
 def test_reads_whatever_it_has_missed(name: str, width: int) -> None:
-    """After a round any number of tokens may have been committed: drafted ones, others, none at all."""
+    """After a round any number of tokens may have been committed: drafted ones, others, none at
+    all."""
     chance, drafter, text = random.Random(7), proposer(width, name), text_of(5)
     drafter.open(0, text)
     for count in (0, 1, 2, 3, 4, 5, 17, 1, 30, 2):
@@ -201,14 +229,20 @@ def test_reads_whatever_it_has_missed(name: str, width: int) -> None:
         (draft,) = drafter.propose([r])
         same_as_naive(decoder(name), r, width, draft)
         longest = max(paths(draft), key=len)
-        text = [*text, *longest[:count], *chance.choices(range(tiny.VOCAB), k=max(0, count - len(longest)))]
+        text = [
+            *text,
+            *longest[:count],
+            *chance.choices(range(tiny.VOCAB), k=max(0, count - len(longest))),
+        ]
 
 
 def test_a_lag_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long texts are read in several passes, those of one call ending at different times."""
     monkeypatch.setattr(draft_model, "CHUNK", 6)
     drafter = proposer(2)
-    rows = [row(text_of(length, length), WARM, 3, slot) for slot, length in enumerate((30, 1, 6, 13))]
+    rows = [
+        row(text_of(length, length), WARM, 3, slot) for slot, length in enumerate((30, 1, 6, 13))
+    ]
     for r in rows:
         drafter.open(r.slot, r.tokens)
     for r, draft in zip(rows, drafter.propose(rows), strict=True):
@@ -253,11 +287,18 @@ def test_all_pages_come_back() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
-@pytest.mark.parametrize("width, branching", [(1, False), (1, True), (2, True), (3, True), (3, False)])
-def test_sampled_draft_keeps_the_law_it_drew_from(params: SamplingParams, width: int, branching: bool) -> None:
+@pytest.mark.parametrize(
+    "width, branching", [(1, False), (1, True), (2, True), (3, True), (3, False)]
+)
+def test_sampled_draft_keeps_the_law_it_drew_from(
+    params: SamplingParams, width: int, branching: bool
+) -> None:
     """A greedy tree is a beam; else laws are kept, each without the given siblings."""
     drafter = proposer(width)
-    rows = [row(text_of(7 + slot, slot), params, 4, slot, coupled=False, branching=branching) for slot in range(3)]
+    rows = [
+        row(text_of(7 + slot, slot), params, 4, slot, coupled=False, branching=branching)
+        for slot in range(3)
+    ]
     for r in rows:
         drafter.open(r.slot, r.tokens)
     for r, draft in zip(rows, drafter.propose(rows), strict=True):
@@ -268,8 +309,9 @@ def test_sampled_draft_keeps_the_law_it_drew_from(params: SamplingParams, width:
             sampled_as_said(decoder(), r, width if branching else 1, draft)
 
 
-def sampled_as_said(model: Decoder, row: Row, width: int, draft: Draft) -> None:
-    """Every node of a draft of an uncoupled row, against the model run from scratch and the level planned once more."""
+def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft) -> None:
+    """Every node of a draft of an uncoupled row, against the model run from scratch and the level
+    planned once more."""
     assert draft.probs is not None
     assert draft.probs.shape == (len(draft), tiny.VOCAB)
     assert draft.probs.dtype == np.float64
@@ -278,12 +320,20 @@ def sampled_as_said(model: Decoder, row: Row, width: int, draft: Draft) -> None:
     for _ in range(row.depth):
         laws, likeliest = {}, {}
         for node in values:
-            scores = shape_logits(logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params])[0]
+            scores = shape_logits(
+                logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params]
+            )[0]
             laws[node] = scores
             chances = scores.double().softmax(-1)
-            likeliest[node] = [(t, chances[t].item()) for t in chances.topk(width - 1).indices.tolist() if chances[t]]
+            likeliest[node] = [
+                (t, chances[t].item())
+                for t in chances.topk(width - 1).indices.tolist()
+                if chances[t]
+            ]
         wishes = [(value * tree.SAMPLED, node, None) for node, value in values.items()]
-        wishes += [(values[n] * c * tree.BESIDE, n, (t, c)) for n in values for t, c in likeliest[n]]
+        wishes += [
+            (values[n] * c * tree.BESIDE, n, (t, c)) for n in values for t, c in likeliest[n]
+        ]
         taken = [wish[1:] for wish in sorted(wishes, key=lambda wish: -wish[0])[:width]]
         found = {}
         for node, value in values.items():
@@ -295,13 +345,19 @@ def sampled_as_said(model: Decoder, row: Row, width: int, draft: Draft) -> None:
                 child, drawn = kept.pop(0), noisy(scores, row.noise.draft(node))
                 assert draft.laws[child] is Law.SAMPLED
                 assert draft.tokens[child] == max(range(tiny.VOCAB), key=drawn.__getitem__)
-                assert np.allclose(draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9)
+                assert np.allclose(
+                    draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9
+                )
                 assert draft.probs[node][draft.tokens[child]] > 0
                 left = 1 - sum(chance for _, chance in given)
-                found[child] = value * (tree.AMONG_REST * max(left, 1e-9) if given else tree.SAMPLED)
+                found[child] = value * (
+                    tree.AMONG_REST * max(left, 1e-9) if given else tree.SAMPLED
+                )
             else:
                 assert not draft.probs[node].any()
-            assert [(draft.tokens[i], draft.laws[i]) for i in kept] == [(token, Law.GIVEN) for token, _ in given]
+            assert [(draft.tokens[i], draft.laws[i]) for i in kept] == [
+                (token, Law.DETERMINISTIC) for token, _ in given
+            ]
             found |= {child: value * chance for child, (_, chance) in zip(kept, given, strict=True)}
         values = dict(sorted(found.items()))
         assert 0 < len(values) <= width
@@ -317,7 +373,7 @@ def test_a_tree_under_a_ratio_rule_goes_on_below_given_tokens_too() -> None:
         drafter.open(0, r.tokens)
         (draft,) = drafter.propose([r])
         drafter.close(0)
-        given = [i for i, law in enumerate(draft.laws) if law is Law.GIVEN and i]
+        given = [i for i, law in enumerate(draft.laws) if law is Law.DETERMINISTIC and i]
         deepest = max([deepest, *(draft.depths()[i] for i in given if draft.children()[i])])
     assert deepest >= 2
 
@@ -328,7 +384,7 @@ def test_draws_follow_the_law(width: int) -> None:
     text, drafter, drawn, law = text_of(8, 5), proposer(width), Counter[int](), None
     drafter.open(0, text)
     for seed in range(500):
-        r = Row(0, text, FILTERED, Noise(seed, len(text) - 1), 1, coupled=False)
+        r = DraftRequest(0, text, FILTERED, Noise(seed, len(text) - 1), 1, coupled=False)
         (draft,) = drafter.propose([r])
         drawn[draft.tokens[1]] += 1
         law = draft.probs[0] if draft.probs is not None else None
@@ -345,7 +401,9 @@ def test_target_and_draft_noise_are_not_the_same() -> None:
     hot = SamplingParams(temperature=3.0)
     for seed in range(20):
         both = [
-            drafter.propose([Row(0, text, hot, Noise(seed, 7), 1, coupled=coupled)])[0].tokens[1]
+            drafter.propose([DraftRequest(0, text, hot, Noise(seed, 7), 1, coupled=coupled)])[
+                0
+            ].tokens[1]
             for coupled in (True, False)
         ]
         apart += both[0] != both[1]
@@ -353,7 +411,8 @@ def test_target_and_draft_noise_are_not_the_same() -> None:
 
 
 def test_given_siblings_that_leave_nothing_to_draw() -> None:
-    """With one token possible and given, there is no law to draw from: the tree goes on below what is given."""
+    """With one token possible and given, there is no law to draw from: the tree goes on below what
+    is given."""
     params = SamplingParams(temperature=1.0, top_k=1)
     drafter, r = proposer(2), row(text_of(9), params, 4, coupled=False)
     drafter.open(0, r.tokens)
@@ -400,7 +459,10 @@ def test_end_of_the_context_is_a_root(width: int, page: int) -> None:
 
 def test_prompt_longer_than_the_drafters_context() -> None:
     small = load_decoder(tiny.drafter("llama"), torch.float64, torch.device("cpu"), 20)
-    drafter, text = DraftModel(Runner(small, tokens=128, page=4, slots=2), tiny.VOCAB), text_of(40, 8)
+    drafter, text = (
+        DraftModel(Runner(small, tokens=128, page=4, slots=2), tiny.VOCAB),
+        text_of(40, 8),
+    )
     drafter.open(0, text)
     assert len(drafter.propose([row(text)])[0]) == 1
     drafter.close(0, text)
@@ -429,14 +491,16 @@ def sized(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Decoder]:
 @pytest.mark.parametrize("vocab", [56, 72])
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("width", [1, 3])
-def test_vocabulary_of_another_size(vocab: int, coupled: bool, width: int, sized: dict[int, Decoder]) -> None:
+def test_vocabulary_of_another_size(
+    vocab: int, coupled: bool, width: int, sized: dict[int, Decoder]
+) -> None:
     """Tokens only one of the two has are never drafted and have no probability."""
     hot = SamplingParams(temperature=5.0)
     drafter = DraftModel(Runner(sized[vocab], tokens=512, page=4, slots=1), tiny.VOCAB, width)
     text = [t % 56 for t in text_of(12, 9)]
     drafter.open(0, text)
     for seed in range(12):
-        r = Row(0, text, hot, Noise(seed, 11), 4, coupled=coupled)
+        r = DraftRequest(0, text, hot, Noise(seed, 11), 4, coupled=coupled)
         (draft,) = drafter.propose([r])
         well_formed(draft, r)
         assert max(draft.tokens) < min(vocab, tiny.VOCAB)
@@ -448,7 +512,8 @@ def test_vocabulary_of_another_size(vocab: int, coupled: bool, width: int, sized
 
 
 def test_a_committed_token_the_drafter_does_not_have(sized: dict[int, Decoder]) -> None:
-    """The target may say what the smaller drafter has no embedding for: no draft, never an error."""
+    """The target may say what the smaller drafter has no embedding for: no draft, never an
+    error."""
     drafter = DraftModel(Runner(sized[56], tokens=512, page=4, slots=2), tiny.VOCAB)
     good = [t % 56 for t in text_of(8, 9)]
     drafter.open(0, [1, 2, 60, 3])

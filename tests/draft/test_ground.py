@@ -1,4 +1,5 @@
-"""Grounding: the passages that looking at all would choose, of nobody else's documents, and nothing if damaged."""
+"""Grounding: the passages that looking at all would choose, of nobody else's documents, and nothing
+if damaged."""
 
 from __future__ import annotations
 
@@ -13,12 +14,11 @@ import numpy as np
 import pytest
 
 from forerun import LLM, LoadError, SamplingParams
-from forerun.draft import ground as grounding
-from forerun.draft import passages
+from forerun.draft import corpus as passages
+from forerun.draft import retrieval as grounding
 from forerun.draft.corpus import BREAK, LIST, PASSAGE, File, Index, Segment, adding, passages_of
-from forerun.draft.ground import Ground, fit, ground
-from forerun.draft.retrieval import Retrieval
-from forerun.models.text import Tokenizer
+from forerun.draft.retrieval import Ground, Retrieval, fit, ground
+from forerun.models.tokenizer import Tokenizer
 from tests import tiny
 from tests.draft.test_retrieval import row_of
 
@@ -30,7 +30,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tiny.spoken())
 
 
-def write(directory: Path, tokenizer: Tokenizer, texts: list[list[int]], vocab: int = VOCAB) -> Index:
+def write(
+    directory: Path, tokenizer: Tokenizer, texts: list[list[int]], vocab: int = VOCAB
+) -> Index:
     with adding(directory, tokenizer, vocab) as writer:
         writer.add(File("a", 1, len(texts)), texts)
     return Index(directory)
@@ -39,13 +41,24 @@ def write(directory: Path, tokenizer: Tokenizer, texts: list[list[int]], vocab: 
 def texts_of(seed: int) -> list[list[int]]:
     """Of many lengths, tokens from frequent to rare."""
     generator = random.Random(seed)
-    lengths = [0, 1, PASSAGE - 1, PASSAGE, PASSAGE + 1, *(generator.randrange(900) for _ in range(6))]
+    lengths = [
+        0,
+        1,
+        PASSAGE - 1,
+        PASSAGE,
+        PASSAGE + 1,
+        *(generator.randrange(900) for _ in range(6)),
+    ]
     return [[int(VOCAB * generator.random() ** 4) for _ in range(length)] for length in lengths]
 
 
 def fit_twin(segments: list[Segment], tokens: list[int]) -> list[tuple[int, int]]:
     """`fit` by looking at every passage."""
-    all_passages = [(n, place, held.tolist()) for n, s in enumerate(segments) for place, held in passages_of(s.tokens)]
+    all_passages = [
+        (n, place, held.tolist())
+        for n, s in enumerate(segments)
+        for place, held in passages_of(s.tokens)
+    ]
     every = [token for segment in segments for token in segment.tokens.tolist()]
     scores, spent = dict[tuple[int, int], float](), 0
     known = {token for token in tokens[-grounding.RECENT :] if token in every}
@@ -68,19 +81,28 @@ def test_the_passages_are_those_that_looking_at_all_finds(
     asked = [text for seed in (0, 1, 7) for text in texts_of(seed)]
     chosen = [fit(segments, text) for text in asked]
     assert chosen == [fit_twin(segments, text) for text in asked]
-    assert len({len(passages) for passages in chosen}) > 1 and {of for c in chosen for of, _ in c} == {0, 1, 2}
+    assert len({len(passages) for passages in chosen}) > 1 and {
+        of for c in chosen for of, _ in c
+    } == {0, 1, 2}
 
 
 def test_passages_are_whole_texts_or_parts_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.array([token for text in texts_of(1) for token in (*text, BREAK)], np.uint32)
     cut = list(passages_of(tokens))
-    assert all(0 < len(held) <= PASSAGE and (held == tokens[at : at + len(held)]).all() for at, held in cut)
+    assert all(
+        0 < len(held) <= PASSAGE and (held == tokens[at : at + len(held)]).all() for at, held in cut
+    )
     assert np.concatenate([held for _, held in cut]).tolist() == tokens[tokens != BREAK].tolist()
     assert len(cut) == sum(-(-len(text) // PASSAGE) for text in texts_of(1))
 
 
 def test_the_longest_match_is_followed_the_best_passage_first() -> None:
-    near = Ground([np.array(text, np.uint32) for text in ([1, 2, 3, 4], [9, 2, 3, 5, 6, 7], [8, 2, 3, 5], [], [3, 4])])
+    near = Ground(
+        [
+            np.array(text, np.uint32)
+            for text in ([1, 2, 3, 4], [9, 2, 3, 5, 6, 7], [8, 2, 3, 5], [], [3, 4])
+        ]
+    )
     assert near.retrieve([0, 2, 3], 8) == (2, [4])
     assert near.retrieve([9, 2, 3], 8) == (3, [5, 6, 7])
     assert near.retrieve([9, 2, 3], 1) == (3, [5])
@@ -89,10 +111,14 @@ def test_the_longest_match_is_followed_the_best_passage_first() -> None:
     assert near.retrieve([0], 8) == near.retrieve([2], 8) == (0, [])  # one token is no match
 
 
-def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """The whole index would say 4, which most texts go on with."""
     common = [[10 + n, 1, 2, 3, 4, 4, 4] for n in range(20)]
-    retrieval = Retrieval({"docs": write(tmp_path, tokenizer, [*common, [200, 201, 1, 2, 3, 5, 6, 7]])})
+    retrieval = Retrieval(
+        {"docs": write(tmp_path, tokenizer, [*common, [200, 201, 1, 2, 3, 5, 6, 7]])}
+    )
 
     def said(tokens: list[int]) -> tuple[int, list[int]]:
         (draft,) = retrieval.propose([row_of(tokens)])
@@ -103,12 +129,19 @@ def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(tmp_path: Path, to
     retrieval.close(0)
     retrieval.open(0, [200, 201])
     assert said([200, 201, 1, 2, 3]) == (5, [5, 6, 7])
-    assert said([200, 201, 99, 1, 2, 3]) == (3, [5, 6, 7]) and said([200, 201, 99, 2, 3]) == (2, [5, 6, 7])
-    retrieval.add("docs", write(tmp_path, tokenizer, [[1]]))  # read again: what was found before is forgotten
+    assert said([200, 201, 99, 1, 2, 3]) == (3, [5, 6, 7]) and said([200, 201, 99, 2, 3]) == (
+        2,
+        [5, 6, 7],
+    )
+    retrieval.add(
+        "docs", write(tmp_path, tokenizer, [[1]])
+    )  # read again: what was found before is forgotten
     assert said([200, 201, 99, 1, 2, 3]) == (3, [4, 4, 4])
 
 
-def test_nobody_is_grounded_in_another_clients_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_nobody_is_grounded_in_another_clients_documents(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     secret = [250, 251, 252, 253, 254]
     retrieval = Retrieval({"all": write(tmp_path / "all", tokenizer, [[1, 2, 3, 4]])})
     retrieval.add("one", write(tmp_path / "one", tokenizer, [secret]), client="a")
@@ -121,7 +154,9 @@ def test_nobody_is_grounded_in_another_clients_documents(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "bytes", "no table", "number"])
-def test_a_damaged_table_is_one_clear_line(damage: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_damaged_table_is_one_clear_line(
+    damage: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write(tmp_path, tokenizer, texts_of(1))
     table, listed = tmp_path / "0001.passages", tmp_path / LIST
     size = table.stat().st_size
@@ -129,7 +164,9 @@ def test_a_damaged_table_is_one_clear_line(damage: str, tmp_path: Path, tokenize
     if damage == "missing":
         table.unlink()
     elif damage in ("short", "bytes"):
-        table.write_bytes(table.read_bytes()[:-1] if damage == "short" else bytes(range(256)) * (size // 256))
+        table.write_bytes(
+            table.read_bytes()[:-1] if damage == "short" else bytes(range(256)) * (size // 256)
+        )
     elif damage == "no table":
         table.unlink()
         with sqlite3.connect(table) as other:
@@ -165,7 +202,14 @@ def test_bits_that_turn_in_a_table_draft_nothing_that_is_no_token(
 
 def test_places_that_are_none_are_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (segment,) = write(tmp_path, tokenizer, [[1, 2, 3]]).segments
-    assert [len(grounding._text(segment, place)) for place in (0, 1, 3, 4, 1 << 40, -1)] == [3, 2, 0, 0, 0, 0]
+    assert [len(grounding._text(segment, place)) for place in (0, 1, 3, 4, 1 << 40, -1)] == [
+        3,
+        2,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("why", ["older", "no FTS5"])
@@ -177,7 +221,9 @@ def test_an_index_without_passages_drafts_as_before(
         before = write(tmp_path, tokenizer, [[1, 2, 3, 4]])
     retrieval = Retrieval({"docs": before})
     retrieval.open(0, [1, 2, 3])
-    assert not (tmp_path / "0001.passages").exists() and "passages" not in json.loads((tmp_path / LIST).read_text())
+    assert not (tmp_path / "0001.passages").exists() and "passages" not in json.loads(
+        (tmp_path / LIST).read_text()
+    )
     assert [draft.tokens for draft in retrieval.propose([row_of([1, 2, 3])])] == [[3, 4]]
     added = write(tmp_path, tokenizer, [[7, 8, 9]])  # what is added has some
     assert fit(added.segments, [1, 2, 3]) == [] and fit(added.segments, [1, 8]) == [(1, 0)]
@@ -201,7 +247,10 @@ def test_a_full_disk_leaves_the_index_as_it_was(
 
     monkeypatch.setattr(passages.sqlite3, "connect", lambda *a, **k: real(*a, factory=Small, **k))
     for directory in (tmp_path / "index", tmp_path / "new"):
-        with pytest.raises(OSError, match="full") as raised, adding(directory, tokenizer, VOCAB) as writer:
+        with (
+            pytest.raises(OSError, match="full") as raised,
+            adding(directory, tokenizer, VOCAB) as writer,
+        ):
             writer.add(File("b", 1, 2), texts_of(2))
         assert raised.value.errno == errno.EIO and "\n" not in str(raised.value)
     assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
@@ -217,7 +266,9 @@ def test_texts_are_the_same_where_the_prompt_names_its_document(tmp_path: Path) 
     write(tmp_path / "index", llm.tokenizer, [[*ids, *plain]], llm.decoder.config.vocab)  # type: ignore[arg-type]
     for temperature in (0.0, 0.8):
         llm = LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512, depth=6)
-        params = SamplingParams.pure(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
+        params = SamplingParams.pure(
+            max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
+        )
         said = llm.generate(prompt, params)[0]
         assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
         assert temperature or said.stats.by_source["retrieval"].accepted > 40

@@ -1,4 +1,5 @@
-"""A model that drafts for itself with part of its layers or keys: on its own cache, and without a trace in it."""
+"""A model that drafts for itself with part of its layers or keys: on its own cache, and without a
+trace in it."""
 
 from __future__ import annotations
 
@@ -8,20 +9,23 @@ import torch
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft.base import Row
-from forerun.draft.itself import Abridged, kept_layers
+from forerun.draft.proposer import DraftRequest
+from forerun.draft.self_speculation import SelfSpeculation, kept_layers
 from forerun.kernels import native
 from forerun.models.config import SINKS, load_config
 from forerun.models.decoder import load_decoder
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams as Params
 from forerun.verify import Noise
 from tests import tiny
 from tests.texts import plain
 
 KERNELS = [
-    pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")),
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
+    ),
     "torch",
 ]
 PROMPTS = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5] * 30]
@@ -30,9 +34,16 @@ PROMPTS = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5] * 30]
 def runner(kernels: str = "torch", family: str = "llama") -> Runner:
     path = tiny.family(family)
     if kernels == "torch":
-        return Runner(load_decoder(path, torch.float64, torch.device("cpu"), 512), tokens=1024, page=16, slots=4)
+        return Runner(
+            load_decoder(path, torch.float64, torch.device("cpu"), 512),
+            tokens=1024,
+            page=16,
+            slots=4,
+        )
     native.start(2)
-    return Runner(NativeDecoder(load_config(path), path, "float32", 512), tokens=1024, page=16, slots=4)
+    return Runner(
+        NativeDecoder(load_config(path), path, "float32", 512), tokens=1024, page=16, slots=4
+    )
 
 
 def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
@@ -43,8 +54,12 @@ def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("draft", ["self:layers=1", "self:layers=1-2", "self:window=4", "suffix+self:layers=0,2"])
-@pytest.mark.parametrize(("rule", "width"), [("match", 1), ("match", 3), ("token", 1), ("block", 1), ("tree", 2)])
+@pytest.mark.parametrize(
+    "draft", ["self:layers=1", "self:layers=1-2", "self:window=4", "suffix+self:layers=0,2"]
+)
+@pytest.mark.parametrize(
+    ("rule", "width"), [("match", 1), ("match", 3), ("token", 1), ("block", 1), ("tree", 2)]
+)
 def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: int) -> None:
     """In batches, with a pool so small that requests are preempted."""
     dtype = "float32" if kernels == "native" else "float64"
@@ -53,10 +68,14 @@ def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: 
         max_rows=3,
     )  # fmt: skip
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+        params = SamplingParams.pure(
+            max_tokens=40, temperature=temperature, seed=3, ignore_eos=True
+        )
         said = llm.generate(PROMPTS, params)
         if rule == "match" or temperature == 0:
-            assert [c.token_ids for c in said] == plain(tiny.family("llama"), PROMPTS, params, kernels, dtype)
+            assert [c.token_ids for c in said] == plain(
+                tiny.family("llama"), PROMPTS, params, kernels, dtype
+            )
         assert sum(c.stats.by_source["self"].drafted for c in said) > 20
     llm.engine.target.cache.pages.check()
 
@@ -69,7 +88,9 @@ def test_with_all_layers_and_keys_it_is_the_model(kernels: str, family: str) -> 
     layers, tokens = whole.decoder.config.layers, [5, 6, 7] * 20
     read(whole, tokens)
     for window in (None, 512):
-        (draft,) = Abridged(whole, range(layers), window).propose([Row(0, tokens, Params(), Noise(1, 59), 5)])
+        (draft,) = SelfSpeculation(whole, range(layers), window).propose(
+            [DraftRequest(0, tokens, Params(), Noise(1, 59), 5)]
+        )
         text = [*tokens]
         for token in draft.tokens[1:]:
             chain = Segment(1, text, list(range(-1, len(text) - 1)), [len(text) - 1])
@@ -85,9 +106,12 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
     read(whole, tokens)
     before, length = whole.cache.data.clone(), list(whole.cache.length)
     rows = whole.cache.pages.rows[0, :59].tolist()
-    drafter = Abridged(whole, (0, 2), 8)
+    drafter = SelfSpeculation(whole, (0, 2), 8)
     for depth in (4, 1):
-        assert len(drafter.propose([Row(0, tokens, Params(), Noise(1, 59), depth)])[0]) == depth + 1
+        assert (
+            len(drafter.propose([DraftRequest(0, tokens, Params(), Noise(1, 59), depth)])[0])
+            == depth + 1
+        )
     assert whole.cache.length == length
     if kernels == "torch":
         assert torch.equal(whole.cache.data[:, :, rows], before[:, :, rows])
@@ -97,7 +121,9 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
         fresh = runner(kernels)
         read(fresh, tokens)
         assert torch.equal(whole.forward([again]).logits, fresh.forward([again]).logits)
-    assert len(drafter.propose([Row(0, [*tokens, 1], Params(), Noise(1, 60), 4)])[0]) == 1  # the target is behind
+    assert (
+        len(drafter.propose([DraftRequest(0, [*tokens, 1], Params(), Noise(1, 60), 4)])[0]) == 1
+    )  # the target is behind
     whole.reset()
     drafter.reset()
     assert drafter.runner.cache is whole.cache
@@ -105,11 +131,15 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
-def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(instructions: str, window: int) -> None:
+def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
+    instructions: str, window: int
+) -> None:
     """Chunks, branches and single tokens, with texts shorter and longer than both together."""
     path = tiny.family("gemma3")
     shape = load_config(path)
-    one = Runner(load_decoder(path, torch.float32, torch.device("cpu"), 512), tokens=1024, page=16, slots=4)
+    one = Runner(
+        load_decoder(path, torch.float32, torch.device("cpu"), 512), tokens=1024, page=16, slots=4
+    )
     other = Runner(NativeDecoder(shape, path, "float32", 512), tokens=1024, page=16, slots=4)
     texts = {0: [1 + i % 60 for i in range(250)], 1: [3, 9] * 40, 2: [7, 8]}
     found = []
@@ -117,7 +147,10 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(instructions: st
         part = whole.abridged(range(shape.layers), window)
         for slot, text in texts.items():
             read(whole, text, slot)
-        segments = [Segment(slot, [text[-1], 4, 5, 6], [-1, 0, 0, 2], [0, 1, 2, 3]) for slot, text in texts.items()]
+        segments = [
+            Segment(slot, [text[-1], 4, 5, 6], [-1, 0, 0, 2], [0, 1, 2, 3])
+            for slot, text in texts.items()
+        ]
         found.append(part.forward(segments).logits.float())
     np.testing.assert_allclose(*found, atol=2e-4)
     assert SINKS == 64
@@ -125,14 +158,18 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(instructions: st
 
 def test_which_layers_are_kept() -> None:
     assert (
-        kept_layers("2", 4) == (0, 1) and kept_layers("0-1,3", 4) == (0, 1, 3) and kept_layers("4", 4) == (0, 1, 2, 3)
+        kept_layers("2", 4) == (0, 1)
+        and kept_layers("0-1,3", 4) == (0, 1, 3)
+        and kept_layers("4", 4) == (0, 1, 2, 3)
     )
     for said in ("0", "5", "1-9", "2,1", "1,1", "4-2", "999999", "0-2,999999"):
         with pytest.raises(ConfigError, match="is no part of this model's 4 layers"):
             kept_layers(said, 4)
 
 
-@pytest.mark.parametrize("spec", ["self:layers=", "self:layers=a", "self:window=0", "self:window=-1", "self:layers"])
+@pytest.mark.parametrize(
+    "spec", ["self:layers=", "self:layers=a", "self:window=0", "self:window=-1", "self:layers"]
+)
 def test_ways_that_are_none_are_one_line(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot draft for itself as .*self:layers=12"):
         LLM(tiny.family("llama"), draft=spec)

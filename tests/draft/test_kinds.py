@@ -1,4 +1,5 @@
-"""Every row of the table of kinds, from configurations and tensors as they are published; and nothing else of it."""
+"""Every row of the table of kinds, from configurations and tensors as they are published; and
+nothing else of it."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from typing import Any
 import pytest
 
 from forerun.catalogue import layout
-from forerun.draft import block_format, stored
-from forerun.draft.kinds import TABLE, Look, recognise
+from forerun.draft import head_files as stored
+from forerun.draft.block import module as block_format
+from forerun.draft.registry import TABLE, Look, recognise
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
 ONE = LLAMA | {"num_hidden_layers": 1}
 
 BLOCK = {"architectures": ["DFlashDraftModel"]}
-LAGUNA, TTT = {"architectures": ["DFlashLagunaForCausalLM"]}, {"target_layer_ids": [1], "ttt_length": 7}
+LAGUNA, TTT = (
+    {"architectures": ["DFlashLagunaForCausalLM"]},
+    {"target_layer_ids": [1], "ttt_length": 7},
+)
 
 ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, (), "eagle3 (speculators)", "eagle3"),
@@ -71,7 +76,9 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("raw", "tensors", "name", "draft"), ROWS, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(
+    ("raw", "tensors", "name", "draft"), ROWS, ids=lambda value: str(value)[:50]
+)
 def test_each_kind(raw: dict[str, Any], tensors: tuple[str, ...], name: str, draft: str) -> None:
     kind = recognise(Look(raw, tensors, tokenizer=True))
     assert (kind.name, kind.draft) == (name, draft)
@@ -90,14 +97,23 @@ def test_one_layer_without_tensors_to_look_at() -> None:
     assert recognise(Look(ONE, tokenizer=True)).name == "lm"
 
 
-@pytest.mark.parametrize("value", [None, 5, "x" * 5000, [], {}, [[]], {"a": {"b": []}}, True, -1, [None], "\x1b[2J"])
+@pytest.mark.parametrize(
+    "value", [None, 5, "x" * 5000, [], {}, [[]], {"a": {"b": []}}, True, -1, [None], "\x1b[2J"]
+)
 def test_any_value_may_be_of_any_type(value: Any) -> None:
     keys = {key for raw, *_ in ROWS for key in raw} | {"text_config", "projector_type"}
     for key in keys:
-        for raw in ({key: value}, LLAMA | {key: value}, {"num_nextn_predict_layers": 1, key: value}):
+        for raw in (
+            {key: value},
+            LLAMA | {key: value},
+            {"num_nextn_predict_layers": 1, key: value},
+        ):
             kind = recognise(Look(raw))
             assert kind.name.isprintable() and len(kind.name) < 300
 
 
 def test_what_is_read_is_what_the_readers_read() -> None:
-    assert set(layout.LAYERS) == set(stored.DEFAULTS) and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
+    assert (
+        set(layout.LAYERS) == set(stored.DEFAULTS)
+        and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
+    )

@@ -1,4 +1,5 @@
-"""Published heads, one a level: their files tell what they are, and damaged ones are refused in one line."""
+"""Published heads, one a level: their files tell what they are, and damaged ones are refused in one
+line."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import torch
 from forerun import LoadError
 from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
-from forerun.draft.layers import with_native_products
+from forerun.draft.head_files import tensor_names
+from forerun.draft.head_modules import with_native_products
 from forerun.draft.registry import LEVELS, kind_of
-from forerun.draft.stored import tensor_names
 from forerun.kernels import native
 from tests import tiny
 from tests.draft import published
@@ -22,7 +23,9 @@ from tests.draft.heads import CASES, SHAPES
 from tests.draft.published import change, damage, random
 from tests.draft.twins import target
 
-FAMILIES = {f"{kind}: {shape}": SHAPES[kind][shape]["made"] for kind, shape in CASES if kind in LEVELS}
+FAMILIES = {
+    f"{kind}: {shape}": SHAPES[kind][shape]["made"] for kind, shape in CASES if kind in LEVELS
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,7 +1,8 @@
-"""Medusa heads: which state they read, what they say from it, how they are stored; wrong ones are refused.
+"""Medusa heads: which state they read, what they say from it, how they are stored; wrong ones are
+refused.
 
-A head that reads the state of the wrong position still drafts, only worse, so alignment is tested by heads that know.
-"""
+A head that reads the state of the wrong position still drafts, only worse, so alignment is tested
+by heads that know."""
 
 import json
 from dataclasses import replace
@@ -13,14 +14,12 @@ from safetensors.torch import save_file
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft.base import Row
-from forerun.draft.levels import Levels
-from forerun.draft.medusa import MedusaHeads, load_heads
-from forerun.draft.view import view_of
+from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads
+from forerun.draft.proposer import DraftRequest, view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
-from forerun.packed import Linear
-from forerun.runner import Runner
+from forerun.runtime.program import Linear
+from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
@@ -29,12 +28,16 @@ from tests.engine import build
 def save(heads: MedusaHeads, directory, **changes):
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(heads.config() | changes))
-    save_file({name: t.contiguous() for name, t in heads.state_dict().items()}, directory / "model.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in heads.state_dict().items()},
+        directory / "model.safetensors",
+    )
     return directory
 
 
 class Fitted(MedusaHeads):
-    """Heads fitted to texts: from the state of token t they know tokens t + 2, t + 3, .. of them."""
+    """Heads fitted to texts: from the state of token t they know tokens t + 2, t + 3, .. of
+    them."""
 
     def fit(self, states: torch.Tensor, tokens: list[int]) -> None:
         self.begin(torch.zeros(self.vocab, self.hidden))
@@ -46,11 +49,15 @@ class Fitted(MedusaHeads):
 
 
 def test_heads_read_the_state_of_the_token_before_the_root() -> None:
-    """Heads that know one text by its states are right about all of it; off by one they would know nothing."""
+    """Heads that know one text by its states are right about all of it; off by one they would know
+    nothing."""
     decoder = tiny.decoder(tiny.family("llama"))
     view = view_of(decoder)
     plain = Engine(Runner(decoder, tokens=256, page=4, slots=1), {})
-    request = plain.add(build.prompts()[2][:6], SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True))
+    request = plain.add(
+        build.prompts()[2][:6],
+        SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True),
+    )
     while plain.busy:
         plain.step()
     text = list(request.tokens)
@@ -60,12 +67,17 @@ def test_heads_read_the_state_of_the_token_before_the_root() -> None:
     states = view.normalise(runner.forward([segment], (view.layers,)).features[view.layers])
     heads = Fitted(3, 1, view.hidden, view.vocab)
     heads.fit(states, text)
-    engine = Engine(Runner(decoder, tokens=256, page=4, slots=1), {"medusa": Levels("medusa", heads, view)})
+    engine = Engine(
+        Runner(decoder, tokens=256, page=4, slots=1),
+        {"medusa": MedusaProposer("medusa", heads, view)},
+    )
     again = engine.add(text[:6], request.params, draft="medusa", depth=3)
     while engine.busy:
         engine.step_or_raise()
     assert again.tokens == text
-    assert again.stats.accepted == again.stats.drafted > 15, "heads that know the text are right wherever asked"
+    assert again.stats.accepted == again.stats.drafted > 15, (
+        "heads that know the text are right wherever asked"
+    )
 
 
 @pytest.mark.parametrize("form", [None, "float32", "int8"])
@@ -76,12 +88,12 @@ def test_the_proposer_computes_what_is_trained(form) -> None:
     native.start(2) if form else None
     heads = MedusaHeads(3, 2, 32, tiny.VOCAB)
     view = view_of(tiny.decoder(tiny.family("llama")))
-    medusa, state = Levels("medusa", heads, replace(view, form=form)), torch.randn(5, 32)
+    medusa, state = MedusaProposer("medusa", heads, replace(view, form=form)), torch.randn(5, 32)
     expected = heads(state)
     for head in range(3):
-        apart = (medusa.grower.heads.step(head, state, torch.zeros(5))[0] - expected[:, head]).norm() / expected[
-            :, head
-        ].norm()
+        apart = (
+            medusa.grower.heads.step(head, state, torch.zeros(5))[0] - expected[:, head]
+        ).norm() / expected[:, head].norm()
         assert apart < (0.05 if form == "int8" else 1e-5)
 
 
@@ -112,9 +124,14 @@ def test_untrained_heads_say_what_the_target_says() -> None:
     assert torch.allclose(heads(state)[:, 1], state @ head.T)
 
 
-@pytest.mark.parametrize("change", ["other target", "no file", "bad config", "missing tensor", "garbage"])
+@pytest.mark.parametrize(
+    "change", ["other target", "no file", "bad config", "missing tensor", "garbage"]
+)
 def test_heads_that_do_not_fit(change, tmp_path) -> None:
-    directory = save(tiny.medusa("llama") if change != "other target" else MedusaHeads(2, 1, 8, 12), tmp_path / "m")
+    directory = save(
+        tiny.medusa("llama") if change != "other target" else MedusaHeads(2, 1, 8, 12),
+        tmp_path / "m",
+    )
     if change == "no file":
         (directory / "model.safetensors").unlink()
     if change == "bad config":
@@ -130,6 +147,8 @@ def test_heads_that_do_not_fit(change, tmp_path) -> None:
 
 def test_a_prompt_of_one_token_has_no_state_before_its_root() -> None:
     decoder = tiny.decoder(tiny.family("llama"))
-    medusa = Levels("medusa", tiny.medusa("llama"), view_of(decoder))
+    medusa = MedusaProposer("medusa", tiny.medusa("llama"), view_of(decoder))
     medusa.open(0, [5])
-    assert len(medusa.propose([Row(0, [5], SamplingParams(), Noise(1, 0), depth=3)])[0]) == 1
+    assert (
+        len(medusa.propose([DraftRequest(0, [5], SamplingParams(), Noise(1, 0), depth=3)])[0]) == 1
+    )

@@ -1,7 +1,8 @@
-"""Prompt lookup proposes what a plain search through the text would: the latest occurrence of the longest suffix.
+"""Prompt lookup proposes what a plain search through the text would: the latest occurrence of the
+longest suffix.
 
-Protects: the index against a quadratic search, however many tokens arrive between two rounds; copies that run past
-the end of the text; that proposing changes nothing; that a slot starts clean.
+Protects: the index against a quadratic search, however many tokens arrive between two rounds;
+copies that run past the end of the text; that proposing changes nothing; that a slot starts clean.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.draft.base import Row
 from forerun.draft.ngram import NGram, copy_from
+from forerun.draft.proposer import DraftRequest
 from forerun.sampling.params import SamplingParams
 from forerun.types import Law
 from forerun.verify import Noise
 
 
-def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> Row:
-    return Row(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> DraftRequest:
+    return DraftRequest(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
 
 
 def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> list[int]:
@@ -39,7 +40,10 @@ def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> lis
 def test_against_a_naive_search(letters: int, longest: int, shortest: int) -> None:
     chance = random.Random(letters)
     for _ in range(12):
-        proposer, tokens = NGram(longest, shortest), chance.choices(range(letters), k=chance.randint(1, 9))
+        proposer, tokens = (
+            NGram(longest, shortest),
+            chance.choices(range(letters), k=chance.randint(1, 9)),
+        )
         proposer.open(0, tokens)
         while len(tokens) < 50:
             depth = chance.randint(1, 8)
@@ -55,7 +59,7 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.tokens == [2, 3, 9, 1, 2, 3]
     assert draft.parents == [-1, 0, 1, 2, 3, 4]
     assert draft.sources == ["", *["ngram"] * 5]
-    assert set(draft.laws) == {Law.GIVEN}
+    assert set(draft.laws) == {Law.DETERMINISTIC}
     assert draft.probs is None
 
 
@@ -110,7 +114,8 @@ def test_a_preempted_request_reads_its_text_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "start, count, copied", [(0, 2, [1, 2]), (2, 3, [3, 3, 3]), (1, 5, [2, 3, 2, 3, 2]), (0, 7, [1, 2, 3, 1, 2, 3, 1])]
+    "start, count, copied",
+    [(0, 2, [1, 2]), (2, 3, [3, 3, 3]), (1, 5, [2, 3, 2, 3, 2]), (0, 7, [1, 2, 3, 1, 2, 3, 1])],
 )
 def test_copy_goes_on_as_a_loop(start: int, count: int, copied: list[int]) -> None:
     assert copy_from([1, 2, 3], start, count) == copied

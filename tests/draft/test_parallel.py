@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from forerun import SamplingParams
-from forerun.draft.base import Row
-from forerun.draft.eagle3 import EagleHead, load_head
-from forerun.draft.pairs import ParallelPairs
+from forerun.draft.eagle.module import Eagle3Head, load_head
+from forerun.draft.eagle.proposer import ParallelEagleProposer
+from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.registry import kind_of
-from forerun.draft.view import TargetView
 from forerun.kernels import native
 from forerun.verify import Noise
 from tests import tiny
@@ -22,18 +21,23 @@ from tests.draft.heads import FIELDS, ROOM, save_tensors
 from tests.draft.twins import target
 
 
-def drafted(head: EagleHead, view: TargetView, tokens: tuple[int, ...], depths: tuple[int, ...]) -> list[list[int]]:
+def drafted(
+    head: Eagle3Head, view: TargetView, tokens: tuple[int, ...], depths: tuple[int, ...]
+) -> list[list[int]]:
     """Drafts one after the other, of a text that gets a token longer each time."""
-    drafter, result = ParallelPairs("eagle3", head, view, **ROOM), []
+    drafter, result = ParallelEagleProposer("eagle3", head, view, **ROOM), []
     drafter.open(0, tokens)
     generator = torch.Generator().manual_seed(3)
-    states = {b: torch.randn(len(tokens), view.hidden, generator=generator) for b in drafter.boundaries}
+    states = {
+        b: torch.randn(len(tokens), view.hidden, generator=generator)
+        for b in drafter.aux_hidden_layers
+    }
     shown = 0
     for more, depth in enumerate(depths):
         text = tokens[: len(tokens) - len(depths) + 1 + more]
         drafter.observe(0, shown, {b: s[shown : len(text) - 1] for b, s in states.items()})
         shown = len(text) - 1
-        row = Row(0, text, SamplingParams(temperature=0.8), Noise(1, shown), depth)
+        row = DraftRequest(0, text, SamplingParams(temperature=0.8), Noise(1, shown), depth)
         first, again = (drafter.propose([row])[0].tokens for _ in range(2))
         assert first == again, "proposing changes nothing"
         result.append(first)
@@ -55,7 +59,9 @@ def test_on_the_native_kernels(form: str) -> None:
         pytest.skip("the native kernels were not compiled")
     native.start(2)
     head, tokens = tiny.parallel("llama", draft_vocab=40), (5, 6, 7, 8, 9, 10, 11, 12)
-    plain, fast = (drafted(head, view, tokens, (4, 1, 3)) for view in (target(), replace(target(), form=form)))
+    plain, fast = (
+        drafted(head, view, tokens, (4, 1, 3)) for view in (target(), replace(target(), form=form))
+    )
     assert plain == fast if form == "float32" else [len(d) for d in plain] == [len(d) for d in fast]
 
 

@@ -1,4 +1,5 @@
-"""PARD: what is said at each mask is what transformers says there, from the text alone, and no mask stays behind."""
+"""PARD: what is said at each mask is what transformers says there, from the text alone, and no mask
+stays behind."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, LoadError, SamplingParams
-from forerun.draft import model as draft_model
-from forerun.draft.base import Row
-from forerun.draft.model import Pard
+from forerun.draft import draft_model
+from forerun.draft.draft_model import Pard
+from forerun.draft.proposer import DraftRequest
 from forerun.draft.registry import kind_of
 from forerun.draft.tree import Tree
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.types import Law
 from forerun.verify import Noise
 from tests import tiny
@@ -46,19 +47,33 @@ def proposer(family: str = "llama", width: int = 1) -> Pard:
     return Pard(Runner(tiny.decoder(tiny.drafter(family)), **ROOM), MASK, tiny.VOCAB, width)
 
 
-def row(tokens: Sequence[int], depth: int, slot: int = 0, temperature: float = 0.8, **options: bool) -> Row:
-    return Row(slot, tokens, SamplingParams(temperature=temperature), Noise(11, len(tokens) - 1), depth, **options)
+def row(
+    tokens: Sequence[int], depth: int, slot: int = 0, temperature: float = 0.8, **options: bool
+) -> DraftRequest:
+    return DraftRequest(
+        slot,
+        tokens,
+        SamplingParams(temperature=temperature),
+        Noise(11, len(tokens) - 1),
+        depth,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_every_level_has_the_logits_of_transformers(family: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several rows of different depths, whatever was committed in between, and a lag longer than a pass."""
+def test_every_level_has_the_logits_of_transformers(
+    family: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rows of different depths, whatever was committed in between, and a lag longer than a
+    pass."""
     seen: list[tuple[list[int], Tensor]] = []
     grow_all = draft_model.grow_all
 
     def seeing(trees: list[Tree], said: Sequence[Tensor], *rest: Any) -> None:
-        seen.extend((list(tree.row.tokens), laws.clone()) for tree, laws in zip(trees, said, strict=True))
+        seen.extend(
+            (list(tree.row.tokens), laws.clone()) for tree, laws in zip(trees, said, strict=True)
+        )
         grow_all(trees, said, *rest)
 
     monkeypatch.setattr(draft_model, "CHUNK", 6)
@@ -108,10 +123,18 @@ def test_a_user_s_model(kernels: str, width: int, tmp_path: Path) -> None:
     """From a directory, beside plain decoding: one pass a draft."""
     directory = publish(tmp_path / "draft", spd_type="pard", pard_token=MASK)
     assert kind_of(directory) == "model"
-    llm = LLM(tiny.family("llama"), draft=f"model:{directory}", kv_tokens=512, kernels=kernels, width=width)
+    llm = LLM(
+        tiny.family("llama"),
+        draft=f"model:{directory}",
+        kv_tokens=512,
+        kernels=kernels,
+        width=width,
+    )
     assert isinstance(llm.engine.proposers["model"], Pard)
     for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
+        params = SamplingParams.pure(
+            max_tokens=30, temperature=temperature, seed=1, ignore_eos=True
+        )
         told = llm.generate([5, 6, 7, 8], params, depth=3)[0]
         assert told.token_ids == llm.generate([5, 6, 7, 8], params, draft="off")[0].token_ids
         assert told.stats.by_source["model"].drafted > 20

@@ -1,4 +1,5 @@
-"""Recycling: tables keep the latest laws in bounded room, trees are those of the likeliest nodes, tenants are apart."""
+"""Recycling: tables keep the latest laws in bounded room, trees are those of the likeliest nodes,
+tenants are apart."""
 
 from __future__ import annotations
 
@@ -11,9 +12,18 @@ import pytest
 import torch
 
 from forerun import LLM, LoadError, SamplingParams, rng
-from forerun.draft.base import Row
-from forerun.draft.recycle import TENANTS, Recycle
-from forerun.draft.successors import NEXT, NONE, Growth, Successors, branch, branch_twin, pair_of
+from forerun.draft.proposer import DraftRequest
+from forerun.draft.recycle import (
+    NEXT,
+    NONE,
+    TENANTS,
+    Growth,
+    Recycle,
+    Successors,
+    branch,
+    branch_twin,
+    pair_of,
+)
 from forerun.verify import Noise
 from tests import tiny
 
@@ -24,7 +34,9 @@ def logits_of(rows: int, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def learned(seed: int = 1, rows: int = 400, tokens: int = 40, twin: bool = False, entries: int = 1024) -> Successors:
+def learned(
+    seed: int = 1, rows: int = 400, tokens: int = 40, twin: bool = False, entries: int = 1024
+) -> Successors:
     """A table of many laws over few tokens, so that trees find their way through it."""
     table, generator = Successors(entries), torch.Generator().manual_seed(seed)
     logits = logits_of(rows, seed)
@@ -126,7 +138,9 @@ def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     table = learned(entries=4096)
     table.save(tmp_path / "table", VOCAB)
     again = Successors.load(tmp_path / "table", VOCAB)
-    assert (tmp_path / "table").stat().st_size < 30_000 and 0.95 * len(table) < len(again) <= len(table)
+    assert (tmp_path / "table").stat().st_size < 30_000 and 0.95 * len(table) < len(again) <= len(
+        table
+    )
     for key in again.keys[again.keys > 0].tolist():
         (own, logs), (other, read) = (zip(*t.find(key), strict=True) for t in (table, again))
         assert own == other and logs == pytest.approx(read, rel=1e-2)
@@ -140,18 +154,22 @@ def test_another_file_is_one_clear_line(damage: str, tmp_path: Path) -> None:
     if damage == "other":
         from safetensors.numpy import save_file
 
-        save_file({"keys": np.zeros(5, np.uint64)}, path, {"format": "forerun-successors", "vocab": "300"})
+        save_file(
+            {"keys": np.zeros(5, np.uint64)}, path, {"format": "forerun-successors", "vocab": "300"}
+        )
     elif damage == "missing":
         path.unlink()
     else:
-        path.write_bytes({"cut": whole[:-100], "text": b"hello", "empty": b"", "vocab": whole}[damage])
+        path.write_bytes(
+            {"cut": whole[:-100], "text": b"hello", "empty": b"", "vocab": whole}[damage]
+        )
     with pytest.raises(LoadError) as raised:
         Successors.load(path, VOCAB if damage != "vocab" else 12)
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def row_of(slot: int, tokens: list[int]) -> Row:
-    return Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=4)
+def row_of(slot: int, tokens: list[int]) -> DraftRequest:
+    return DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=4)
 
 
 def test_a_tenants_thoughts_are_its_own() -> None:

@@ -1,10 +1,11 @@
-"""References: an output is aligned with texts that came with the request, and finds its place again."""
+"""References: an output is aligned with texts that came with the request, and finds its place
+again."""
 
 import random
 
-from forerun.draft.base import Reference, Row
 from forerun.draft.compose import Either
 from forerun.draft.ngram import NGram
+from forerun.draft.proposer import DraftRequest, Reference
 from forerun.draft.reference import Alignment, References
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -18,8 +19,8 @@ def aligned(text: list[int], output: list[int], whole: bool = True) -> Alignment
     return alignment
 
 
-def row(tokens: list[int], depth: int = 4) -> Row:
-    return Row(0, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+def row(tokens: list[int], depth: int = 4) -> DraftRequest:
+    return DraftRequest(0, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
 
 
 def test_a_prediction_is_drafted_from_its_beginning() -> None:
@@ -42,7 +43,9 @@ def test_insertions_and_deletions_are_found_again() -> None:
 def test_the_nearest_occurrence_behind_the_last_place_is_taken() -> None:
     text = [1, 2, 10, 1, 2, 20, 1, 2, 30]
     assert aligned(text, [1, 2, 10, 99, 98, 1, 2]).continuation(1) == [20]
-    assert aligned(text, [1, 2, 10, 1, 2, 20, 1, 2, 30, 97, 1, 2]).continuation(1) == [10]  # none behind: the first
+    assert aligned(text, [1, 2, 10, 1, 2, 20, 1, 2, 30, 97, 1, 2]).continuation(1) == [
+        10
+    ]  # none behind: the first
 
 
 def test_a_document_needs_agreement_and_gives_no_more_than_agreed() -> None:
@@ -59,7 +62,8 @@ def test_token_ids_whose_bytes_overlap_are_no_occurrence() -> None:
 
 
 def test_a_place_is_always_behind_an_occurrence() -> None:
-    """Random edits of small vocabularies: wherever it stands, what was said last stands before it."""
+    """Random edits of small vocabularies: wherever it stands, what was said last stands before
+    it."""
     random.seed(1)
     for _ in range(300):
         text = [random.randrange(4) for _ in range(30)]
@@ -69,7 +73,10 @@ def test_a_place_is_always_behind_an_occurrence() -> None:
             alignment.follow(token)
             if alignment.run:
                 assert alignment.at is not None
-                assert text[alignment.at - alignment.run : alignment.at] == output[n - alignment.run : n]
+                assert (
+                    text[alignment.at - alignment.run : alignment.at]
+                    == output[n - alignment.run : n]
+                )
 
 
 def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.config import Config
-from forerun.drafts import draft_name, drafts_in, joined, kind_of_name, names_in, parse_draft
+from forerun.draft_spec import draft_name, drafts_in, joined, kind_of_name, names_in, parse_draft
 from tests import tiny
 
 
@@ -42,7 +42,11 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
         ("(suffix|model:a(1))&recycle", "(suffix+model)&recycle", ["", "a(1)", ""]),
         ("((suffix))", "suffix", [""]),
         ("suffix&(ngram&recycle)", "suffix&ngram&recycle", ["", "", ""]),
-        ("retrieval:a,b&self:layers=0-3,9|eagle3:x", "retrieval&self+eagle3", ["a,b", "layers=0-3,9", "x"]),
+        (
+            "retrieval:a,b&self:layers=0-3,9|eagle3:x",
+            "retrieval&self+eagle3",
+            ["a,b", "layers=0-3,9", "x"],
+        ),
         ("model:some&eagle3:thing|suffix", "model&eagle3+suffix", ["some", "thing", ""]),
         ("suffix|eagle3:x?model:y&ngram", "suffix+eagle3?model&ngram", ["", "x", "y", ""]),
         ("(suffix|eagle3:x)?(model:y?ngram)", "(suffix+eagle3)?model?ngram", ["", "x", "y", ""]),
@@ -59,7 +63,9 @@ def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
 def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
     assert draft_name(spec) == name
     assert [argument for _, argument in parse_draft(spec)] == arguments
-    assert [kind_of_name(leaf) for leaf in names_in(name)] == [kind for kind, _ in parse_draft(spec)]
+    assert [kind_of_name(leaf) for leaf in names_in(name)] == [
+        kind for kind, _ in parse_draft(spec)
+    ]
     assert len(set(names_in(name))) == len(arguments), "everyone has a name of its own"
 
 
@@ -68,7 +74,10 @@ def test_how_several_draft(spec: str, name: str, arguments: list[str]) -> None:
     [
         (["suffix"], "suffix"),
         (["model:x", "eagle3:y"], "(model:x)?(eagle3:y)"),
-        (["model:x", "suffix", "eagle3:y&recycle", "ngram"], "(model:x)?suffix?(eagle3:y&recycle)?ngram"),
+        (
+            ["model:x", "suffix", "eagle3:y&recycle", "ngram"],
+            "(model:x)?suffix?(eagle3:y&recycle)?ngram",
+        ),
         (["suffix", "ngram"], "suffix?ngram"),
         (["suffix|ngram", "recycle"], "(suffix|ngram)?recycle"),
     ],
@@ -80,7 +89,11 @@ def test_several_options_are_one(specs: list[str], whole: str) -> None:
 
 def test_two_models_draft_for_one_target() -> None:
     """Each by a name of its own, which requests may use, and whichever does better."""
-    llm = LLM(tiny.spoken(), draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"], kv_tokens=512)
+    llm = LLM(
+        tiny.spoken(),
+        draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"],
+        kv_tokens=512,
+    )
     params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
     plain = llm.generate("The name", params, draft="off")[0].token_ids
     for draft, names in (
@@ -102,7 +115,9 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
         name = draft_name(text)
     except ConfigError:
         return
-    assert [kind_of_name(leaf) for leaf in names_in(name)] == [kind for kind, _ in parse_draft(text)]
+    assert [kind_of_name(leaf) for leaf in names_in(name)] == [
+        kind for kind, _ in parse_draft(text)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +130,10 @@ def test_whatever_is_written_is_read_or_refused(text: str) -> None:
         ("suffix&(ngram|suffix)", "'suffix' stands twice"),
         ("suffix+auto", "'auto' cannot go with others"),
         ("off&suffix", "'off' cannot go with others"),
-        ("suffix+sufix", r"there is no draft 'sufix' \(at character 8 of 'suffix.sufix'\): did you mean 'suffix'"),
+        (
+            "suffix+sufix",
+            r"there is no draft 'sufix' \(at character 8 of 'suffix.sufix'\): did you mean 'suffix'",
+        ),
         ("suffix+", r"there is no draft '' \(at character 8"),
         ("", "there is no draft ''"),
         ("(suffix", r"no \) for each of its \("),

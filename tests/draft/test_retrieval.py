@@ -1,4 +1,5 @@
-"""Retrieval: the index is what a naive one would be, finds what a naive search finds, and is whole or not there."""
+"""Retrieval: the index is what a naive one would be, finds what a naive search finds, and is whole
+or not there."""
 
 from __future__ import annotations
 
@@ -12,10 +13,19 @@ import pytest
 
 from forerun import LLM, ConfigError, ForerunError, LoadError, RequestError, SamplingParams
 from forerun.draft import corpus
-from forerun.draft.base import Row
-from forerun.draft.corpus import BREAK, LIST, File, Index, Segment, adding, sort_suffixes, sort_suffixes_twin
+from forerun.draft.corpus import (
+    BREAK,
+    LIST,
+    File,
+    Index,
+    Segment,
+    adding,
+    sort_suffixes,
+    sort_suffixes_twin,
+)
+from forerun.draft.proposer import DraftRequest
 from forerun.draft.retrieval import Retrieval, _Shelf, retrieve_twin
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.verify import Noise
 from tests import tiny
 from tests.engine import build
@@ -23,18 +33,23 @@ from tests.engine import build
 
 def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
     generator = random.Random(seed)
-    return [[generator.randrange(letters) for _ in range(generator.randrange(60))] for _ in range(count)]
+    return [
+        [generator.randrange(letters) for _ in range(generator.randrange(60))] for _ in range(count)
+    ]
 
 
 def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> Segment:
     tokens = np.array([token for text in texts for token in (*text, BREAK)], np.uint32)
-    suffixes, starts = np.zeros(int((tokens != BREAK).sum()), np.uint32), np.zeros(vocab + 1, np.int64)
+    suffixes, starts = (
+        np.zeros(int((tokens != BREAK).sum()), np.uint32),
+        np.zeros(vocab + 1, np.int64),
+    )
     (sort_suffixes_twin if twin else sort_suffixes)(tokens, suffixes, starts)
     return Segment("1", tokens, suffixes, starts, ())
 
 
-def row_of(tokens: list[int], slot: int = 0, depth: int = 8) -> Row:
-    return Row(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=depth)
+def row_of(tokens: list[int], slot: int = 0, depth: int = 8) -> DraftRequest:
+    return DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=depth)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,7 +104,9 @@ def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tok
         write(tmp_path / "added", tokenizer, part)
     write(tmp_path / "once", tokenizer, [text for part in parts for text in part])
     added, once = Index(tmp_path / "added"), Index(tmp_path / "once")
-    assert len(added.segments) == 3 and added.count == once.count and added.tokenizer == once.tokenizer
+    assert (
+        len(added.segments) == 3 and added.count == once.count and added.tokenizer == once.tokenizer
+    )
     for text in filter(None, texts_of(9, 3, 40)):
         one, other = (_Shelf(index.segments).retrieve(text[-16:], 1) for index in (added, once))
         assert one[0] == other[0]
@@ -97,9 +114,22 @@ def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tok
 
 @pytest.mark.parametrize(
     "damage",
-    ["no list", "list", "nested", "version", "number", "missing", "short", "long", "starts", "elsewhere"],
+    [
+        "no list",
+        "list",
+        "nested",
+        "version",
+        "number",
+        "missing",
+        "short",
+        "long",
+        "starts",
+        "elsewhere",
+    ],
 )
-def test_a_damaged_index_is_one_clear_line(damage: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_damaged_index_is_one_clear_line(
+    damage: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write(tmp_path, tokenizer, texts_of(1))
     listed, about = tmp_path / LIST, json.loads((tmp_path / LIST).read_text())
     if damage == "no list":
@@ -110,21 +140,29 @@ def test_a_damaged_index_is_one_clear_line(damage: str, tmp_path: Path, tokenize
         (tmp_path / "0001.suffixes").unlink()
     elif damage in ("short", "long"):
         path = tmp_path / "0001.tokens"
-        path.write_bytes(path.read_bytes()[:-4] if damage == "short" else path.read_bytes() + b"1234")
+        path.write_bytes(
+            path.read_bytes()[:-4] if damage == "short" else path.read_bytes() + b"1234"
+        )
     elif damage == "starts":
         path = tmp_path / "0001.starts"
         path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
     else:
         about["version"] = 99 if damage == "version" else 1
-        about["segments"][0] |= {"number": {"tokens": "many"}, "elsewhere": {"name": "../0001"}}.get(damage, {})
+        about["segments"][0] |= {
+            "number": {"tokens": "many"},
+            "elsewhere": {"name": "../0001"},
+        }.get(damage, {})
         listed.write_text(json.dumps(about))
     with pytest.raises(LoadError) as raised:
         Index(tmp_path)
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Bits may turn without a file changing its size: drafts are worse then, and never out of bounds."""
+def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Bits may turn without a file changing its size: drafts are worse then, and never out of
+    bounds."""
     write(tmp_path, tokenizer, texts_of(1, 3))
     generator = np.random.default_rng(1)
     for part in ("tokens", "suffixes"):
@@ -136,9 +174,15 @@ def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(tmp_path: Path,
 
 
 @pytest.mark.parametrize("when", ["tokens", "sorting", "list"])
-@pytest.mark.parametrize("what", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "what", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_what_ends_an_addition_leaves_the_index_as_it_was(
-    when: str, what: BaseException, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    when: str,
+    what: BaseException,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(tmp_path / "index", tokenizer, texts_of(1))
     before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
@@ -149,7 +193,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     if when == "sorting":
         monkeypatch.setattr(corpus, "sort_suffixes", fail)
     if when == "list":
-        monkeypatch.setattr("forerun.whole.os.replace", fail)
+        monkeypatch.setattr("forerun.utils.os.replace", fail)
     for directory in (tmp_path / "index", tmp_path / "new"):
         with pytest.raises((type(what), ForerunError)), adding(directory, tokenizer, 50) as writer:
             writer.add(File("b", 1, 2), texts_of(2))
@@ -159,7 +203,9 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     assert not (tmp_path / "new").exists()
 
 
-def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write(tmp_path, tokenizer, texts_of(1))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with adding(tmp_path, tokenizer, 50) as writer:
@@ -183,7 +229,9 @@ def test_room_is_taken_before_anything_is_mapped(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_of_another_size_needs_an_index_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_model_of_another_size_needs_an_index_of_its_own(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write(tmp_path, tokenizer, texts_of(1))
     with pytest.raises(LoadError, match="made for another tokenizer"):
         Index(tmp_path).check(tokenizer, 51)
@@ -200,7 +248,10 @@ def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokeniz
     longer = [9, 1, 2, 3]
 
     def said() -> list[list[int]]:
-        return [draft.tokens[1:] for draft in retrieval.propose([row_of(longer, slot) for slot in (0, 1)])]
+        return [
+            draft.tokens[1:]
+            for draft in retrieval.propose([row_of(longer, slot) for slot in (0, 1)])
+        ]
 
     assert said() == [[4], [4]]
     retrieval.remove("all")
@@ -209,7 +260,9 @@ def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokeniz
     assert said() == [[], []]
 
 
-def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_texts_are_the_same_and_the_documents_are_drafted(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
@@ -219,10 +272,14 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
     for draft in (f"retrieval:{tmp_path}/index", f"suffix+retrieval:{tmp_path}/index"):
         for temperature in (0.0, 0.8):
             llm = LLM(tiny.spoken(), draft=draft, kv_tokens=512, depth=6)
-            params = SamplingParams.pure(max_tokens=60, ignore_eos=True, temperature=temperature, seed=4)
+            params = SamplingParams.pure(
+                max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
+            )
             said = llm.generate(prompt, params)[0]
             assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
-            assert temperature or said.stats.by_source["retrieval"].accepted > (20 if draft[0] == "r" else 0)
+            assert temperature or said.stats.by_source["retrieval"].accepted > (
+                20 if draft[0] == "r" else 0
+            )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -230,10 +287,14 @@ def test_texts_are_the_same_and_the_documents_are_drafted(tmp_path: Path, tokeni
 def test_batches_with_preemption_say_what_they_say_without(
     temperature: float, rule: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes in it."""
+    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes
+    in it."""
     plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
     generator = random.Random(1)
-    texts = [[t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text] for text in plain]
+    texts = [
+        [t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text]
+        for text in plain
+    ]
     engine = build.engine("llama", [], rule=rule, chunk=3, tokens=build.SMALL)
     with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
         writer.add(File("said", 1, 2), texts)

@@ -20,10 +20,14 @@ def test_it_says_what_it_says_alone(form: str, rule: str, temperature: float) ->
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
     said = llm.generate(PROMPTS, params)
     if rule == "match" or temperature == 0:
-        assert [c.token_ids for c in said] == [c.token_ids for c in llm.generate(PROMPTS, params, draft="off")]
+        assert [c.token_ids for c in said] == [
+            c.token_ids for c in llm.generate(PROMPTS, params, draft="off")
+        ]
     counts = [c.stats.by_source["self"] for c in said]
     least = 0.6 if form == "int8" else 0.1  # four bits of random weights are not much
-    assert sum(count.accepted for count in counts) > least * sum(count.drafted for count in counts) > 5
+    assert (
+        sum(count.accepted for count in counts) > least * sum(count.drafted for count in counts) > 5
+    )
 
 
 def test_forms_that_are_none_are_one_line() -> None:

@@ -1,8 +1,9 @@
-"""Drafters that say part of the vocabulary: the text is the target's, and drafts are those of the naive twin.
+"""Drafters that say part of the vocabulary: the text is the target's, and drafts are those of the
+naive twin.
 
-The twin has the whole head, and -inf for whatever is not listed. Protects: the option and the file beside a model, both
-kernels, all rules, batches, drafts of another vocabulary, lists that do not fit.
-"""
+The twin has the whole head, and -inf for whatever is not listed. Protects: the option and the file
+beside a model, both kernels, all rules, batches, drafts of another vocabulary, lists that do not
+fit."""
 
 from __future__ import annotations
 
@@ -13,18 +14,23 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, LoadError, SamplingParams
-from forerun.draft.model import DraftModel, draft_model
+from forerun.draft.draft_model import DraftModel, draft_model
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import Shortlist
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
 from tests import other_words, tiny
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
-KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason="not compiled"))]
+KERNELS = [
+    "torch",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(native.library() is None, reason="not compiled")
+    ),
+]
 
 
 @pytest.fixture
@@ -55,7 +61,10 @@ def test_nothing_else_is_drafted_and_the_text_is_the_targets(
         found = propose(rows)  # type: ignore[arg-type]
         for draft in found:
             drafted.update(draft.tokens[1:])
-            assert draft.probs is None or not draft.probs[:, [i for i in range(64) if i not in tiny.LISTED]].any()
+            assert (
+                draft.probs is None
+                or not draft.probs[:, [i for i in range(64) if i not in tiny.LISTED]].any()
+            )
         return found  # type: ignore[return-value]
 
     proposer.propose = seeing  # type: ignore[method-assign,assignment]
@@ -64,14 +73,16 @@ def test_nothing_else_is_drafted_and_the_text_is_the_targets(
     plain = llm.generate(PROMPTS, params(temperature), draft="off")
     if rule == "match" or not temperature:
         assert [c.token_ids for c in said] == [c.token_ids for c in plain]
-    assert {t for c in plain for t in c.token_ids} - set(tiny.LISTED), "the target says what the drafter cannot"
+    assert {t for c in plain for t in c.token_ids} - set(tiny.LISTED), (
+        "the target says what the drafter cannot"
+    )
 
 
 class Masked(Runner):
     """The naive twin."""
 
-    def forward(self, segments, boundaries=()) -> Forward:  # type: ignore[no-untyped-def]
-        found = super().forward(segments, boundaries)
+    def forward(self, segments, aux_hidden_layers=()) -> Forward:  # type: ignore[no-untyped-def]
+        found = super().forward(segments, aux_hidden_layers)
         others = [i for i in range(found.logits.shape[1]) if i not in tiny.LISTED]
         return Forward(found.logits.index_fill(1, torch.tensor(others), -torch.inf), found.features)
 
@@ -87,7 +98,10 @@ def test_drafts_are_those_of_the_whole_head_without_the_rest(
     kernels: str, width: int, temperature: float, rule: str
 ) -> None:
     """Request by request the same tokens in as many steps, natively to the last bit."""
-    make, room = tiny.decoder if kernels == "torch" else tiny.native_decoder, {"tokens": 512, "page": 4, "slots": 8}
+    make, room = (
+        tiny.decoder if kernels == "torch" else tiny.native_decoder,
+        {"tokens": 512, "page": 4, "slots": 8},
+    )
     target, small = tiny.family("llama"), tiny.drafter("llama")
     counted = []
     for runner in (Runner(make(small, said=tiny.LISTED), **room), Masked(make(small), **room)):  # type: ignore[operator]
@@ -98,7 +112,9 @@ def test_drafts_are_those_of_the_whole_head_without_the_rest(
     assert counted[0] == counted[1]
 
 
-def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(tmp_path: Path, listed: Path) -> None:
+def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
+    tmp_path: Path, listed: Path
+) -> None:
     target = tiny.family("llama")
     directory = shutil.copytree(tiny.drafter("llama"), tmp_path / "draft")
     Shortlist(torch.tensor([3, 4, 5]), tiny.VOCAB).save(directory / SHORTLIST)
@@ -106,21 +122,30 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(tmp_path: P
     asked = LLM(target, draft=f"model:{directory}", draft_shortlist=str(listed), kv_tokens=512)
     sizes = [len(llm.engine.proposers["model"].runner.decoder.said) for llm in (beside, asked)]  # type: ignore[attr-defined]
     assert sizes == [3, len(tiny.LISTED)]
-    assert LLM(directory, draft="suffix", kv_tokens=512).decoder.said is None, "a target says all that it can"
+    assert LLM(directory, draft="suffix", kv_tokens=512).decoder.said is None, (
+        "a target says all that it can"
+    )
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
 def test_a_target_that_drafts_for_itself(listed: Path) -> None:
-    llm = LLM(tiny.family("llama"), draft="self:int8", draft_shortlist=str(listed), kv_tokens=512, depth=4)
+    llm = LLM(
+        tiny.family("llama"), draft="self:int8", draft_shortlist=str(listed), kv_tokens=512, depth=4
+    )
     said = llm.generate(PROMPTS, params(0.8))
-    assert [c.token_ids for c in said] == [c.token_ids for c in llm.generate(PROMPTS, params(0.8), draft="off")]
+    assert [c.token_ids for c in said] == [
+        c.token_ids for c in llm.generate(PROMPTS, params(0.8), draft="off")
+    ]
     assert sum(c.stats.by_source["self"].accepted for c in said) > 5
 
 
 def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
     target, draft = tiny.family("llama"), f"model:{tiny.drafter('llama')}"
     Shortlist(torch.tensor([1, 2, 65]), 66).save(tmp_path / "longer")
-    for name, says in (("longer", "66 tokens, but the draft model has 64"), ("nowhere", "there is no shortlist")):
+    for name, says in (
+        ("longer", "66 tokens, but the draft model has 64"),
+        ("nowhere", "there is no shortlist"),
+    ):
         with pytest.raises(LoadError, match=says) as error:
             LLM(target, draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=512)
         assert "\n" not in str(error.value)
@@ -136,14 +161,24 @@ def test_models_of_another_vocabulary(rule: str, tmp_path: Path) -> None:
     """The list is of the draft model's tokens; one that shares none with the target is refused."""
     vocab, to_target = other_words.size("bytes"), other_words.shared("bytes").to_target
     Shortlist(torch.arange(0, vocab, 2), vocab).save(tmp_path / "list")
-    Shortlist(torch.tensor([i for i, own in enumerate(to_target) if own < 0]), vocab).save(tmp_path / "others")
+    Shortlist(torch.tensor([i for i, own in enumerate(to_target) if own < 0]), vocab).save(
+        tmp_path / "others"
+    )
 
     def load(name: str) -> LLM:
         draft = f"model:{other_words.drafter('bytes')}"
-        return LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=1024, rule=rule)
+        return LLM(
+            tiny.spoken(),
+            draft=draft,
+            draft_shortlist=str(tmp_path / name),
+            kv_tokens=1024,
+            rule=rule,
+        )
 
     llm = load("list")
-    said, plain = (llm.generate("the name of", params(0.0), draft=draft, depth=4)[0] for draft in (None, "off"))
+    said, plain = (
+        llm.generate("the name of", params(0.0), draft=draft, depth=4)[0] for draft in (None, "off")
+    )
     assert said.token_ids == plain.token_ids and said.stats.drafted
     with pytest.raises(LoadError, match="no token that the target shares"):
         load("others")

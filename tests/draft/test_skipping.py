@@ -1,8 +1,8 @@
 """Which layers a model leaves out where it drafts for itself.
 
-Protects: that what a part is said to be worth is what its drafts are worth; that layers that do nothing are left out
-and others are not; that nothing of the search stays in the target's cache; that what was found is remembered, and a
-broken memory is none.
+Protects: that what a part is said to be worth is what its drafts are worth; that layers that do
+nothing are left out and others are not; that nothing of the search stays in the target's cache;
+that what was found is remembered, and a broken memory is none.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun import LLM, CapacityError, SamplingParams, skips
+from forerun import LLM, CapacityError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft import skipping
-from forerun.draft.base import Row
-from forerun.draft.itself import Abridged, kept_layers
-from forerun.draft.skipping import Kept, Text, continued, influence, judge, search
+from forerun.draft import self_speculation as skipping
+from forerun.draft import self_speculation as skips
+from forerun.draft.proposer import DraftRequest
+from forerun.draft.self_speculation import (
+    Kept,
+    SelfSpeculation,
+    Text,
+    continued,
+    influence,
+    judge,
+    kept_layers,
+    search,
+)
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 
@@ -75,13 +84,20 @@ def test_a_part_is_worth_what_its_drafts_are(kept: tuple[int, ...]) -> None:
             if len(tokens) > 1:
                 target.forward([chain])
                 target.cache.commit(0, range(len(tokens) - 1))
-            (draft,) = Abridged(target, kept).propose([Row(0, tokens, SamplingParams(), Noise(1, 0), skipping.DEEPEST)])
+            (draft,) = SelfSpeculation(target, kept).propose(
+                [DraftRequest(0, tokens, SamplingParams(), Noise(1, 0), skipping.DEEPEST)]
+            )
             pairs = zip(draft.tokens[1:], text.tokens[end:], strict=False)
             stood.append(
-                next((i for i, (a, b) in enumerate(pairs) if a != b), min(skipping.DEEPEST, len(text.tokens) - end))
+                next(
+                    (i for i, (a, b) in enumerate(pairs) if a != b),
+                    min(skipping.DEEPEST, len(text.tokens) - end),
+                )
             )
             target.cache.close(0)
-    near = 0.05 if 1 not in kept and 2 in kept else 1e-9  # a layer behind one that is left out sees other keys
+    near = (
+        0.05 if 1 not in kept and 2 in kept else 1e-9
+    )  # a layer behind one that is left out sees other keys
     assert found.agrees == pytest.approx(sum(n > 0 for n in stood) / len(stood), abs=near)
     mean = 1 + sum(min(n, found.depth) for n in stood) / len(stood)
     assert found.times == pytest.approx(mean / (1 + found.depth * len(kept) / 3), abs=near)
@@ -136,8 +152,12 @@ def test_what_was_found_is_remembered(
         assert skips.recall(llm.engine.target, tiny.family("llama")) is None
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "is damaged and ignored" in said
-    path.write_text(json.dumps({"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}))
-    assert skips.recall(llm.engine.target, tiny.family("llama")) == Kept(tuple(kept.layers), 1.0, 2, 1.5)
+    path.write_text(
+        json.dumps({"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5})
+    )
+    assert skips.recall(llm.engine.target, tiny.family("llama")) == Kept(
+        tuple(kept.layers), 1.0, 2, 1.5
+    )
 
 
 def test_a_cache_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +167,8 @@ def test_a_cache_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("layers", "text"), [((0, 1, 2, 9), "0-2,9"), ((4,), "4-4"), ((0, 2, 3), "0,2-3"), ((0, 1, 5, 6, 7), "0-1,5-7")]
+    ("layers", "text"),
+    [((0, 1, 2, 9), "0-2,9"), ((4,), "4-4"), ((0, 2, 3), "0,2-3"), ((0, 1, 5, 6, 7), "0-1,5-7")],
 )
 def test_layers_are_written_as_they_are_read(layers: tuple[int, ...], text: str) -> None:
     assert skips.written(layers) == text

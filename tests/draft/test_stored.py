@@ -1,4 +1,5 @@
-"""Directories of drafters come from strangers: whatever their config.json is, it is one line and takes no time."""
+"""Directories of drafters come from strangers: whatever their config.json is, it is one line and
+takes no time."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.draft.head_files import read_config, read_layer
 from forerun.draft.registry import kind_of
-from forerun.draft.stored import read_config, read_layer
 from forerun.errors import LoadError
 from forerun.models.files import LARGEST
 

@@ -1,8 +1,9 @@
-"""Suffix decoding: both automata find the longest match there is, in this text and in those that have finished.
+"""Suffix decoding: both automata find the longest match there is, in this text and in those that
+have finished.
 
-Protects: the match against a naive search after every token, and that it lies where the automaton says; the shared
-automaton's cursors, its two generations and its bound; drafts, slots and preemption.
-"""
+Protects: the match against a naive search after every token, and that it lies where the automaton
+says; the shared automaton's cursors, its two generations and its bound; drafts, slots and
+preemption."""
 
 from __future__ import annotations
 
@@ -11,19 +12,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.draft.base import Row
+from forerun.draft.proposer import DraftRequest
 from forerun.draft.suffix import BREAK, Cursor, Suffix, SuffixAutomaton
 from forerun.sampling.params import SamplingParams
 from forerun.types import MEMORY, Law
 from forerun.verify import Noise
 
 
-def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> Row:
-    return Row(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> DraftRequest:
+    return DraftRequest(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
 
 
 def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
-    return any(list(text[i : i + len(part)]) == list(part) for i in range(len(text) - len(part) + 1))
+    return any(
+        list(text[i : i + len(part)]) == list(part) for i in range(len(text) - len(part) + 1)
+    )
 
 
 def earlier(text: Sequence[int]) -> int:
@@ -66,7 +69,8 @@ def test_match_against_a_naive_search(letters: int) -> None:
 
 @pytest.mark.parametrize("letters", [1, 2, 4])
 def test_every_state_ends_where_it_says(letters: int) -> None:
-    """Each state's longest string does end at `end`, so a continuation copied from there is a real one."""
+    """Each state's longest string does end at `end`, so a continuation copied from there is a real
+    one."""
     for text in texts(letters, 3, 40):
         automaton = SuffixAutomaton()
         for token in text:
@@ -177,7 +181,11 @@ def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
             (draft,) = proposer.propose([row(tokens, depth)])
             length = earlier(tokens)
             count = min(depth, length) if length >= shortest else 0
-            ends = [i for i in range(length - 1, end - 1) if tokens[i - length + 1 : i + 1] == tokens[end - length :]]
+            ends = [
+                i
+                for i in range(length - 1, end - 1)
+                if tokens[i - length + 1 : i + 1] == tokens[end - length :]
+            ]
             assert len(draft) == count + 1
             assert draft.tokens[0] == tokens[-1]
             assert not count or any(draft.tokens[1:] == loop(tokens, i, count) for i in ends)
@@ -190,7 +198,7 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.tokens == [3, 9, 1, 2]
     assert draft.parents == [-1, 0, 1, 2]
     assert draft.sources == ["", *["suffix"] * 3]
-    assert set(draft.laws) == {Law.GIVEN}
+    assert set(draft.laws) == {Law.DETERMINISTIC}
     assert draft.probs is None
 
 
@@ -329,10 +337,16 @@ def test_a_slot_that_is_used_again_forgets_its_match() -> None:
     assert proposer.propose([row([3])])[0].tokens == [3]
 
 
-def explained(tokens: Sequence[int], drafted: Sequence[int], finished: Sequence[Sequence[int]]) -> bool:
+def explained(
+    tokens: Sequence[int], drafted: Sequence[int], finished: Sequence[Sequence[int]]
+) -> bool:
     """Did these tokens stand after a match at least as long as they are many?"""
     count = len(drafted)
-    ends = [i for i in range(count - 1, len(tokens) - 1) if tokens[i - count + 1 : i + 1] == tokens[-count:]]
+    ends = [
+        i
+        for i in range(count - 1, len(tokens) - 1)
+        if tokens[i - count + 1 : i + 1] == tokens[-count:]
+    ]
     own = any(loop(tokens, end, count) == drafted for end in ends)
     return not count or own or any(occurs([*tokens[-count:], *drafted], text) for text in finished)
 
@@ -365,7 +379,7 @@ def test_forget_drops_what_was_finished() -> None:
     proposer.close(0, [5, 6, 7, 8])
     proposer.forget()
     proposer.open(0, [])
-    row = Row(slot=0, tokens=[5, 6], params=SamplingParams(), noise=Noise(0, 1), depth=4)
+    row = DraftRequest(slot=0, tokens=[5, 6], params=SamplingParams(), noise=Noise(0, 1), depth=4)
     assert len(proposer.propose([row])[0]) == 1
 
 

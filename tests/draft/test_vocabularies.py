@@ -1,8 +1,9 @@
-"""What two vocabularies share is decided by bytes, however either writes its tokens; a text is the same in both.
+"""What two vocabularies share is decided by bytes, however either writes its tokens; a text is the
+same in both.
 
-Protects: the map between byte-level tokens, SentencePiece's and single bytes; special tokens; that a text read piece
-by piece, in whatever pieces, is in the tokens that it has when it is read at once, and that what is settled stays.
-"""
+Protects: the map between byte-level tokens, SentencePiece's and single bytes; special tokens; that
+a text read piece by piece, in whatever pieces, is in the tokens that it has when it is read at
+once, and that what is settled stays."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ import random
 import pytest
 import torch
 
-from forerun.draft.retold import Retold, behind, continued
-from forerun.draft.vocabularies import Shared, same_tokens
+from forerun.draft.cross_vocabulary import RetokenizedText, Shared, behind, continued, same_tokens
 from tests import other_words
 from tests.other_words import KINDS, shared, tokenizer, words
 
@@ -24,8 +24,8 @@ def ids(text: str) -> list[int]:
     return tokenizer("target").encode(text)
 
 
-def read_at_once(kind: str, tokens: list[int]) -> Retold:
-    text = Retold(shared(kind))
+def read_at_once(kind: str, tokens: list[int]) -> RetokenizedText:
+    text = RetokenizedText(shared(kind))
     text.read(tokens)
     return text
 
@@ -107,8 +107,10 @@ def test_a_text_is_in_the_tokens_that_the_drafter_would_give_it(kind: str) -> No
 @pytest.mark.parametrize("text", [TEXT, UNBROKEN], ids=["words", "unbroken"])
 def test_tokens_do_not_depend_on_how_the_text_came(kind: str, text: str) -> None:
     """What stands is what was said to stand, and what was settled is never touched."""
-    chance, tokens, whole = random.Random(1), ids(text), Retold(shared(kind))
-    tokens[40:40] = [words("target").tokenizer.vocabulary()[special] for special in ("<pad>", "</s>", "<s>")]
+    chance, tokens, whole = random.Random(1), ids(text), RetokenizedText(shared(kind))
+    tokens[40:40] = [
+        words("target").tokenizer.vocabulary()[special] for special in ("<pad>", "</s>", "<s>")
+    ]
     at = 0
     while at < len(tokens):
         at += chance.choice((0, 1, 1, 2, 3, 9, 40))
@@ -117,7 +119,11 @@ def test_tokens_do_not_depend_on_how_the_text_came(kind: str, text: str) -> None
         assert settled <= stands <= min(len(before), len(whole.tokens)) and settled <= whole.settled
         assert before[:stands] == whole.tokens[:stands]
         twin = read_at_once(kind, tokens[:at])
-        assert (whole.tokens, whole.settled, whole.pending) == (twin.tokens, twin.settled, twin.pending)
+        assert (whole.tokens, whole.settled, whole.pending) == (
+            twin.tokens,
+            twin.settled,
+            twin.pending,
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +136,7 @@ def test_an_unbroken_text_is_settled_too(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
-    tokens, text = [*ids("so "), *ids("👍")], Retold(shared(kind))
+    tokens, text = [*ids("so "), *ids("👍")], RetokenizedText(shared(kind))
     for end in range(len(ids("so ")), len(tokens)):
         text.read(tokens[:end])
         assert text.pending == "👍".encode()[: end - len(ids("so "))]
@@ -158,13 +164,17 @@ def test_special_tokens_without_a_counterpart_are_nothing(kind: str) -> None:
 
 def test_an_opening_that_the_text_brings_along_is_not_doubled() -> None:
     begin = words("target").tokenizer.vocabulary()["<s>"]
-    assert read_at_once("pieces", [begin, *ids("the name")]).tokens == tokenizer("pieces").encode("the name")
+    assert read_at_once("pieces", [begin, *ids("the name")]).tokens == tokenizer("pieces").encode(
+        "the name"
+    )
 
 
 # ---------------------------------------------------------------- and back
 
 
-@pytest.mark.parametrize("text, follows", [("the name", " is green"), ('{"na', 'me":'), ("x 👍", " and"), ("1", "2 3")])
+@pytest.mark.parametrize(
+    "text, follows", [("the name", " is green"), ('{"na', 'me":'), ("x 👍", " and"), ("1", "2 3")]
+)
 def test_what_follows_is_spelled_as_it_stands(text: str, follows: str) -> None:
     target = words("target")
     before = behind(target, ids(text))

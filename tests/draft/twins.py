@@ -1,6 +1,8 @@
-"""Heads written out again, from papers and files: no cache, no chunks, no trees; everything anew for each path.
+"""Heads written out again, from papers and files: no cache, no chunks, no trees; everything anew
+for each path.
 
-A head that is fed the states of the wrong position or boundary, or keeps keys of drafted tokens, still drafts, only
+A head that is fed the states of the wrong position or boundary, or keeps keys of drafted tokens,
+still drafts, only
 worse: so what is drafted from is compared with what these say, node by node.
 """
 
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
-from forerun.draft.view import TargetView, view_of
+from forerun.draft.proposer import TargetView, view_of
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 
@@ -25,13 +27,14 @@ def target(family: str = "llama") -> TargetView:
 
 
 @functools.cache
-def states_of(tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> Tensor:
-    """The target's states of each token, side by side, from one pass over the whole text. [T, n * H]"""
+def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Tensor:
+    """The target's states of each token, side by side, from one pass over the whole text. [T, n *
+    H]"""
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=256, page=256, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
-    features = runner.forward([segment], boundaries).features
-    return torch.cat([features[boundary] for boundary in boundaries], -1)
+    features = runner.forward([segment], aux_hidden_layers).features
+    return torch.cat([features[boundary] for boundary in aux_hidden_layers], -1)
 
 
 @functools.cache
@@ -55,7 +58,8 @@ class Twin:
         self.cos, self.sin = rope_tables(layer, layer.ropes[0], 300, torch.float64)
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """Over the target's vocabulary, after the last token of the path; states are known from `first` on."""
+        """Over the target's vocabulary, after the last token of the path; states are known from
+        `first` on."""
         raise NotImplementedError
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -70,7 +74,9 @@ class Twin:
 
     def everywhere(self, said: Tensor) -> Tensor:
         """What is said of some tokens, at their places in the target's vocabulary. [.., V]"""
-        ids = torch.arange(said.shape[-1]) + self.w.get("d2t", torch.zeros(said.shape[-1], dtype=torch.int64))
+        ids = torch.arange(said.shape[-1]) + self.w.get(
+            "d2t", torch.zeros(said.shape[-1], dtype=torch.int64)
+        )
         full = torch.full((*said.shape[:-1], self.view.vocab), -torch.inf, dtype=torch.float64)
         full[..., ids] = said
         return full
@@ -93,13 +99,16 @@ class Twin:
     def attention(self, x: Tensor, at: str = "layers.0.", window: int | None = None) -> Tensor:
         """Each position over itself and those before it, as far as a window reaches."""
         own, positions = f"{at}self_attn.", torch.arange(len(x))
-        q, k, v = (self.product(x, f"{own}{n}_proj").view(len(x), -1, self.c.head_dim) for n in "qkv")
+        q, k, v = (
+            self.product(x, f"{own}{n}_proj").view(len(x), -1, self.c.head_dim) for n in "qkv"
+        )
         if self.c.qk_norm:
             q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
         behind = positions[:, None] - positions[None]
         unseen = (behind < 0) | (behind >= (window or len(x)))
         return self.product(
-            self.attend(self.rotate(q, positions), self.rotate(k, positions), v, unseen), f"{own}o_proj"
+            self.attend(self.rotate(q, positions), self.rotate(k, positions), v, unseen),
+            f"{own}o_proj",
         )
 
     def mlp(self, x: Tensor, at: str = "layers.0.") -> Tensor:
@@ -108,7 +117,8 @@ class Twin:
 
 
 class PairTwin(Twin):
-    """Heads on pairs: of a drafted token, the head's own state of its parent stands for the target's."""
+    """Heads on pairs: of a drafted token, the head's own state of its parent stands for the
+    target's."""
 
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         """What the embeddings of all tokens but the first are joined with. [T - 1, Hd]"""
@@ -126,7 +136,8 @@ class PairTwin(Twin):
         raise NotImplementedError
 
     def made(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """What it makes of every pair: those of the committed tokens from `first` on, then those of the path."""
+        """What it makes of every pair: those of the committed tokens from `first` on, then those of
+        the path."""
         ids, states = list(tokens[first + 1 :]), self.states(tokens[:-1])[first:]
         made = self.make(ids, states)
         for token in path:
@@ -152,11 +163,13 @@ class EagleTwin(PairTwin):
             features = self.norm(features, "input_norm")
         if c.fc_norm:
             parts = features.split(c.target_hidden, -1)
-            features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+            features = torch.cat(
+                [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1
+            )
         return self.product(features, "fc")
 
     def states(self, tokens: tuple[int, ...]) -> Tensor:
-        return self.fuse(states_of(tokens, self.config.boundaries))
+        return self.fuse(states_of(tokens, self.config.aux_hidden_layers))
 
     def make(self, ids: list[int], states: Tensor) -> Tensor:
         return self.layer(self.embedded(ids), states)
@@ -165,7 +178,9 @@ class EagleTwin(PairTwin):
         at = "layers.0."
         normed = self.norm(state, f"{at}hidden_norm")
         if self.config.join:
-            state = self.product(torch.cat((self.norm(embedded, f"{at}embed_norm"), normed), -1), f"{at}input_proj")
+            state = self.product(
+                torch.cat((self.norm(embedded, f"{at}embed_norm"), normed), -1), f"{at}input_proj"
+            )
             x = self.norm(state, f"{at}input_layernorm")
         else:
             x = torch.cat((self.norm(embedded, f"{at}input_layernorm"), normed), -1)
@@ -185,10 +200,11 @@ class ParallelTwin(EagleTwin):
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
         """Of a path only the length counts."""
-        features = states_of(tokens[:-1], self.config.boundaries)[first:]
+        features = states_of(tokens[:-1], self.config.aux_hidden_layers)[first:]
         masks = self.w["mask_hidden"].view(1, -1).expand(len(path), -1)
         x = self.make(
-            [*tokens[first + 1 :], *[self.config.mask_token] * len(path)], self.fuse(torch.cat((features, masks)))
+            [*tokens[first + 1 :], *[self.config.mask_token] * len(path)],
+            self.fuse(torch.cat((features, masks))),
         )
         for i in range(1, self.c.layers):
             at = f"layers.{i}."

@@ -8,32 +8,32 @@ from typing import Any
 
 import torch
 
-from forerun.draft.ahead import Ahead
-from forerun.draft.base import Proposer, Row
-from forerun.draft.block import Block
-from forerun.draft.block_shapes import MarkovShape
+from forerun.draft.block.formats import MarkovShape
+from forerun.draft.block.proposer import Block
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
-from forerun.draft.level_heads import LevelHeads
-from forerun.draft.levels import Levels
-from forerun.draft.model import DraftModel, Pard
+from forerun.draft.draft_model import DraftModel, Pard
+from forerun.draft.eagle.module import EagleModule
+from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.medusa import LevelHeads, MedusaProposer
 from forerun.draft.ngram import NGram
-from forerun.draft.pair_head import PairHead
-from forerun.draft.pairs import Pairs, ParallelPairs
+from forerun.draft.overlap import Ahead
+from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
-from forerun.draft.view import view_of
-from forerun.engine.acceptance import Wish
-from forerun.engine.depth import Auto
+from forerun.engine.acceptance import DraftOption
+from forerun.engine.depth import BatchState, DepthPolicy
 from forerun.engine.engine import Engine
-from forerun.engine.policy import Place
 from forerun.engine.request import Request
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from tests import tiny
 
-REQUESTS, MANY = 5, 8  # of a run, of each kind of prompt and temperature; where drafts are seldom right
+REQUESTS, MANY = (
+    5,
+    8,
+)  # of a run, of each kind of prompt and temperature; where drafts are seldom right
 SMALL = 80  # tokens of a pool that holds about two of them at once
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
@@ -56,15 +56,15 @@ HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 class Foreseeing(Ahead):
     """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
 
-    def begin_ahead(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
+    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         super().begin_ahead(rows, drafts)
         self.finish()
 
 
-class Eager(Auto):
+class Eager(DepthPolicy):
     """A policy that has everybody draft, whatever it costs."""
 
-    def choose(self, wishes: Sequence[Wish], place: Place) -> list[int]:
+    def choose(self, wishes: Sequence[DraftOption], place: BatchState) -> list[int]:
         return [min(3, wish.limit) for wish in wishes]
 
 
@@ -83,9 +83,9 @@ def engine(
 ) -> Engine:
     """A target (a GGUF file on native kernels), and the proposers of `drafts`.
 
-    ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often agree with it, pard
-    about its first token, `HEADS` and `BLOCKS` now and then; both is ngram before an EAGLE-3 head. `width` is that of
-    pard and heads, where the rule takes trees.
+    ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often
+    agree with it, pard about its first token, `HEADS` and `BLOCKS` now and then; both is ngram
+    before an EAGLE-3 head. `width` is that of pard and heads, where the rule takes trees.
     """
     paths = tiny.family(family), tiny.drafter(family)
     native, wide = paths[0].is_file(), rule not in ("token", "block")
@@ -105,10 +105,12 @@ def engine(
     def model(listed: Sequence[int] | None = None, width: int = 1) -> DraftModel:
         return DraftModel(runner(decoder(paths[1], listed)), tiny.VOCAB, width=width)
 
-    def levels(name: str, heads: LevelHeads) -> Levels:
-        return Levels(name, heads, view, width)
+    def levels(name: str, heads: LevelHeads) -> MedusaProposer:
+        return MedusaProposer(name, heads, view, width)
 
-    def pairs(name: str, head: PairHead, kind: type[Pairs] = Pairs, width: int = width) -> Pairs:
+    def pairs(
+        name: str, head: EagleModule, kind: type[EagleProposer] = EagleProposer, width: int = width
+    ) -> EagleProposer:
         return kind(name, head, view, **room, width=width)
 
     make: dict[str, Callable[[], Proposer]] = {
@@ -123,20 +125,30 @@ def engine(
         "mlp": lambda: levels("mlp", tiny.mlp(family)),
         "eagle": lambda: pairs("eagle3", tiny.eagle(tiny.eagle_config(family))),
         "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
-        "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelPairs),
+        "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelEagleProposer),
         "mtp": lambda: pairs("mtp", tiny.mtp(family)),
         "block": lambda: Block(tiny.block(tiny.block_config(family)), view, **room, width=width),
         "ahead": lambda: Foreseeing(model()),
         **{
-            name: lambda kind=kind: Block(tiny.block(tiny.block_config(family, **kind)), view, **room, width=width)
+            name: lambda kind=kind: Block(
+                tiny.block(tiny.block_config(family, **kind)), view, **room, width=width
+            )
             for name, kind in BLOCKS.items()
         },
         "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
         "both": lambda: Either(
-            (NGram(longest=3, shortest=1), pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1))
+            (
+                NGram(longest=3, shortest=1),
+                pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1),
+            )
         ),
     }
-    return Engine(runner(target), {name: make[name]() for name in drafts if name != "off"}, rule=rule, chunk=chunk)
+    return Engine(
+        runner(target),
+        {name: make[name]() for name in drafts if name != "off"},
+        rule=rule,
+        chunk=chunk,
+    )
 
 
 def prompts(count: int = 8) -> list[list[int]]:
@@ -151,10 +163,12 @@ def prompts(count: int = 8) -> list[list[int]]:
 
 
 def params(i: int, temperature: float | None, length: int = 20) -> SamplingParams:
-    """The parameters of request i: a seed of its own, no early end. None: half of them are drawn, at 0.8, the others
-    greedy, prompts of every kind among both."""
+    """The parameters of request i: a seed of its own, no early end. None: half of them are drawn,
+    at 0.8, the others greedy, prompts of every kind among both."""
     temperature = (0.8 if i % 4 in (0, 3) else 0.0) if temperature is None else temperature
-    return SamplingParams(temperature=temperature, seed=100 + i, max_tokens=length + i % 3, ignore_eos=True)
+    return SamplingParams(
+        temperature=temperature, seed=100 + i, max_tokens=length + i % 3, ignore_eos=True
+    )
 
 
 def finish(engine: Engine) -> None:
@@ -173,10 +187,14 @@ def finish_all(engine: Engine) -> None:
 
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
-    parts = [part for p in engine.proposers.values() for part in (p.parts if isinstance(p, Either) else (p,))]
+    parts = [
+        part
+        for p in engine.proposers.values()
+        for part in (p.parts if isinstance(p, Either) else (p,))
+    ]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
-    caches += [p.cache for p in parts if isinstance(p, (Pairs, Block))]
+    caches += [p.cache for p in parts if isinstance(p, (EagleProposer, Block))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count
@@ -197,7 +215,9 @@ def run(
     """`count` requests, `arrivals` steps between one and the next."""
     requests = []
     for i, prompt in enumerate(prompts(count)):
-        requests.append(engine.add(prompt, params(i, temperature, length), draft=draft, depth=depth))
+        requests.append(
+            engine.add(prompt, params(i, temperature, length), draft=draft, depth=depth)
+        )
         for _ in range(arrivals):
             engine.step_or_raise()
     finish(engine)

@@ -1,4 +1,5 @@
-"""A simulated machine: requests whose drafts stand with known chances, passes and drafts of known costs.
+"""A simulated machine: requests whose drafts stand with known chances, passes and drafts of known
+costs.
 
 What is best at each step is known there, so that a policy can be held against it.
 """
@@ -11,9 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forerun.engine.acceptance import Acceptance, Wish
-from forerun.engine.depth import DEEPEST, Auto
-from forerun.engine.policy import Place
+from forerun.engine.acceptance import Acceptance, DraftOption
+from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy
 
 LEVEL, ROW = 0.05, 0.002  # of a plain pass: a level of drafting, and of that for each request
 TOKENS = 200  # of a request
@@ -28,13 +28,18 @@ CURVES: dict[str, Callable[[float], float]] = {  # what a pass over so many toke
     "stepped": lambda n: 1 + 0.3 * ((math.ceil(n) - 1) // 8),  # tiles of rows, as on a GPU
     "experts": lambda n: 1 + 3 * (1 - 0.94 ** (n - 1)),  # each token wakes some more
 }
-MIXES = {"good": [0.8], "bad": [0.05], "mixed": [0.05, 0.3, 0.6, 0.8, 0.95], "half": [0.05, 0.9]}  # chances of requests
+MIXES = {
+    "good": [0.8],
+    "bad": [0.05],
+    "mixed": [0.05, 0.3, 0.6, 0.8, 0.95],
+    "half": [0.05, 0.9],
+}  # chances of requests
 
 
 @dataclass
 class Playing:
-    """A request: the chance that a token of a draft stands, tokens that are left, those that who drafts has missed, and
-    what a policy knows of it."""
+    """A request: the chance that a token of a draft stands, tokens that are left, those that who
+    drafts has missed, and what a policy knows of it."""
 
     rate: float
     left: int
@@ -45,15 +50,18 @@ class Playing:
 class Policy:
     """The policy of the engine, asked as the engine does."""
 
-    def __init__(self, auto: Auto) -> None:
+    def __init__(self, auto: DepthPolicy) -> None:
         self.auto = auto
 
     def choose(self, running: Sequence[Playing]) -> list[int]:
         asked = [i for i, request in enumerate(running) if not self.auto.rests(request.acceptance)]
-        wishes = [Wish("model", running[i].left - 1, running[i].acceptance, 1, running[i].missed) for i in asked]
+        wishes = [
+            DraftOption("model", running[i].left - 1, running[i].acceptance, 1, running[i].missed)
+            for i in asked
+        ]
         depths = [0] * len(running)
         if wishes:
-            chosen = self.auto.choose(wishes, Place(len(running), len(running), len(asked)))
+            chosen = self.auto.choose(wishes, BatchState(len(running), len(running), len(asked)))
             for i, depth in zip(asked, chosen, strict=True):
                 depths[i] = depth
         return depths
@@ -96,24 +104,37 @@ def play(
     requests: int,
     total: int,
     seed: int,
-    auto: Auto | None = None,
+    auto: DepthPolicy | None = None,
     prompt: int = 0,
 ) -> float:
-    """Tokens a plain pass's time, of so many requests at once, one after another, until `total` tokens are said; `auto`
-    is told what there is to learn. Who drafts reads a `prompt` and whatever else it has missed before it does."""
+    """Tokens a plain pass's time, of so many requests at once, one after another, until `total`
+    tokens are said; `auto` is told what there is to learn. Who drafts reads a `prompt` and whatever
+    else it has missed before it does."""
     dice, order = random.Random(seed), random.Random(seed + 1)
-    running = [Playing(order.choice(rates), TOKENS * (i + 1) // requests, prompt) for i in range(requests)]
+    running = [
+        Playing(order.choice(rates), TOKENS * (i + 1) // requests, prompt) for i in range(requests)
+    ]
     done, clock = 0, 0.0
     while done < total:
         depths = choose(running)
-        drafting, level, size = sum(depth > 0 for depth in depths), max(depths), requests + sum(depths)
-        lag = sum(request.missed for request, depth in zip(running, depths, strict=True) if depth) if prompt else 0
+        drafting, level, size = (
+            sum(depth > 0 for depth in depths),
+            max(depths),
+            requests + sum(depths),
+        )
+        lag = (
+            sum(request.missed for request, depth in zip(running, depths, strict=True) if depth)
+            if prompt
+            else 0
+        )
         draft, verify = drafted(level, drafting) + READ * lag, curve(size)
         if auto:
             auto.record_pass(size, verify * math.exp(dice.gauss(0, NOISE)))
             auto.end_step()
             if level:
-                auto.record_draft("model", level, draft * math.exp(dice.gauss(0, NOISE)), drafting, lag)
+                auto.record_draft(
+                    "model", level, draft * math.exp(dice.gauss(0, NOISE)), drafting, lag
+                )
         clock += draft + verify
         for i, depth in enumerate(depths):
             request = running[i]
@@ -128,9 +149,12 @@ def play(
     return done / clock
 
 
-def shares(curve: str, mix: str, requests: int, total: int, seed: int = 0, prompt: int = 0) -> tuple[float, float]:
-    """What the policy, once it has learned, reaches of who knows everything, and of plain decoding."""
-    auto, costs, rates = Auto(), CURVES[curve], MIXES[mix]
+def shares(
+    curve: str, mix: str, requests: int, total: int, seed: int = 0, prompt: int = 0
+) -> tuple[float, float]:
+    """What the policy, once it has learned, reaches of who knows everything, and of plain
+    decoding."""
+    auto, costs, rates = DepthPolicy(), CURVES[curve], MIXES[mix]
     policy = Policy(auto)
     play(policy.choose, costs, rates, requests, total, seed + 50, auto, prompt)
     reached = play(policy.choose, costs, rates, requests, total, seed, auto, prompt)
@@ -139,11 +163,18 @@ def shares(curve: str, mix: str, requests: int, total: int, seed: int = 0, promp
 
 
 def table(prompt: int) -> None:
-    """Print all of them, behind prompts of so many tokens that who drafts reads; the best does not think of that."""
+    """Print all of them, behind prompts of so many tokens that who drafts reads; the best does not
+    think of that."""
     for curve in CURVES:
         for mix in MIXES:
-            cells = [shares(curve, mix, n, max(8000, 500 * n), prompt=prompt) for n in (1, 4, 16, 64)]
-            print(f"| {curve} | {mix} | " + " | ".join(f"{best:.2f} ({plain:.2f})" for best, plain in cells) + " |")
+            cells = [
+                shares(curve, mix, n, max(8000, 500 * n), prompt=prompt) for n in (1, 4, 16, 64)
+            ]
+            print(
+                f"| {curve} | {mix} | "
+                + " | ".join(f"{best:.2f} ({plain:.2f})" for best, plain in cells)
+                + " |"
+            )
 
 
 if __name__ == "__main__":

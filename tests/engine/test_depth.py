@@ -1,4 +1,5 @@
-"""The depth policy: drafts when it pays, as deep as pays, not at all when it does not, and tries again."""
+"""The depth policy: drafts when it pays, as deep as pays, not at all when it does not, and tries
+again."""
 
 import itertools
 import math
@@ -7,17 +8,28 @@ import random
 import pytest
 
 from forerun.costs import SETTLED
-from forerun.engine.acceptance import Acceptance, Chance, Wish, kind_of_match
-from forerun.engine.depth import ALLOWANCE, PLAIN, PROBE_DEPTH, PROBE_SHARE, REST, Auto
-from forerun.engine.policy import Place
+from forerun.engine.acceptance import Acceptance, Chance, DraftOption, kind_of_match
+from forerun.engine.depth import (
+    ALLOWANCE,
+    PLAIN,
+    PROBE_DEPTH,
+    PROBE_SHARE,
+    REST,
+    BatchState,
+    DepthPolicy,
+)
 from tests.engine import machine
 
-ONE = Place(1, 1, 1)  # a request alone
+ONE = BatchState(1, 1, 1)  # a request alone
 
 
-def learned(rate: float, draft_cost: float, slope: float) -> tuple[Auto, Acceptance]:
-    """A policy that has measured a pass of 1 s, `slope` s more a token, and drafts of `draft_cost` s a token."""
-    policy, acceptance = Auto(), Acceptance(Chance(1000 * rate, 1000 * (1 - rate)), Chance(1e6, 0))
+def learned(rate: float, draft_cost: float, slope: float) -> tuple[DepthPolicy, Acceptance]:
+    """A policy that has measured a pass of 1 s, `slope` s more a token, and drafts of `draft_cost`
+    s a token."""
+    policy, acceptance = (
+        DepthPolicy(),
+        Acceptance(Chance(1000 * rate, 1000 * (1 - rate)), Chance(1e6, 0)),
+    )
     for _ in range(SETTLED):
         for tokens in range(1, 33):
             policy.record_pass(tokens, 1 + slope * (tokens - 1))
@@ -31,7 +43,7 @@ def test_depth_is_the_optimum_of_the_published_formula() -> None:
     for rate in (0.5, 0.7, 0.8, 0.9):
         for cost in (0.02, 0.05, 0.1, 0.2):
             policy, acceptance = learned(rate, cost, 0.0)
-            (depth,) = policy.choose([Wish("model", 16, acceptance)], ONE)
+            (depth,) = policy.choose([DraftOption("model", 16, acceptance)], ONE)
             a = policy.rate("model", acceptance)
             best = max(range(17), key=lambda k: (1 - a ** (k + 1)) / (1 - a) / (1 + cost * k))
             assert depth == best
@@ -39,35 +51,35 @@ def test_depth_is_the_optimum_of_the_published_formula() -> None:
 
 def test_a_draft_that_costs_more_than_it_brings_is_left_alone() -> None:
     policy, acceptance = learned(rate=0.2, draft_cost=0.5, slope=0.3)
-    assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
+    assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
 def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_cost() -> None:
-    """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing for the draft, even if
-    it is free."""
-    policy, acceptance = Auto(), Acceptance(Chance(0, 1000), Chance(1000, 0))
+    """Two cold plain passes, and none since: that a pass with a draft looks cheaper says nothing
+    for the draft, even if it is free."""
+    policy, acceptance = DepthPolicy(), Acceptance(Chance(0, 1000), Chance(1000, 0))
     for tokens, seconds, passes in ((1, 5.0, PLAIN), (2, 1.0, SETTLED)):
         for _ in range(passes):
             policy.record_pass(tokens, seconds)
             policy.record_draft("model", 1, 1e-9)
-    assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
+    assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
 def test_plain_passes_are_measured_before_anything_is_compared_with_them() -> None:
-    policy = Auto()
+    policy = DepthPolicy()
     for _ in range(PLAIN):
-        assert policy.choose([Wish("model", 8, Acceptance())], ONE) == [0]
+        assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) == [0]
         policy.record_pass(1, 1.0)
-    assert policy.choose([Wish("model", 8, Acceptance())], ONE) != [0]
+    assert policy.choose([DraftOption("model", 8, Acceptance())], ONE) != [0]
 
 
 def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
-    """Drafts of 0.1 passes a level that always fail: a probe takes 0.3 passes and comes after a rest, until what may be
-    spent at once has been spent."""
+    """Drafts of 0.1 passes a level that always fail: a probe takes 0.3 passes and comes after a
+    rest, until what may be spent at once has been spent."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.1, slope=0.05)
     chosen = []
     for _ in range(2000):
-        (depth,) = policy.choose([Wish("model", 8, acceptance)], ONE)
+        (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
         policy.record_pass(1 + depth, 1.0 + 0.05 * depth)
         policy.end_step()
         chosen.append(depth)
@@ -81,15 +93,15 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
 
 @pytest.mark.parametrize("cost", [0.01, 0.5, 50.0])
 def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
-    """A dear proposer is tried seldom, whoever asks, and even the dearest sometimes: its cost may have been misread.
-    Requests of 50 tokens, two at a time."""
+    """A dear proposer is tried seldom, whoever asks, and even the dearest sometimes: its cost may
+    have been misread. Requests of 50 tokens, two at a time."""
     policy, _ = learned(rate=0.05, draft_cost=cost, slope=0.0)
     policy.sources["model"].weights[0] = 1000.0
     spent, probed = 0.0, []
     for step in range(20_000):
         if step % 50 == 0:
-            wishes = [Wish("model", 8, Acceptance(Chance(0, 1000))) for _ in range(2)]
-        depths = policy.choose(wishes, Place(2, 2, 2))
+            wishes = [DraftOption("model", 8, Acceptance(Chance(0, 1000))) for _ in range(2)]
+        depths = policy.choose(wishes, BatchState(2, 2, 2))
         policy.record_pass(2, 1.0)
         policy.end_step()
         spent += 2 * cost * sum(map(bool, depths))
@@ -99,12 +111,13 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
 
 
 def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
-    """A draft that is cheap once it has caught up, which takes as long as 4 passes: the second probe waits for them."""
+    """A draft that is cheap once it has caught up, which takes as long as 4 passes: the second
+    probe waits for them."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
     policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
     chosen = []
     for _ in range(1000):
-        chosen += policy.choose([Wish("model", 8, acceptance, lag=100)], ONE)
+        chosen += policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
         policy.record_pass(1, 1.0)
         policy.end_step()
     probes = [i for i, depth in enumerate(chosen) if depth]
@@ -113,29 +126,36 @@ def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
 
 
 def test_what_a_proposer_has_to_read_must_pay_in_the_tokens_that_are_left() -> None:
-    """A draft for which it reads as long as twenty passes take, and which is right nine times in ten."""
-    for lag, left, drafts in ((0, 200, True), (100, 200, True), (100, 4, False), (1000, 200, False)):
+    """A draft for which it reads as long as twenty passes take, and which is right nine times in
+    ten."""
+    for lag, left, drafts in (
+        (0, 200, True),
+        (100, 200, True),
+        (100, 4, False),
+        (1000, 200, False),
+    ):
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.05)
         policy.record_draft("model", 1, 20.1, lag=100)
-        (depth,) = policy.choose([Wish("model", left, acceptance, lag=lag)], ONE)
+        (depth,) = policy.choose([DraftOption("model", left, acceptance, lag=lag)], ONE)
         assert (depth > 0) is drafts, (lag, left)
 
 
 def test_who_was_right_goes_on_at_once() -> None:
-    """Behind a dear return, which was paid for by then, and only while a draft that is accepted would pay."""
+    """Behind a dear return, which was paid for by then, and only while a draft that is accepted
+    would pay."""
     for slope, goes_on in ((0.3, True), (1.2, False)):
         policy, acceptance = learned(rate=0.05, draft_cost=0.2, slope=slope)
         policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
         for _ in range(1000):
-            (depth,) = policy.choose([Wish("model", 8, acceptance, lag=100)], ONE)
+            (depth,) = policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
             policy.record_pass(1, 1.0)
             policy.end_step()
             if depth:
                 break
         policy.record_verdict("model", acceptance, depth, depth)
-        assert (policy.choose([Wish("model", 8, acceptance)], ONE) != [0]) is goes_on
+        assert (policy.choose([DraftOption("model", 8, acceptance)], ONE) != [0]) is goes_on
         policy.record_verdict("model", acceptance, depth, 1)
-        assert policy.choose([Wish("model", 8, acceptance)], ONE) == [0]
+        assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
 def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
@@ -145,7 +165,7 @@ def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
         policy, acceptance = learned(rate=0.05, draft_cost=0.5, slope=0.05)
         chosen = []
         for _ in range(1000):
-            wish = Wish("model", 8, acceptance)
+            wish = DraftOption("model", 8, acceptance)
             chosen += [0] if asks and policy.rests(acceptance) else policy.choose([wish], ONE)
             policy.record_pass(1, 1.0)
             policy.end_step()
@@ -157,7 +177,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     policy, acceptance = learned(rate=0.05, draft_cost=0.3, slope=0.0)
     depths = []
     for _ in range(4000):
-        (depth,) = policy.choose([Wish("model", 8, acceptance)], ONE)
+        (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
         policy.record_pass(1, 1.0)
         policy.end_step()
         depths.append(depth)
@@ -169,27 +189,56 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
 def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
     poor = Acceptance(Chance(100, 900))
-    depths = policy.choose([Wish("model", 16, good), Wish("model", 16, poor), Wish("model", 1, good)], Place(3, 3, 3))
+    depths = policy.choose(
+        [
+            DraftOption("model", 16, good),
+            DraftOption("model", 16, poor),
+            DraftOption("model", 1, good),
+        ],
+        BatchState(3, 3, 3),
+    )
     assert depths[0] > depths[1] and depths[2] <= 1
 
 
 def played(
-    policy: Auto, rates: tuple[float, float], draft_cost: float, slope: float, found: list[int], seed: int
+    policy: DepthPolicy,
+    rates: tuple[float, float],
+    draft_cost: float,
+    slope: float,
+    found: list[int],
+    seed: int,
 ) -> float:
-    """Times plain decoding, for a request of 200 tokens, on a machine whose measurements are noisy, cold at first, now
-    and then three times too long, and whose speed drifts. `rates`: acceptance in the first 40 tokens, and after them.
-    `found`: tokens that the proposer has to offer, at random."""
-    dice, acceptance, cold, clock, drift, done = random.Random(seed), Acceptance(), set(), 0.0, 0.0, 0
+    """Times plain decoding, for a request of 200 tokens, on a machine whose measurements are noisy,
+    cold at first, now and then three times too long, and whose speed drifts. `rates`: acceptance in
+    the first 40 tokens, and after them. `found`: tokens that the proposer has to offer, at
+    random."""
+    dice, acceptance, cold, clock, drift, done = (
+        random.Random(seed),
+        Acceptance(),
+        set(),
+        0.0,
+        0.0,
+        0,
+    )
 
     def measured(true: float, what: object) -> float:
         nonlocal drift
         drift = 0.99 * drift + dice.gauss(0, 0.03)
         first = what not in cold
         cold.add(what)
-        return true * math.exp(drift + dice.gauss(0, 0.1)) * (1.5 if first else 1) * (3 if dice.random() < 0.02 else 1)
+        return (
+            true
+            * math.exp(drift + dice.gauss(0, 0.1))
+            * (1.5 if first else 1)
+            * (3 if dice.random() < 0.02 else 1)
+        )
 
     while done < 200:
-        depth = 0 if policy.rests(acceptance) else policy.choose([Wish("model", 200 - done, acceptance)], ONE)[0]
+        depth = (
+            0
+            if policy.rests(acceptance)
+            else policy.choose([DraftOption("model", 200 - done, acceptance)], ONE)[0]
+        )
         drafted = min(depth, dice.choice(found))
         accepted = next((i for i in range(drafted) if dice.random() > rates[done >= 40]), drafted)
         draft, verify = draft_cost * depth, 1 + slope * drafted
@@ -221,44 +270,55 @@ COPIES = [0, 0, 2, 5, 11, 16]
 def test_neither_noise_nor_a_bad_beginning_decides(
     rates: tuple[float, float], draft_cost: float, slope: float, found: list[int], least: float
 ) -> None:
-    """Of 30 fresh starts the median gains most of what there is, and the third worst is hardly slower than plain."""
-    speeds = sorted(played(Auto(), rates, draft_cost, slope, found, seed) for seed in range(30))
+    """Of 30 fresh starts the median gains most of what there is, and the third worst is hardly
+    slower than plain."""
+    speeds = sorted(
+        played(DepthPolicy(), rates, draft_cost, slope, found, seed) for seed in range(30)
+    )
     assert speeds[15] >= least and speeds[2] >= min(0.93, least)
 
 
 def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_pays() -> None:
-    """All it drafts is accepted: worth a tenth of a pass to ask for if it drafts often, and not if hardly ever."""
+    """All it drafts is accepted: worth a tenth of a pass to ask for if it drafts often, and not if
+    hardly ever."""
     for often, asked in ((0.5, True), (0.02, False)):
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
         acceptance.offered = Chance(1000 * often, 1000 * (1 - often))
-        assert (policy.choose([Wish("model", 1, acceptance)], ONE) != [0]) is asked
+        assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is asked
     assert policy.rate("model", acceptance) > 0.9  # what is shown of a draft that is there
 
 
 def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
-    """Rows of 0.05 passes, a drafter of 0.02 a level that is right seven times in ten: short matches are its turn."""
+    """Rows of 0.05 passes, a drafter of 0.02 a level that is right seven times in ten: short
+    matches are its turn."""
     policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(Chance(1000 * rate, 1000 * (1 - rate)))
         count, speed = policy.worth("suffix, 2 bits", copied, 8, ONE)
         assert count == alone or (alone == 1 and 1 <= count < 4)
-        assert (speed > policy.hoped(Wish("model", 8, drafter), ONE)) is (rate == 0.95)
+        assert (speed > policy.hoped(DraftOption("model", 8, drafter), ONE)) is (rate == 0.95)
     hopeless = Acceptance(Chance(0, 1000))
     _, speed = policy.worth("suffix, 2 bits", Acceptance(Chance(300, 700)), 8, ONE)
-    assert speed > policy.hoped(Wish("model", 8, hopeless), ONE)
+    assert speed > policy.hoped(DraftOption("model", 8, hopeless), ONE)
 
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:
     kinds = [kind_of_match("suffix", match) for match in (2, 3, 4, 7, 8, 31, 32, 10_000)]
-    assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4] and kinds[6] == kinds[7] != kinds[5]
+    assert (
+        kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4]
+        and kinds[6] == kinds[7] != kinds[5]
+    )
     assert kind_of_match("ngram", 2) != kinds[0]
 
 
 @pytest.mark.parametrize("curve", machine.CURVES)
-@pytest.mark.parametrize(("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)])
+@pytest.mark.parametrize(
+    ("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)]
+)
 def test_near_the_best_there_is_whatever_passes_cost(curve: str, mix: str, requests: int) -> None:
-    """Beside who knows every chance and cost: of that 0.89 in short runs (`python -m tests.engine.machine` has longer
-    ones, which differ less), and nowhere much slower than plain decoding."""
+    """Beside who knows every chance and cost: of that 0.89 in short runs (`python -m
+    tests.engine.machine` has longer ones, which differ less), and nowhere much slower than plain
+    decoding."""
     best, plain = machine.shares(curve, mix, requests, 200 * max(requests, 20))
     assert best > 0.89 and plain > 0.95, (best, plain)
 
@@ -266,14 +326,16 @@ def test_near_the_best_there_is_whatever_passes_cost(curve: str, mix: str, reque
 @pytest.mark.parametrize("prompt", [128, 1000])
 @pytest.mark.parametrize("curve", ["mild", "roof"])
 def test_what_is_read_to_draft_for_many_is_not_lost(curve: str, prompt: int) -> None:
-    """Sixteen requests, half of which are right, behind prompts that a drafter has to read first."""
+    """Sixteen requests, half of which are right, behind prompts that a drafter has to read
+    first."""
     _, plain = machine.shares(curve, "half", 16, 3200, prompt=prompt)
     assert plain > 0.94, plain
 
 
 def depths_of(objective: str, slo: float) -> list[int]:
-    """Of one request that is right nine times in ten and seven that seldom are, where a row costs a tenth of a pass."""
-    policy = Auto(objective, slo)
+    """Of one request that is right nine times in ten and seven that seldom are, where a row costs a
+    tenth of a pass."""
+    policy = DepthPolicy(objective, slo)
     for _ in range(SETTLED):
         for tokens in range(1, 33):
             policy.record_pass(tokens, 1 + 0.02 * (tokens - 1))
@@ -281,7 +343,10 @@ def depths_of(objective: str, slo: float) -> list[int]:
             for requests in (1, 2, 4, 8):
                 policy.record_draft("model", depth, 0.01 * depth, requests)
     good, poor = Acceptance(Chance(18, 2), Chance(20, 0)), Acceptance(Chance(1, 19), Chance(20, 0))
-    return policy.choose([Wish("model", 16, good), *(Wish("model", 16, poor) for _ in range(7))], Place(8, 8, 8))
+    return policy.choose(
+        [DraftOption("model", 16, good), *(DraftOption("model", 16, poor) for _ in range(7))],
+        BatchState(8, 8, 8),
+    )
 
 
 def test_latency_lets_nobody_wait_long_for_what_one_gains() -> None:
@@ -296,23 +361,25 @@ def test_no_step_is_drafted_for_beyond_its_time() -> None:
 
 
 def test_what_one_gains_all_pay_for() -> None:
-    """A draft of a tenth of a pass a level, right nine times in ten: worth it for who is alone, and not for one of 64
-    that are answered in the same pass, though the others rest."""
-    for place, drafts in ((ONE, True), (Place(64, 64, 1), False)):
+    """A draft of a tenth of a pass a level, right nine times in ten: worth it for who is alone, and
+    not for one of 64 that are answered in the same pass, though the others rest."""
+    for place, drafts in ((ONE, True), (BatchState(64, 64, 1), False)):
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
-        assert (policy.choose([Wish("model", 8, acceptance)], place) != [0]) is drafts
+        assert (policy.choose([DraftOption("model", 8, acceptance)], place) != [0]) is drafts
 
 
 def test_no_pass_is_much_larger_than_what_was_measured() -> None:
     """However cheap it seems to be: sizes are found out step by step."""
-    policy = Auto()
-    wishes = [Wish("model", 16, Acceptance(Chance(1000, 0), Chance(1000, 0))) for _ in range(16)]
+    policy = DepthPolicy()
+    wishes = [
+        DraftOption("model", 16, Acceptance(Chance(1000, 0), Chance(1000, 0))) for _ in range(16)
+    ]
     largest = 16
     for _ in range(SETTLED):
         policy.record_pass(largest, 1.0)
         policy.record_draft("model", 1, 1e-6, 16)
     for _ in range(4):
-        size = 16 + sum(policy.choose(wishes, Place(16, 16, 16)))
+        size = 16 + sum(policy.choose(wishes, BatchState(16, 16, 16)))
         assert largest < size <= max(1.25 * largest, largest + 8)
         for _ in range(SETTLED):
             policy.record_pass(size, 1.0)
@@ -320,10 +387,11 @@ def test_no_pass_is_much_larger_than_what_was_measured() -> None:
 
 
 def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None:
-    """Sixteen requests whose rows cost what they bring: a pass that takes five times as long anyway makes no draft
-    cheaper. Where rows of such a pass cost little, they pay there as elsewhere; its time is within the bound or not."""
+    """Sixteen requests whose rows cost what they bring: a pass that takes five times as long anyway
+    makes no draft cheaper. Where rows of such a pass cost little, they pay there as elsewhere; its
+    time is within the bound or not."""
     for row, slo, drafts in ((0.06, 0.0, False), (0.002, 0.0, True), (0.002, 1.2, False)):
-        policy = Auto(slo=slo)
+        policy = DepthPolicy(slo=slo)
         for _ in range(SETTLED):
             for tokens in range(1, 65):
                 policy.record_pass(tokens, max(1.0, 0.1 + row * tokens))
@@ -331,36 +399,41 @@ def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None
                 policy.record_read(tokens, max(1.3, row * tokens))
             for depth in (1, 2, 3, 4):
                 policy.record_draft("model", depth, 0.1 * depth, 16)
-        wishes = [Wish("model", 16, Acceptance(Chance(90, 10), Chance(100, 0))) for _ in range(16)]
-        for place in (Place(16, 16, 16), Place(16 + 128, 16, 16, prompts=128)):
-            assert any(policy.choose(wishes, place)) is (drafts or (slo > 0 and not place.prompts)), place
+        wishes = [
+            DraftOption("model", 16, Acceptance(Chance(90, 10), Chance(100, 0))) for _ in range(16)
+        ]
+        for place in (BatchState(16, 16, 16), BatchState(16 + 128, 16, 16, prompts=128)):
+            assert any(policy.choose(wishes, place)) is (
+                drafts or (slo > 0 and not place.prompts)
+            ), place
 
 
 def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     """However good its drafts are: what choosing takes is felt where many are answered at once."""
     policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
-    wishes = [Wish("model", 8, acceptance)]
-    assert policy.choose(wishes, Place(64, 64, 1)) == [0] and policy.rests(acceptance)
+    wishes = [DraftOption("model", 8, acceptance)]
+    assert policy.choose(wishes, BatchState(64, 64, 1)) == [0] and policy.rests(acceptance)
     for _ in range(2 * REST):
         policy.end_step()
     assert not policy.rests(acceptance) and policy.choose(wishes, ONE) != [0]
 
 
 def test_much_is_not_read_beside_prompts() -> None:
-    """What takes a tenth of a pass is: a few tokens that were missed, or the prompt of one who copies."""
-    policy = Auto()
+    """What takes a tenth of a pass is: a few tokens that were missed, or the prompt of one who
+    copies."""
+    policy = DepthPolicy()
     for _ in range(20):
         policy.record_pass(1, 1.0)
         policy.record_draft("model", 1, 0.1)
         policy.record_draft("model", 1, 0.1 + 1.0, 1, 500)
-    place = Place(200, 1, 1, 199)
-    assert policy.waits(Wish("model", 9, Acceptance(), 1, 100), place)
-    assert not policy.waits(Wish("model", 9, Acceptance(), 1, 20), place)
-    assert not policy.waits(Wish("suffix", 9, Acceptance(), 1, 100), place)
+    place = BatchState(200, 1, 1, 199)
+    assert policy.waits(DraftOption("model", 9, Acceptance(), 1, 100), place)
+    assert not policy.waits(DraftOption("model", 9, Acceptance(), 1, 20), place)
+    assert not policy.waits(DraftOption("suffix", 9, Acceptance(), 1, 100), place)
 
 
 def test_prompts_are_read_beside_requests_as_far_as_a_pass_is_stretched() -> None:
-    policy = Auto(slo=0.0)
+    policy = DepthPolicy(slo=0.0)
     assert policy.room(4, 2.0) > 1000, "nothing is known yet"
     for _ in range(SETTLED):
         policy.record_pass(4, 1.0)

@@ -9,32 +9,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.draft.base import Proposer, Row
 from forerun.draft.compose import Best, Either
-from forerun.engine.acceptance import Acceptance, Chance, Wish, kind_of_match
-from forerun.engine.depth import DEEPEST
+from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.engine.acceptance import Acceptance, Chance, DraftOption, kind_of_match
+from forerun.engine.depth import DEEPEST, BatchState
 from forerun.engine.engine import Engine
-from forerun.engine.policy import Place
 from forerun.engine.request import Request
 from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Law
 from tests import tiny
 from tests.engine import build
 
 
 class Sometimes(Proposer):
-    """Drafts zeros wherever the text's length is a multiple of `every`; notes which depths it was asked for."""
+    """Drafts zeros wherever the text's length is a multiple of `every`; notes which depths it was
+    asked for."""
 
     def __init__(self, name: str, every: int) -> None:
         self.name, self.every = name, every
         self.asked: list[tuple[int, int]] = []
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         self.asked += [(len(row.tokens), row.depth) for row in rows]
         return [
-            Draft.chain(row.tokens[-1], [0] * row.depth if len(row.tokens) % self.every == 0 else [], self.name)
+            Draft.chain(
+                row.tokens[-1],
+                [0] * row.depth if len(row.tokens) % self.every == 0 else [],
+                self.name,
+            )
             for row in rows
         ]
 
@@ -49,7 +53,9 @@ def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
     engine = engine_of(first, second)
     request = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
     build.finish(engine)
-    assert {length for length, _ in second.asked} == {length for length, _ in first.asked if length % 3}
+    assert {length for length, _ in second.asked} == {
+        length for length, _ in first.asked if length % 3
+    }
     assert set(request.stats.by_source) == {"first", "second"}
     assert {depth for _, depth in first.asked + second.asked} <= {1, 2}
 
@@ -76,7 +82,7 @@ class Wrong(Proposer):
     def __init__(self, parents: Sequence[int], token: int) -> None:
         self.parents, self.token = parents, token
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [Draft.root(row.tokens[-1]) for row in rows]
         for draft in drafts:
             for parent in self.parents:
@@ -93,7 +99,9 @@ class Wrong(Proposer):
         ([0], -1, "not in the vocabulary of 64"),
     ],
 )
-def test_a_draft_that_was_not_asked_for_is_refused(parents: list[int], token: int, says: str) -> None:
+def test_a_draft_that_was_not_asked_for_is_refused(
+    parents: list[int], token: int, says: str
+) -> None:
     """There is no room for it: it would overwrite what others have in the cache."""
     engine = engine_of(Wrong(parents, token))
     engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
@@ -106,21 +114,21 @@ class Faulty(Proposer):
 
     name = "faulty"
 
-    def __init__(self, give: Callable[[Sequence[Row]], Any]) -> None:
+    def __init__(self, give: Callable[[Sequence[DraftRequest]], Any]) -> None:
         self.give = give
 
-    def propose(self, rows: Sequence[Row]) -> Any:
+    def propose(self, rows: Sequence[DraftRequest]) -> Any:
         return self.give(rows)
 
 
-def chain(row: Row) -> Draft:
+def chain(row: DraftRequest) -> Draft:
     return Draft.chain(row.tokens[-1], [3], "faulty")
 
 
-def changed(**fields: Any) -> Callable[[Sequence[Row]], Any]:
+def changed(**fields: Any) -> Callable[[Sequence[DraftRequest]], Any]:
     """Chains of one token with other fields."""
 
-    def give(rows: Sequence[Row]) -> list[Draft]:
+    def give(rows: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [chain(row) for row in rows]
         for draft, (name, value) in itertools.product(drafts, fields.items()):
             setattr(draft, name, value)
@@ -129,7 +137,7 @@ def changed(**fields: Any) -> Callable[[Sequence[Row]], Any]:
     return give
 
 
-FAULTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
+FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "none": (lambda rows: None, "gave None"),
     "too few": (lambda rows: [], "asked for a list of 1 drafts and gave 0 drafts"),
     "too many": (lambda rows: [chain(row) for row in rows] * 2, "gave 2 drafts"),
@@ -145,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
     "no list": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
-    "sampled tokens": (changed(laws=[Law.GIVEN, Law.SAMPLED]), "row.coupled"),
+    "sampled tokens": (changed(laws=[Law.DETERMINISTIC, Law.SAMPLED]), "row.coupled"),
 }
 
 
@@ -161,7 +169,11 @@ def test_what_is_no_draft_is_one_clear_line(rule: str, name: str) -> None:
     bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="faulty", depth=2)
     good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
     build.finish_all(engine)
-    assert isinstance(bad.error, ForerunError) and good.error is None and good.finish_reason == "length"
+    assert (
+        isinstance(bad.error, ForerunError)
+        and good.error is None
+        and good.finish_reason == "length"
+    )
     assert says in str(bad.error) and "'faulty'" in str(bad.error) and "\n" not in str(bad.error)
 
 
@@ -176,7 +188,8 @@ def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
 
 
 def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
-    """The slot is given back: `open` failed for want of a parameter, so that `close` found nothing to delete."""
+    """The slot is given back: `open` failed for want of a parameter, so that `close` found nothing
+    to delete."""
 
     class Forgetful(Proposer):
         name = "forgetful"
@@ -195,7 +208,11 @@ def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
     bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="forgetful", depth=2)
     good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
     build.finish_all(engine)
-    assert isinstance(bad.error.__cause__, TypeError) and good.error is None and good.finish_reason == "length"
+    assert (
+        isinstance(bad.error.__cause__, TypeError)
+        and good.error is None
+        and good.finish_reason == "length"
+    )
     assert len(engine.scheduler.slots) == 4
     build.check_idle(engine)
 
@@ -214,19 +231,26 @@ class Copies(Proposer):
     def __init__(self, text: Sequence[int], match: int, name: str = "copies") -> None:
         self.name, self.text, self.match, self.deepest = name, text, match, 0
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         self.deepest = max([self.deepest, *(row.depth for row in rows)])
         return [
-            Draft.chain(row.tokens[-1], list(self.text[len(row.tokens) :][: row.depth]), self.name, self.match)
+            Draft.chain(
+                row.tokens[-1],
+                list(self.text[len(row.tokens) :][: row.depth]),
+                self.name,
+                self.match,
+            )
             for row in rows
         ]
 
 
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("rule", ["match", "token"])
-def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: bool, rule: str) -> None:
-    """They are worth nothing to a policy that trusts another proposer, whose drafts are then verified; still it learns
-    whether they were right, and the text is what it is without them."""
+def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
+    right: bool, rule: str
+) -> None:
+    """They are worth nothing to a policy that trusts another proposer, whose drafts are then
+    verified; still it learns whether they were right, and the text is what it is without them."""
     prompt, params = build.prompts()[1], build.params(1, 0.0, 40)
     engine = engine_of(Sometimes("second", 1))
     plain = engine.add(prompt, params, draft="off")
@@ -239,11 +263,13 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(right: b
     kind = kind_of_match("copies", 5)
     asked: list[str] = []
 
-    def worth(kind: str, acceptance: Acceptance, copied: int, place: Place) -> tuple[int, float]:
+    def worth(
+        kind: str, acceptance: Acceptance, copied: int, place: BatchState
+    ) -> tuple[int, float]:
         asked.append(kind)
         return 0, 0.0
 
-    def hoped(wish: Wish, place: Place) -> float:
+    def hoped(wish: DraftOption, place: BatchState) -> float:
         asked.append(wish.source)
         return 1.0
 
@@ -274,7 +300,8 @@ def said(engine: Engine, draft: str) -> Request:
 
 
 def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
-    """Who has the longer match is right here, wherever it stands, and neither needs to be tried for that."""
+    """Who has the longer match is right here, wherever it stands, and neither needs to be tried for
+    that."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     for parts in ((short, long), (long, short)):
@@ -285,7 +312,8 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
         assert request.tokens == text and not best.rivals
         assert set(request.stats.by_source) == {"long"} and request.stats.steps < 12
         wrong, right = (
-            request.acceptance[kind_of_match(name, match)].kept for name, match in (("short", 2), ("long", 40))
+            request.acceptance[kind_of_match(name, match)].kept
+            for name, match in (("short", 2), ("long", 40))
         )
         assert wrong.no > 1 and not wrong.yes and not right.no
 
@@ -300,7 +328,9 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
         engine = cheap(best)
         said(engine, best.name)
         engine.policy.rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
-        engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True)
+        engine.add(
+            build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
+        )
         rounds = []
         while engine.busy:
             rounds += [event.round for event in engine.step_or_raise() if event.round]
@@ -309,20 +339,28 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
 
 
 def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
-    """The server keeps these few numbers in place of distributions, which are megabytes for each event."""
+    """The server keeps these few numbers in place of distributions, which are megabytes for each
+    event."""
     drawn = Sometimes("drawn", 1)
     engine = engine_of(drawn)
     propose = drawn.propose
 
-    def with_probs(rows: Sequence[Row]) -> Sequence[Draft]:
+    def with_probs(rows: Sequence[DraftRequest]) -> Sequence[Draft]:
         drafts = propose(rows)
         for draft in drafts:
-            draft.laws = [Law.GIVEN, *[Law.SAMPLED] * (len(draft) - 1)]
+            draft.laws = [Law.DETERMINISTIC, *[Law.SAMPLED] * (len(draft) - 1)]
             draft.probs = np.full((len(draft), engine.target.decoder.config.vocab), 0.25)
         return drafts
 
     drawn.propose = with_probs  # type: ignore[method-assign]
-    engine.add(build.prompts()[1], build.params(1, 0.8, 40), draft="both", depth=1, rule="token", trace=True)
+    engine.add(
+        build.prompts()[1],
+        build.params(1, 0.8, 40),
+        draft="both",
+        depth=1,
+        rule="token",
+        trace=True,
+    )
     rounds = []
     while engine.busy:
         rounds += [event.round for event in engine.step_or_raise() if event.round]
@@ -330,25 +368,36 @@ def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
 
 
 def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tokens are called otherwise than who drafted them: those of a cascade name all that had a part in them."""
+    """Where tokens are called otherwise than who drafted them: those of a cascade name all that had
+    a part in them."""
     first, rival = Sometimes("first", 1), Sometimes("rival", 1)
-    monkeypatch.setattr(first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows])
+    monkeypatch.setattr(
+        first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows]
+    )
     best = Best((first, rival))
     engine = cheap(best)
-    engine.decide_by(build.Eager())
+    engine.set_policy(build.Eager())
     monkeypatch.setattr(engine.policy, "ranked", lambda groups, place: list(range(len(groups))))
     monkeypatch.setattr(engine.policy, "tried", lambda *_: 0)
-    monkeypatch.setattr(engine.policy, "rate", lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5))
-    engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True)
+    monkeypatch.setattr(
+        engine.policy, "rate", lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5)
+    )
+    engine.add(
+        build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
+    )
     rates = []
     while engine.busy:
-        rates += [e.round.rate for e in engine.step_or_raise() if e.round and len(e.round.draft) > 1]
+        rates += [
+            e.round.rate for e in engine.step_or_raise() if e.round and len(e.round.draft) > 1
+        ]
     assert len(rates) > 5 and set(rates) == {0.25} and len(rival.asked) > 5
 
 
-def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> None:
-    """Half of what its proposer said stood before: a few tokens would be asked for by that. What is not worth verifying
-    is nothing that was there."""
+def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_was_verified() -> (
+    None
+):
+    """Half of what its proposer said stood before: a few tokens would be asked for by that. What is
+    not worth verifying is nothing that was there."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
@@ -358,16 +407,20 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     build.finish(engine)
     assert request.tokens == text and copies.deepest == DEEPEST
     assert request.acceptance[kind_of_match("copies", 2)].kept.no > 1
-    assert request.acceptance["copies"].offered.no > 1 and not request.acceptance["copies"].offered.yes
+    assert (
+        request.acceptance["copies"].offered.no > 1 and not request.acceptance["copies"].offered.yes
+    )
 
 
-def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Pages are scarce under load, and what is looked at is more than what is verified."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies(text, 2)
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
     engine = cheap(copies)
-    engine.decide_by(build.Eager())
+    engine.set_policy(build.Eager())
     request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
     build.finish(engine)
     assert request.tokens == text
@@ -379,9 +432,11 @@ def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.M
     drafter = Sometimes("second", 1)
     engine = engine_of(drafter)
     engine.scheduler.chunk = 3
-    engine.decide_by(build.Eager())
+    engine.set_policy(build.Eager())
     waiting: list[int] = []
-    monkeypatch.setattr(engine.policy, "waits", lambda wish, place: waiting.append(place.prompts) or True)
+    monkeypatch.setattr(
+        engine.policy, "waits", lambda wish, place: waiting.append(place.prompts) or True
+    )
     first = engine.add(build.prompts()[0], build.params(1, 0.0, 40), draft="both", depth="auto")
     while first.produced < 4:
         engine.step_or_raise()
@@ -390,6 +445,8 @@ def test_who_has_much_to_read_waits_while_prompts_are_read(monkeypatch: pytest.M
     second = engine.add(build.prompts()[6], build.params(1, 0.0, 4), draft="off")
     while second.produced == 0:
         engine.step_or_raise()
-    assert len(waiting) > 10 and min(waiting) > 0 and len(drafter.asked) <= asked + 1  # the last has none left
+    assert (
+        len(waiting) > 10 and min(waiting) > 0 and len(drafter.asked) <= asked + 1
+    )  # the last has none left
     build.finish(engine)
     assert len(drafter.asked) > asked

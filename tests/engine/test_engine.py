@@ -1,4 +1,5 @@
-"""The engine's bookkeeping: aborts, ends, limits, statistics, refusals; nothing leaks and nothing hangs."""
+"""The engine's bookkeeping: aborts, ends, limits, statistics, refusals; nothing leaks and nothing
+hangs."""
 
 import math
 import random
@@ -6,7 +7,7 @@ import random
 import pytest
 
 from forerun.costs import SETTLED
-from forerun.engine.depth import Auto
+from forerun.engine.depth import DepthPolicy
 from forerun.errors import CapacityError, ConfigError, RequestError
 from forerun.sampling.params import SamplingParams
 from tests import tiny
@@ -14,7 +15,8 @@ from tests.engine import build
 
 
 def test_sixty_four_requests_with_random_everything() -> None:
-    """Random arrivals, lengths, parameters, drafts and aborts; all end, and the pools are whole again."""
+    """Random arrivals, lengths, parameters, drafts and aborts; all end, and the pools are whole
+    again."""
     chance, engine = random.Random(3), build.engine("qwen3", tokens=160, chunk=6)
     requests, waiting = [], 64
     while engine.busy or waiting:
@@ -31,7 +33,9 @@ def test_sixty_four_requests_with_random_everything() -> None:
             )
             prompt = [chance.randrange(3, tiny.VOCAB) for _ in range(chance.randint(1, 60))]
             draft = chance.choice(["off", *build.PROPOSERS])
-            requests.append(engine.add(prompt, params, draft=draft, depth=chance.choice(["auto", 0, 2, 6])))
+            requests.append(
+                engine.add(prompt, params, draft=draft, depth=chance.choice(["auto", 0, 2, 6]))
+            )
         if requests and chance.random() < 0.05:
             engine.abort(chance.choice(requests))
         engine.step_or_raise()
@@ -57,7 +61,9 @@ def test_the_cache_holds_all_but_the_last_token() -> None:
 
 def test_events_add_up() -> None:
     engine = build.engine("llama")
-    request = engine.add(build.prompts()[2], SamplingParams(max_tokens=17, logprobs=3), draft="tree", depth=4)
+    request = engine.add(
+        build.prompts()[2], SamplingParams(max_tokens=17, logprobs=3), draft="tree", depth=4
+    )
     events = []
     while engine.busy:
         events += engine.step_or_raise()
@@ -75,7 +81,11 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
     found = {}
     for draft in ("off", "tree"):
         engine = build.engine("llama")
-        engine.add(build.prompts()[2], SamplingParams(max_tokens=25, logprobs=2, temperature=0.8, seed=1), draft=draft)
+        engine.add(
+            build.prompts()[2],
+            SamplingParams(max_tokens=25, logprobs=2, temperature=0.8, seed=1),
+            draft=draft,
+        )
         entries = []
         while engine.busy:
             entries += [e for event in engine.step_or_raise() for e in event.logprobs or ()]
@@ -103,7 +113,9 @@ def test_statistics_of_a_request() -> None:
 
 def test_the_context_ends_a_request() -> None:
     engine = build.engine("llama")
-    request = engine.add([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True), draft="tree", depth=6)
+    request = engine.add(
+        [5] * 250, SamplingParams(max_tokens=100, ignore_eos=True), draft="tree", depth=6
+    )
     build.finish(engine)
     assert (len(request.tokens), request.finish_reason) == (256, "length")
 
@@ -116,13 +128,18 @@ def test_an_aborted_request_says_so_once() -> None:
     for request in (running, waiting, running):
         engine.abort(request)
     events = engine.step_or_raise()
-    assert [(e.request_id, e.finish_reason) for e in events] == [(running.id, "abort"), (waiting.id, "abort")]
+    assert [(e.request_id, e.finish_reason) for e in events] == [
+        (running.id, "abort"),
+        (waiting.id, "abort"),
+    ]
     build.check_idle(engine)
 
 
 def test_more_requests_than_slots_all_end() -> None:
     engine = build.engine("llama", slots=2)
-    requests = [engine.add([7, i + 3], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(9)]
+    requests = [
+        engine.add([7, i + 3], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(9)
+    ]
     build.finish(engine)
     assert all(r.produced == 4 for r in requests)
 
@@ -158,15 +175,20 @@ def test_an_unknown_draft_names_the_nearest() -> None:
 
 
 def test_prompts_are_read_in_pieces_that_others_have_time_for() -> None:
-    """Beside a request that is being answered no pass has more tokens than there is time for, and some in any case;
-    without one, a prompt is read at once. Texts are the same."""
+    """Beside a request that is being answered no pass has more tokens than there is time for, and
+    some in any case; without one, a prompt is read at once. Texts are the same."""
     prompt = [5 + i % 40 for i in range(150)]
     alone = build.engine("llama", ["off"], chunk=64, tokens=512)
     texts = [alone.add(tokens, build.params(1, 0.8, 40)) for tokens in ([5, 6], prompt)]
     build.finish(alone)
-    for slo, stretch, most in ((10.0, math.inf, 65), (1.0, math.inf, 26), (0.01, math.inf, 17), (0.0, 2.0, 26)):
+    for slo, stretch, most in (
+        (10.0, math.inf, 65),
+        (1.0, math.inf, 26),
+        (0.01, math.inf, 17),
+        (0.0, 2.0, 26),
+    ):
         engine = build.engine("llama", ["off"], chunk=64, tokens=512)
-        engine.decide_by(Auto(slo=slo))
+        engine.set_policy(DepthPolicy(slo=slo))
         engine.stretch = stretch
         for _ in range(SETTLED):
             engine.policy.record_pass(1, 0.5)

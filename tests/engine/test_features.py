@@ -1,23 +1,24 @@
-"""Hidden states for drafters: every committed token's, once, in order, those of the target's own one-token passes.
+"""Hidden states for drafters: every committed token's, once, in order, those of the target's own
+one-token passes.
 
-A drafter that is shown the states of the wrong position, path or layer still drafts, only worse: nothing else tells.
-"""
+A drafter that is shown the states of the wrong position, path or layer still drafts, only worse:
+nothing else tells."""
 
 import pytest
 import torch
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.base import Proposer
 from forerun.draft.compose import Either
-from forerun.draft.features import as_tensor
-from forerun.draft.model import DraftModel
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.hidden_states import as_tensor
 from forerun.draft.ngram import NGram
+from forerun.draft.proposer import Proposer
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 from tests.engine import build
 
@@ -27,7 +28,7 @@ BOUNDARIES = (0, 2, 3)  # the embedding, between layers, and what left the last 
 class Watcher(DraftModel):
     """A draft model that drafts trees and keeps what it is shown."""
 
-    boundaries = BOUNDARIES
+    aux_hidden_layers = BOUNDARIES
 
     def __init__(self, runner: Runner, width: int) -> None:
         super().__init__(runner, tiny.VOCAB, width)
@@ -39,8 +40,8 @@ class Watcher(DraftModel):
         self.seen[slot] = {}
 
     def observe(self, slot, start, features):
-        assert tuple(features) == self.boundaries
-        rows = torch.stack([as_tensor(features[b]) for b in self.boundaries], 1)
+        assert tuple(features) == self.aux_hidden_layers
+        rows = torch.stack([as_tensor(features[b]) for b in self.aux_hidden_layers], 1)
         for i, row in enumerate(rows):
             assert start + i not in self.seen[slot], "once"
             assert not self.seen[slot] or start + i == max(self.seen[slot]) + 1, "in order"
@@ -52,7 +53,9 @@ class Watcher(DraftModel):
             self.ended.append((list(finished), self.seen.pop(slot)))
 
 
-def watching(decoder: object, drafter: object, wrap: bool, **options: int) -> tuple[Engine, Watcher]:
+def watching(
+    decoder: object, drafter: object, wrap: bool, **options: int
+) -> tuple[Engine, Watcher]:
     watcher = Watcher(Runner(drafter, tokens=1024, page=4, slots=8), width=3)
     proposer: Proposer = Either((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
     shape = {"tokens": 1024, "page": 4, "slots": 8, "chunk": 7} | options
@@ -61,7 +64,8 @@ def watching(decoder: object, drafter: object, wrap: bool, **options: int) -> tu
 
 
 def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
-    """The states of each token, [T, boundaries, H], from passes over one token on an empty cache."""
+    """The states of each token, [T, boundaries, H], from passes over one token on an empty
+    cache."""
     runner, rows = Runner(decoder, tokens=len(tokens) + 4, page=4, slots=1), []
     runner.cache.open(0, [])
     runner.cache.pages.grow(0, len(tokens))
@@ -83,7 +87,8 @@ def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: in
         engine.step_or_raise()
     assert len(watcher.ended) == 6
     for text, seen in watcher.ended:
-        # all but the last token, which was never read; a prefix that was cached was read by somebody else
+        # all but the last token, which was never read; a prefix that was cached was read by
+        # somebody else
         assert max(seen) == len(text) - 2 and min(seen) < len(text) // 2
         expected = reference(decoder, text[:-1])
         for position, row in seen.items():
@@ -91,7 +96,9 @@ def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: in
 
 
 def test_who_does_not_ask_is_shown_nothing() -> None:
-    engine, watcher = watching(tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False)
+    engine, watcher = watching(
+        tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False
+    )
     engine.add(build.prompts()[1], build.params(0, 0.0), draft="off")
     while engine.busy:
         engine.step_or_raise()
@@ -105,7 +112,9 @@ def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> N
     native.start(2)
     directory = tiny.family("llama")
     decoder = NativeDecoder(load_config(directory), directory, form, 256)
-    tokens = torch.randint(3, tiny.VOCAB, (19,), generator=torch.Generator().manual_seed(2)).tolist()
+    tokens = torch.randint(
+        3, tiny.VOCAB, (19,), generator=torch.Generator().manual_seed(2)
+    ).tolist()
     cache = KVCache(
         decoder.config, tokens=64, page=4, slots=1, context=256, dtype=decoder.dtype, device=decoder.device,
         native=True,

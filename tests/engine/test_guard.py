@@ -1,4 +1,5 @@
-"""Speculation that is slower than plain decoding is stopped, whatever is believed of it; what pays goes on."""
+"""Speculation that is slower than plain decoding is stopped, whatever is believed of it; what pays
+goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.draft.base import Proposer, Row
+from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
 from forerun.engine.guard import FRESH, Guard, Judge, Part
 from forerun.engine.stats import RESTED
@@ -18,13 +19,20 @@ from tests import tiny
 from tests.engine import build
 
 
-def play(guard: Guard, steps: int, gain: Callable[[int], float], slow: Callable[[int], float], seed: int = 1) -> float:
-    """Steps of a machine where two tokens come of each draft, so many times as fast as without (`gain`), and where
-    everything takes so many times as long as at the start (`slow`); every step takes a fifth more than what the policy
-    expects of its pass, and is noisy. The speed of it all, over that of plain decoding."""
+def play(
+    guard: Guard,
+    steps: int,
+    gain: Callable[[int], float],
+    slow: Callable[[int], float],
+    seed: int = 1,
+) -> float:
+    """Steps of a machine where two tokens come of each draft, so many times as fast as without
+    (`gain`), and where everything takes so many times as long as at the start (`slow`); every step
+    takes a fifth more than what the policy expects of its pass, and is noisy. The speed of it all,
+    over that of plain decoding."""
     chance, spent, plain = random.Random(seed), 0.0, 0.0
     for step in range(steps):
-        one, drafts = 1.2 * slow(step) * chance.uniform(0.8, 1.3), guard.lets()
+        one, drafts = 1.2 * slow(step) * chance.uniform(0.8, 1.3), guard.allows()
         said, seconds = (2, 2 * one / gain(step)) if drafts else (1, one)
         guard.record([Part(Judge(), 2 * drafts, said, drafts)], seconds, drafting=0.0)
         spent += seconds
@@ -55,7 +63,8 @@ def test_what_comes_to_pay_is_found_again() -> None:
 
 
 def test_a_machine_that_slows_down_is_no_reason() -> None:
-    """Other programs begin and end: what a plain step takes now is measured before anything is stopped."""
+    """Other programs begin and end: what a plain step takes now is measured before anything is
+    stopped."""
     guard = Guard(cost=lambda tokens: 1.0)
     assert play(guard, 6000, lambda _: 1.2, lambda step: 1.0 if step // 700 % 2 else 2.5) > 1.15
     assert guard.rests <= 1
@@ -80,11 +89,11 @@ def test_a_process_that_was_put_aside_is_no_reason() -> None:
 
 
 def judged(judge: Judge, steps: int, gain: float, seed: int = 1) -> float:
-    """Steps of one request whose drafts of two tokens cost a plain step, and of which so many tokens more come in the
-    mean; the speed, over that of plain decoding."""
+    """Steps of one request whose drafts of two tokens cost a plain step, and of which so many
+    tokens more come in the mean; the speed, over that of plain decoding."""
     chance, said, took = random.Random(seed), 0, 0.0
     for _ in range(steps):
-        drafts = judge.lets()
+        drafts = judge.allows()
         tokens = 1 + (drafts and chance.random() < gain / 2) * 2
         judge.record(tokens, 1.0 + drafts)
         said, took = said + tokens, took + 1.0 + drafts
@@ -97,9 +106,9 @@ def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
         assert judged(Judge(), 3000, gain=1.4, seed=seed) > 1.18  # 1.2 without anybody judging
     judge = Judge()
     judge.record(1, 80.0)  # a draft model read the prompt
-    assert judge.lets()
+    assert judge.allows()
     judged(judge, 200, gain=0.0)
-    assert judge.resting and judge.pause > 128
+    assert judge.paused_steps and judge.pause > 128
     judged(judge, 3000, gain=1.5)
     assert judge.pause == 128, "who has paid again begins with a short rest"
 
@@ -111,10 +120,16 @@ def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
     for _ in range(5):
         parts = [Part(judges[0], 4, 1, True), *(Part(judge, 0, 1, False) for judge in judges[1:])]
         guard.record(parts, seconds=1.5, drafting=0.1)
-    assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [j.lost for j in judges[1:]] == [0, 0, 0]
+    assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [
+        j.lost for j in judges[1:]
+    ] == [0, 0, 0]
     for _ in range(4):
-        guard.record([Part(judges[0], 4, 1, True), *(Part(j, 0, 1, False) for j in judges[1:])], 1.5, drafting=0.1)
-    assert not judges[0].lets() and all(judge.lets() for judge in judges[1:])
+        guard.record(
+            [Part(judges[0], 4, 1, True), *(Part(j, 0, 1, False) for j in judges[1:])],
+            1.5,
+            drafting=0.1,
+        )
+    assert not judges[0].allows() and all(judge.allows() for judge in judges[1:])
 
 
 class Wrong(build.Eager):
@@ -125,27 +140,41 @@ class Wrong(build.Eager):
 
 
 class Liar(Proposer):
-    """Of a text that is known, it says what comes next to every other request, and something else to the others."""
+    """Of a text that is known, it says what comes next to every other request, and something else
+    to the others."""
 
     name = "liar"
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts
 
-    def propose(self, rows: Sequence[Row]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
         for row in rows:
-            (i,) = [i for i, text in enumerate(self.texts) if list(text[: len(row.tokens)]) == list(row.tokens)]
+            (i,) = [
+                i
+                for i, text in enumerate(self.texts)
+                if list(text[: len(row.tokens)]) == list(row.tokens)
+            ]
             right = self.texts[i][len(row.tokens) :][: row.depth]
-            drafts.append(Draft.chain(row.tokens[-1], right if i else [(token + 1) % 50 for token in right], "liar"))
+            drafts.append(
+                Draft.chain(
+                    row.tokens[-1], right if i else [(token + 1) % 50 for token in right], "liar"
+                )
+            )
         return drafts
 
 
 def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
     llm = LLM(tiny.spoken(), draft="off", dtype="float64", kv_tokens=2048)
-    prompts, params = ["The name of the name", "import os"], SamplingParams.pure(max_tokens=150, ignore_eos=True)
+    prompts, params = (
+        ["The name of the name", "import os"],
+        SamplingParams.pure(max_tokens=150, ignore_eos=True),
+    )
     plain = llm.generate(prompts, params)
-    texts = [llm.tokenizer.encode(p) + said.token_ids for p, said in zip(prompts, plain, strict=True)]
+    texts = [
+        llm.tokenizer.encode(p) + said.token_ids for p, said in zip(prompts, plain, strict=True)
+    ]
     engine = Engine(llm.engine.target, {"liar": Liar(texts)}, policy=Wrong())
     requests = [engine.add(llm.tokenizer.encode(p), params, draft="liar") for p in prompts]
     while engine.busy:
@@ -161,10 +190,18 @@ def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:
     params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
     plain = llm.generate("The name of the name", params, draft="off")[0]
     guard = llm.engine.guard
-    guard.resting = guard.fresh = 1000
+    guard.paused_steps = guard.fresh = 1000
     (said,) = llm.generate("The name of the name", params)
-    assert said.token_ids == plain.token_ids and said.stats.drafted == 0 and guard.resting < 1000 - 30
-    before = guard.resting
+    assert (
+        said.token_ids == plain.token_ids
+        and said.stats.drafted == 0
+        and guard.paused_steps < 1000 - 30
+    )
+    before = guard.paused_steps
     (said,) = llm.generate("The name of the name", params, depth=3)
-    assert said.token_ids == plain.token_ids and said.stats.drafted > 0 and guard.resting == before
+    assert (
+        said.token_ids == plain.token_ids
+        and said.stats.drafted > 0
+        and guard.paused_steps == before
+    )
     assert guard.fresh > FRESH

@@ -1,7 +1,8 @@
-"""The promise: the same tokens as plain decoding, for every family, proposer, temperature, arrival, chunk and pool.
+"""The promise: the same tokens as plain decoding, for every family, proposer, temperature, arrival,
+chunk and pool.
 
-In float64, so that no near tie can excuse a difference; GGUF files on the native kernels, in their own numbers. The
-reference is plain decoding, one request at a time, in one chunk and a roomy pool.
+In float64, so that no near tie can excuse a difference; GGUF files on the native kernels, in their
+own numbers. The reference is plain decoding, one request at a time, in one chunk and a roomy pool.
 """
 
 import functools
@@ -19,7 +20,11 @@ from forerun.sampling.params import SamplingParams
 from tests import tiny
 from tests.engine import build
 
-GGUF = ["llama/q4_1", "llama/Q5_0", "qwen2/q4_k_m"]  # Q4_1 with an embedding in Q8_0; Q4_K with Q6_K, gate and up apart
+GGUF = [
+    "llama/q4_1",
+    "llama/Q5_0",
+    "qwen2/q4_k_m",
+]  # Q4_1 with an embedding in Q8_0; Q4_K with Q6_K, gate and up apart
 BOTH = None  # half of the requests greedily, half at 0.8, side by side
 without = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 FILES = [pytest.param(name, marks=without) for name in GGUF]
@@ -40,7 +45,11 @@ def length(draft: str) -> int:
 
 
 def run(
-    engine: Engine, draft: str, temperature: float | None, depth: int | str = 4, count: int = build.REQUESTS
+    engine: Engine,
+    draft: str,
+    temperature: float | None,
+    depth: int | str = 4,
+    count: int = build.REQUESTS,
 ) -> list[Request]:
     return build.run(engine, draft, temperature, depth=depth, length=length(draft), count=count)
 
@@ -56,7 +65,9 @@ def same_as_plain(requests: Sequence[Request], family: str, temperature: float |
 def test_alone(family: str, draft: str) -> None:
     engine = build.engine(family, [draft])
     for i in (1, 4):  # greedily, and drawn
-        request = engine.add(build.prompts()[i], build.params(i, BOTH, length(draft)), draft=draft, depth=4)
+        request = engine.add(
+            build.prompts()[i], build.params(i, BOTH, length(draft)), draft=draft, depth=4
+        )
         build.finish(engine)
         assert list(request.output) == plain(family, BOTH, i)[: request.params.max_tokens]
 
@@ -75,19 +86,24 @@ def test_staggered_small_chunks_small_pool(family: str, draft: str) -> None:
 @pytest.mark.parametrize("draft", build.HEADS)
 @pytest.mark.parametrize("family", GGUF[:2])
 def test_chains_in_one_native_call(family: str, draft: str) -> None:
-    """The same of heads that draft chains, whose rounds are calls into the kernels; `auto` lets them end early."""
+    """The same of heads that draft chains, whose rounds are calls into the kernels; `auto` lets
+    them end early."""
     for depth in (4, "auto"):
         engine = build.engine(family, [draft], width=1, chunk=3, tokens=build.SMALL)
         requests = run(engine, draft, BOTH, depth=depth)
         same_as_plain(requests, family, BOTH)
-        assert sum(r.stats.preemptions for r in requests) > 0 and sum(r.stats.drafted for r in requests) > 0
+        assert (
+            sum(r.stats.preemptions for r in requests) > 0
+            and sum(r.stats.drafted for r in requests) > 0
+        )
 
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("draft", build.BLOCKS)
 @pytest.mark.parametrize("family", ["llama", FILES[0]])
 def test_every_kind_of_block(family: str, draft: str, width: int) -> None:
-    """Chains and trees, in torch and natively, with small chunks and preemption; `auto` may let them end early."""
+    """Chains and trees, in torch and natively, with small chunks and preemption; `auto` may let
+    them end early."""
     for depth in (4, "auto"):
         engine = build.engine(family, [draft], width=width, chunk=3, tokens=112)
         requests = run(engine, draft, BOTH, depth, build.MANY)
@@ -112,10 +128,13 @@ def test_what_is_kept_of_requests_that_rest_long_is_dropped(
     monkeypatch.setattr(drafting, "LONG", 3)
     monkeypatch.setattr(drafting, "WARM", 1)
     engine = build.engine("llama", [draft], chunk=3, tokens=tokens)
-    engine.clock = engine.whole = lambda: 0.0  # the guard must not judge by the speed of this machine
-    engine.decide_by(build.Eager())
+    engine.clock = engine.whole = lambda: (
+        0.0
+    )  # the guard must not judge by the speed of this machine
+    engine.set_policy(build.Eager())
     requests = [
-        engine.add(prompt, build.params(i, 0.8, length(draft)), draft=draft) for i, prompt in enumerate(build.prompts())
+        engine.add(prompt, build.params(i, 0.8, length(draft)), draft=draft)
+        for i, prompt in enumerate(build.prompts())
     ]
     dropped, late = set(), 0
     for step in itertools.count():
@@ -123,8 +142,8 @@ def test_what_is_kept_of_requests_that_rest_long_is_dropped(
             break
         if step in (4, 12):
             for request in requests:
-                request.judge.resting = 5
-            engine.guard.resting = engine.guard.fresh = 5 * (step == 12)
+                request.judge.paused_steps = 5
+            engine.guard.paused_steps = engine.guard.fresh = 5 * (step == 12)
         before = {request.id: len(request.tokens) for request in requests}
         engine.step_or_raise()
         dropped |= {request.id for request in requests if request.dropped}
@@ -144,7 +163,9 @@ def test_depth_auto_changes_nothing_but_speed(draft: str) -> None:
 def test_plain_and_speculating_requests_side_by_side(temperature: float) -> None:
     engine, drafts = build.engine("qwen3", chunk=5), ["off", *build.PROPOSERS]
     requests = [
-        engine.add(prompt, build.params(i, temperature), draft=drafts[i % len(drafts)], depth=1 + i % 4)
+        engine.add(
+            prompt, build.params(i, temperature), draft=drafts[i % len(drafts)], depth=1 + i % 4
+        )
         for i, prompt in enumerate(build.prompts())
     ]
     build.finish(engine)
@@ -155,9 +176,15 @@ SPECIAL = [
     SamplingParams(temperature=0.9, top_k=5, seed=3, max_tokens=30, ignore_eos=True),
     SamplingParams(temperature=1.2, top_p=0.8, min_p=0.02, seed=4, max_tokens=30, ignore_eos=True),
     SamplingParams(repetition_penalty=1.4, seed=5, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.7, presence_penalty=0.9, frequency_penalty=0.6, seed=6, max_tokens=30),
-    SamplingParams(temperature=1.0, logit_bias={7: 4.0, 9: -100.0}, seed=7, max_tokens=30, min_tokens=25),
-    SamplingParams(frequency_penalty=1.5, stop_token_ids=(11, 17, 23), min_tokens=12, seed=8, max_tokens=30),
+    SamplingParams(
+        temperature=0.7, presence_penalty=0.9, frequency_penalty=0.6, seed=6, max_tokens=30
+    ),
+    SamplingParams(
+        temperature=1.0, logit_bias={7: 4.0, 9: -100.0}, seed=7, max_tokens=30, min_tokens=25
+    ),
+    SamplingParams(
+        frequency_penalty=1.5, stop_token_ids=(11, 17, 23), min_tokens=12, seed=8, max_tokens=30
+    ),
 ]
 
 
@@ -167,7 +194,9 @@ def test_sampling_parameters(draft: str) -> None:
     outputs = {}
     for name in ("off", draft):
         engine = build.engine("llama", [name])
-        requests = [engine.add(build.prompts()[i], p, draft=name, depth=5) for i, p in enumerate(SPECIAL)]
+        requests = [
+            engine.add(build.prompts()[i], p, draft=name, depth=5) for i, p in enumerate(SPECIAL)
+        ]
         build.finish(engine)
         outputs[name] = [(list(r.output), r.finish_reason) for r in requests]
     assert outputs[draft] == outputs["off"]
@@ -226,6 +255,9 @@ def test_on_cuda(family: str, draft: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
-    """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may not."""
+    """Near ties may differ there with plain torch kernels; lengths, bookkeeping and pages may
+    not."""
     requests = run(build.engine("llama", ["tree"], dtype=dtype), "tree", 0.8)
-    assert [r.stats.completion_tokens for r in requests] == [length("tree") + i % 3 for i in range(build.REQUESTS)]
+    assert [r.stats.completion_tokens for r in requests] == [
+        length("tree") + i % 3 for i in range(build.REQUESTS)
+    ]

@@ -1,4 +1,5 @@
-"""Log-probabilities of a prompt: those of a plain pass over it, whatever chunks, neighbours, caches and drafts do."""
+"""Log-probabilities of a prompt: those of a plain pass over it, whatever chunks, neighbours, caches
+and drafts do."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
 from forerun.llm import LLM
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Event
 from tests import tiny
@@ -21,15 +22,19 @@ from tests.engine import build
 TOP = 3
 
 
-def naive(engine: Engine, tokens: list[int], each: bool = False) -> list[tuple[float, list[int], int]]:
-    """(log-probability, likeliest tokens, rank) of each token but the first, from one pass over all of them or, with
-    `each`, a pass for each token."""
+def naive(
+    engine: Engine, tokens: list[int], each: bool = False
+) -> list[tuple[float, list[int], int]]:
+    """(log-probability, likeliest tokens, rank) of each token but the first, from one pass over all
+    of them or, with `each`, a pass for each token."""
     runner = Runner(engine.target.decoder, tokens=256, page=4, slots=1)
     assert runner.cache.pages.grow(0, len(tokens))
     found = []
     for part in [[token] for token in tokens] if each else [tokens]:
         count = len(part)
-        logits = runner.forward([Segment(0, part, list(range(-1, count - 1)), list(range(count)))]).logits
+        logits = runner.forward(
+            [Segment(0, part, list(range(-1, count - 1)), list(range(count)))]
+        ).logits
         runner.cache.commit(0, range(count))
         found.append(logits)
     logprobs = torch.cat(found).log_softmax(-1)[:-1]
@@ -48,12 +53,19 @@ def run(engine: Engine, *requests: Request) -> list[Event]:
     return events
 
 
-def check(request: Request, expected: list[tuple[float, list[int], int]], exact: bool = False) -> None:
+def check(
+    request: Request, expected: list[tuple[float, list[int], int]], exact: bool = False
+) -> None:
     first, *entries = request.prompt_logprobs
     assert first is None and len(entries) == len(expected)
-    for entry, token, (logprob, top, rank) in zip(entries, request.tokens[1:], expected, strict=False):
+    for entry, token, (logprob, top, rank) in zip(
+        entries, request.tokens[1:], expected, strict=False
+    ):
         assert entry is not None and entry.token_id == token and entry.rank == rank
-        assert entry.logprob == (logprob if exact else pytest.approx(logprob, abs=1e-9)) and list(entry.top) == top
+        assert (
+            entry.logprob == (logprob if exact else pytest.approx(logprob, abs=1e-9))
+            and list(entry.top) == top
+        )
 
 
 def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
@@ -61,9 +73,12 @@ def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-@pytest.mark.parametrize(("chunk", "scores"), [(64, 1 << 20), (5, 1 << 20), (64, 4), (3, 2), (64, 1)])
+@pytest.mark.parametrize(
+    ("chunk", "scores"), [(64, 1 << 20), (5, 1 << 20), (64, 4), (3, 2), (64, 1)]
+)
 def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) -> None:
-    """In chunks, with few rows of logits in a pass, beside others that generate; scored alone or before an answer."""
+    """In chunks, with few rows of logits in a pass, beside others that generate; scored alone or
+    before an answer."""
     engine = build.engine(family, ["tree"], chunk=chunk)
     engine.scheduler.scores = scores
     prompts = build.prompts(6)
@@ -112,14 +127,20 @@ def test_a_cached_prefix_is_read_again_only_by_those_who_want_its_logits() -> No
         assert request.stats.cached_tokens == 0
     again = engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     run(engine)
-    assert again.stats.cached_tokens > 0 and again.output == plain.output, "what they read serves others"
+    assert again.stats.cached_tokens > 0 and again.output == plain.output, (
+        "what they read serves others"
+    )
 
 
 def test_a_preempted_request_goes_on_with_what_it_has() -> None:
-    """The pool is too small for all: who goes and comes back scores no token twice, and none is lost."""
+    """The pool is too small for all: who goes and comes back scores no token twice, and none is
+    lost."""
     engine = build.engine("llama", ["ngram"], tokens=build.SMALL, chunk=6)
     prompts = build.prompts(8)[4:]
-    others = [engine.add(prompt[:9], SamplingParams(max_tokens=40, ignore_eos=True, seed=1)) for prompt in prompts]
+    others = [
+        engine.add(prompt[:9], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
+        for prompt in prompts
+    ]
     requests = [engine.add(prompt, scoring(6)) for prompt in prompts]
     run(engine)
     assert sum(request.stats.preemptions for request in [*others, *requests]) > 0
@@ -141,7 +162,8 @@ def test_preemption_in_the_middle_of_a_prompt() -> None:
 
 
 def test_native_passes_give_the_same_bits() -> None:
-    """There a row does not depend on the others of its pass: not on chunks, and not on who is beside it."""
+    """There a row does not depend on the others of its pass: not on chunks, and not on who is
+    beside it."""
     for chunk in (64, 5):
         engine = build.engine("llama/q4_k_m", ["ngram"], chunk=chunk)
         prompts = build.prompts(5)
@@ -168,15 +190,26 @@ def test_a_single_token_and_a_full_context() -> None:
     single = engine.add([5], scoring())
     full = engine.add([3 + i % 50 for i in range(engine.target.decoder.context)], scoring())
     run(engine)
-    assert single.prompt_logprobs == [None] and len(full.prompt_logprobs) == engine.target.decoder.context
+    assert (
+        single.prompt_logprobs == [None]
+        and len(full.prompt_logprobs) == engine.target.decoder.context
+    )
 
 
 def test_what_is_generated_does_not_depend_on_them() -> None:
     engine = build.engine("llama", ["tree"])
     for temperature in (0.0, 0.8):
-        options = {"temperature": temperature, "seed": 4, "max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+        options = {
+            "temperature": temperature,
+            "seed": 4,
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "logprobs": 2,
+        }
         plain = engine.add(build.prompts()[4], SamplingParams(**options), draft="tree")
-        both = engine.add(build.prompts()[4], SamplingParams(**options, prompt_logprobs=0), draft="tree")
+        both = engine.add(
+            build.prompts()[4], SamplingParams(**options, prompt_logprobs=0), draft="tree"
+        )
         run(engine)
         assert plain.output == both.output
 
@@ -195,7 +228,11 @@ def test_through_the_library() -> None:
     both = llm.generate([text, "x = 1"], SamplingParams(max_tokens=0, prompt_logprobs=2))
     for completion, prompt in zip(both, (text, "x = 1"), strict=True):
         tokens = llm.tokens(prompt)
-        assert completion.text == "" and completion.token_ids == [] and completion.finish_reason == "length"
+        assert (
+            completion.text == ""
+            and completion.token_ids == []
+            and completion.finish_reason == "length"
+        )
         assert completion.prompt_logprobs is not None and completion.prompt_logprobs[0] is None
         said = [entry.token_id for entry in completion.prompt_logprobs[1:] if entry]
         assert said == tokens[1:] and completion.prompt_token_ids == tokens

@@ -8,7 +8,9 @@ from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, RESTED, UNPAID
 from tests.engine import build
 
 
-def counted(draft: str, depth: int | str = 3, length: int = 16, **engine: int) -> tuple[RequestStats, list[int]]:
+def counted(
+    draft: str, depth: int | str = 3, length: int = 16, **engine: int
+) -> tuple[RequestStats, list[int]]:
     """The statistics of one request, and how many tokens each step drafted."""
     made = build.engine(**engine)
     request = made.add(build.prompts()[2], build.params(1, 0.8, length), draft=draft, depth=depth)
@@ -35,7 +37,9 @@ def test_plain_decoding_has_none() -> None:
 
 
 def test_what_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.depth.Auto.choose", lambda self, wishes, tokens: [0] * len(wishes))
+    monkeypatch.setattr(
+        "forerun.engine.depth.Auto.choose", lambda self, wishes, tokens: [0] * len(wishes)
+    )
     stats, drafted = counted("model", "auto")
     assert stats.reasons[UNPAID] == stats.steps - stats.reasons[EDGE] > 5 and not any(drafted)
 
@@ -48,7 +52,9 @@ def test_a_guard_that_lets_nobody_draft(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.draft.model.DraftModel.most", lambda self, depth: 1 << 20, raising=False)
+    monkeypatch.setattr(
+        "forerun.draft.draft_model.DraftModel.most", lambda self, depth: 1 << 20, raising=False
+    )
     stats, _ = counted("model")
     assert stats.reasons[NO_ROOM] > 5 and DRAFTED not in stats.reasons
 

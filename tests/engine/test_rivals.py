@@ -1,4 +1,5 @@
-"""Which of several drafters drafts: on a simulated machine, where what each is worth in each kind of text is known."""
+"""Which of several drafters drafts: on a simulated machine, where what each is worth in each kind
+of text is known."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ from collections import defaultdict
 
 import pytest
 
-from forerun.engine.acceptance import Acceptance, Wish
-from forerun.engine.depth import PROBE_DEPTH, Auto
-from forerun.engine.policy import Place
+from forerun.engine.acceptance import Acceptance, DraftOption
+from forerun.engine.depth import PROBE_DEPTH, BatchState, DepthPolicy
 
 PASS, ROW, LEVEL = 1.0, 0.03, 0.06  # of a pass: itself, a row more, a level of drafting
 Rates = dict[str, float]
 
 
 class Machine:
-    """Plays requests of one kind of text after another with a policy; drafters' tokens stand with known chances."""
+    """Plays requests of one kind of text after another with a policy; drafters' tokens stand with
+    known chances."""
 
     def __init__(self, drafters: tuple[str, ...], seed: int) -> None:
-        self.policy, self.drafters, self.chance = Auto(), drafters, random.Random(seed)
+        self.policy, self.drafters, self.chance = DepthPolicy(), drafters, random.Random(seed)
 
     def accepted(self, rate: float, depth: int) -> int:
         return next((i for i in range(depth) if self.chance.random() > rate), depth)
@@ -27,16 +28,18 @@ class Machine:
     def request(self, rates: Rates, tokens: int) -> float:
         """Tokens a pass's time of one request."""
         states: dict[str, Acceptance] = defaultdict(Acceptance)
-        produced, seconds, place = 0, 0.0, Place(1, 1, 1)
+        produced, seconds, place = 0, 0.0, BatchState(1, 1, 1)
         while produced < tokens:
-            wishes = [Wish(name, 64, states[name]) for name in self.drafters]
+            wishes = [DraftOption(name, 64, states[name]) for name in self.drafters]
             tried = self.policy.tried(wishes, 0.0, place)
             if tried is not None:
                 name = self.drafters[tried]
                 seconds += self.drafted(name, PROBE_DEPTH)
                 told = self.accepted(rates[name], PROBE_DEPTH)
             first = wishes[self.policy.ranked([[wish] for wish in wishes], place)[0]]
-            depth = 0 if self.policy.rests(first.acceptance) else self.policy.choose([first], place)[0]
+            depth = (
+                0 if self.policy.rests(first.acceptance) else self.policy.choose([first], place)[0]
+            )
             if depth:
                 seconds += self.drafted(first.source, depth)
             stood = self.accepted(rates[first.source], depth)
@@ -65,11 +68,15 @@ DOMAINS: dict[str, Rates] = {
 
 
 def test_the_best_of_three_in_each_kind_of_text() -> None:
-    """Within 5 % of the one that was made for it, without being told which; texts come in blocks and mixed."""
+    """Within 5 % of the one that was made for it, without being told which; texts come in blocks
+    and mixed."""
     fast: dict[str, dict[str, list[float]]] = {domain: defaultdict(list) for domain in DOMAINS}
     for seed in range(6):
         order = [domain for domain in DOMAINS for _ in range(6)] + 6 * list(DOMAINS)
-        machines = {"auto": Machine(tuple(DOMAINS), seed), **{name: Machine((name,), seed) for name in DOMAINS}}
+        machines = {
+            "auto": Machine(tuple(DOMAINS), seed),
+            **{name: Machine((name,), seed) for name in DOMAINS},
+        }
         for domain in order:
             for name, machine in machines.items():
                 fast[domain][name].append(machine.request(DOMAINS[domain], 300))
@@ -90,26 +97,31 @@ def test_where_none_is_worth_it_little_is_lost(rate: float) -> None:
 
 
 def test_a_rival_is_not_tried_before_anything_is_known_nor_in_every_step() -> None:
-    policy, state = Auto(), {name: Acceptance() for name in "ab"}
-    rivals = [Wish(name, 64, state[name]) for name in "ab"]
-    assert [policy.tried(rivals, 0.0, Place(1, 1, 1)) for _ in range(10)] == [None] * 10, "no pass was measured yet"
+    policy, state = DepthPolicy(), {name: Acceptance() for name in "ab"}
+    rivals = [DraftOption(name, 64, state[name]) for name in "ab"]
+    assert [policy.tried(rivals, 0.0, BatchState(1, 1, 1)) for _ in range(10)] == [None] * 10, (
+        "no pass was measured yet"
+    )
     for _ in range(10):
         policy.record_pass(1, PASS)
     tried = []
     for _ in range(200):
-        i = policy.tried(rivals, 0.0, Place(1, 1, 1))
+        i = policy.tried(rivals, 0.0, BatchState(1, 1, 1))
         if i is not None:
             tried.append(rivals[i].source)
             policy.record_verdict(rivals[i].source, rivals[i].acceptance, PROBE_DEPTH, 0)
-    assert set(tried) == set("ab") and 10 < len(tried) < 100, "as far as the credit goes, and less the more is known"
+    assert set(tried) == set("ab") and 10 < len(tried) < 100, (
+        "as far as the credit goes, and less the more is known"
+    )
 
 
 def test_a_rival_is_not_tried_where_it_could_not_do_better() -> None:
-    """A copy that is expected to give more than the rival would if nearly all that it drafts stood settles it."""
-    policy, rival = Auto(), Wish("a", 8, Acceptance())
+    """A copy that is expected to give more than the rival would if nearly all that it drafts stood
+    settles it."""
+    policy, rival = DepthPolicy(), DraftOption("a", 8, Acceptance())
     for _ in range(10):
         policy.record_pass(1, PASS)
         policy.record_pass(9, PASS + 8 * ROW)
         policy.record_draft("a", 8, 8 * LEVEL)
-    assert [policy.tried([rival], 100.0, Place(1, 1, 1)) for _ in range(100)] == [None] * 100
-    assert 0 in [policy.tried([rival], 3.0, Place(1, 1, 1)) for _ in range(100)]
+    assert [policy.tried([rival], 100.0, BatchState(1, 1, 1)) for _ in range(100)] == [None] * 100
+    assert 0 in [policy.tried([rival], 3.0, BatchState(1, 1, 1)) for _ in range(100)]

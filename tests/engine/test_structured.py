@@ -1,7 +1,8 @@
-"""Structured output through the engine: the same tokens with speculation as without, and texts that fit.
+"""Structured output through the engine: the same tokens with speculation as without, and texts that
+fit.
 
-Tiny random models in float64 with a real tokenizer; plain decoding with the same grammar is the reference.
-"""
+Tiny random models in float64 with a real tokenizer; plain decoding with the same grammar is the
+reference."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun.draft.model import DraftModel
+from forerun.draft.draft_model import DraftModel
 from forerun.draft.ngram import NGram
 from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import RequestError
-from forerun.models.text import Tokenizer
-from forerun.runner import Runner
+from forerun.models.tokenizer import Tokenizer
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling import compiler
 from forerun.sampling import matcher as matcher_module
 from forerun.sampling.grammar import Grammar
@@ -38,8 +39,16 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"enum": NAMES},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 6},
-        "next": {"type": "object", "properties": {"colour": {"enum": COLOURS}}, "required": ["colour"]},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 6,
+        },
+        "next": {
+            "type": "object",
+            "properties": {"colour": {"enum": COLOURS}},
+            "required": ["colour"],
+        },
         "note": {"type": "string", "maxLength": 9},
     },
     "required": ["name", "sizes", "next", "note"],
@@ -85,10 +94,14 @@ PROMPTS = ['{"name":"alpha","sizes":[10,12]}', "green grey null null", "()<>abc"
 
 def params(i: int, temperature: float, **options: Any) -> SamplingParams:
     grammar = list(GRAMMARS.values())[i % len(GRAMMARS)]
-    return SamplingParams(**(dict(temperature=temperature, seed=50 + i, max_tokens=40, grammar=grammar) | options))
+    return SamplingParams(
+        **(dict(temperature=temperature, seed=50 + i, max_tokens=40, grammar=grammar) | options)
+    )
 
 
-def run(target: Engine, wishes: list[SamplingParams], draft: str, depth: int | str = 4) -> list[Request]:
+def run(
+    target: Engine, wishes: list[SamplingParams], draft: str, depth: int | str = 4
+) -> list[Request]:
     """All at once, a step between arrivals."""
     requests = []
     for i, wish in enumerate(wishes):
@@ -137,7 +150,8 @@ def test_same_tokens_in_small_chunks_and_a_small_pool(draft: str, temperature: f
 
 
 def test_the_tests_above_are_worth_something() -> None:
-    """Drafts and forced tokens are accepted, drafts are also refused, and texts end by themselves."""
+    """Drafts and forced tokens are accepted, drafts are also refused, and texts end by
+    themselves."""
     for draft in DRAFTS:
         sources: Counter[str] = Counter()
         for request in run(engine(), wishes(0.8), draft):
@@ -169,9 +183,14 @@ def fits_schema(value: Any) -> bool:
 
 @pytest.mark.parametrize("name", FITS)
 def test_what_has_ended_fits_the_grammar(name: str) -> None:
-    many = [params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i) for i in range(12)]
+    many = [
+        params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i) for i in range(12)
+    ]
     target, texts = engine(), Counter[int]()
-    requests = [target.add(tokenizer().encode(PROMPTS[i % 4]), wish, draft="suffix") for i, wish in enumerate(many)]
+    requests = [
+        target.add(tokenizer().encode(PROMPTS[i % 4]), wish, draft="suffix")
+        for i, wish in enumerate(many)
+    ]
     pieces: dict[int, str] = dict.fromkeys((r.id for r in requests), "")
     while target.busy:
         for event in target.step():
@@ -186,7 +205,14 @@ def test_what_has_ended_fits_the_grammar(name: str) -> None:
 
 def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
     wish = SamplingParams(max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"]))
-    for draft, depth in (("ngram", 16), ("ngram", 3), ("ngram", "auto"), ("tree", 2), ("off", 4), ("ngram", 0)):
+    for draft, depth in (
+        ("ngram", 16),
+        ("ngram", 3),
+        ("ngram", "auto"),
+        ("tree", 2),
+        ("off", 4),
+        ("ngram", 0),
+    ):
         target = engine()
         request = target.add(tokenizer().encode("x = "), wish, draft=draft, depth=depth)
         events: list[Event] = []
@@ -196,9 +222,14 @@ def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding(
         assert tokenizer().decode(list(request.output)) == "true alphabet null false"
         assert request.stats.accepted == request.stats.drafted == forced.accepted
         assert (forced.drafted > 0) == (draft != "off" and depth != 0)
-        assert sum(source == "grammar" for event in events for source in event.sources) == forced.accepted
+        assert (
+            sum(source == "grammar" for event in events for source in event.sources)
+            == forced.accepted
+        )
         if isinstance(depth, int):
-            assert max(len(event.token_ids) for event in events) <= depth + 1 if draft != "off" else 1
+            assert (
+                max(len(event.token_ids) for event in events) <= depth + 1 if draft != "off" else 1
+            )
 
 
 @pytest.mark.parametrize("draft", ["off", *DRAFTS])
@@ -255,7 +286,9 @@ def test_a_text_that_cannot_go_on_is_aborted() -> None:
     assert matcher.ending == "abort"
 
 
-EXPLODING = Grammar.of("regex", r"(.|\n)*[aeiou](.|\n){30}x")  # the number of lexer states doubles with each character
+EXPLODING = Grammar.of(
+    "regex", r"(.|\n)*[aeiou](.|\n){30}x"
+)  # the number of lexer states doubles with each character
 
 
 @pytest.mark.parametrize("states, fails", [(250, False), (60, True)])
@@ -263,7 +296,8 @@ EXPLODING = Grammar.of("regex", r"(.|\n)*[aeiou](.|\n){30}x")  # the number of l
 def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
     states: int, fails: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking ahead fills the lexer sooner; a new one then decides by the text alone. Others go on."""
+    """Looking ahead fills the lexer sooner; a new one then decides by the text alone. Others go
+    on."""
     monkeypatch.setattr(compiler, "STATES", states)
     wish = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
     found = []
@@ -295,7 +329,10 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     assert not slow.output and slow.finish_reason is None
     gate.set()
     build.finish(target)
-    assert [said([quick])[0], said([slow])[0]] == [alone(1, params(1, 0.8)), alone(3, params(2, 0.8))]
+    assert [said([quick])[0], said([slow])[0]] == [
+        alone(1, params(1, 0.8)),
+        alone(3, params(2, 0.8)),
+    ]
 
 
 def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +347,10 @@ def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.Monk
     while target.busy:
         target.step()
     gate.set()
-    assert "takes too long to match" in str(slow.error) and quick.finish_reason in ("stop", "length")
+    assert "takes too long to match" in str(slow.error) and quick.finish_reason in (
+        "stop",
+        "length",
+    )
 
 
 def test_logprobs_are_those_of_the_model() -> None:
@@ -322,7 +362,9 @@ def test_logprobs_are_those_of_the_model() -> None:
         found[draft] = [entry for event in iterate(target) for entry in event.logprobs or ()]
     assert any(entry.token_id not in entry.top for entry in found["off"])
     for mine, theirs in zip(found["tree"], found["off"], strict=True):
-        assert mine.token_id == theirs.token_id and mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+        assert mine.token_id == theirs.token_id and mine.logprob == pytest.approx(
+            theirs.logprob, abs=1e-9
+        )
 
 
 def iterate(target: Engine) -> list[Event]:
@@ -354,15 +396,22 @@ def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> No
     assert said(run(engine(rule), wishes(0.0), draft)) == plain(0.0)
 
 
-@pytest.mark.parametrize("rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")])
+@pytest.mark.parametrize(
+    "rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")]
+)
 def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
-    """Sampled drafts that the grammar forbids are refused, and what replaces them is drawn from what it allows."""
+    """Sampled drafts that the grammar forbids are refused, and what replaces them is drawn from
+    what it allows."""
     grammar = Grammar.of("regex", "[ab][bc](d|grey|green)")
     counts = []
     for name, seeds in ((draft, range(300)), ("off", range(1000, 1300))):
         target = engine(rule, slots=64, tokens=4096)
-        many = [SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds]
-        requests = [target.add(tokenizer().encode("abab grey"), wish, draft=name, depth=3) for wish in many]
+        many = [
+            SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds
+        ]
+        requests = [
+            target.add(tokenizer().encode("abab grey"), wish, draft=name, depth=3) for wish in many
+        ]
         build.finish(target)
         counts.append(Counter(tokenizer().decode(list(r.output)) for r in requests))
     texts = [text for text in counts[0] | counts[1] if counts[0][text] + counts[1][text] >= 10]

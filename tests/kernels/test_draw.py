@@ -1,4 +1,5 @@
-"""The native draw says what its twin says, bit for bit, and never a token from logits that are not finite."""
+"""The native draw says what its twin says, bit for bit, and never a token from logits that are not
+finite."""
 
 import ctypes.util
 import math
@@ -12,7 +13,16 @@ from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax, say, temper
 
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
-CASES = [(1, 1.0), (7, 1.0), (16, 0.0), (33, 2.0), (301, 0.3), (5000, 0.01), (5000, 3.0), (5000, 40.0)]
+CASES = [
+    (1, 1.0),
+    (7, 1.0),
+    (16, 0.0),
+    (33, 2.0),
+    (301, 0.3),
+    (5000, 0.01),
+    (5000, 3.0),
+    (5000, 40.0),
+]
 
 
 def keys_of(rows):
@@ -36,7 +46,10 @@ def test_other_dtypes_are_drawn_by_the_twin(dtype):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert say(logits, [0.0] * 5, keys_of(5)) == logits.argmax(-1).tolist()
     warm = [0.9] * 5
-    assert say(logits, warm, keys_of(5)) == rng.gumbel_argmax(temper(logits, warm), keys_of(5)).tolist()
+    assert (
+        say(logits, warm, keys_of(5))
+        == rng.gumbel_argmax(temper(logits, warm), keys_of(5)).tolist()
+    )
 
 
 def test_rows_need_not_lie_side_by_side():
@@ -63,7 +76,8 @@ def test_a_row_with_nothing_to_say_is_an_error(instructions):
 
 
 def test_large_scores_keep_their_order(instructions):
-    """Where float32 has no fractions left, noise decides between what it cannot tell apart, as in the twin."""
+    """Where float32 has no fractions left, noise decides between what it cannot tell apart, as in
+    the twin."""
     scores = torch.full((50, 100), 3e7)
     scores[:, ::3] += 4.0
     assert torch.equal(gumbel_argmax(scores, keys_of(50)), rng.gumbel_argmax(scores, keys_of(50)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forerun.kernels import native
-from forerun.packed import Packed
+from forerun.runtime.program import Packed
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
@@ -26,7 +26,9 @@ class Bench:
         bytes_ = rows * max(int(native.loaded().forerun_scratch_row_bytes(w)) for w in widths)
         self.scratch = np.zeros(bytes_ + 64, np.uint8)
 
-    def run(self, op: native.COp, heads: int = 0, kv_heads: int = 0, head_dim: int = 0, **batch: object) -> None:
+    def run(
+        self, op: native.COp, heads: int = 0, kv_heads: int = 0, head_dim: int = 0, **batch: object
+    ) -> None:
         program = native.CProgram(
             ops=(native.COp * 1)(op), count=1, buffers=len(self.widths), widths=self.widths.ctypes.data,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=1,
@@ -42,13 +44,20 @@ def close(mine: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (37, 50), (130, 97)])
-def test_a_linear_layer_with_norm_bias_activation_and_residual(inputs: int, outputs: int, activation: str) -> None:
+def test_a_linear_layer_with_norm_bias_activation_and_residual(
+    inputs: int, outputs: int, activation: str
+) -> None:
     for kind in (RMS, LAYER):
         bench = Bench([inputs, outputs], 5, seed=inputs)
         x, before = bench.buffers[0].astype(np.float64), bench.buffers[1].astype(np.float64)
         weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-        gain, shift = np.random.rand(inputs).astype(np.float32), np.random.rand(inputs).astype(np.float32)
-        norm = native.CNorm(gain.ctypes.data, shift.ctypes.data if kind == LAYER else None, 1e-5, kind)
+        gain, shift = (
+            np.random.rand(inputs).astype(np.float32),
+            np.random.rand(inputs).astype(np.float32),
+        )
+        norm = native.CNorm(
+            gain.ctypes.data, shift.ctypes.data if kind == LAYER else None, 1e-5, kind
+        )
         packed = Packed(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
         op = native.COp(
@@ -57,12 +66,16 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(inputs: int, outp
         )  # fmt: skip
         bench.run(op, tokens=5)
         centred = x - x.mean(-1, keepdims=True) if kind == LAYER else x
-        normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gain + (shift if kind == LAYER else 0)
+        normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gain + (
+            shift if kind == LAYER else 0
+        )
         y = torch.from_numpy(normed @ weight.double().numpy().T + bias.double().numpy())
         if activation == "silu":
             y = torch.nn.functional.silu(y)
         elif activation:
-            y = torch.nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+            y = torch.nn.functional.gelu(
+                y, approximate="tanh" if activation == "gelu_tanh" else "none"
+            )
         assert close(bench.buffers[1], before + y.numpy(), 2e-5)
 
 
@@ -73,7 +86,12 @@ def test_a_gated_layer(inner: int) -> None:
     packed = Packed(torch.cat((gate, up)), None, "float32", gated=True)
     bench.run(
         native.COp(
-            kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, gated=1, activation=native.ACTIVATIONS["silu"]
+            kind=native.LINEAR,
+            input=0,
+            output=1,
+            matrix=packed.matrix,
+            gated=1,
+            activation=native.ACTIVATIONS["silu"],
         ),
         tokens=3,
     )
@@ -107,7 +125,9 @@ def test_attention(
     rows, prefix = 208, 150
     bench = Bench([(heads + 2 * kv_heads) * dim, heads * dim], 6, seed=dim)
     dtype = getattr(torch, form)
-    data = torch.from_numpy(bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)).to(dtype)
+    data = torch.from_numpy(
+        bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)
+    ).to(dtype)
     line = np.arange(rows)
     if scattered:
         bench.rng.shuffle(line)
@@ -138,7 +158,8 @@ def test_attention(
 
 
 def native_layout(data: torch.Tensor) -> torch.Tensor:
-    """Keys and values [2, rows, Hkv, D] as native passes have them, each flat, with room for loads past the end."""
+    """Keys and values [2, rows, Hkv, D] as native passes have them, each flat, with room for loads
+    past the end."""
     _, rows, heads, dim = data.shape
     flat = torch.zeros(2, rows * heads * dim + 16, dtype=data.dtype)
     flat[0, :-16] = data[0].view(rows // 16, 16, heads, dim).permute(2, 0, 3, 1).flatten()
@@ -166,10 +187,19 @@ def test_rotation_writes_the_cache(rotary: int) -> None:
     exact = given.copy()
     for t, position in enumerate(positions):
         half = rotary // 2
-        c, s = (table[position].astype(np.float64) for table in (cosine, sine)) if rotary else (1.0, 0.0)
+        c, s = (
+            (table[position].astype(np.float64) for table in (cosine, sine))
+            if rotary
+            else (1.0, 0.0)
+        )
         a, b = given[t, :-kv_heads, :half].copy(), given[t, :-kv_heads, half:rotary].copy()
-        exact[t, :-kv_heads, :half], exact[t, :-kv_heads, half:rotary] = a * c - b * s, b * c + a * s
+        exact[t, :-kv_heads, :half], exact[t, :-kv_heads, half:rotary] = (
+            a * c - b * s,
+            b * c + a * s,
+        )
     rotated = bench.buffers[0].reshape(exact.shape)
     assert close(rotated, exact, 1e-6)
-    data[0, store], data[1, store] = torch.from_numpy(rotated).float().split([heads, kv_heads, kv_heads], 1)[1:]
+    data[0, store], data[1, store] = (
+        torch.from_numpy(rotated).float().split([heads, kv_heads, kv_heads], 1)[1:]
+    )
     assert torch.equal(cache, native_layout(data))

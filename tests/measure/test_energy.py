@@ -1,4 +1,5 @@
-"""Energy: what the counters say and nothing else. Every test runs on counters made up here, and a clock that is set."""
+"""Energy: what the counters say and nothing else. Every test runs on counters made up here, and a
+clock that is set."""
 
 import os
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forerun import doctor
+from forerun.cli import doctor
 from forerun.errors import ConfigError
 from forerun.measure import counters, energy
 from forerun.measure.energy import Energy, Meter, cost_per_million
@@ -36,7 +37,11 @@ def zone(root: Path, at: str, name: str, microjoules: int, size: int = RANGE) ->
     """A zone of powercap: a directory with its three files."""
     directory = root / at
     directory.mkdir(parents=True, exist_ok=True)
-    for file, content in (("name", name), ("energy_uj", microjoules), ("max_energy_range_uj", size)):
+    for file, content in (
+        ("name", name),
+        ("energy_uj", microjoules),
+        ("max_energy_range_uj", size),
+    ):
         (directory / file).write_text(f"{content}\n")
     return directory
 
@@ -57,7 +62,8 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Path]:
-    """Two packages with memory beside them, their cores within them, and what holds or repeats both."""
+    """Two packages with memory beside them, their cores within them, and what holds or repeats
+    both."""
     for i in (0, 1):
         zone(tmp_path, f"intel-rapl:{i}", f"package-{i}", 1_000_000 * (i + 1))
         zone(tmp_path, f"intel-rapl:{i}:0", "dram", 7_000_000)
@@ -77,16 +83,24 @@ def spend(root: Path, joules: float) -> None:
 
 
 def test_packages_and_memory_are_counted_once(server: Path) -> None:
-    """Cores are within a package, psys around it, and the second interface to package 0 is package 0."""
+    """Cores are within a package, psys around it, and the second interface to package 0 is package
+    0."""
     clock = Clock()
     meter = Meter(server, clock)
-    assert meter.method == "rapl" and meter.devices == ["dram-0", "dram-1", "package-0", "package-1"]
+    assert meter.method == "rapl" and meter.devices == [
+        "dram-0",
+        "dram-1",
+        "package-0",
+        "package-1",
+    ]
     assert len(meter.absent) == 1 and meter.absent[0].startswith("GPU: ")
     first = meter.read()
     spend(server, 30)
     clock.now += 10
     spent = meter.between(first, meter.read())
-    assert spent.joules == pytest.approx(dict.fromkeys(meter.devices, 30.0)) and spent.total == pytest.approx(120)
+    assert spent.joules == pytest.approx(
+        dict.fromkeys(meter.devices, 30.0)
+    ) and spent.total == pytest.approx(120)
     assert spent.seconds == 10 and spent.why == ""
     assert spent.per_token(60) == pytest.approx(2) and spent.per_token(0) is None
 
@@ -148,7 +162,9 @@ def test_idle_power_is_taken_off_beside_the_raw_figure(server: Path) -> None:
     with meter.window() as window:
         spend(server, 100)
         clock.now += 10
-    assert window.energy.total == pytest.approx(400) and window.energy.total_above_idle == pytest.approx(400 - 160)
+    assert window.energy.total == pytest.approx(
+        400
+    ) and window.energy.total_above_idle == pytest.approx(400 - 160)
 
 
 @pytest.mark.parametrize("seconds", [0, 1.99, -1, float("nan"), float("inf")])
@@ -190,7 +206,9 @@ def test_a_real_file_without_permission(server: Path) -> None:
     assert "sudo chmod" in Meter(server).method
 
 
-@pytest.mark.parametrize(("file", "content"), [("energy_uj", ""), ("energy_uj", "-5"), ("max_energy_range_uj", "x")])
+@pytest.mark.parametrize(
+    ("file", "content"), [("energy_uj", ""), ("energy_uj", "-5"), ("max_energy_range_uj", "x")]
+)
 def test_nonsense_in_a_file(server: Path, file: str, content: str) -> None:
     (server / "intel-rapl:0" / file).write_text(content)
     assert "no number" in Meter(server).method
@@ -228,10 +246,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch, millijoules: dict[str, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid="ba"[i]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid="ba"[i])
+    )
 
 
-def test_cuda_devices_by_the_names_torch_gives_them(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_devices_by_the_names_torch_gives_them(
+    server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     millijoules, clock = {"GPU-a": 5_000, "GPU-b": 9_000}, Clock()
     cuda(monkeypatch, millijoules)
     meter = Meter(server, clock)
@@ -239,11 +261,17 @@ def test_cuda_devices_by_the_names_torch_gives_them(server: Path, monkeypatch: p
     with meter.window() as window:
         millijoules["GPU-b"] += 700_000
         clock.now += 1000  # a counter that never goes round has no longest window
-    assert window.energy.joules["cuda:0"] == pytest.approx(700) and window.energy.joules["cuda:1"] == 0
+    assert (
+        window.energy.joules["cuda:0"] == pytest.approx(700) and window.energy.joules["cuda:1"] == 0
+    )
     with meter.window() as window:
         millijoules["GPU-b"] = 0
         clock.now += 10
-    assert window.energy.joules["cuda:0"] is None and "went back" in window.energy.why and window.energy.total is None
+    assert (
+        window.energy.joules["cuda:0"] is None
+        and "went back" in window.energy.why
+        and window.energy.total is None
+    )
 
 
 def test_a_device_that_has_no_counter(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +291,9 @@ class ZeusMonitor:
 
     joules = 0.0
 
-    def __init__(self, gpu_indices: list[int] | None = None, cpu_indices: list[int] | None = None) -> None:
+    def __init__(
+        self, gpu_indices: list[int] | None = None, cpu_indices: list[int] | None = None
+    ) -> None:
         self.gpus, self.cpus, self.begun = gpu_indices or [], [0] if cpu_indices is None else [], {}
 
     def begin_window(self, key: str, sync_execution: bool = True) -> None:
@@ -278,8 +308,11 @@ class ZeusMonitor:
         )  # fmt: skip
 
 
-def test_zeus_for_what_is_not_to_be_had_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows that follow on each other add up; a device whose power would be sampled is left alone."""
+def test_zeus_for_what_is_not_to_be_had_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that follow on each other add up; a device whose power would be sampled is left
+    alone."""
     gpus = type("Gpus", (), {
         "__len__": lambda self: 2, "supports_get_total_energy_consumption": lambda self, i: i == 1,
     })()  # fmt: skip
@@ -310,7 +343,9 @@ def test_zeus_that_breaks_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_part_that_is_not_known_leaves_the_sum_unknown() -> None:
-    spent = Energy(3.0, "rapl", {"package-0": 5.0, "dram-0": None}, {"package-0": 1.0, "dram-0": 2.0})
+    spent = Energy(
+        3.0, "rapl", {"package-0": 5.0, "dram-0": None}, {"package-0": 1.0, "dram-0": 2.0}
+    )
     assert spent.total is None and spent.per_token(4) is None and spent.total_above_idle == 3
 
 

@@ -1,4 +1,5 @@
-"""A clock of joules, on counters made up here: it goes on between ticks, and is right at each of them."""
+"""A clock of joules, on counters made up here: it goes on between ticks, and is right at each of
+them."""
 
 from pathlib import Path
 
@@ -43,11 +44,15 @@ def test_a_long_time_takes_what_the_counter_says_and_a_short_one_its_share(tmp_p
     short = [machine.run(0.00005, watts=50) for _ in range(100)]  # twenty of them between two ticks
     assert sum(short) == pytest.approx(0.25, rel=0.25) and sorted(short)[10] > 0.001
     machine.run(1.0, watts=20)
-    assert machine.run(0.01, watts=80) > 2 * machine.run(0.01, watts=20)  # the counter, not the time
+    assert machine.run(0.01, watts=80) > 2 * machine.run(
+        0.01, watts=20
+    )  # the counter, not the time
 
 
 def test_it_never_goes_back_and_goes_round_with_the_counter(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, start=2_900_000, size=3_000_000)  # microjoules: it goes round after 0.1 J
+    machine = Machine(
+        tmp_path, start=2_900_000, size=3_000_000
+    )  # microjoules: it goes round after 0.1 J
     said = [machine.clock()]
     for watts in (100, 10, 100, 10):
         for _ in range(50):
@@ -83,7 +88,9 @@ def test_without_a_counter_it_is_refused_before_a_model_is_loaded(
         LLM(tmp_path / "no model", objective="energy", slo_ms=5)
 
 
-def test_costs_are_joules_and_the_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_joules_and_the_text_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted = zone(tmp_path, "intel-rapl:0", "package-0", 0)
 
     class Counting(Meter):
@@ -94,7 +101,9 @@ def test_costs_are_joules_and_the_text_is_the_same(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("forerun.measure.energy.Meter", lambda: Counting(tmp_path))
     directory, params = tiny.spoken(), SamplingParams.pure(max_tokens=60, temperature=0)
     llm = LLM(directory, objective="energy", context=512, kv_tokens=1024)
-    said = [llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")]
+    said = [
+        llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")
+    ]
     assert said[0] == said[1]
     assert llm.engine.policy.cost(1) >= 0.4  # a step reads the counter some times
     assert llm.engine.policy.costs() == ({}, {})  # which are no seconds

@@ -1,4 +1,5 @@
-"""Tasks to measure with: our own set as promised, files in every form they come in, and one line for all others."""
+"""Tasks to measure with: our own set as promised, files in every form they come in, and one line
+for all others."""
 
 import json
 import tomllib
@@ -12,7 +13,16 @@ import pytest
 from forerun import ConfigError, RequestError
 from forerun.measure.workloads import MT_BENCH, TASKS, Task, builtin, of_categories, read_tasks
 
-CATEGORIES = ["completion", "edit", "grounded", "summary", "translation", "chat", "mathematics", "free"]
+CATEGORIES = [
+    "completion",
+    "edit",
+    "grounded",
+    "summary",
+    "translation",
+    "chat",
+    "mathematics",
+    "free",
+]
 LONGEST = 1000  # characters, some 350 tokens: small contexts hold an answer as well
 SPEED_BENCH = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
@@ -36,22 +46,33 @@ def encode(text: str) -> list[int]:
 def broken_promises(tasks: Sequence[Task]) -> list[str]:
     """What of our own set is not as `builtin` and the measurements promise."""
     found = [] if list(dict.fromkeys(t.category for t in tasks)) == CATEGORIES else ["order"]
-    found += [f"{name}: {count} tasks" for name, count in Counter(t.category for t in tasks).items() if count != 4]
+    found += [
+        f"{name}: {count} tasks"
+        for name, count in Counter(t.category for t in tasks).items()
+        if count != 4
+    ]
     for t in tasks:
         if not isinstance(t.prompt, str) or len(t.prompt) > LONGEST:
             found.append(f"{t.id}: prompt")
             continue
-        if (t.prediction is not None) != (t.category == "edit") or (t.prediction or "") not in t.prompt:
+        if (t.prediction is not None) != (t.category == "edit") or (
+            t.prediction or ""
+        ) not in t.prompt:
             found.append(f"{t.id}: prediction")
-        if bool(t.documents) != (t.category == "grounded") or not all(d in t.prompt for d in t.documents):
+        if bool(t.documents) != (t.category == "grounded") or not all(
+            d in t.prompt for d in t.documents
+        ):
             found.append(f"{t.id}: documents")
-        if t.category == "chat" and not (t.prompt.startswith("User:") and t.prompt.endswith("\nAssistant:")):
+        if t.category == "chat" and not (
+            t.prompt.startswith("User:") and t.prompt.endswith("\nAssistant:")
+        ):
             found.append(f"{t.id}: transcript")
     return found
 
 
 def test_our_own_set() -> None:
-    """Reports by category compare like with like: eight categories of four; what is quoted is really in the prompt."""
+    """Reports by category compare like with like: eight categories of four; what is quoted is
+    really in the prompt."""
     assert broken_promises(builtin()) == []
     assert len({t.prompt for t in builtin()}) == 32
 
@@ -95,14 +116,21 @@ TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
     ],
 )  # fmt: skip
 def test_forms_of_files(write: Write, name: str, text: str, prompts: list) -> None:
-    """Text is one prompt; a line of JSON lines ends at a newline only, since Spec-Bench's texts hold other breaks."""
+    """Text is one prompt; a line of JSON lines ends at a newline only, since Spec-Bench's texts
+    hold other breaks."""
     assert [t.prompt for t in read_tasks(write(name, text))] == prompts
 
 
 def test_fields(write: Write) -> None:
     lines = [
         {"id": "a", "category": "edit", "prompt": "x", "prediction": "y", "documents": ["u", "v"]},
-        {"question_id": 81, "category": "writing", "turns": ["x", "y"], "documents": None, "sub_category": None},
+        {
+            "question_id": 81,
+            "category": "writing",
+            "turns": ["x", "y"],
+            "documents": None,
+            "sub_category": None,
+        },
         {"prompt": "x", "id": None, "documents": []},
     ]
     assert read_tasks(write("a.jsonl", "\n".join(map(json.dumps, lines)))) == [
@@ -186,8 +214,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_categories() -> None:
     tasks = builtin()
     assert of_categories(tasks, []) == tasks
-    assert of_categories(tasks, ["free", "edit", "edit"]) == [t for t in tasks if t.category in ("edit", "free")]
-    with pytest.raises(ConfigError, match=r"'edits' \(did you mean 'edit'\?\): these tasks have chat, comp"):
+    assert of_categories(tasks, ["free", "edit", "edit"]) == [
+        t for t in tasks if t.category in ("edit", "free")
+    ]
+    with pytest.raises(
+        ConfigError, match=r"'edits' \(did you mean 'edit'\?\): these tasks have chat, comp"
+    ):
         of_categories(tasks, ["free", "edits"])
     with pytest.raises(ConfigError, match="no category 'zebra': these tasks have chat"):
         of_categories(tasks, ["zebra"])
@@ -205,7 +237,12 @@ def test_spec_bench(write: Write) -> None:
     tasks = read_tasks(write("question.jsonl", "\n".join(map(json.dumps, rows))))
     assert [t.category for t in tasks] == [row["category"] for row in rows] and len(tasks) == 13
     assert [t.category for t in of_categories(tasks, ["mt_bench"])] == sorted(MT_BENCH)
-    assert [t.category for t in of_categories(tasks, ["qa", "mt_bench"])] == [*sorted(MT_BENCH), "qa"]
+    assert [t.category for t in of_categories(tasks, ["qa", "mt_bench"])] == [
+        *sorted(MT_BENCH),
+        "qa",
+    ]
     assert [t.category for t in of_categories(tasks, ["math"])] == ["math"]
-    with pytest.raises(ConfigError, match=r"mean 'mt_bench'.*rag.*mt_bench|mean 'mt_bench'.*mt_bench.*rag"):
+    with pytest.raises(
+        ConfigError, match=r"mean 'mt_bench'.*rag.*mt_bench|mean 'mt_bench'.*mt_bench.*rag"
+    ):
         of_categories(tasks, ["mtbench"])

@@ -19,7 +19,14 @@ def bare_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     from forerun.models import hub, ollama
 
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+    for name in (
+        "OLLAMA_MODELS",
+        "LLAMA_CACHE",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_HOME",
+        "XDG_CACHE_HOME",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
@@ -28,7 +35,9 @@ def bare_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def ollama_model(home: Path, place: str, layer: str = "model", digest: str | None = None, **metadata: object) -> Path:
+def ollama_model(
+    home: Path, place: str, layer: str = "model", digest: str | None = None, **metadata: object
+) -> Path:
     """A manifest at HOST/NAMESPACE/MODEL/TAG and its blob, whose path is returned."""
     root = home / ".ollama/models"
     hexadecimal = f"{abs(hash(place)):064x}"[-64:]
@@ -42,7 +51,9 @@ def ollama_model(home: Path, place: str, layer: str = "model", digest: str | Non
     return little(root / "blobs" / f"sha256-{hexadecimal}", **metadata)
 
 
-def hub_file(home: Path, repository: str, file: str, commit: str = "c1", **metadata: object) -> Path:
+def hub_file(
+    home: Path, repository: str, file: str, commit: str = "c1", **metadata: object
+) -> Path:
     """A GGUF file in a snapshot of the Hub's cache, as a link to a blob."""
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)

@@ -5,22 +5,35 @@ from pathlib import Path
 
 import gguf
 
-from forerun.models.advice import recommended
+from forerun.models.chat_template import recommended
 
 
 def test_a_directory_that_samples(tmp_path: Path) -> None:
-    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 2}
+    settings = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "eos_token_id": 2,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert recommended(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 def test_a_directory_that_says_nothing_or_nonsense(tmp_path: Path) -> None:
-    """Greedy configurations hold numbers too, which are not meant; a broken file is told by whoever needs it."""
+    """Greedy configurations hold numbers too, which are not meant; a broken file is told by whoever
+    needs it."""
     assert recommended(tmp_path) == {}
     for text in ('{"temperature": 0.6}', '{"do_sample": false, "top_k": 5}', "[]", "{"):
         (tmp_path / "generation_config.json").write_text(text)
         assert recommended(tmp_path) == {}
-    settings = {"do_sample": True, "temperature": "hot", "top_p": 3.0, "top_k": -7, "repetition_penalty": 1.1}
+    settings = {
+        "do_sample": True,
+        "temperature": "hot",
+        "top_p": 3.0,
+        "top_k": -7,
+        "repetition_penalty": 1.1,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert recommended(tmp_path) == {"repetition_penalty": 1.1}
 

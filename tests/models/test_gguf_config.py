@@ -1,8 +1,8 @@
 """What GGUF metadata says of a model, and what is refused by name.
 
-Protects: keys that are scalars in one file and arrays in another, or missing; floats as they were before float32;
-blocks behind the model's layers; families and parts that forerun does not have; tensors that fit nothing.
-"""
+Protects: keys that are scalars in one file and arrays in another, or missing; floats as they were
+before float32; blocks behind the model's layers; families and parts that forerun does not have;
+tensors that fit nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.gguf.config import ARCHITECTURES
-from forerun.models.gguf.kinds import READ
+from forerun.models.gguf.config import ARCHITECTURES, READ
 from tests import gguf_files, tiny
 
 CPU = torch.device("cpu")
@@ -46,12 +45,16 @@ def refused(path: Path, *words: str) -> None:
         assert word in message
 
 
-def config_of(path: Path, changes: dict[str, Any], name: str = "llama", **overrides: Any) -> ModelConfig:
+def config_of(
+    path: Path, changes: dict[str, Any], name: str = "llama", **overrides: Any
+) -> ModelConfig:
     return load_config(make(path, changes, name, **overrides))
 
 
 @pytest.mark.parametrize("value, expected", [(2, 2), ([2, 2, 2], 2), (..., 4)], ids=str)
-def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(value: Any, expected: int, path: Path) -> None:
+def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(
+    value: Any, expected: int, path: Path
+) -> None:
     assert config_of(path, {"llama.attention.head_count_kv": value}).kv_heads == expected
 
 
@@ -64,12 +67,19 @@ def test_as_many_channels_rotate_as_the_file_says(width: int, turns: int, path: 
 
 def test_layers_that_differ_are_refused(path: Path) -> None:
     refused(
-        make(path, {"llama.attention.head_count_kv": [2, 1, 2]}), "attention.head_count_kv", "differs between layers"
+        make(path, {"llama.attention.head_count_kv": [2, 1, 2]}),
+        "attention.head_count_kv",
+        "differs between layers",
     )
 
 
 def test_sizes_of_heads(path: Path) -> None:
-    assert config_of(path, {"llama.attention.key_length": ..., "llama.rope.dimension_count": ...}).head_dim == 24
+    assert (
+        config_of(
+            path, {"llama.attention.key_length": ..., "llama.rope.dimension_count": ...}
+        ).head_dim
+        == 24
+    )
     keys = {"qwen3.attention.key_length": 8, "qwen3.attention.value_length": 8}
     assert config_of(path, keys, "qwen3").head_dim == 8
     refused(make(path, {"qwen3.attention.value_length": 16}, "qwen3"), "value_length")
@@ -77,7 +87,9 @@ def test_sizes_of_heads(path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 3e-7, 0.125])
 def test_floats_are_what_they_were_before_they_were_rounded(eps: float, path: Path) -> None:
-    config = config_of(path, {"llama.attention.layer_norm_rms_epsilon": eps, "llama.rope.freq_base": 1e6})
+    config = config_of(
+        path, {"llama.attention.layer_norm_rms_epsilon": eps, "llama.rope.freq_base": 1e6}
+    )
     assert config.norm_eps == eps
     assert config.ropes[0].parameters["rope_theta"] == 1e6
 
@@ -95,7 +107,11 @@ def test_layers_without_rotation_and_windows_that_no_key_names(path: Path) -> No
     assert windows == (4096,) * 5 + (None, 4096)
     gemma = {f"gemma2.{key}": ... for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     config = config_of(path, gemma | {"gemma2.attention.sliding_window": ...}, "gemma2")
-    assert (config.attention_softcap, config.logit_softcap, config.windows) == (50.0, 30.0, (4096, None) * 2)
+    assert (config.attention_softcap, config.logit_softcap, config.windows) == (
+        50.0,
+        30.0,
+        (4096, None) * 2,
+    )
 
 
 def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
@@ -127,7 +143,9 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
         ("attention.layer_norm_rms_epsilon", -1.0, "norm_eps"),
     ],
 )  # fmt: skip
-def test_what_a_model_has_that_forerun_has_not_is_named(key: str, value: Any, words: str, path: Path) -> None:
+def test_what_a_model_has_that_forerun_has_not_is_named(
+    key: str, value: Any, words: str, path: Path
+) -> None:
     refused(make(path, {f"llama.{key}": value}), words)
 
 
@@ -141,8 +159,12 @@ def test_the_list_of_architectures_is_that_of_their_readers() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_divisors_of_frequencies_are_positive(value: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_files, "_rope_tensors", lambda _: iter([rope_freqs([1.0] * 11 + [value])]))
+def test_divisors_of_frequencies_are_positive(
+    value: float, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gguf_files, "_rope_tensors", lambda _: iter([rope_freqs([1.0] * 11 + [value])])
+    )
     refused(make(path, {}), "rope_freqs.weight", "positive")
 
 
@@ -150,7 +172,9 @@ def rope_freqs(values: list[float]) -> tuple[str, np.ndarray, str]:
     return "rope_freqs.weight", np.array(values, np.float32), "F32"
 
 
-@pytest.mark.parametrize("name, words", [("lama", "'llama'"), ("qwen35moe", "'qwen35moe'"), ("mamba", "known")])
+@pytest.mark.parametrize(
+    "name, words", [("lama", "'llama'"), ("qwen35moe", "'qwen35moe'"), ("mamba", "known")]
+)
 def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> None:
     refused(make(path, {"general.architecture": name}), words, "not supported")
 
@@ -184,7 +208,9 @@ def test_a_vocabulary_without_weights(path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["vision.weight", "blk.0.attn_sinks.weight", "blk.1.attn_q.bias"])
-def test_tensors_that_fit_nothing_are_named(extra: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_fit_nothing_are_named(
+    extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_extra(monkeypatch, extra)
     refused(make(path, {}), extra, "fit no part")
 

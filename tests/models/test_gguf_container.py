@@ -1,8 +1,9 @@
-"""The container of GGUF files: whatever is broken in one is a LoadError in one line, found before anything is believed.
+"""The container of GGUF files: whatever is broken in one is a LoadError in one line, found before
+anything is believed.
 
-Protects: each bound on counts, lengths, types, shapes and offsets; other things saved as .gguf; files in several parts;
-and that no broken file, of hundreds, does anything else than that, in memory of a bounded size.
-"""
+Protects: each bound on counts, lengths, types, shapes and offsets; other things saved as .gguf;
+files in several parts; and that no broken file, of hundreds, does anything else than that, in
+memory of a bounded size."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.gguf.container import TYPES, open_gguf
 from forerun.models.places import Found
-from forerun.native import NativeDecoder
+from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
+from tests.cli.test_main import run
 from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, number, spoiled, text
-from tests.test_cli import run
 
 CPU = torch.device("cpu")
 SMALL = Container(
-    pairs=[(b"general.architecture", STRING, text("llama")), (b"llama.block_count", 4, number(4, 1))],
+    pairs=[
+        (b"general.architecture", STRING, text("llama")),
+        (b"llama.block_count", 4, number(4, 1)),
+    ],
     infos=[(b"a", (64, 2), 8, 0), (b"b", (32,), 0, 160)],
     data=bytes(160 + 128),
 )
@@ -83,7 +87,9 @@ def test_a_small_file(version: int, path: Path) -> None:
     "kind, value", [*((k, 1) for k in SIZES if k != 7), (1, -1), (5, -7), (11, -(2**62)), (12, 0.1)]
 )
 def test_numbers_of_every_type(kind: int, value: float, path: Path) -> None:
-    pairs = SMALL.with_pair("one", kind, number(kind, value)).with_pair("many", ARRAY, array(kind, [value, 0, value]))
+    pairs = SMALL.with_pair("one", kind, number(kind, value)).with_pair(
+        "many", ARRAY, array(kind, [value, 0, value])
+    )
     found = open_gguf(written(path, pairs)).metadata
     assert found["one"] == value and found["many"].tolist() == [value, 0, value]
 
@@ -107,7 +113,10 @@ def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     for kind, (name, values, size) in TYPES.items():
         if kind in known:
-            assert (name, (values, size)) == (known[kind], gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)])
+            assert (name, (values, size)) == (
+                known[kind],
+                gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)],
+            )
 
 
 def test_a_file_that_changes_is_read_anew(path: Path) -> None:
@@ -124,7 +133,10 @@ def test_a_file_that_changes_is_read_anew(path: Path) -> None:
     [
         (b"", "only 0 bytes"),
         (b"GGUF", "only 4 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n", "Git LFS pointer"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+            "Git LFS pointer",
+        ),
         (b"<!DOCTYPE html><html><body>Sign in to continue</body></html>", "page of HTML"),
         (b"\n  <html><head></head></html>  \n", "page of HTML"),
         (bytes(4096), "does not begin with GGUF"),
@@ -139,7 +151,13 @@ def test_other_things_saved_as_gguf(data: bytes, words: str, path: Path) -> None
 
 @pytest.mark.parametrize(
     "version, words",
-    [(0x03000000, "big-endian"), (0x02000000, "big-endian"), (1, "version 1"), (4, "version 4"), (99, "version 99")],
+    [
+        (0x03000000, "big-endian"),
+        (0x02000000, "big-endian"),
+        (1, "version 1"),
+        (4, "version 4"),
+        (99, "version 99"),
+    ],
 )
 def test_other_versions(version: int, words: str, path: Path) -> None:
     refused(written(path, replace(SMALL, version=version)), words)
@@ -160,20 +178,38 @@ HEADERS = {
     "keys-more-than-there-are": (replace(SMALL, counts=(2, 9)), "broken"),
     "tensors-more-than-there-are": (replace(SMALL, counts=(9, 2)), "broken"),
     "key-empty": (SMALL.with_pair("", 4, number(4, 1)), "without a name"),
-    "key-twice": (replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]), "'llama.block_count' twice"),
-    "key-long": (replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)), "70000 bytes in a key"),
+    "key-twice": (
+        replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]),
+        "'llama.block_count' twice",
+    ),
+    "key-long": (
+        replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)),
+        "70000 bytes in a key",
+    ),
     "key-of-lines": (SMALL.with_pair("a\nb", 99, b""), "unprintable"),
     "type-13": (with_value(13, bytes(8)), "type 13 in x"),
-    "array-of-arrays": (with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)), "array of the type 9 in x"),
+    "array-of-arrays": (
+        with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)),
+        "array of the type 9 in x",
+    ),
     "array-of-13": (with_value(ARRAY, array(13, [], 1) + bytes(64)), "array of the type 13 in x"),
     "array-2^62": (with_value(ARRAY, array(4, [], 2**62)), "ends within x"),
     "array-2^64": (with_value(ARRAY, array(10, [], 2**64 - 1)), "ends within x"),
-    "strings-2^61": (with_value(ARRAY, array(STRING, [], 2**61)), "2305843009213693952 strings in x"),
+    "strings-2^61": (
+        with_value(ARRAY, array(STRING, [], 2**61)),
+        "2305843009213693952 strings in x",
+    ),
     "string-2^40": (with_value(STRING, text("abc", 2**40)), "ends within x"),
-    "string-in-array-2^40": (with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)), "ends within x"),
+    "string-in-array-2^40": (
+        with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)),
+        "ends within x",
+    ),
     "alignment-0": (SMALL.with_pair("general.alignment", 4, number(4, 0)), "alignment 0"),
     "alignment-3": (SMALL.with_pair("general.alignment", 4, number(4, 3)), "alignment 3"),
-    "alignment-2^31": (SMALL.with_pair("general.alignment", 4, number(4, 2**31)), "alignment 2147483648"),
+    "alignment-2^31": (
+        SMALL.with_pair("general.alignment", 4, number(4, 2**31)),
+        "alignment 2147483648",
+    ),
     "alignment-minus": (SMALL.with_pair("general.alignment", 5, number(5, -32)), "alignment -32"),
     "alignment-text": (SMALL.with_pair("general.alignment", STRING, text("32")), "alignment '32'"),
     "name-64": (SMALL.with_info(0, name=b"n" * 64), "64 bytes in a tensor's name"),
@@ -182,7 +218,10 @@ HEADERS = {
     "dimensions-0": (SMALL.with_info(0, dimensions=()), "0 dimensions"),
     "dimensions-5": (SMALL.with_info(0, dimensions=(1,) * 5), "5 dimensions"),
     "dimension-0": (SMALL.with_info(0, dimensions=(64, 0)), "shape [0, 64]"),
-    "product-2^64": (SMALL.with_info(0, dimensions=(2**32, 2**32)), "shape [4294967296, 4294967296]"),
+    "product-2^64": (
+        SMALL.with_info(0, dimensions=(2**32, 2**32)),
+        "shape [4294967296, 4294967296]",
+    ),
     "product-wraps": (SMALL.with_info(0, dimensions=(2**32, 2**32, 2)), "which cannot be Q8_0"),
     "33-of-Q8_0": (SMALL.with_info(0, dimensions=(33, 2)), "cannot be Q8_0"),
     "128-of-Q4_K": (SMALL.with_info(0, kind=12, dimensions=(128, 2)), "cannot be Q4_K"),
@@ -244,7 +283,9 @@ def changed(path: Path, key: str, kind: int, value: bytes) -> None:
 @pytest.mark.parametrize("opened", [0, 1, 3])
 def test_parts_are_one_model_whichever_is_named(opened: int, parts: list[Path]) -> None:
     whole = gguf_files.written("llama", "Q8_0")
-    one, many = (load_decoder(p, torch.float32, CPU, 32).weights for p in (whole.path, parts[opened]))
+    one, many = (
+        load_decoder(p, torch.float32, CPU, 32).weights for p in (whole.path, parts[opened])
+    )
     assert torch.equal(one.layers[2].down.weight, many.layers[2].down.weight)
     assert torch.equal(one.head.weight, many.head.weight)
     assert open_gguf(parts[opened]).parts == tuple(parts)
@@ -314,7 +355,8 @@ def use(path: Path) -> None:
 
 
 def leak(path: Path) -> str | None:
-    """What comes of a file other than a model or an error in one line; a warning would be a line too."""
+    """What comes of a file other than a model or an error in one line; a warning would be a line
+    too."""
     said = survey([Found("file", path, "here")])[0].reason
     try:
         with warnings.catch_warnings():
@@ -329,7 +371,8 @@ def leak(path: Path) -> str | None:
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "llama"])
 def test_no_broken_file_does_anything_but_say_so(tokenizer: str, path: Path) -> None:
-    """Deterministic: cut, renumbered, flipped, with other values and other tensors. What loads all the same is fine."""
+    """Deterministic: cut, renumbered, flipped, with other values and other tensors. What loads all
+    the same is fine."""
     if native.library() is not None:
         native.start(2)
     written(path, original(tokenizer))
@@ -363,4 +406,6 @@ def test_what_the_command_line_says(
         assert files[-1].name in err
     command = [sys.executable, "-m", "forerun", "generate", "--model", str(files[0]), "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, len(done.stderr.strip().splitlines())) == (2, "", 1), done.stderr
+    assert (done.returncode, done.stdout, len(done.stderr.strip().splitlines())) == (2, "", 1), (
+        done.stderr
+    )

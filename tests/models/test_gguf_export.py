@@ -1,8 +1,9 @@
-"""GGUF models as Hugging Face directories: transformers computes from them what it computed before they were written.
+"""GGUF models as Hugging Face directories: transformers computes from them what it computed before
+they were written.
 
-Protects: the converter's changes undone for every family, ropes and biases that transformers spells otherwise, tokens
-and templates, and that a drafter written with them counts as of the same vocabulary.
-"""
+Protects: the converter's changes undone for every family, ropes and biases that transformers spells
+otherwise, tokens and templates, and that a drafter written with them counts as of the same
+vocabulary."""
 
 import json
 from pathlib import Path
@@ -18,19 +19,26 @@ from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
 from forerun.models.gguf.export import to_directory, write_tokenizer
 from forerun.models.hub import default_model
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.train.prune import load_module, prune
 from tests import gguf_files, tiny
 from tests.models.test_gguf_weights import ids, off
 
-FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [("llama", "q4_k_m"), ("qwen2", "F16"), ("qwen2", "q4_k_m")]
+FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
+    ("llama", "q4_k_m"),
+    ("qwen2", "F16"),
+    ("qwen2", "q4_k_m"),
+]
 MESSAGES = [{"role": "user", "content": "the end"}]
 
 
 @pytest.mark.parametrize("name, kinds", FILES)
 def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_path: Path) -> None:
     """In float32, against the model that the file was written from."""
-    written, text = gguf_files.written(name, kinds), torch.tensor([ids(80 if name == "phi3-longrope" else 24)])
+    written, text = (
+        gguf_files.written(name, kinds),
+        torch.tensor([ids(80 if name == "phi3-longrope" else 24)]),
+    )
     to_directory(written.path, tmp_path)
     module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     with torch.no_grad():
@@ -57,7 +65,11 @@ def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "the thing, and 12 others</s> in"
     assert ours.encode(text) == theirs.encode(text) == again(text)["input_ids"]
-    assert ours.chat(MESSAGES) == theirs.chat(MESSAGES) == again.apply_chat_template(MESSAGES)["input_ids"]
+    assert (
+        ours.chat(MESSAGES)
+        == theirs.chat(MESSAGES)
+        == again.apply_chat_template(MESSAGES)["input_ids"]
+    )
     check_vocabulary(ours, tmp_path, tiny.VOCAB)
     check_vocabulary(theirs, path, tiny.VOCAB)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -67,8 +79,8 @@ def test_tokens_and_templates_go_along(kind: str, tmp_path: Path) -> None:
 @pytest.mark.default_model
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 def test_the_default_model() -> None:
-    """A file as it is on the Hub: what transformers makes of its first layer is what the engine does, but for the
-    rounding of activations."""
+    """A file as it is on the Hub: what transformers makes of its first layer is what the engine
+    does, but for the rounding of activations."""
     path = default_model()
     assert path is not None
     module = prune(path, 2)
@@ -76,7 +88,11 @@ def test_the_default_model() -> None:
     tokens = Tokenizer(path).chat([{"role": "user", "content": "What is the capital of France?"}])
     with torch.no_grad():
         theirs = module(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1][0]
-    runner = make_runner(Config.of(kv_tokens=512, max_rows=1, context=256), path, torch.device("cpu"))
+    runner = make_runner(
+        Config.of(kv_tokens=512, max_rows=1, context=256), path, torch.device("cpu")
+    )
     runner.cache.pages.grow(0, len(tokens))
-    ours = runner.forward([Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)).features[1]
+    ours = runner.forward(
+        [Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)
+    ).features[1]
     assert off(ours, theirs) < 0.03

@@ -1,9 +1,9 @@
 """Tokenizers of GGUF files: the ids that llama.cpp gives, for texts of every kind.
 
-Protects: ids equal to llama.cpp's for each pre-tokenizer and for SentencePiece vocabularies, special tokens in a text
-parsed or not (`gguf_tokens.json.gz`, made by scripts/tokenizer_fixture.py); merges made of scores against a slow twin;
-round trips; what ends a generation; what is refused; `Tokenizer` on a file.
-"""
+Protects: ids equal to llama.cpp's for each pre-tokenizer and for SentencePiece vocabularies,
+special tokens in a text parsed or not (`gguf_tokens.json.gz`, made by
+scripts/tokenizer_fixture.py); merges made of scores against a slow twin; round trips; what ends a
+generation; what is refused; `Tokenizer` on a file."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ import tokenizers
 
 from forerun.errors import LoadError
 from forerun.models.gguf.container import open_gguf
-from forerun.models.gguf.pretokenizers import PRE_TOKENIZERS
-from forerun.models.gguf.spm import merges_by_score
 from forerun.models.gguf.tokenizer import (
+    PRE_TOKENIZERS,
     build_tokenizer,
     chat_templates,
     end_tokens,
+    merges_by_score,
     special_tokens,
 )
-from forerun.models.text import TextStream, Tokenizer
+from forerun.models.tokenizer import TextStream, Tokenizer
 
 PREFIX = "tokenizer.ggml."
-KEYS = {"model": "model", "tokens": "tokens", "kinds": "token_type", "merges": "merges", "scores": "scores"}
+KEYS = {
+    "model": "model",
+    "tokens": "tokens",
+    "kinds": "token_type",
+    "merges": "merges",
+    "scores": "scores",
+}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 
@@ -91,10 +97,16 @@ def test_ids_are_those_of_llama_cpp(name: str, parse: bool) -> None:
     texts, tokenizer = fixture()["texts"][expected["texts"]], built(name)
     parsed = expected["parsed"].split()
     answers = (
-        parsed if parse else [b if b != "=" else a for a, b in zip(parsed, expected["plain"].split(), strict=True)]
+        parsed
+        if parse
+        else [b if b != "=" else a for a, b in zip(parsed, expected["plain"].split(), strict=True)]
     )
     tokenizer.encode_special_tokens = not parse
-    wrong = [t for t, answer in zip(texts, answers, strict=True) if told(tokenizer.encode(t).ids) != answer]
+    wrong = [
+        t
+        for t, answer in zip(texts, answers, strict=True)
+        if told(tokenizer.encode(t).ids) != answer
+    ]
     tokenizer.encode_special_tokens = False
     assert wrong == []
 
@@ -107,7 +119,8 @@ def test_ends_are_those_of_llama_cpp(name: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(fixture()["ends"])))
 def test_tokens_are_known_by_their_texts(number: int) -> None:
-    """Files that say little of their tokens: which end a generation, and which are text in a text."""
+    """Files that say little of their tokens: which end a generation, and which are text in a
+    text."""
     asked = fixture()["ends"][number]
     small = fixture()["vocabularies"]["bpe"]
     count = small["tokens"].index("<|endoftext|>")
@@ -126,12 +139,17 @@ def test_tokens_are_known_by_their_texts(number: int) -> None:
 def test_every_set_of_patterns_is_among_those_that_llama_cpp_was_asked_for() -> None:
     asked = {name.removeprefix("bpe ") for name in NAMES}
     sets = {how: name for name, how in PRE_TOKENIZERS.items()}
-    assert {sets[PRE_TOKENIZERS[name]] for name in asked & PRE_TOKENIZERS.keys()} == set(sets.values())
+    assert {sets[PRE_TOKENIZERS[name]] for name in asked & PRE_TOKENIZERS.keys()} == set(
+        sets.values()
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("bpe", "SmolLM2", "gemma4", "spm"))])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.startswith(("bpe", "SmolLM2", "gemma4", "spm"))]
+)
 def test_round_trip(name: str) -> None:
-    """Nothing of a text is lost, but for what SentencePiece takes for a space and what Phi-3 strips."""
+    """Nothing of a text is lost, but for what SentencePiece takes for a space and what Phi-3
+    strips."""
     expected, metadata = case(name)
     tokenizer = built(name)
     tokenizer.encode_special_tokens = True
@@ -142,7 +160,9 @@ def test_round_trip(name: str) -> None:
         kinds = zip(metadata[PREFIX + "tokens"], metadata[PREFIX + "token_type"], strict=True)
         cut_out = [text for text, kind in kinds if kind == USER_DEFINED]
         texts = [text for text in texts if not any(word in text for word in cut_out)]
-    wrong = [t for t in texts if tokenizer.decode(tokenizer.encode(t).ids, skip_special_tokens=True) != t]
+    wrong = [
+        t for t in texts if tokenizer.decode(tokenizer.encode(t).ids, skip_special_tokens=True) != t
+    ]
     tokenizer.encode_special_tokens = False
     assert wrong == []
 
@@ -150,14 +170,21 @@ def test_round_trip(name: str) -> None:
 # ---------------------------------------------------------------- merges made of scores
 
 
-def slow_ids(text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]) -> list[int]:
-    """llama.cpp's SentencePiece, word for word: of all neighbours that make a token, join the best, again and again."""
+def slow_ids(
+    text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]
+) -> list[int]:
+    """llama.cpp's SentencePiece, word for word: of all neighbours that make a token, join the best,
+    again and again."""
     parts = list(text)
     while True:
         found = [(i, ids.get(parts[i] + parts[i + 1])) for i in range(len(parts) - 1)]
         able = [(-scores[token], i) for i, token in found if token is not None and joins[token]]
         if not able:
-            return [token for part in parts for token in ([ids[part]] if part in ids else _bytes(part, ids))]
+            return [
+                token
+                for part in parts
+                for token in ([ids[part]] if part in ids else _bytes(part, ids))
+            ]
         _, at = min(able)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
@@ -171,7 +198,10 @@ def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
     """Vocabularies that no training makes: scores at random, tokens that nothing reaches."""
     chance = random.Random(seed)
     letters = "abcé" if seed % 2 else "ab"
-    words = {"".join(chance.choices(letters, k=chance.randint(2, 7))) for _ in range(chance.randint(5, 60))}
+    words = {
+        "".join(chance.choices(letters, k=chance.randint(2, 7)))
+        for _ in range(chance.randint(5, 60))
+    }
     tokens = [
         "<unk>",
         "<s>",
@@ -181,17 +211,27 @@ def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
         *sorted(words),
     ]
     chance.shuffle(tokens)
-    kinds = [BYTE if t.startswith("<0x") else CONTROL if t in ("<s>", "</s>") else NORMAL for t in tokens]
+    kinds = [
+        BYTE if t.startswith("<0x") else CONTROL if t in ("<s>", "</s>") else NORMAL for t in tokens
+    ]
     kinds[tokens.index("<unk>")] = UNKNOWN
     scores = [float(score) for score in chance.sample(range(-5000, 0), len(tokens))]
     ids = {token: i for i, token in enumerate(tokens)}
-    keys = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "unknown_token_id": ids["<unk>"]}
+    keys = {
+        "bos_token_id": ids["<s>"],
+        "eos_token_id": ids["</s>"],
+        "unknown_token_id": ids["<unk>"],
+    }
     vocabulary = {"model": "llama", "tokens": tokens, "kinds": kinds, "scores": scores}
-    tokenizer = build_tokenizer(metadata_of(vocabulary, add_space_prefix=False, add_bos_token=False, **keys))
+    tokenizer = build_tokenizer(
+        metadata_of(vocabulary, add_space_prefix=False, add_bos_token=False, **keys)
+    )
     assert tokenizer is not None
     for _ in range(200):
         text = "".join(chance.choices(letters + "xz", k=chance.randint(0, 40)))
-        assert tokenizer.encode(text).ids == slow_ids(text, ids, scores, [kind == NORMAL for kind in kinds])
+        assert tokenizer.encode(text).ids == slow_ids(
+            text, ids, scores, [kind == NORMAL for kind in kinds]
+        )
 
 
 def test_merges_are_all_pairs_of_tokens_that_make_one() -> None:
@@ -205,22 +245,41 @@ def test_merges_are_all_pairs_of_tokens_that_make_one() -> None:
         for cut in range(1, len(token))
         if joins[i] and {token[:cut], token[cut:]} <= parts
     ]
-    assert merges_by_score(tokens, scores, joins) == [pair[2:] for pair in sorted(slow, key=lambda pair: pair[:2])]
+    assert merges_by_score(tokens, scores, joins) == [
+        pair[2:] for pair in sorted(slow, key=lambda pair: pair[:2])
+    ]
 
 
 def test_typed_text_never_becomes_a_control_token() -> None:
     """Not even where its letters could be joined to one: its score is the best of all."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"</s>0xA", "</", "s>", "<s"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *"</s>0xA",
+        "</",
+        "s>",
+        "<s",
+    ]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 10]
-    vocabulary = {"model": "llama", "tokens": tokens, "kinds": kinds, "scores": [0.0] * 259 + [-1.0] * 10}
-    tokenizer = build_tokenizer(metadata_of(vocabulary, add_bos_token=False, add_space_prefix=False))
+    vocabulary = {
+        "model": "llama",
+        "tokens": tokens,
+        "kinds": kinds,
+        "scores": [0.0] * 259 + [-1.0] * 10,
+    }
+    tokenizer = build_tokenizer(
+        metadata_of(vocabulary, add_bos_token=False, add_space_prefix=False)
+    )
     assert tokenizer is not None
     assert tokenizer.encode("</s>").ids == [2]
     tokenizer.encode_special_tokens = True
     assert tokenizer.encode("</s>").tokens == ["</", "s>"]
 
 
-# ---------------------------------------------------------------- what a file says, and what it leaves open
+# ---------------------------------------------------------------- what a file says, and what it
+# leaves open
 
 
 def bpe(**keys: Any) -> dict[str, Any]:
@@ -281,7 +340,10 @@ def test_tokens_without_a_text_and_those_that_were_no_text_keep_their_ids() -> N
 
 def test_of_equal_merges_the_first_counts() -> None:
     metadata = bpe(pre="gpt-2")
-    again = {**metadata, PREFIX + "merges": [*metadata[PREFIX + "merges"], *metadata[PREFIX + "merges"][:50]]}
+    again = {
+        **metadata,
+        PREFIX + "merges": [*metadata[PREFIX + "merges"], *metadata[PREFIX + "merges"][:50]],
+    }
     one, other = build_tokenizer(metadata), build_tokenizer(again)
     assert one is not None and other is not None
     for text in fixture()["texts"]["few"]:
@@ -320,7 +382,7 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.models.gguf.vocabulary.MOST_TOKENS", 100)
+    monkeypatch.setattr("forerun.models.gguf.tokenizer.MOST_TOKENS", 100)
     with pytest.raises(LoadError, match="more than the 100"):
         build_tokenizer(bpe())
 
@@ -365,7 +427,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module", params=["bpe", "spm", "spm-prefix"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     keys: dict[str, Any] = {"tokenizer.chat_template": TEMPLATE}
     if request.param == "bpe":
         tokens = fixture()["vocabularies"]["bpe"]["tokens"]
@@ -382,7 +446,9 @@ def test_conversations_follow_the_file(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_chat_template
     bos = "<s>" if "<s>" in tokenizer.vocabulary() else ""
     text = (
-        bos + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK) + "<|im_start|>assistant\n"
+        bos
+        + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+        + "<|im_start|>assistant\n"
     )
     ids = tokenizer.chat(TALK)
     assert ids == tokenizer.encode(text, special=False)
@@ -406,7 +472,11 @@ def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
         for cut in (0, 1, 5):
             prompt, output = ids[:cut], ids[cut:]
             before = tokenizer.decode(prompt)
-            if not output or before.endswith("\ufffd") or not tokenizer.decode(ids).startswith(before):
+            if (
+                not output
+                or before.endswith("\ufffd")
+                or not tokenizer.decode(ids).startswith(before)
+            ):
                 continue
             stream = TextStream(tokenizer, prompt, ())
             shown = ""
@@ -447,7 +517,9 @@ def test_grammars_read_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for metadata in (broken(pre="martian"), {PREFIX + "model": "none"}, {}):
-        path = write(tmp_path / "model.gguf", {k: v for k, v in metadata.items() if not k.endswith("scores")})
+        path = write(
+            tmp_path / "model.gguf", {k: v for k, v in metadata.items() if not k.endswith("scores")}
+        )
         with pytest.raises(LoadError, match=r"cannot be read|token ids") as caught:
             Tokenizer(path)
         assert "\n" not in str(caught.value)
@@ -457,4 +529,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_file_without_a_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path / "model.gguf", bpe(pre="qwen2")))
     assert not tokenizer.has_chat_template
-    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == tokenizer.encode("user: hi\nassistant:")
+    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == tokenizer.encode(
+        "user: hi\nassistant:"
+    )

@@ -1,9 +1,10 @@
-"""GGUF weights are transformers' weights: every family, every type, every mix, to the last digits of float64.
+"""GGUF weights are transformers' weights: every family, every type, every mix, to the last digits
+of float64.
 
-Protects: names and fusions, the permutation of queries and keys (biases too), Gemma's norms, GPT-2's transposition,
-rope scalings in keys and in tensors, windows; the order of bits of every type; what the native kernels make of each
-(the same numbers, bit for bit) and how many bytes they take for it; scales that are no numbers.
-"""
+Protects: names and fusions, the permutation of queries and keys (biases too), Gemma's norms,
+GPT-2's transposition, rope scalings in keys and in tensors, windows; the order of bits of every
+type; what the native kernels make of each (the same numbers, bit for bit) and how many bytes they
+take for it; scales that are no numbers."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf.blocks import FORMS, rotated
 from forerun.models.weights import Linear
-from forerun.native import NativeDecoder
-from forerun.packed import Packed
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Packed
+from forerun.runtime.torch_runner import Runner
 from tests import gguf_files, tiny
 
 CPU = torch.device("cpu")
 KERNELS = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-GROUPED = tuple(kind for kind, form in FORMS.items() if form not in ("float32", "float16", "bfloat16"))
+GROUPED = tuple(
+    kind for kind, form in FORMS.items() if form not in ("float32", "float16", "bfloat16")
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,18 +47,26 @@ def threads() -> None:
 
 
 class Double(TorchFunctionMode):
-    """transformers computes norms, softmax and rotations in float32 whatever the weights are: here in float64."""
+    """transformers computes norms, softmax and rotations in float32 whatever the weights are: here
+    in float64."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         wide = {torch.float32: torch.float64}
         function = Tensor.double if function is Tensor.float else function
         swapped = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
-        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        named = {
+            k: wide.get(v, v) if isinstance(v, torch.dtype) else v
+            for k, v in (kwargs or {}).items()
+        }
         return function(*swapped, **named)
 
 
 def ids(count: int) -> list[int]:
-    return torch.randint(3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def truth(model: Any, text: list[int]) -> Tensor:
@@ -78,11 +89,17 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 def agrees(name: str, kinds: gguf_files.Kinds) -> None:
     """The decoder on torch in float64 says what transformers says."""
-    written, long = gguf_files.written(name, kinds), name == "phi3-longrope"  # its long factors: from 64 tokens on
+    written, long = (
+        gguf_files.written(name, kinds),
+        name == "phi3-longrope",
+    )  # its long factors: from 64 tokens on
     text = ids(80 if long else 24)
     found = logits(load_decoder(written.path, torch.float64, CPU, 128), text)
-    # frequencies in float32: their divisors are in the file, and transformers computes longrope's anew, here in float64
-    assert off(found, truth(written.model, text)) < (1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9)
+    # frequencies in float32: their divisors are in the file, and transformers computes longrope's
+    # anew, here in float64
+    assert off(found, truth(written.model, text)) < (
+        1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9
+    )
 
 
 @pytest.mark.parametrize("name", gguf_files.NAMES)
@@ -104,12 +121,15 @@ def test_sizes_that_no_block_of_256_fits(name: str) -> None:
     "name, mix", [("qwen2", "q4_k_m"), ("llama", "q4_k_m"), ("qwen3", "q5_k"), ("gemma3", "gemma")]
 )
 def test_mixes_as_real_files_have_them(name: str, mix: str) -> None:
-    """Queries and values of different types, gate and up too; a quantised embedding that is the head as well."""
+    """Queries and values of different types, gate and up too; a quantised embedding that is the
+    head as well."""
     agrees(name, mix)
 
 
 def test_divisors_of_llama3_are_its_scaling() -> None:
-    divided = load_decoder(gguf_files.written("llama-llama3", "Q8_0").path, torch.float64, CPU, 256).ropes
+    divided = load_decoder(
+        gguf_files.written("llama-llama3", "Q8_0").path, torch.float64, CPU, 256
+    ).ropes
     published = gguf_files.written("llama-llama3", "Q8_0").model.model.rotary_emb.inv_freq
     angles = torch.arange(256)[:, None, None] * published
     assert (divided[0][0] - angles.cos()).abs().max() < 1e-4
@@ -118,9 +138,12 @@ def test_divisors_of_llama3_are_its_scaling() -> None:
 
 @pytest.mark.parametrize(("width", "turns"), [(6, 6), (6, 4), (7, 4), (5, 2)])
 def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
-    """As llama.cpp rotates: the first channels of a head in pairs of neighbours, and the rest not at all."""
+    """As llama.cpp rotates: the first channels of a head in pairs of neighbours, and the rest not
+    at all."""
     heads, angles = 3, torch.tensor([0.3, 1.1, 2.5])[: turns // 2]
-    stored = torch.randn(heads, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    stored = torch.randn(
+        heads, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     expected = stored.clone()
     for i, angle in enumerate(angles):
         a, b = stored[:, 2 * i], stored[:, 2 * i + 1]
@@ -129,7 +152,11 @@ def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
             b * angle.cos() + a * angle.sin(),
         )
     order = rotated(heads * width, heads, turns)
-    ours = rotate(stored.flatten()[order].view(1, heads, width), angles.cos()[None, None], angles.sin()[None, None])
+    ours = rotate(
+        stored.flatten()[order].view(1, heads, width),
+        angles.cos()[None, None],
+        angles.sin()[None, None],
+    )
     assert sorted(order.tolist()) == list(range(heads * width))
     assert torch.allclose(ours.flatten(), expected.flatten()[order])
 
@@ -140,11 +167,18 @@ def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
 @KERNELS
 @pytest.mark.parametrize("kind", FORMS)
 def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
-    """Also with the rows of each head in another order, and rows of two tensors on top of each other."""
+    """Also with the rows of each head in another order, and rows of two tensors on top of each
+    other."""
     inputs = 512 if kind in gguf_files.SUPER else 416
-    rows, more = gguf_files.extreme_rows(kind, 72, inputs), gguf_files.random_rows(kind, 40, inputs, 1.0, seed=6)
+    rows, more = (
+        gguf_files.extreme_rows(kind, 72, inputs),
+        gguf_files.random_rows(kind, 40, inputs, 1.0, seed=6),
+    )
     values, others = (torch.from_numpy(gguf_files.values_of(kind, r)) for r in (rows, more))
-    one, two = gguf_files.blocks_of([(kind, rows)]), gguf_files.blocks_of([(kind, rows), (kind, more)])
+    one, two = (
+        gguf_files.blocks_of([(kind, rows)]),
+        gguf_files.blocks_of([(kind, rows), (kind, more)]),
+    )
     turned = values.view(6, 6, 2, inputs).transpose(1, 2).reshape(72, inputs)
     for blocks, expected in (
         (one, values),
@@ -174,14 +208,17 @@ def test_weight_bytes_are_those_of_the_matrices() -> None:
     path = gguf_files.written("qwen2", "q4_k_m").path
     decoder = NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True)
     assert decoder.precision.startswith("q4_k and q6_k and q5_k, native")
-    assert 0.95 < decoder.weight_bytes / path.stat().st_size < 1.05  # the file has norms and a header too
+    assert (
+        0.95 < decoder.weight_bytes / path.stat().st_size < 1.05
+    )  # the file has norms and a header too
 
 
 # ---------------------------------------------------------------- what the native kernels say
 
 
 class Rounded(Decoder):
-    """The decoder on torch whose linear layers read activations as native products do: int8, by groups of 64."""
+    """The decoder on torch whose linear layers read activations as native products do: int8, by
+    groups of 64."""
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         pad = -x.shape[-1] % 64
@@ -197,20 +234,31 @@ def kept(path: Path) -> NativeDecoder:
 
 
 NATIVE = [("llama", kind) for kind in GROUPED] + [(name, GROUPED) for name in gguf_files.NAMES]
-NATIVE += [("qwen2", "q4_k_m"), ("smollm3", "q5_k"), ("gemma3", "gemma"), ("llama-biased", ("Q4_0", "Q8_0", "Q5_1"))]
+NATIVE += [
+    ("qwen2", "q4_k_m"),
+    ("smollm3", "q5_k"),
+    ("gemma3", "gemma"),
+    ("llama-biased", ("Q4_0", "Q8_0", "Q5_1")),
+]
 
 
 @KERNELS
 @pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
-def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: gguf_files.Kinds) -> None:
-    """Measured: the root mean square of the difference, relative to the logits'. Where an activation lies between two
-    integers, float32 and float64 may choose either: seldom in one token, somewhere in a text of twenty."""
+def test_native_kernels_round_activations_and_nothing_else(
+    name: str, kinds: gguf_files.Kinds
+) -> None:
+    """Measured: the root mean square of the difference, relative to the logits'. Where an
+    activation lies between two integers, float32 and float64 may choose either: seldom in one
+    token, somewhere in a text of twenty."""
     path = gguf_files.written(name, kinds).path
     rounded, found = Rounded(load_config(path), path, torch.float64, CPU, 128), kept(path)
     each = [off(logits(found, [token]), logits(rounded, [token])) for token in ids(9)]
     assert sorted(each)[4] < 1e-6
     text = ids(20)
-    expected, plain = logits(rounded, text), logits(load_decoder(path, torch.float64, CPU, 128), text)
+    expected, plain = (
+        logits(rounded, text),
+        logits(load_decoder(path, torch.float64, CPU, 128), text),
+    )
     assert off(logits(found, text), expected) < off(plain, expected)
 
 
@@ -219,7 +267,9 @@ def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: ggu
 def test_native_kernels_on_floats(kind: str, most: float) -> None:
     """Activations stay as they are; with bfloat16 some processors round them to it."""
     path, text = gguf_files.written("llama", kind).path, ids(20)
-    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < most
+    assert (
+        off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < most
+    )
 
 
 @KERNELS
@@ -227,10 +277,13 @@ def test_native_kernels_on_floats(kind: str, most: float) -> None:
 def test_types_without_a_native_format_become_bfloat16(kind: str) -> None:
     path, text = gguf_files.written("llama", kind).path, ids(20)
     assert set(kept(path).precision.split(",")[0].split(" and ")) == {"bfloat16"}
-    assert off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < 0.05
+    assert (
+        off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < 0.05
+    )
 
 
-# ---------------------------------------------------------------- options, and numbers that are none
+# ---------------------------------------------------------------- options, and numbers that are
+# none
 
 
 @KERNELS
@@ -247,7 +300,9 @@ def test_types_without_a_native_format_become_bfloat16(kind: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name, kinds", [("qwen2", "q4_k_m"), ("gemma3", "gemma"), ("llama", "Q4_0")])
+@pytest.mark.parametrize(
+    "name, kinds", [("qwen2", "q4_k_m"), ("gemma3", "gemma"), ("llama", "Q4_0")]
+)
 def test_every_precision_can_be_asked_for(name: str, kinds: str, options: dict[str, Any]) -> None:
     """The text's logits stay near, and the precision is the one asked for."""
     written, text = gguf_files.written(name, kinds), ids(12)
@@ -262,7 +317,11 @@ def test_every_precision_can_be_asked_for(name: str, kinds: str, options: dict[s
         assert "bfloat16" not in forms and "int8" not in forms
     runner.cache.pages.grow(0, len(text))
     found = runner.forward([Segment(0, text, list(range(-1, 11)), list(range(12)))]).logits
-    assert off(found, truth(written.model, text)) < {"int4": 1.2, "float32": 1e-5, "float64": 1e-9}.get(asked, 0.3)
+    assert off(found, truth(written.model, text)) < {
+        "int4": 1.2,
+        "float32": 1e-5,
+        "float64": 1e-9,
+    }.get(asked, 0.3)
 
 
 def broken_scales(kind: str, bits: int, path: Path) -> Path:

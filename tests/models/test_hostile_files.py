@@ -1,8 +1,9 @@
-"""Model files from strangers: each loads and works, or is refused in one line. No crash, no hang, no code run.
+"""Model files from strangers: each loads and works, or is refused in one line. No crash, no hang,
+no code run.
 
-Protects: every file of a directory and the cache of packed weights under seeded mutations (more of them by hand:
-`python -m tests.hostile`); configurations that would load and then fail for everybody; names that lead out of a
-directory; tokenizers that bring code.
+Protects: every file of a directory and the cache of packed weights under seeded mutations (more of
+them by hand: `python -m tests.hostile`); configurations that would load and then fail for
+everybody; names that lead out of a directory; tokenizers that bring code.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from forerun.errors import CapacityError, LoadError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.models import packed_cache
-from forerun.models.advice import recommended
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.chat_template import recommended
 from forerun.models.config import load_config, note
 from forerun.models.packed_cache import MAGIC, TRAILER
-from forerun.models.text import Tokenizer as Text
-from forerun.native import NativeDecoder
-from forerun.runner import Runner
+from forerun.models.tokenizer import Tokenizer as Text
+from forerun.models.weights import Checkpoint
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import gguf_files, hostile, tiny
 from tests.gguf_broken import ARRAY, STRING, Walk, array, text
 
-SETTINGS: dict[str, Any] = dict(kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1)
+SETTINGS: dict[str, Any] = dict(
+    kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,19 +83,28 @@ def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ids", [[-1], [64], [2, 1 << 40, -5, 2]], ids=repr)
 def test_end_tokens_that_cannot_be_said_are_left_out(
-    base: str, where: str, ids: list[int], copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+    base: str,
+    where: str,
+    ids: list[int],
+    copy: Callable[[Path], Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """They failed for everyone as soon as someone asked for min_tokens."""
     directory = copy(tiny.family(base))
     (directory / "generation_config.json").unlink(missing_ok=True)
     llm = LLM(change(directory / where, eos_token_id=ids), **SETTINGS)
     assert llm.decoder.config.end_ids == tuple({i: i for i in ids if 0 <= i < 64})
-    assert len(llm.generate([[3, 4]], SamplingParams.pure(min_tokens=3, max_tokens=3))[0].token_ids) == 3
+    assert (
+        len(llm.generate([[3, 4]], SamplingParams.pure(min_tokens=3, max_tokens=3))[0].token_ids)
+        == 3
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: ") and "is not in the vocabulary of 64" in line
 
 
-def test_end_tokens_of_a_file_beyond_its_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_end_tokens_of_a_file_beyond_its_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A vocabulary may be longer than the embedding: what has no row is never said."""
     parts = Walk(gguf_files.written("llama", "q4_1").path.read_bytes()).container()
     texts, kinds = [f"t{i}" for i in range(69)] + ["<|im_end|>"], [1] * 70
@@ -123,15 +135,22 @@ def test_end_tokens_of_a_file_beyond_its_embedding(tmp_path: Path, capsys: pytes
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_sizes_and_factors_that_cannot_be(changes: dict[str, Any], word: str, copy: Callable[[Path], Path]) -> None:
+def test_sizes_and_factors_that_cannot_be(
+    changes: dict[str, Any], word: str, copy: Callable[[Path], Path]
+) -> None:
     directory = change(copy(tiny.family("llama")) / "config.json", **changes)
     refused(lambda: LLM(directory, **SETTINGS), word)
 
 
 @pytest.mark.parametrize("original", ["x", -5, 1.5, True, 10**12])
-def test_the_context_of_a_scaled_rope_is_a_number(original: object, copy: Callable[[Path], Path]) -> None:
+def test_the_context_of_a_scaled_rope_is_a_number(
+    original: object, copy: Callable[[Path], Path]
+) -> None:
     """It is what the model serves unless it is told otherwise."""
-    directory = change(copy(tiny.family("phi3-longrope")) / "config.json", original_max_position_embeddings=original)
+    directory = change(
+        copy(tiny.family("phi3-longrope")) / "config.json",
+        original_max_position_embeddings=original,
+    )
     refused(lambda: LLM(directory, **SETTINGS), "rope")
 
 
@@ -142,8 +161,11 @@ def test_too_many_end_tokens(copy: Callable[[Path], Path]) -> None:
         refused(lambda: load_config(directory), "eos_token_id", word)
 
 
-def test_a_context_whose_tables_do_not_fit(copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration may promise any context; what cannot be is told before anything is allocated."""
+def test_a_context_whose_tables_do_not_fit(
+    copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may promise any context; what cannot be is told before anything is
+    allocated."""
     directory = change(copy(tiny.family("llama")) / "config.json", max_position_embeddings=1 << 24)
     monkeypatch.setattr(load, "free_ram", lambda: 1 << 30)
     with pytest.raises(CapacityError, match=r"16777216 positions.*set a lower context"):
@@ -153,18 +175,27 @@ def test_a_context_whose_tables_do_not_fit(copy: Callable[[Path], Path], monkeyp
 
 def test_a_cache_that_does_not_fit_is_told_at_once() -> None:
     """Lists of its pages alone would take minutes."""
-    with pytest.raises(CapacityError, match=r"^a KV cache of 4000000000 tokens needs .*set a lower kv_tokens"):
+    with pytest.raises(
+        CapacityError, match=r"^a KV cache of 4000000000 tokens needs .*set a lower kv_tokens"
+    ):
         LLM(tiny.family("llama"), **SETTINGS | {"kv_tokens": 4_000_000_000})
 
 
 @pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
-def test_ids_that_nothing_reads_do_no_harm(key: str, value: object, copy: Callable[[Path], Path]) -> None:
+def test_ids_that_nothing_reads_do_no_harm(
+    key: str, value: object, copy: Callable[[Path], Path]
+) -> None:
     llm = LLM(change(copy(tiny.family("llama")) / "config.json", **{key: value}), **SETTINGS)
-    assert len(llm.generate([[3, 4]], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    assert (
+        len(llm.generate([[3, 4]], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids)
+        == 2
+    )
 
 
-@pytest.mark.parametrize("value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20])
+@pytest.mark.parametrize(
+    "value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20]
+)
 def test_hostile_advice_is_left_out(value: object, tmp_path: Path) -> None:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     change(tmp_path / "generation_config.json", do_sample=True, **dict.fromkeys(names, value))
@@ -174,7 +205,9 @@ def test_hostile_advice_is_left_out(value: object, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- tokenizers and templates
 
 
-def test_a_template_that_cannot_be_parsed(copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_cannot_be_parsed(
+    copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is told when the model is loaded, and texts are completed all the same."""
     directory = copy(tiny.worded())
     (directory / "chat_template.jinja").write_text("{% for m in messages %}\x1b[2J")
@@ -200,7 +233,9 @@ def test_a_tokenizer_of_another_model(copy: Callable[[Path], Path]) -> None:
     tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
     last = tokenizer.token_to_id("<|99|>")
     assert last >= tiny.WORDED
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|99|> $A", special_tokens=[("<|99|>", last)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|99|> $A", special_tokens=[("<|99|>", last)]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     refused(lambda: LLM(directory, **SETTINGS), str(last), str(tiny.WORDED), "another model")
 
@@ -244,11 +279,15 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "\0", ".."])
 def test_an_index_that_leads_out_of_its_directory(name: str, copy: Callable[[Path], Path]) -> None:
-    directory = change(copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name})
+    directory = change(
+        copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name}
+    )
     refused(lambda: Checkpoint(directory), "not in it")
 
 
-def test_links_of_a_cache_of_downloads_are_followed(copy: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_links_of_a_cache_of_downloads_are_followed(
+    copy: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """The Hub's own layout: names in a snapshot, contents elsewhere."""
     directory = copy(tiny.family("llama"))
     (directory / "model.safetensors").rename(tmp_path / "blob")
@@ -271,11 +310,15 @@ compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() o
 def said(decoder: NativeDecoder) -> torch.Tensor:
     runner = Runner(decoder, tokens=32, page=8, slots=1)
     runner.cache.pages.grow(0, 9)
-    return runner.forward([Segment(0, list(range(3, 12)), list(range(-1, 8)), list(range(9)))]).logits
+    return runner.forward(
+        [Segment(0, list(range(3, 12)), list(range(-1, 8)), list(range(9)))]
+    ).logits
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], torch.Tensor], Path]:
+def cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[[], torch.Tensor], Path]:
     """What a model says when it is loaded, and its file in the cache."""
     native.start(1)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
@@ -329,7 +372,9 @@ CHANGES: list[Callable[[Index, str], Any]] = [
 
 @compiled
 @pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_packed_files_that_lie(number: int, cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+def test_packed_files_that_lie(
+    number: int, cached: tuple[Callable[[], torch.Tensor], Path]
+) -> None:
     """Their checksums are right, and what they say cannot be."""
     say, file = cached
     whole, expected = file.read_bytes(), say()
@@ -337,13 +382,19 @@ def test_packed_files_that_lie(number: int, cached: tuple[Callable[[], torch.Ten
     own, index = json.loads(whole[start : start + length])
     CHANGES[number](index, "0.qkv")
     content = json.dumps([own, index]).encode()
-    file.write_bytes(whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC))
+    file.write_bytes(
+        whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
+    )
     assert torch.equal(say(), expected)
 
 
 @compiled
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b"null", b'["x", 3]', b"\xff", struct.pack("<Q", 5)])
-def test_packed_files_with_another_index(content: bytes, cached: tuple[Callable[[], torch.Tensor], Path]) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"[]", b"null", b'["x", 3]', b"\xff", struct.pack("<Q", 5)]
+)
+def test_packed_files_with_another_index(
+    content: bytes, cached: tuple[Callable[[], torch.Tensor], Path]
+) -> None:
     say, file = cached
     expected = say()
     file.write_bytes(content + TRAILER.pack(0, len(content), zlib.crc32(content), MAGIC))

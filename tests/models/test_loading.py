@@ -1,8 +1,9 @@
-"""Model directories: every layout that should load does, and whatever is wrong with one is a LoadError in one line.
+"""Model directories: every layout that should load does, and whatever is wrong with one is a
+LoadError in one line.
 
-Protects: shards, tied and fused tensors, both GPT-2 layouts, buffers of older versions; the message for each way in
-which a config.json or a checkpoint can be broken; and that no other exception escapes, whatever config.json holds.
-"""
+Protects: shards, tied and fused tensors, both GPT-2 layouts, buffers of older versions; the message
+for each way in which a config.json or a checkpoint can be broken; and that no other exception
+escapes, whatever config.json holds."""
 
 from __future__ import annotations
 
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.errors import LoadError
-from forerun.models.config import load_config
+from forerun.models.config import FAMILIES, load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.families import FAMILIES
 from forerun.models.weights import Weights
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 Tensors = dict[str, Tensor]
@@ -105,7 +105,9 @@ def test_shards(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
-def test_tied_embeddings_with_and_without_a_head_in_the_file(name: str, copy: Callable[[str], Path]) -> None:
+def test_tied_embeddings_with_and_without_a_head_in_the_file(
+    name: str, copy: Callable[[str], Path]
+) -> None:
     decoder = load(tiny.family(name))
     assert decoder.config.tied
     assert decoder.weights.head.weight is decoder.weights.embed
@@ -136,13 +138,18 @@ def test_split_projections_are_stacked() -> None:
         assert torch.equal(layer.up.weight, torch.cat(up))
 
 
-def test_gpt2_without_its_prefix_and_with_the_buffers_of_older_versions(copy: Callable[[str], Path]) -> None:
+def test_gpt2_without_its_prefix_and_with_the_buffers_of_older_versions(
+    copy: Callable[[str], Path],
+) -> None:
     def older(tensors: Tensors) -> Tensors:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         buffers = {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4).tril() for i in range(3)}
         return bare | buffers | {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(3)}
 
-    assert all(name.startswith("transformer.") for name in load_file(tiny.family("gpt2") / "model.safetensors"))
+    assert all(
+        name.startswith("transformer.")
+        for name in load_file(tiny.family("gpt2") / "model.safetensors")
+    )
     same(set_tensors(copy("gpt2"), older), tiny.family("gpt2"))
 
 
@@ -155,7 +162,9 @@ def test_llama_without_its_prefix_and_with_a_rotary_buffer(copy: Callable[[str],
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_any_floating_point_checkpoint_loads_as_asked(dtype: torch.dtype, copy: Callable[[str], Path]) -> None:
+def test_any_floating_point_checkpoint_loads_as_asked(
+    dtype: torch.dtype, copy: Callable[[str], Path]
+) -> None:
     directory = set_tensors(copy("llama"), lambda t: {k: v.to(dtype) for k, v in t.items()})
     weights = load(directory).weights
     assert {t.dtype for t in flat(weights)} == {torch.float32}
@@ -173,9 +182,17 @@ def test_weight_bytes_counts_a_tied_embedding_once() -> None:
 
 @pytest.mark.parametrize(
     "own, other, expected",
-    [(2, ..., (2,)), ([2, 3], ..., (2, 3)), (None, ..., ()), (2, {"eos_token_id": [5, 6]}, (5, 6)), (2, {}, (2,))],
+    [
+        (2, ..., (2,)),
+        ([2, 3], ..., (2, 3)),
+        (None, ..., ()),
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        (2, {}, (2,)),
+    ],
 )
-def test_end_tokens(own: Any, other: Any, expected: tuple[int, ...], copy: Callable[[str], Path]) -> None:
+def test_end_tokens(
+    own: Any, other: Any, expected: tuple[int, ...], copy: Callable[[str], Path]
+) -> None:
     """generation_config.json goes before config.json, where it names any."""
     directory = set_config(copy("llama"), eos_token_id=own)
     generation = directory / "generation_config.json"
@@ -203,7 +220,17 @@ def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"{'model_type': 'llama'}", b"\xff\xfe{}", b"[1, 2]", b'"llama"', b"null", b"7", b"\x00\x01"],
+    [
+        b"",
+        b"{",
+        b"{'model_type': 'llama'}",
+        b"\xff\xfe{}",
+        b"[1, 2]",
+        b'"llama"',
+        b"null",
+        b"7",
+        b"\x00\x01",
+    ],
     ids=repr,
 )
 def test_config_that_is_no_json_object(content: bytes, tmp_path: Path) -> None:
@@ -217,13 +244,18 @@ def test_config_that_is_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, near", [("lama", "llama"), ("gemma3-text", "gemma3_text"), ("qwen2_moe", "qwen2"), ("gpt_2", "gpt2")]
+    "name, near",
+    [("lama", "llama"), ("gemma3-text", "gemma3_text"), ("qwen2_moe", "qwen2"), ("gpt_2", "gpt2")],
 )
-def test_unknown_family_names_the_nearest(name: str, near: str, copy: Callable[[str], Path]) -> None:
+def test_unknown_family_names_the_nearest(
+    name: str, near: str, copy: Callable[[str], Path]
+) -> None:
     refused(set_config(copy("llama"), model_type=name), repr(name), repr(near))
 
 
-@pytest.mark.parametrize("name", ["bert-large-cased-whole-word", None, ..., 5, ["llama"], {"llama": 1}], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["bert-large-cased-whole-word", None, ..., 5, ["llama"], {"llama": 1}], ids=repr
+)
 def test_unknown_family_lists_what_is_known(name: Any, copy: Callable[[str], Path]) -> None:
     refused(set_config(copy("llama"), model_type=name), "model_type", "known", "smollm3")
 
@@ -238,13 +270,19 @@ def test_missing_key_is_named(key: str, copy: Callable[[str], Path]) -> None:
 
 
 def test_heads_that_cannot_be_shared(copy: Callable[[str], Path]) -> None:
-    refused(set_config(copy("llama"), num_key_value_heads=3), "4 attention heads", "3 key-value heads")
+    refused(
+        set_config(copy("llama"), num_key_value_heads=3), "4 attention heads", "3 key-value heads"
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("count", [1, 9])
-def test_layer_types_of_the_wrong_length(name: str, count: int, copy: Callable[[str], Path]) -> None:
-    changes = dict(layer_types=["sliding_attention"] * count, sliding_window=7, use_sliding_window=True)
+def test_layer_types_of_the_wrong_length(
+    name: str, count: int, copy: Callable[[str], Path]
+) -> None:
+    changes = dict(
+        layer_types=["sliding_attention"] * count, sliding_window=7, use_sliding_window=True
+    )
     refused(set_config(copy(name), **changes), "layer_types")
 
 
@@ -257,7 +295,11 @@ def test_unknown_activation_names_the_nearest(copy: Callable[[str], Path]) -> No
 
 
 def test_unknown_rope(copy: Callable[[str], Path]) -> None:
-    refused(set_config(copy("llama"), rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}), "spiral", "yarn")
+    refused(
+        set_config(copy("llama"), rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        "spiral",
+        "yarn",
+    )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3", "longrope"])
@@ -268,7 +310,10 @@ def test_scaled_rope_without_its_parameters(kind: str, copy: Callable[[str], Pat
 
 
 def test_gpt2_scaled_by_layer_is_refused(copy: Callable[[str], Path]) -> None:
-    refused(set_config(copy("gpt2"), scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx")
+    refused(
+        set_config(copy("gpt2"), scale_attn_by_inverse_layer_idx=True),
+        "scale_attn_by_inverse_layer_idx",
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", "3", '"x"'])
@@ -312,9 +357,14 @@ def leak(directory: Path, run: bool) -> str | None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_no_other_exception_escapes_whatever_config_holds(name: str, copy: Callable[[str], Path]) -> None:
+def test_no_other_exception_escapes_whatever_config_holds(
+    name: str, copy: Callable[[str], Path]
+) -> None:
     """One key at a time of the wrong type or out of range; a model that does load must also run."""
-    directory, keys = copy(name), READ[name].split() + ([] if name == "gpt2" else [*COMMON.split(), *SIZES])
+    directory, keys = (
+        copy(name),
+        READ[name].split() + ([] if name == "gpt2" else [*COMMON.split(), *SIZES]),
+    )
     original, leaks = (directory / "config.json").read_text(), []
     for key in keys:
         for value in WRONG:
@@ -335,14 +385,41 @@ def test_no_other_exception_escapes_whatever_config_holds(name: str, copy: Calla
         ("llama", {"rope_type": "default", "rope_theta": None}),
         ("llama", {"rope_type": None, "rope_theta": 1e4}),
         ("llama", {"rope_type": ["yarn"], "rope_theta": 1e4}),
-        ("llama", {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x", "original_max_position_embeddings": 64}),
-        ("llama", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 0}),
+        (
+            "llama",
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": "x",
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            "llama",
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 0,
+            },
+        ),
         ("llama", {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
         ("llama", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 9.0}),
         ("llama", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": -1}),
         ("llama", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": "x"}),
-        ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}),
-        ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "a", "long_factor": None}),
+        (
+            "phi3",
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0],
+                "long_factor": [1.0],
+            },
+        ),
+        (
+            "phi3",
+            {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": "a", "long_factor": None},
+        ),
         ("gemma3", {"full_attention": 3, "sliding_attention": 4}),
         ("gemma3", {"full_attention": {"rope_type": "spiral"}, "sliding_attention": {}}),
     ],
@@ -375,7 +452,11 @@ ATTENTION = "model.layers.1.self_attn."
     ],
 )
 def test_missing_tensor_is_named(name: str, tensor: str, copy: Callable[[str], Path]) -> None:
-    refused(set_tensors(copy(name), lambda t: {k: v for k, v in t.items() if k != tensor}), tensor, "lacks")
+    refused(
+        set_tensors(copy(name), lambda t: {k: v for k, v in t.items() if k != tensor}),
+        tensor,
+        "lacks",
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,29 +477,43 @@ def test_missing_tensor_is_named(name: str, tensor: str, copy: Callable[[str], P
     ],
     ids=str,
 )
-def test_misshapen_tensor_is_named(name: str, tensor: str, shape: tuple[int, ...], copy: Callable[[str], Path]) -> None:
-    refused(set_tensors(copy(name), lambda t: t | {tensor: torch.zeros(shape)}), tensor, "config.json")
+def test_misshapen_tensor_is_named(
+    name: str, tensor: str, shape: tuple[int, ...], copy: Callable[[str], Path]
+) -> None:
+    refused(
+        set_tensors(copy(name), lambda t: t | {tensor: torch.zeros(shape)}), tensor, "config.json"
+    )
 
 
 @pytest.mark.parametrize(
     "tensors",
     [
         {f"{ATTENTION}q_proj.weight": (24, 32), f"{ATTENTION}k_proj.weight": (24, 32)},
-        {"model.layers.0.mlp.gate_proj.weight": (40, 32), "model.layers.0.mlp.up_proj.weight": (56, 32)},
+        {
+            "model.layers.0.mlp.gate_proj.weight": (40, 32),
+            "model.layers.0.mlp.up_proj.weight": (56, 32),
+        },
     ],
     ids=["qkv", "gate-up"],
 )
-def test_misshapen_parts_that_sum_to_the_right_shape(tensors: dict[str, Any], copy: Callable[[str], Path]) -> None:
+def test_misshapen_parts_that_sum_to_the_right_shape(
+    tensors: dict[str, Any], copy: Callable[[str], Path]
+) -> None:
     """The parts of a stacked matrix must each have their own size."""
     refused(
-        set_tensors(copy("llama"), lambda t: t | {name: torch.zeros(shape) for name, shape in tensors.items()}),
+        set_tensors(
+            copy("llama"),
+            lambda t: t | {name: torch.zeros(shape) for name, shape in tensors.items()},
+        ),
         next(iter(tensors)),
     )
 
 
 def test_leftover_tensors_are_named(copy: Callable[[str], Path]) -> None:
     extra = {f"vision.{i}.weight": torch.zeros(2) for i in range(6)}
-    refused(set_tensors(copy("llama"), lambda t: t | extra), "6 tensors", "vision.0.weight", "2 more")
+    refused(
+        set_tensors(copy("llama"), lambda t: t | extra), "6 tensors", "vision.0.weight", "2 more"
+    )
 
 
 def test_a_layer_too_many(copy: Callable[[str], Path]) -> None:
@@ -432,7 +527,12 @@ def test_biases_the_configuration_does_not_mention(copy: Callable[[str], Path]) 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.bool])
 def test_quantised_tensor(dtype: torch.dtype, copy: Callable[[str], Path]) -> None:
     name = f"{ATTENTION}o_proj.weight"
-    refused(set_tensors(copy("llama"), lambda t: t | {name: t[name].to(dtype)}), name, str(dtype), "quantised")
+    refused(
+        set_tensors(copy("llama"), lambda t: t | {name: t[name].to(dtype)}),
+        name,
+        str(dtype),
+        "quantised",
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -446,7 +546,9 @@ def test_truncated_weights(keep: float, copy: Callable[[str], Path]) -> None:
     refused(path.parent, str(path.parent))
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 4096, b"\x00" * 4096, b"version https://git-lfs.github.com/spec/v1\n"])
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 4096, b"\x00" * 4096, b"version https://git-lfs.github.com/spec/v1\n"]
+)
 def test_garbage_weights(content: bytes, copy: Callable[[str], Path]) -> None:
     """Not a safetensors file at all, such as a pointer that git-lfs left."""
     path = copy("llama") / "model.safetensors"
@@ -491,11 +593,23 @@ def test_shards_without_their_index(sharded: Path) -> None:
     same(sharded, tiny.family("llama"))
 
 
-INDEXES = ["", "{", "{}", "[]", "null", "7", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {}}']
+INDEXES = [
+    "",
+    "{",
+    "{}",
+    "[]",
+    "null",
+    "7",
+    '{"weight_map": null}',
+    '{"weight_map": []}',
+    '{"weight_map": {}}',
+]
 MAPS: list[Any] = [{"a": 5}, {"a": None, "b": "x"}, {"a": ["x"]}, {"a": {}}, {"a": ""}, {"a": "."}]
 
 
-@pytest.mark.parametrize("content", [*INDEXES, *(json.dumps({"weight_map": names}) for names in MAPS)])
+@pytest.mark.parametrize(
+    "content", [*INDEXES, *(json.dumps({"weight_map": names}) for names in MAPS)]
+)
 def test_malformed_index(content: str, sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
     refused(sharded, str(sharded))
@@ -503,4 +617,6 @@ def test_malformed_index(content: str, sharded: Path) -> None:
 
 def test_every_family_is_covered_here() -> None:
     models = [load_config(tiny.family(name)).family for name in tiny.FAMILIES]
-    assert sorted([*models, "mimo"]) == sorted(FAMILIES), "MiMo's layers are Qwen2's, see tests/draft/test_mtp.py"
+    assert sorted([*models, "mimo"]) == sorted(FAMILIES), (
+        "MiMo's layers are Qwen2's, see tests/draft/test_mtp.py"
+    )

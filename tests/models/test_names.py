@@ -10,7 +10,14 @@ from forerun.errors import LoadError
 from forerun.models.names import choose, first_part, models_of, tag_of, title
 from tests.little_gguf import little
 
-MIXED = ["m-BF16.gguf", "m-IQ4_NL.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-F16.gguf"]
+MIXED = [
+    "m-BF16.gguf",
+    "m-IQ4_NL.gguf",
+    "m-Q4_K_M.gguf",
+    "m-Q8_0.gguf",
+    "m-UD-Q4_K_XL.gguf",
+    "mmproj-F16.gguf",
+]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +36,8 @@ MIXED = ["m-BF16.gguf", "m-IQ4_NL.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q
     ],
 )
 def test_a_tag_means_one_file(tag: str | None, file: str | None) -> None:
-    """A tag is no prefix (Q4_K), no end (F16 of BF16) and no pattern; a projector is no model whatever its tag."""
+    """A tag is no prefix (Q4_K), no end (F16 of BF16) and no pattern; a projector is no model
+    whatever its tag."""
     assert choose(MIXED, tag) == file
 
 
@@ -48,7 +56,13 @@ def test_a_folder_serves_where_no_file_has_the_tag() -> None:
 
 
 def test_shards_count_once_and_sidecars_never() -> None:
-    files = ["Q8_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf", "x-imatrix.gguf", "MTP-m.gguf", "m.gguf.part"]
+    files = [
+        "Q8_0/m-00002-of-00002.gguf",
+        "Q8_0/m-00001-of-00002.gguf",
+        "x-imatrix.gguf",
+        "MTP-m.gguf",
+        "m.gguf.part",
+    ]
     assert models_of(files) == ["Q8_0/m-00001-of-00002.gguf"]
 
 
@@ -73,7 +87,8 @@ def test_any_part_leads_to_the_first(tmp_path: Path) -> None:
 
 
 def test_what_a_model_is_called() -> None:
-    """As the server names it: nothing of where it lies, and no ending, whatever dots are in a name."""
+    """As the server names it: nothing of where it lies, and no ending, whatever dots are in a
+    name."""
     for name, said in (
         ("/models/Qwen2.5-0.5B", "Qwen2.5-0.5B"), ("/models/a.b.Q4_K_M.gguf", "a.b.Q4_K_M"),
         ("x/big-Q8_0-00001-of-00003.gguf", "big-Q8_0"), ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("a.GGUF", "a"),

@@ -19,13 +19,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_as_ollama_writes_them(home: Path) -> None:
-    """Defaults are the library and latest; another namespace and another host have to be named, in either case."""
+    """Defaults are the library and latest; another namespace and another host have to be named, in
+    either case."""
     latest = ollama_model(home, f"{HOST}/library/smollm2/latest")
     tagged = ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     own = ollama_model(home, f"{HOST}/someone/tuned/v1")
     pulled = ollama_model(home, "hf.co/Org/Repo-GGUF/Q4_K_M")
     assert find_model("ollama:smollm2") == find_model("ollama:smollm2:latest") == latest
-    assert find_model("ollama:library/smollm2") == find_model(f"ollama:{HOST}/library/smollm2") == latest
+    assert (
+        find_model("ollama:library/smollm2")
+        == find_model(f"ollama:{HOST}/library/smollm2")
+        == latest
+    )
     assert find_model("ollama:qwen3:0.6b") == find_model("ollama:Qwen3:0.6B") == tagged
     assert find_model("ollama:someone/tuned:v1") == own
     assert find_model("ollama:hf.co/org/repo-gguf:q4_k_m") == pulled
@@ -37,7 +42,11 @@ def test_names_as_ollama_writes_them(home: Path) -> None:
 def test_the_usual_host_comes_first(home: Path) -> None:
     other = ollama_model(home, "mirror.example/library/m/latest")
     assert find_model("ollama:m") == other
-    assert find_model("ollama:m") != ollama_model(home, f"{HOST}/library/m/latest") == find_model("ollama:m")
+    assert (
+        find_model("ollama:m")
+        != ollama_model(home, f"{HOST}/library/m/latest")
+        == find_model("ollama:m")
+    )
 
 
 def test_what_is_there_is_named_nearest_first(home: Path) -> None:
@@ -52,7 +61,9 @@ def test_what_is_there_is_named_nearest_first(home: Path) -> None:
             find_model(f"ollama:{odd}")
 
 
-@pytest.mark.parametrize("digest", ["sha256:../../../secret", "sha256:" + "0" * 63, "md5:" + "0" * 64, 7])
+@pytest.mark.parametrize(
+    "digest", ["sha256:../../../secret", "sha256:" + "0" * 63, "md5:" + "0" * 64, 7]
+)
 def test_a_digest_is_no_path(home: Path, digest: object) -> None:
     """A manifest may come from anywhere: what it says must not lead out of the blobs."""
     (home / "secret").write_bytes(b"GGUF")
@@ -62,7 +73,13 @@ def test_a_digest_is_no_path(home: Path, digest: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "says"), [("tensor", "MLX"), ("system", "cloud"), ("adapter", "no weights"), ("projector", "no weights")]
+    ("layer", "says"),
+    [
+        ("tensor", "MLX"),
+        ("system", "cloud"),
+        ("adapter", "no weights"),
+        ("projector", "no weights"),
+    ],
 )
 def test_only_a_model_layer_is_a_model(home: Path, layer: str, says: str) -> None:
     ollama_model(home, f"{HOST}/library/m/latest", layer=layer)
@@ -89,7 +106,8 @@ def test_old_blobs_have_a_colon(home: Path) -> None:
 
 
 def test_the_variable_and_locked_folders(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OLLAMA_MODELS alone counts where it is set; a service's folder that may not be read is said to be so."""
+    """OLLAMA_MODELS alone counts where it is set; a service's folder that may not be read is said
+    to be so."""
     blob = ollama_model(home / "elsewhere", f"{HOST}/library/m/latest")
     with pytest.raises(LoadError, match=r"looked in"):
         find_model("ollama:m")

@@ -1,7 +1,8 @@
-"""The cache of packed weights: a hit is bit for bit what packing gives, and nothing that befalls the cache shows.
+"""The cache of packed weights: a hit is bit for bit what packing gives, and nothing that befalls
+the cache shows.
 
-Protects: that a hit reads no weights; truncated, corrupt and foreign files; a folder that cannot be written and a disk
-that is full; what the name of a file follows from; the bound on what is kept.
+Protects: that a hit reads no weights; truncated, corrupt and foreign files; a folder that cannot be
+written and a disk that is full; what the name of a file follows from; the bound on what is kept.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 from forerun.cache.attention import Segment
 from forerun.kernels import native
 from forerun.models import packed_cache
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
-from forerun.native import NativeDecoder
-from forerun.packed import Packed
-from forerun.runner import Runner
+from forerun.models.weights import Checkpoint
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Packed
+from forerun.runtime.torch_runner import Runner
 from tests import gguf_files, quantise, tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
@@ -50,7 +51,9 @@ def load(directory: Path, form: str = "int8", keep: bool = False) -> NativeDecod
 def logits(decoder: NativeDecoder) -> torch.Tensor:
     runner = Runner(decoder, tokens=64, page=8, slots=1)
     runner.cache.pages.grow(0, 30)
-    return runner.forward([Segment(0, list(range(3, 33)), list(range(-1, 29)), list(range(30)))]).logits
+    return runner.forward(
+        [Segment(0, list(range(3, 33)), list(range(-1, 29)), list(range(30)))]
+    ).logits
 
 
 def packed(decoder: NativeDecoder) -> list[Packed]:
@@ -99,9 +102,15 @@ def test_a_hit_is_bit_identical_and_reads_no_weights(
     only(folder)
     read: list[str] = []
     floats = Checkpoint.floats
-    monkeypatch.setattr(Checkpoint, "floats", lambda self, name: read.append(name) or floats(self, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        Checkpoint, "floats", lambda self, name: read.append(name) or floats(self, name)
+    )  # type: ignore[func-returns-value]
     hit = load(directory, form)
-    assert not [n for n in read if n.endswith(("proj.weight", "c_attn.weight", "c_fc.weight", "lm_head.weight"))]
+    assert not [
+        n
+        for n in read
+        if n.endswith(("proj.weight", "c_attn.weight", "c_fc.weight", "lm_head.weight"))
+    ]
     same(hit, expected)
     only(folder)
 
@@ -122,7 +131,9 @@ def test_each_format_has_a_file_of_its_own(folder: Path, model: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_small_models_are_not_kept(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_are_not_kept(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("FORERUN_CACHE", str(folder.parent))
     load(model)
@@ -150,7 +161,13 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that are not whole
 
 
-def heals(folder: Path, model: Path, expected: NativeDecoder, whole: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def heals(
+    folder: Path,
+    model: Path,
+    expected: NativeDecoder,
+    whole: bytes,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The model loads right with one line, and the file is whole again."""
     file = only(folder)
     capsys.readouterr()
@@ -160,7 +177,9 @@ def heals(folder: Path, model: Path, expected: NativeDecoder, whole: bytes, caps
     assert said.count("\n") == 1 and f"{file} is damaged and ignored" in said
 
 
-def test_truncated_corrupt_and_foreign_files(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_corrupt_and_foreign_files(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = load(model)
     file = only(folder)
     whole = file.read_bytes()
@@ -175,7 +194,9 @@ def test_truncated_corrupt_and_foreign_files(folder: Path, model: Path, capsys: 
         heals(folder, model, expected, whole, capsys)
 
 
-def test_the_file_of_another_model(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_another_model(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A sound file, of the same shapes, under the wrong name."""
     expected = load(model)
     file = only(folder)
@@ -187,7 +208,9 @@ def test_the_file_of_another_model(folder: Path, model: Path, capsys: pytest.Cap
     heals(folder, model, expected, whole, capsys)
 
 
-def test_a_directory_in_its_place(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_in_its_place(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = load(model)
     file = only(folder)
     file.unlink()
@@ -228,7 +251,11 @@ def test_a_folder_that_cannot_be(
 
 @pytest.mark.parametrize("name", ["open", "mkdir", "replace"])
 def test_no_right_to_write(
-    name: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    folder: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The tests may run as root, whom no mode of a directory stops."""
 
@@ -257,7 +284,9 @@ def test_a_full_disk(
     assert not list(folder.iterdir())
 
 
-def test_an_interrupt_leaves_nothing(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_nothing(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(file: object, view: memoryview) -> None:
         raise KeyboardInterrupt
 
@@ -274,7 +303,10 @@ def test_the_name_follows_from_the_model_and_the_facts(model: Path, tmp_path: Pa
     weights, config = model / "model.safetensors", model / "config.json"
     name = model_digest(model, ["int8", "avx2"])
     assert model_digest(model, ["int8", "avx2"]) == name
-    assert len({name, model_digest(model, ["int4", "avx2"]), model_digest(model, ["int8", "avx512"])}) == 3
+    assert (
+        len({name, model_digest(model, ["int4", "avx2"]), model_digest(model, ["int8", "avx512"])})
+        == 3
+    )
     seen = {name}
 
     def new() -> None:
@@ -288,7 +320,9 @@ def test_the_name_follows_from_the_model_and_the_facts(model: Path, tmp_path: Pa
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # another content of the same size and time
+    os.utime(
+        weights, ns=(before.st_atime_ns, before.st_mtime_ns)
+    )  # another content of the same size and time
     new()
     config.write_text(config.read_text() + " ")
     new()
@@ -328,14 +362,18 @@ def test_the_instruction_set_is_part_of_the_name(folder: Path, model: Path) -> N
 # ---------------------------------------------------------------- the bound
 
 
-def test_the_least_recently_used_go_first(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_go_first(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.time()
     load(model)
     size = only(folder).stat().st_size
     mine = only(folder)
     for i, name in enumerate(("old", "older", "new")):
         (folder / f"{name}.packed").write_bytes(b"x" * size)
-        os.utime(folder / f"{name}.packed", (now, now - {"old": 200, "older": 300, "new": 10}[name] - i))
+        os.utime(
+            folder / f"{name}.packed", (now, now - {"old": 200, "older": 300, "new": 10}[name] - i)
+        )
     os.utime(mine, (now, now - 1000))
     load(model)  # a hit: used just now
     assert mine.stat().st_mtime > now - 100
@@ -350,7 +388,9 @@ def test_the_least_recently_used_go_first(folder: Path, model: Path, monkeypatch
     assert sum(path.stat().st_size for path in folder.glob("*.packed")) <= 3 * size
 
 
-def test_what_is_over_the_bound_alone_is_not_kept(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_over_the_bound_alone_is_not_kept(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_cache, "LIMIT", 1000)
     load(model)
     assert not folder.exists()

@@ -1,9 +1,10 @@
-"""The decoder says what transformers says, for every family and rope scaling, however a text is cut into passes.
+"""The decoder says what transformers says, for every family and rope scaling, however a text is cut
+into passes.
 
-Protects: the whole prompt at once, in odd chunks and token by token; draft trees (fragmented pages, several slots in
-one pass, levels fed one after the other, compaction after a commit); hidden states between layers; old and new
-spellings of config.json; the three ropes whose table depends on the length; half precision; CUDA.
-"""
+Protects: the whole prompt at once, in odd chunks and token by token; draft trees (fragmented pages,
+several slots in one pass, levels fed one after the other, compaction after a commit); hidden states
+between layers; old and new spellings of config.json; the three ropes whose table depends on the
+length; half precision; CUDA."""
 
 from __future__ import annotations
 
@@ -28,17 +29,19 @@ from forerun.errors import LoadError
 from forerun.models.config import Rope, load_config
 from forerun.models.decoder import Decoder, load_decoder, longest_context
 from forerun.models.rope import rope_tables
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
-GAIN = 0.5  # keeps the rounding of float32, which two orders of summation differ by, well below the tolerance
+# keeps the rounding of float32, which two orders of summation differ by, well below the tolerance
+GAIN = 0.5
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, the context the engine prepares for, and how long the text is before anything is compared."""
+    """A model, the context the engine prepares for, and how long the text is before anything is
+    compared."""
 
     name: str
     context: int = 256
@@ -48,7 +51,8 @@ class Case:
         return f"{self.name}-{self.context}"
 
 
-# longrope: short factors up to 64 positions, long ones above, where transformers needs a text over 64 to agree
+# longrope: short factors up to 64 positions, long ones above, where transformers needs a text over
+# 64 to agree
 CASES = [Case(name) for name in [*tiny.FAMILIES, *tiny.VARIANTS] if name != "phi3-longrope"]
 CASES += [Case("phi3-longrope", 64), Case("phi3-longrope", 256, 70)]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -67,12 +71,15 @@ def reference(name: str) -> Any:
 
 
 @functools.cache
-def decoder(name: str, context: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+def decoder(
+    name: str, context: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Decoder:
     return load_decoder(directory(name), dtype, torch.device(device), context)
 
 
 def truth(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits after every token of each text; texts are padded on the right, which nothing sees."""
+    """transformers' logits after every token of each text; texts are padded on the right, which
+    nothing sees."""
     width = max(map(len, texts))
     batch = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
     with torch.no_grad():
@@ -94,7 +101,8 @@ def near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
 
 
 class Session:
-    """A runner with small pages, scattered over the pool, scratch rows full of rubbish, and each slot's text."""
+    """A runner with small pages, scattered over the pool, scratch rows full of rubbish, and each
+    slot's text."""
 
     def __init__(self, decoder: Decoder, slots: int = 3, seed: int = 0) -> None:
         self.runner = Runner(decoder, tokens=slots * decoder.context, page=4, slots=slots)
@@ -102,15 +110,17 @@ class Session:
         random.Random(seed).shuffle(self.runner.cache.pages.free)
         self.texts: list[list[int]] = [[] for _ in range(slots)]
 
-    def segment(self, slot: int, tokens: list[int], parents: list[int] | None = None, **options: Any) -> Segment:
+    def segment(
+        self, slot: int, tokens: list[int], parents: list[int] | None = None, **options: Any
+    ) -> Segment:
         """A segment with room for it, that wants all logits."""
         parents = chain(len(tokens)) if parents is None else parents
         assert self.runner.cache.pages.grow(slot, len(self.texts[slot]) + len(parents))
         return Segment(slot, tokens, parents, list(range(len(tokens))), **options)
 
-    def forward(self, *segments: Segment, boundaries: Sequence[int] = ()) -> list[Tensor]:
+    def forward(self, *segments: Segment, aux_hidden_layers: Sequence[int] = ()) -> list[Tensor]:
         """The logits of each segment."""
-        logits = self.runner.forward(segments, boundaries).logits
+        logits = self.runner.forward(segments, aux_hidden_layers).logits
         return list(logits.split([len(s.want) for s in segments]))
 
     def commit(self, slot: int, tokens: Sequence[int], path: Sequence[int]) -> None:
@@ -139,7 +149,9 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def tree_truth(model: Any, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+def tree_truth(
+    model: Any, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> Tensor:
     """What transformers says after each node, run on that node's own text alone."""
     texts = [[*prefix, *(tokens[i] for i in path_to(parents, node))] for node in range(len(tokens))]
     return torch.stack([rows[-1] for rows in truth(model, texts)])
@@ -170,7 +182,9 @@ def test_chunks_then_single_tokens(case: Case) -> None:
             at = len(session.texts[slot])
             if text[at : at + size]:
                 segments.append(session.segment(slot, text[at : at + size]))
-        for segment, rows in zip(segments, session.forward(*segments) if segments else [], strict=True):
+        for segment, rows in zip(
+            segments, session.forward(*segments) if segments else [], strict=True
+        ):
             session.commit(segment.slot, segment.tokens, range(len(segment.tokens)))
             logits[segment.slot].append(rows)
     for found, expected in zip(logits, truth(reference(case.name), texts), strict=True):
@@ -180,7 +194,11 @@ def test_chunks_then_single_tokens(case: Case) -> None:
 @cases
 def test_trees_of_two_slots_beside_a_chunk(case: Case) -> None:
     model, session = reference(case.name), Session(decoder(case.name, case.context))
-    prefixes = [text_of(case.prefix, 3), text_of(case.prefix + 5, 4), text_of(TOGETHER + 6 + case.prefix, 5)]
+    prefixes = [
+        text_of(case.prefix, 3),
+        text_of(case.prefix + 5, 4),
+        text_of(TOGETHER + 6 + case.prefix, 5),
+    ]
     for slot in (0, 1):
         session.read(slot, prefixes[slot][:9])
     for slot in (0, 1):
@@ -219,7 +237,8 @@ def test_tree_fed_level_by_level(case: Case) -> None:
 
 @cases
 def test_commit_of_a_path_then_further_steps(case: Case) -> None:
-    """Two trees one after the other in each of two slots; what a commit keeps must read like plain text."""
+    """Two trees one after the other in each of two slots; what a commit keeps must read like plain
+    text."""
     model, session = reference(case.name), Session(decoder(case.name, case.context))
     for slot in (0, 1):
         session.read(slot, text_of(case.prefix - slot, 12 + slot))
@@ -265,7 +284,9 @@ def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
     norm, caught = model.transformer.ln_f if case.name == "gpt2" else model.model.norm, []
     hook = norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     with torch.no_grad():
-        states = model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+        states = model(
+            torch.tensor([text]), output_hidden_states=True, use_cache=False
+        ).hidden_states
     hook.remove()
     layers = len(states) - 1
     session = Session(decoder(case.name, case.context))
@@ -280,20 +301,31 @@ def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
 
 def test_windows_are_shorter_than_the_texts() -> None:
     """The cases above say nothing about sliding windows unless the texts are longer than these."""
-    windows = {case: set(decoder(case.name, case.context).config.windows) - {None} for case in CASES}
-    assert {case.name for case, sizes in windows.items() if sizes} >= {"mistral", "qwen2", "phi3", "gemma2", "gemma3"}
+    windows = {
+        case: set(decoder(case.name, case.context).config.windows) - {None} for case in CASES
+    }
+    assert {case.name for case, sizes in windows.items() if sizes} >= {
+        "mistral",
+        "qwen2",
+        "phi3",
+        "gemma2",
+        "gemma3",
+    }
     assert all(size < case.prefix - 9 for case, sizes in windows.items() for size in sizes)
 
 
 @pytest.mark.parametrize("cut", [[60], [20, 40], [33, 20, 7], [1] * 60], ids=str)
 def test_dynamic_rope_is_that_of_single_steps(cut: list[int], tmp_path: Path) -> None:
-    """Past max_position_embeddings, whatever the chunks, position t turns as a text of t + 1 tokens does."""
+    """Past max_position_embeddings, whatever the chunks, position t turns as a text of t + 1 tokens
+    does."""
     model = tiny.hf_model("llama-dynamic", gain=GAIN, max_position_embeddings=32)
     model.save_pretrained(tmp_path)
     text, cache, expected = text_of(60, 16), hf.DynamicCache(config=model.config), []
     with torch.no_grad():
         for token in text:
-            expected.append(model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0])
+            expected.append(
+                model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0]
+            )
     assert longest_context(load_config(tmp_path)) == 64
     session, found = Session(load_decoder(tmp_path, torch.float32, CPU, 64)), []
     for size in cut:
@@ -304,7 +336,10 @@ def test_dynamic_rope_is_that_of_single_steps(cut: list[int], tmp_path: Path) ->
 
 def test_longrope_takes_its_factors_from_the_context() -> None:
     config = load_config(directory("phi3-longrope"))
-    tables = {context: rope_tables(config, config.ropes[0], context, torch.float32)[0] for context in (40, 64, 65, 256)}
+    tables = {
+        context: rope_tables(config, config.ropes[0], context, torch.float32)[0]
+        for context in (40, 64, 65, 256)
+    }
     assert torch.equal(tables[40], tables[64][:40])
     assert torch.equal(tables[65], tables[256][:65])
     assert not torch.allclose(tables[64], tables[65][:64])
@@ -336,7 +371,9 @@ def old_gemma3(raw: dict[str, Any]) -> None:
     raw["rope_theta"] = ropes["full_attention"]["rope_theta"]
     raw["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
     scaled = ropes["full_attention"]["rope_type"] != "default"
-    raw["rope_scaling"] = {"rope_type": "linear", "factor": ropes["full_attention"]["factor"]} if scaled else None
+    raw["rope_scaling"] = (
+        {"rope_type": "linear", "factor": ropes["full_attention"]["factor"]} if scaled else None
+    )
     del raw["layer_types"]
     raw["sliding_window_pattern"] = 4
 
@@ -358,14 +395,23 @@ def respelled(name: str, change: Any, target: Path) -> Path:
 
 
 OLD: dict[str, Any] = {
-    name: old_llama for name in [*tiny.VARIANTS, "llama", "mistral"] if name.startswith(("llama", "mistral"))
+    name: old_llama
+    for name in [*tiny.VARIANTS, "llama", "mistral"]
+    if name.startswith(("llama", "mistral"))
 }
-OLD |= {"phi3": old_llama, "phi3-longrope": old_phi3, "gemma3": old_gemma3, "gemma3-scaled": old_gemma3}
+OLD |= {
+    "phi3": old_llama,
+    "phi3-longrope": old_phi3,
+    "gemma3": old_gemma3,
+    "gemma3-scaled": old_gemma3,
+}
 OLD |= {"qwen2": old_layers, "qwen3": old_layers, "smollm3": old_layers, "gemma2": old_layers}
 
 
 OLD_CASES = [*OLD.items(), ("phi3-longrope", oldest_phi3)]
-old_cases = pytest.mark.parametrize("name, change", OLD_CASES, ids=[f"{n}-{c.__name__}" for n, c in OLD_CASES])
+old_cases = pytest.mark.parametrize(
+    "name, change", OLD_CASES, ids=[f"{n}-{c.__name__}" for n, c in OLD_CASES]
+)
 
 
 @old_cases
@@ -387,21 +433,43 @@ def test_older_spelling_gives_the_same_logits(name: str, change: Any, tmp_path: 
     near(Session(old).read(0, text), truth(reference(name), [text])[0])
 
 
-OPTIONAL = ["rope_parameters", "rms_norm_eps", "layer_norm_epsilon", "hidden_act", "hidden_activation", "layer_types"]
-OPTIONAL += ["activation_function", "num_key_value_heads", "no_rope_layers", "no_rope_layer_interval", "sliding_window"]
-OPTIONAL += ["tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping", "max_window_layers", "n_inner"]
+OPTIONAL = [
+    "rope_parameters",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "hidden_act",
+    "hidden_activation",
+    "layer_types",
+]
+OPTIONAL += [
+    "activation_function",
+    "num_key_value_heads",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window",
+]
+OPTIONAL += [
+    "tie_word_embeddings",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "max_window_layers",
+    "n_inner",
+]
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_an_absent_key_means_what_it_means_to_transformers(name: str, tmp_path: Path) -> None:
-    """Or is refused, but never read as something else; keys without which transformers itself fails say nothing."""
+    """Or is refused, but never read as something else; keys without which transformers itself fails
+    say nothing."""
     text, wrong = text_of(40, 19), []
     raw = json.loads((directory(name) / "config.json").read_text())
     for key in (key for key in OPTIONAL if key in raw):
         target = respelled(name, lambda raw, key=key: raw.pop(key), tmp_path / key)
         try:
             found = Session(load_decoder(target, torch.float32, CPU, 256)).read(0, text)
-            model = hf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
+            model = hf.AutoModelForCausalLM.from_pretrained(
+                target, dtype=torch.float32, attn_implementation="eager"
+            )
         except (LoadError, RuntimeError, ValueError):
             continue
         if (found - truth(model.eval(), [text])[0]).abs().max() > TOLERANCE:
@@ -440,7 +508,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
 @pytest.mark.cuda
 @cases
 def test_parity_on_cuda(case: Case) -> None:
-    """Prefill, trees of two slots and a crooked commit; only the order of summation differs from the CPU's."""
+    """Prefill, trees of two slots and a crooked commit; only the order of summation differs from
+    the CPU's."""
     model, session = reference(case.name), Session(decoder(case.name, case.context, device="cuda"))
     prefixes = [text_of(case.prefix, 3), text_of(case.prefix + 5, 4)]
     for slot, prefix in enumerate(prefixes):

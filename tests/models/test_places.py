@@ -1,4 +1,5 @@
-"""What this machine has: every tree is walked, every name leads back to its file, and what is broken is a row."""
+"""What this machine has: every tree is walked, every name leads back to its file, and what is
+broken is a row."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ import pytest
 
 from forerun.catalogue import survey as surveys
 from forerun.catalogue.survey import Survey, survey
-from forerun.models.gguf.config import ARCHITECTURES
-from forerun.models.gguf.kinds import READ, skim, token_digest
+from forerun.models.gguf.config import ARCHITECTURES, READ, skim, token_digest
 from forerun.models.hub import find_model
 from forerun.models.places import Found, everything, names
 from tests.little_gguf import little
@@ -30,14 +30,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return bare_home(tmp_path, monkeypatch)
 
 
-def safetensors(directory: Path, rows: int = 8, dtype: str = "BF16", tensor: str = "w", **config: object) -> Path:
+def safetensors(
+    directory: Path, rows: int = 8, dtype: str = "BF16", tensor: str = "w", **config: object
+) -> Path:
     """A directory of a Hugging Face model with one matrix [rows, 8], called `tensor`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(LLAMA | config))
     (directory / "tokenizer.json").write_text("{}")
     size = rows * 8 * {"BF16": 2, "F32": 4, "I32": 4}[dtype]
-    header = json.dumps({tensor: {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    header = json.dumps(
+        {tensor: {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(size)
+    )
     return directory
 
 
@@ -50,7 +56,12 @@ def test_every_place_and_names_that_lead_back(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/qwen3/0.6b")
     little(home / ".lmstudio/models/org/one/one-Q8_0.gguf")
     little(home / ".lmstudio/models/org/one/mmproj-one-F16.gguf")
-    for file in ("m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-m-F16.gguf"):
+    for file in (
+        "m-Q4_K_M.gguf",
+        "m-Q8_0-00001-of-00002.gguf",
+        "m-Q8_0-00002-of-00002.gguf",
+        "mmproj-m-F16.gguf",
+    ):
         hub_file(home, "org/m-GGUF", file)
     safetensors(hub_file(home, "org/plain", "x.imatrix.gguf").parent)
     little(home / ".cache/llama.cpp/org_old_old-Q8_0.gguf")
@@ -104,16 +115,26 @@ def test_a_gguf_file_in_numbers(home: Path) -> None:
     """The label of a file says little where most of its bytes are of another type."""
     tensors = {"token_embd.weight": ("Q8_0", (6, 256)), "blk.0.ffn_up.weight": ("Q4_K", (2, 256))}
     row = one(little(home / "m.gguf", tensors, general__file_type=15))
-    assert (row.format, row.family, row.parameters, row.context) == ("Q4_K_M, 85% Q8_0", "llama", 2048, 2048)
+    assert (row.format, row.family, row.parameters, row.context) == (
+        "Q4_K_M, 85% Q8_0",
+        "llama",
+        2048,
+        2048,
+    )
     assert row.runs and row.bytes == (home / "m.gguf").stat().st_size and row.draft == "suffix"
     assert one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
     assert one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
-    assert one(little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)).format == "Q4_K_M"
+    assert (
+        one(little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)).format
+        == "Q4_K_M"
+    )
 
 
 def test_shards_count_together(home: Path) -> None:
     first = little(home / "m-00001-of-00002.gguf", {"a": ("F32", (2, 8))})
-    second = little(home / "m-00002-of-00002.gguf", {"b": ("F32", (3, 8))}, general__architecture=None)
+    second = little(
+        home / "m-00002-of-00002.gguf", {"b": ("F32", (3, 8))}, general__architecture=None
+    )
     row = one(first)
     assert row.parameters == 40 and row.bytes == first.stat().st_size + second.stat().st_size
 
@@ -142,20 +163,28 @@ def test_what_is_said_to_run_is_what_is_read() -> None:
 
 
 def test_broken_files_are_rows(home: Path) -> None:
-    """At every length of a cut file, and whatever else is called .gguf; the others are still told of."""
+    """At every length of a cut file, and whatever else is called .gguf; the others are still told
+    of."""
     whole = little(home / "m.gguf")
     data = whole.read_bytes()
     for length in range(0, len(data) - 32, 7):  # the last tensor is padded to 32 bytes
         whole.write_bytes(data[:length])
         row = one(whole)
         assert not row.runs and row.reason and str(whole) not in row.reason, length
-    for data in (b"version https://git-lfs.github.com/spec/v1\n" * 2, b"<html>" * 9, bytes(99), b"GGUF" + b"\xff" * 99):
+    for data in (
+        b"version https://git-lfs.github.com/spec/v1\n" * 2,
+        b"<html>" * 9,
+        bytes(99),
+        b"GGUF" + b"\xff" * 99,
+    ):
         whole.write_bytes(data)
         assert not one(whole).runs
     directory = safetensors(home / "plain")
     (directory / "model.safetensors").write_bytes(b"\xff" * 20)
     assert "no safetensors file" in one(directory).reason
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"w": "other.safetensors"}}')
+    (directory / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "other.safetensors"}}'
+    )
     assert "other.safetensors is not there" in one(directory).reason
     (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     assert "cannot be read" in one(directory).reason
@@ -165,15 +194,27 @@ def test_broken_files_are_rows(home: Path) -> None:
 
 def test_a_directory_in_numbers(home: Path) -> None:
     row = one(safetensors(home / "plain"))
-    assert (row.format, row.family, row.parameters, row.context) == ("safetensors bfloat16", "llama", 64, 512)
+    assert (row.format, row.family, row.parameters, row.context) == (
+        "safetensors bfloat16",
+        "llama",
+        64,
+        512,
+    )
     assert row.runs
     four = {"quant_method": "gptq", "bits": 4}
     quantised = one(safetensors(home / "gptq", dtype="I32", quantization_config=four))
     assert quantised.format == "safetensors gptq 4 bits" and quantised.parameters is None
-    assert "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
+    assert (
+        "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
+    )
     assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
-    assert "a drafter for one" in one(safetensors(home / "head", speculators_model_type="eagle3")).reason
-    assert "the llama configuration lacks" in one(safetensors(home / "lacks", hidden_size=None)).reason
+    assert (
+        "a drafter for one"
+        in one(safetensors(home / "head", speculators_model_type="eagle3")).reason
+    )
+    assert (
+        "the llama configuration lacks" in one(safetensors(home / "lacks", hidden_size=None)).reason
+    )
 
 
 def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +224,8 @@ def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
-    """The smallest such model; never another vocabulary, another kind of file, or the model itself in another format.
+    """The smallest such model; never another vocabulary, another kind of file, or the model itself
+    in another format.
 
     Tokens that only pad the embedding differ between the sizes of one family, and do not count.
     """
@@ -213,11 +255,16 @@ def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
 def test_tokens_are_stepped_over(home: Path) -> None:
     """A row takes milliseconds however large the vocabulary: dozens of files are a second."""
     tokens = [f"token{i}" for i in range(150_000)]
-    path = little(home / "m.gguf", tokenizer__ggml__tokens=tokens, tokenizer__ggml__merges=["a b"] * 150_000)
+    path = little(
+        home / "m.gguf", tokenizer__ggml__tokens=tokens, tokenizer__ggml__merges=["a b"] * 150_000
+    )
     began = time.thread_time()
     file = skim(path)
     assert time.thread_time() - began < 2  # generous: it takes a twentieth
-    assert file.metadata["tokenizer.ggml.merges"] == [] and len(token_digest(file.metadata)) == len("gpt2 ") + 64
+    assert (
+        file.metadata["tokenizer.ggml.merges"] == []
+        and len(token_digest(file.metadata)) == len("gpt2 ") + 64
+    )
 
 
 DRAFTERS = {  # fields of config.json, and the name of a tensor
@@ -234,10 +281,15 @@ DRAFTERS = {  # fields of config.json, and the name of a tensor
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
-    """Some are described as a Llama is, down to the last field: they would be offered, and fail to load."""
+    """Some are described as a Llama is, down to the last field: they would be offered, and fail to
+    load."""
     fields, tensor = DRAFTERS[kind]
     row = one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
-    assert not row.runs and not row.draft and row.reason == "is no model but a drafter for one, which --draft takes"
+    assert (
+        not row.runs
+        and not row.draft
+        and row.reason == "is no model but a drafter for one, which --draft takes"
+    )
 
 
 def test_a_drafter_that_is_not_read_is_no_model_either(home: Path) -> None:

@@ -1,9 +1,10 @@
-"""Quantised checkpoints: each layout gives exactly the weights it stands for, and the native formats the same integers.
+"""Quantised checkpoints: each layout gives exactly the weights it stands for, and the native
+formats the same integers.
 
-Protects: every layout against a packer written from its definition; layers that differ from their neighbours; the
-message for whatever is not supported or does not fit; what is carried over into the native formats and what is not;
-and that speculation on such a model still says what plain decoding says.
-"""
+Protects: every layout against a packer written from its definition; layers that differ from their
+neighbours; the message for whatever is not supported or does not fit; what is carried over into the
+native formats and what is not; and that speculation on such a model still says what plain decoding
+says."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from forerun.cache.attention import Segment
 from forerun.config import Config
-from forerun.draft.model import DraftModel
+from forerun.draft.draft_model import DraftModel
 from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.errors import LoadError
@@ -28,13 +29,13 @@ from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.quantized import Exact, Stored
-from forerun.native import NativeDecoder
-from forerun.packed import Packed
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Packed
+from forerun.runtime.torch_runner import Runner
 from tests import quantise, tiny
 from tests.engine import build
 from tests.quantise import Layer, Tensors, checkpoint
-from tests.test_native import product
+from tests.runtime.test_native import product
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
@@ -82,7 +83,12 @@ def holds(directory: Path, expected: Tensors, dtype: torch.dtype = torch.float32
             )
         elif f"{at}self_attn.qkv_proj.weight" in expected:
             names, turned = (
-                [["self_attn.qkv_proj"], ["self_attn.o_proj"], ["mlp.gate_up_proj"], ["mlp.down_proj"]],
+                [
+                    ["self_attn.qkv_proj"],
+                    ["self_attn.o_proj"],
+                    ["mlp.gate_up_proj"],
+                    ["mlp.down_proj"],
+                ],
                 False,
             )
         else:
@@ -150,14 +156,17 @@ def test_modules_that_were_left_alone(layout: str, tmp_path: Path) -> None:
 
 
 def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
-    """As GPTQModel's dynamic rules make them: the tensors say what config.json says only by patterns."""
+    """As GPTQModel's dynamic rules make them: the tensors say what config.json says only by
+    patterns."""
     expected = checkpoint(tmp_path, "gptq")
 
     def edit(tensors: Tensors) -> None:
         for stem, bits, size in ((f"{FIRST}", 8, 16), ("model.layers.1.self_attn.k_proj", 8, 0)):
             layer = Layer.make(expected[f"{stem}.weight"], bits, size, True, torch.float16)
             expected[f"{stem}.weight"] = layer.weight
-            tensors.update({f"{stem}.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
+            tensors.update(
+                {f"{stem}.{part}": tensor for part, tensor in quantise.gptq(layer).items()}
+            )
             del tensors[f"{stem}.g_idx"]
 
     holds(change(tmp_path, edit), expected)
@@ -165,7 +174,9 @@ def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
 
 def test_a_quantised_head(tmp_path: Path) -> None:
     checkpoint(tmp_path, "gptq")
-    layer = Layer.make(load_file(tmp_path / "model.safetensors")["lm_head.weight"], 4, 32, True, torch.float16)
+    layer = Layer.make(
+        load_file(tmp_path / "model.safetensors")["lm_head.weight"], 4, 32, True, torch.float16
+    )
 
     def edit(tensors: Tensors) -> None:
         del tensors["lm_head.weight"]
@@ -190,13 +201,20 @@ def test_an_index_that_was_never_set(value: int, tmp_path: Path) -> None:
     expected = checkpoint(tmp_path, "gptq")
     stem = "model.layers.2.mlp.up_proj"
     holds(
-        change(tmp_path, lambda t: t.update({f"{stem}.g_idx": torch.full((64,), value, dtype=torch.int32)})), expected
+        change(
+            tmp_path,
+            lambda t: t.update({f"{stem}.g_idx": torch.full((64,), value, dtype=torch.int32)}),
+        ),
+        expected,
     )
 
 
 def test_scales_of_activations_are_not_needed(tmp_path: Path) -> None:
     expected = checkpoint(tmp_path, "plain", 8, 0)
-    holds(change(tmp_path, lambda t: t.update({f"{FIRST}.input_scale": torch.tensor([0.5])})), expected)
+    holds(
+        change(tmp_path, lambda t: t.update({f"{FIRST}.input_scale": torch.tensor([0.5])})),
+        expected,
+    )
 
 
 FLOATS = {  # the shape of the scales, for a matrix [64, 96]
@@ -215,7 +233,13 @@ def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
         rows, columns = weight.shape
         grid = (-(-rows // 24), -(-columns // 20))
         shapes: dict[str, tuple[int, ...]] = dict(
-            tensor=(), one=(1,), channel=(rows, 1), flat=(rows,), group=(rows, columns // 32), block=grid, fine=grid
+            tensor=(),
+            one=(1,),
+            channel=(rows, 1),
+            flat=(rows,),
+            group=(rows, columns // 32),
+            block=grid,
+            fine=grid,
         )
         scales = torch.rand(shapes[scale]) * 0.1 + 0.01
         low = (weight * 4).to(torch.float8_e4m3fn)
@@ -231,12 +255,16 @@ def test_8_bit_floats(scale: str, tmp_path: Path) -> None:
             tensors[f"{stem}.weight_zero_point"] = torch.zeros_like(scales).to(low.dtype)
     weights = dict(num_bits=8, type="float", block_structure=block if scale == "block" else None)
     own: dict[str, Any] = dict(
-        quant_method="compressed-tensors", format="float-quantized", config_groups={"group_0": dict(weights=weights)}
+        quant_method="compressed-tensors",
+        format="float-quantized",
+        config_groups={"group_0": dict(weights=weights)},
     )
     quantise.save(
         tmp_path,
         tensors,
-        quantization_config=dict(quant_method="fp8", weight_block_size=block) if scale == "fine" else own,
+        quantization_config=dict(quant_method="fp8", weight_block_size=block)
+        if scale == "fine"
+        else own,
     )
     holds(tmp_path, expected)
 
@@ -248,7 +276,11 @@ def test_older_places_of_the_settings(key: str, tmp_path: Path) -> None:
     raw = json.loads(path.read_text())
     settings = raw.pop("quantization_config")
     del settings["quant_method"]
-    nested = {"quant_method": "compressed-tensors", "quantization_config": settings, "sparsity_config": {}}
+    nested = {
+        "quant_method": "compressed-tensors",
+        "quantization_config": settings,
+        "sparsity_config": {},
+    }
     path.write_text(json.dumps(raw | {key: settings if key == "compression_config" else nested}))
     holds(tmp_path, expected)
 
@@ -261,7 +293,9 @@ AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
 
 def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     group = dict(targets=["Linear"], weights=dict(num_bits=4, type="int") | (weights or {}))
-    whole = dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": group})
+    whole = dict(
+        quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": group}
+    )
     return whole | settings
 
 
@@ -297,10 +331,14 @@ def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[s
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_said_with_what_is(settings: Any, word: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_said_with_what_is(
+    settings: Any, word: str, tmp_path: Path
+) -> None:
     checkpoint(tmp_path, "gptq")
     quantise.save(tmp_path, load_file(tmp_path / "model.safetensors"), quantization_config=settings)
-    refused(tmp_path, "config.json", word, "not supported", "GPTQ", "AWQ", "compressed-tensors", "fp8")
+    refused(
+        tmp_path, "config.json", word, "not supported", "GPTQ", "AWQ", "compressed-tensors", "fp8"
+    )
 
 
 WRONG: list[Any] = [None, "x", "4", -2, 0, 1.5, True, [], [1], [1, 2], {}, {"a": 1}]
@@ -311,10 +349,21 @@ def test_no_other_exception_escapes_whatever_the_settings_hold(layout: str, tmp_
     checkpoint(tmp_path, layout)
     tensors = load_file(tmp_path / "model.safetensors")
     settings = quantise.settings(layout, 4, 32, True)
-    keys = [*settings, "format", "kv_cache_scheme", "sparsity_config", "transform_config", "quantization_config"]
+    keys = [
+        *settings,
+        "format",
+        "kv_cache_scheme",
+        "sparsity_config",
+        "transform_config",
+        "quantization_config",
+    ]
     cases: list[Any] = [*WRONG, *(settings | {key: value} for key in keys for value in WRONG)]
     if layout == "packed":
-        cases += [compressed({key: value}) for key in ("num_bits", "type", "block_structure") for value in WRONG]
+        cases += [
+            compressed({key: value})
+            for key in ("num_bits", "type", "block_structure")
+            for value in WRONG
+        ]
         cases += [compressed(config_groups={"g": value}) for value in WRONG]
     for case in cases:
         quantise.save(tmp_path, tensors, quantization_config=case)
@@ -324,16 +373,21 @@ def test_no_other_exception_escapes_whatever_the_settings_hold(layout: str, tmp_
             assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("layout, part", [("gptq", "scales"), ("awq", "qzeros"), ("packed", "weight_scale")])
+@pytest.mark.parametrize(
+    "layout, part", [("gptq", "scales"), ("awq", "qzeros"), ("packed", "weight_scale")]
+)
 def test_a_tensor_that_is_missing(layout: str, part: str, tmp_path: Path) -> None:
     checkpoint(tmp_path, layout)
-    refused(change(tmp_path, lambda tensors: tensors.pop(f"{FIRST}.{part}")), f"{FIRST}.weight", "lacks")
+    refused(
+        change(tmp_path, lambda tensors: tensors.pop(f"{FIRST}.{part}")), f"{FIRST}.weight", "lacks"
+    )
 
 
 def test_a_tensor_that_is_left_over(tmp_path: Path) -> None:
     checkpoint(tmp_path, "packed")
     refused(
-        change(tmp_path, lambda t: t.update({f"{FIRST}.weight_global_scale": torch.ones(1)})), "weight_global_scale"
+        change(tmp_path, lambda t: t.update({f"{FIRST}.weight_global_scale": torch.ones(1)})),
+        "weight_global_scale",
     )
 
 
@@ -352,8 +406,17 @@ def test_a_tensor_that_does_not_fit_is_named(layout: str, part: str, tmp_path: P
     whole = load_file(tmp_path / "model.safetensors")
     name = f"{FIRST}.{part}"
     good = whole[name]
-    short, other = good[:-1], good.to(torch.float32 if not good.is_floating_point() else torch.int32)
-    bad = [short, good[None], torch.zeros(0, dtype=good.dtype), good.flatten()[0], torch.cat((good, good))]
+    short, other = (
+        good[:-1],
+        good.to(torch.float32 if not good.is_floating_point() else torch.int32),
+    )
+    bad = [
+        short,
+        good[None],
+        torch.zeros(0, dtype=good.dtype),
+        good.flatten()[0],
+        torch.cat((good, good)),
+    ]
     bad += [] if part == "weight_shape" else [other]
     for tensor in bad:
         quantise.save(tmp_path, whole | {name: tensor.clone()})
@@ -365,7 +428,10 @@ def test_a_tensor_that_does_not_fit_is_named(layout: str, part: str, tmp_path: P
 
 def test_8_bit_floats_that_nothing_explains(tmp_path: Path) -> None:
     tiny.hf_model("llama").save_pretrained(tmp_path)
-    change(tmp_path, lambda t: t.update({f"{FIRST}.weight": t[f"{FIRST}.weight"].to(torch.float8_e4m3fn)}))
+    change(
+        tmp_path,
+        lambda t: t.update({f"{FIRST}.weight": t[f"{FIRST}.weight"].to(torch.float8_e4m3fn)}),
+    )
     refused(tmp_path, f"{FIRST}.weight", "float8_e4m3fn", "quantised")
 
 
@@ -375,7 +441,10 @@ def test_8_bit_floats_that_nothing_explains(tmp_path: Path) -> None:
 def forms(decoder: Any) -> dict[str, str]:
     """The format of each kind of matrix; the layers must agree."""
     w = decoder.weights
-    found = {part: {getattr(layer, part).form for layer in w.layers} for part in ("qkv", "out", "up", "down")}
+    found = {
+        part: {getattr(layer, part).form for layer in w.layers}
+        for part in ("qkv", "out", "up", "down")
+    }
     assert all(len(kinds) == 1 for kinds in found.values())
     return {part: kinds.pop() for part, kinds in found.items()} | {"head": w.head.form}
 
@@ -388,15 +457,22 @@ def runner(directory: Path, **options: Any) -> Runner:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1), (32, 64), (96, 65), (64, 100), (130, 128)])
 @pytest.mark.parametrize("form", ["int4", "int8"])
-def test_the_layout_is_that_of_the_compiled_code(form: str, shape: tuple[int, int], gated: bool) -> None:
+def test_the_layout_is_that_of_the_compiled_code(
+    form: str, shape: tuple[int, int], gated: bool
+) -> None:
     """Byte by byte, on matrices whose numbers the rounding of `pack` is certain to find again."""
     generator = torch.Generator().manual_seed(1)
     low = {"int4": -8, "int8": -127}[form]
     values = torch.randint(low, -low, shape, generator=generator)
     values[:, ::32] = low  # the number that pack takes its scale from
     groups = -(-shape[1] // 32)
-    scale = (torch.rand(shape[0], groups if form == "int4" else 1, generator=generator) + 0.01).half()
-    weight = values * scale.float().repeat_interleave(32 if form == "int4" else shape[1], 1)[:, : shape[1]]
+    scale = (
+        torch.rand(shape[0], groups if form == "int4" else 1, generator=generator) + 0.01
+    ).half()
+    weight = (
+        values
+        * scale.float().repeat_interleave(32 if form == "int4" else shape[1], 1)[:, : shape[1]]
+    )
     exact = Exact(form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0])
     mine, theirs = Packed(exact, None, form, gated), Packed(weight, None, form, gated)
     assert (mine.data == theirs.data).all()
@@ -404,10 +480,16 @@ def test_the_layout_is_that_of_the_compiled_code(form: str, shape: tuple[int, in
 
 
 @compiled
-@pytest.mark.parametrize("layout, bits, size", [("gptq", 4, 32), ("packed", 4, 64), ("awq", 4, 64), ("plain", 8, 0)])
-def test_integers_and_scales_are_carried_over(layout: str, bits: int, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout, bits, size", [("gptq", 4, 32), ("packed", 4, 64), ("awq", 4, 64), ("plain", 8, 0)]
+)
+def test_integers_and_scales_are_carried_over(
+    layout: str, bits: int, size: int, tmp_path: Path
+) -> None:
     """Into the bytes of the format, and so that products give the weights."""
-    expected = checkpoint(tmp_path, layout, bits, size, intermediate_size=128, vocab_size=tiny.VOCAB)
+    expected = checkpoint(
+        tmp_path, layout, bits, size, intermediate_size=128, vocab_size=tiny.VOCAB
+    )
     decoder = runner(tmp_path).decoder
     form = "int4" if bits == 4 else "int8"
     assert isinstance(decoder, NativeDecoder)
@@ -422,7 +504,9 @@ def test_integers_and_scales_are_carried_over(layout: str, bits: int, size: int,
             stems = [f"model.layers.{i}.{name}" for name in names]
             scale = torch.cat([original_scale(tmp_path, stem, layout) for stem in stems])
             weight = torch.cat([expected[f"{stem}.weight"] for stem in stems])
-            values = torch.round(weight / scale.float().repeat_interleave(size or weight.shape[1], 1)).to(torch.int8)
+            values = torch.round(
+                weight / scale.float().repeat_interleave(size or weight.shape[1], 1)
+            ).to(torch.int8)
             ours = scale.repeat_interleave(size // 32, 1) if form == "int4" else scale.float()[:, 0]
             parts = (interleave(t) if len(stems) == 2 else t for t in (values, ours))
             data, scales = lay_out(form, packed.rows, packed.matrix.padded, *parts)
@@ -433,7 +517,11 @@ def test_integers_and_scales_are_carried_over(layout: str, bits: int, size: int,
 def original_scale(directory: Path, stem: str, layout: str) -> torch.Tensor:
     """[out, groups], as the file has it."""
     tensors = load_file(directory / "model.safetensors")
-    return tensors[f"{stem}.weight_scale"] if layout in ("packed", "plain") else tensors[f"{stem}.scales"].T
+    return (
+        tensors[f"{stem}.weight_scale"]
+        if layout in ("packed", "plain")
+        else tensors[f"{stem}.scales"].T
+    )
 
 
 @compiled
@@ -441,9 +529,15 @@ def original_scale(directory: Path, stem: str, layout: str) -> torch.Tensor:
 def test_products_with_carried_integers_give_the_weights(form: str) -> None:
     """Rows of the identity are exact in 8 bits, so that what comes out is the matrix."""
     layer = Layer.make(
-        torch.randn(70, 128), 4 if form == "int4" else 8, 64 if form == "int4" else 0, True, torch.float16
+        torch.randn(70, 128),
+        4 if form == "int4" else 8,
+        64 if form == "int4" else 0,
+        True,
+        torch.float16,
     )
-    stored = Stored((layer.numbers - 2 ** (layer.bits - 1)).to(torch.int8), layer.scale, layer.group)
+    stored = Stored(
+        (layer.numbers - 2 ** (layer.bits - 1)).to(torch.int8), layer.scale, layer.group
+    )
     exact = stored.exact()
     assert exact is not None and exact.form == form
     assert torch.allclose(product(exact, torch.eye(128), form).T, layer.weight, rtol=1e-6, atol=0)
@@ -474,7 +568,11 @@ def test_what_the_options_make_of_a_4_bit_checkpoint(
 def test_a_drafter_keeps_what_it_is_stored_in_unless_told_otherwise(tmp_path: Path) -> None:
     checkpoint(tmp_path, "gptq")
     target = runner(tmp_path)
-    for quantization, body, head in (("auto", "int4", "int8"), ("none", "int4", "bfloat16"), ("int8", "int8", "int8")):
+    for quantization, body, head in (
+        ("auto", "int4", "int8"),
+        ("none", "int4", "bfloat16"),
+        ("int8", "int8", "int8"),
+    ):
         config = Config(model=str(tmp_path), context=64, draft_quantization=quantization)
         found = forms(make_runner(config, tmp_path, CPU, target).decoder)
         assert (found["qkv"], found["head"]) == (body, head)
@@ -491,7 +589,8 @@ def test_a_drafter_keeps_what_it_is_stored_in_unless_told_otherwise(tmp_path: Pa
     ids=str,
 )  # fmt: skip
 def test_what_does_not_map_becomes_bfloat16(case: dict[str, Any], tmp_path: Path) -> None:
-    """Zero points, small groups, activation order, finer scales, 8 bits in groups: no error, no second rounding."""
+    """Zero points, small groups, activation order, finer scales, 8 bits in groups: no error, no
+    second rounding."""
     expected = checkpoint(tmp_path, **case)
     decoder = runner(tmp_path).decoder
     assert set(forms(decoder).values()) == {"bfloat16"}
@@ -505,12 +604,20 @@ def test_logits_are_close_to_those_of_the_dequantised_weights(
     layout: str, bits: int, size: int, tmp_path: Path
 ) -> None:
     checkpoint(tmp_path, layout, bits, size)
-    tokens = torch.randint(3, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = torch.randint(
+        3, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     results = []
-    for options in ({}, {"kernels": "torch", "dtype": "float32"}, {"quantization": "int4" if bits == 8 else "int8"}):
+    for options in (
+        {},
+        {"kernels": "torch", "dtype": "float32"},
+        {"quantization": "int4" if bits == 8 else "int8"},
+    ):
         it = runner(tmp_path, **options)
         it.cache.pages.grow(0, 40)
-        results.append(it.forward([Segment(0, tokens, list(range(-1, 39)), list(range(40)))]).logits)
+        results.append(
+            it.forward([Segment(0, tokens, list(range(-1, 39)), list(range(40)))]).logits
+        )
     carried, exact, rounded = results
     error = ((carried - exact).norm() / exact.norm()).item()
     assert error < 0.12  # activations of 8 bits, a head of bfloat16
@@ -521,18 +628,26 @@ def test_logits_are_close_to_those_of_the_dequantised_weights(
 @compiled
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
-def test_speculative_text_equals_plain_text(layout: str, temperature: float, tmp_path: Path) -> None:
-    """On carried integers (GPTQ) and on dequantised ones (AWQ with zero points), with small chunks and preemption."""
+def test_speculative_text_equals_plain_text(
+    layout: str, temperature: float, tmp_path: Path
+) -> None:
+    """On carried integers (GPTQ) and on dequantised ones (AWQ with zero points), with small chunks
+    and preemption."""
     checkpoint(tmp_path, layout, symmetric=layout == "gptq")
     config = load_config(tmp_path)
     target, small = (
-        NativeDecoder(config, tmp_path, form, 256, keep) for form, keep in (("bfloat16", True), ("int8", False))
+        NativeDecoder(config, tmp_path, form, 256, keep)
+        for form, keep in (("bfloat16", True), ("int8", False))
     )
     outputs = {}
     for draft in ("off", "suffix", "tree"):
-        drafter = DraftModel(Runner(small, tokens=build.SMALL, page=4, slots=8), tiny.VOCAB, width=3)
+        drafter = DraftModel(
+            Runner(small, tokens=build.SMALL, page=4, slots=8), tiny.VOCAB, width=3
+        )
         pool = Runner(target, tokens=1024 if draft == "off" else build.SMALL, page=4, slots=8)
-        engine = Engine(pool, {"suffix": Suffix(shortest=1), "tree": drafter}, chunk=64 if draft == "off" else 5)
+        engine = Engine(
+            pool, {"suffix": Suffix(shortest=1), "tree": drafter}, chunk=64 if draft == "off" else 5
+        )
         requests = build.run(engine, draft, temperature)
         outputs[draft] = [list(r.output) for r in requests]
         assert draft == "off" or sum(r.stats.preemptions for r in requests) > 0

@@ -1,4 +1,5 @@
-"""Scaled rotary embeddings are those of transformers over the parameters that models have, and do not need it."""
+"""Scaled rotary embeddings are those of transformers over the parameters that models have, and do
+not need it."""
 
 import random
 import subprocess
@@ -28,10 +29,23 @@ def parameters(kind: str, chance: random.Random, dim: int) -> dict[str, Any]:
         return common | {"low_freq_factor": 1.0, "high_freq_factor": chance.choice([2.0, 4.0])}
     attention = {"attention_factor": 1.5} if chance.random() < 0.3 else {}
     if kind == "longrope":
-        factors = {name: [chance.uniform(1, 40) for _ in range(dim // 2)] for name in ("short_factor", "long_factor")}
+        factors = {
+            name: [chance.uniform(1, 40) for _ in range(dim // 2)]
+            for name in ("short_factor", "long_factor")
+        }
         return common | factors | attention
-    optional = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
-    return common | attention | {name: value for name, value in optional.items() if chance.random() < 0.5}
+    optional = {
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    }
+    return (
+        common
+        | attention
+        | {name: value for name, value in optional.items() if chance.random() < 0.5}
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,7 +55,11 @@ def test_frequencies_and_the_factor_are_those_of_transformers(kind: str, seed: i
     dim, context = chance.choice([32, 64, 128]), chance.choice([64, 5000, 100_000])
     given, raw = parameters(kind, chance, dim), {"max_position_embeddings": 131072}
     config = LlamaConfig(
-        hidden_size=HEADS * dim, num_attention_heads=HEADS, head_dim=dim, rope_parameters=dict(given), **raw
+        hidden_size=HEADS * dim,
+        num_attention_heads=HEADS,
+        head_dim=dim,
+        rope_parameters=dict(given),
+        **raw,
     )
     expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=context)
     found, mine = SCALINGS[kind](given, raw, dim, context)
@@ -54,9 +72,7 @@ def test_a_model_is_loaded_and_asked_without_transformers() -> None:
     names = [*tiny.FAMILIES, *tiny.VARIANTS]
     code = "import sys\nfrom forerun import LLM, SamplingParams\n"
     for directory in [*(str(tiny.family(name)) for name in names), str(tiny.spoken())]:
-        code += (
-            f"LLM({directory!r}, context=64, kv_tokens=64).generate([[1, 2, 3]], SamplingParams.pure(max_tokens=2))\n"
-        )
+        code += f"LLM({directory!r}, context=64, kv_tokens=64).generate([[1, 2, 3]], SamplingParams.pure(max_tokens=2))\n"
     code += "assert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]

@@ -1,8 +1,8 @@
 """Shortlists: files that say which tokens a draft model scores, and heads of so many rows.
 
-Protects: what a file may not hold is one line; rows are chosen as they are stored, so that a head of some rows says of
-them what the whole one says, whatever numbers it is in; nothing else of a model, its packed copy neither, changes.
-"""
+Protects: what a file may not hold is one line; rows are chosen as they are stored, so that a head
+of some rows says of them what the whole one says, whatever numbers it is in; nothing else of a
+model, its packed copy neither, changes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models import packed_cache
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.files import SHORTLIST
-from forerun.models.shortlist import Shortlist, ids_of, maps_of, read_shortlist, shortlist_beside, spread
-from forerun.native import NativeDecoder
-from forerun.passes import Link
-from forerun.runner import Runner
+from forerun.models.shortlist import (
+    Shortlist,
+    ids_of,
+    maps_of,
+    read_shortlist,
+    shortlist_beside,
+    spread,
+)
+from forerun.models.weights import Checkpoint
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Link
+from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 IDS = torch.tensor(tiny.LISTED)
@@ -46,7 +53,9 @@ def test_a_list_comes_back(tmp_path: Path) -> None:
 def test_logits_are_spread_over_the_vocabulary() -> None:
     logits = torch.randn(2, 3, len(IDS))
     full = spread(logits, IDS, 64)
-    assert torch.equal(full[..., IDS], logits) and int((full == -torch.inf).sum()) == 2 * 3 * (64 - len(IDS))
+    assert torch.equal(full[..., IDS], logits) and int((full == -torch.inf).sum()) == 2 * 3 * (
+        64 - len(IDS)
+    )
 
 
 D2T, T2D = maps_of(IDS, 64)
@@ -85,14 +94,18 @@ def test_what_is_no_file_of_tensors_is_one_line(tmp_path: Path) -> None:
 def test_it_is_for_models_of_its_vocabulary_or_of_the_targets(tmp_path: Path) -> None:
     held = Shortlist(IDS, 64)
     assert held.for_model(tmp_path, (64, 70)).tolist() == IDS.tolist()
-    assert held.for_model(tmp_path, (60, 64)).tolist() == [i for i in tiny.LISTED if i < 60], "padding of the target's"
+    assert held.for_model(tmp_path, (60, 64)).tolist() == [i for i in tiny.LISTED if i < 60], (
+        "padding of the target's"
+    )
     with pytest.raises(LoadError, match="64 tokens, but the draft model has 70"):
         held.for_model(tmp_path, (70, 80))
     with pytest.raises(LoadError, match="none of the 60"):
         Shortlist(torch.tensor([62, 63]), 64).for_model(tmp_path, (60, 64))
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -109,7 +122,10 @@ def test_a_list_beside_a_model_is_none_of_its_weights(tmp_path: Path) -> None:
     before = packed_cache.model_digest(tmp_path, [])
     Shortlist(IDS, 64).save(tmp_path / SHORTLIST)
     assert shortlist_beside(tmp_path) == tmp_path / SHORTLIST
-    assert "d2t" not in Checkpoint(tmp_path).where and packed_cache.model_digest(tmp_path, []) == before
+    assert (
+        "d2t" not in Checkpoint(tmp_path).where
+        and packed_cache.model_digest(tmp_path, []) == before
+    )
 
 
 def logits_of(decoder: object) -> Tensor:
@@ -126,7 +142,9 @@ def check(whole: Tensor, some: Tensor, atol: float) -> None:
     assert some.shape == whole.shape and torch.allclose(some, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2"])  # tied and not, with a softcap
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma2", "gpt2"]
+)  # tied and not, with a softcap
 def test_some_rows_say_what_the_whole_head_says_of_them(family: str) -> None:
     load: Callable[..., object] = lambda said: load_decoder(  # noqa: E731
         tiny.family(family), torch.float64, torch.device("cpu"), 64, said
@@ -144,7 +162,8 @@ def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) ->
     native.start(1)
     path = tiny.family(family)
     whole, some = (
-        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", said=said) for said in (None, IDS)
+        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", said=said)
+        for said in (None, IDS)
     )
     check(logits_of(whole), logits_of(some), 0)
 
@@ -152,10 +171,16 @@ def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) ->
 @without
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> None:
-    """One native call says what pass after pass would, where most of what the model likes is not listed."""
+    """One native call says what pass after pass would, where most of what the model likes is not
+    listed."""
     native.start(1)
     path, said = tiny.family("llama"), torch.tensor([i for i in range(64) if i % 8 == 3])
-    runner = Runner(NativeDecoder(load_config(path), path, "float32", 64, said=said), tokens=64, page=16, slots=1)
+    runner = Runner(
+        NativeDecoder(load_config(path), path, "float32", 64, said=said),
+        tokens=64,
+        page=16,
+        slots=1,
+    )
     runner.cache.pages.grow(0, 32)
     keys = [11, 12, 13, 14]
     chained = runner.chain([Link(0, 5, 0, temperature, keys)], 64)
@@ -169,12 +194,17 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
 
 
 @without
-def test_a_packed_copy_serves_with_and_without_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_copy_serves_with_and_without_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(packed_cache, "SMALLEST", 0)
     path = tiny.family("llama")
     made = {
-        said is None: [logits_of(NativeDecoder(load_config(path), path, "int8", 64, said=said)) for _ in range(2)]
+        said is None: [
+            logits_of(NativeDecoder(load_config(path), path, "int8", 64, said=said))
+            for _ in range(2)
+        ]
         for said in (IDS, None, IDS)
     }
     assert len(list((tmp_path / "packed").iterdir())) == 1

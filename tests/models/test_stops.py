@@ -1,4 +1,5 @@
-"""Stop strings by an automaton: the same as a search through the whole text, in time linear in text and stops."""
+"""Stop strings by an automaton: the same as a search through the whole text, in time linear in text
+and stops."""
 
 from __future__ import annotations
 
@@ -7,14 +8,19 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.models.stops import StopAutomaton, StopMatcher, automaton_of
+from forerun.models.tokenizer import StopAutomaton, StopMatcher, automaton_of
 
 LETTERS = st.text("abc", max_size=6)
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[list[int | None], list[int]]:
     """After each piece: where the first stop begins in the whole text, and what is begun of one."""
-    matcher, before, found, begun = StopMatcher(StopAutomaton(stops)), 0, list[int | None](), list[int]()
+    matcher, before, found, begun = (
+        StopMatcher(StopAutomaton(stops)),
+        0,
+        list[int | None](),
+        list[int](),
+    )
     for piece in pieces:
         at = matcher.feed(piece)
         found.append(None if at is None else before + at)
@@ -37,7 +43,8 @@ def test_as_a_search_through_the_whole_text(stops: list[str], pieces: list[str])
 
 
 def test_the_worst_stops_take_linear_time() -> None:
-    """Beginnings of each other, of a text that almost goes on: the old search looked at each of them for each token."""
+    """Beginnings of each other, of a text that almost goes on: the old search looked at each of
+    them for each token."""
     stops, text = ["a" * length + "b" for length in range(1, 40_000, 4000)], "a" * 100_000
     start = time.perf_counter()
     found, begun = feed([*stops, "a" * 90_000 + "c"], list(text))

@@ -1,8 +1,9 @@
-"""Every sampling parameter does what it says, at every node of every draft, whatever else is in the batch.
+"""Every sampling parameter does what it says, at every node of every draft, whatever else is in the
+batch.
 
-The reference below is written from the documentation of `SamplingParams`, in plain Python, for one position with the
-text that would stand before it. A filter that looks at the wrong prefix, or at its neighbours in the batch, makes
-speculation change the output; that must never happen.
+The reference below is written from the documentation of `SamplingParams`, in plain Python, for one
+position with the text that would stand before it. A filter that looks at the wrong prefix, or at
+its neighbours in the batch, makes speculation change the output; that must never happen.
 """
 
 import math
@@ -38,8 +39,12 @@ def reference(logits, params, output):
     if params.temperature == 0:
         return {ranked[0]: 1.0}
     if params.top_k:
-        ranked = [t for t in ranked if scores[t] >= scores[ranked[min(params.top_k, len(ranked)) - 1]]]
-    law = normalised({t: math.exp((scores[t] - scores[ranked[0]]) / params.temperature) for t in ranked})
+        ranked = [
+            t for t in ranked if scores[t] >= scores[ranked[min(params.top_k, len(ranked)) - 1]]
+        ]
+    law = normalised(
+        {t: math.exp((scores[t] - scores[ranked[0]]) / params.temperature) for t in ranked}
+    )
     if params.top_p < 1:
         law = nucleus(law, params.top_p)
     return normalised({t: x for t, x in law.items() if x >= params.min_p * max(law.values())})
@@ -71,7 +76,9 @@ def started(params, output=()):
 def random_draft(dice, kind):
     draft = Draft.root(dice.randrange(VOCAB))
     for node in range({"root": 0, "chain": 5, "tree": 9}[kind]):
-        draft.add(dice.randrange(VOCAB), node if kind == "chain" else dice.randrange(len(draft)), "toy")
+        draft.add(
+            dice.randrange(VOCAB), node if kind == "chain" else dice.randrange(len(draft)), "toy"
+        )
     return draft
 
 
@@ -79,14 +86,14 @@ def random_logits(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-def law_of(scores):
+def probs_of(scores):
     """{token: probability} of one row of scores."""
     chances = scores.double().softmax(-1)
     return {t: chances[t].item() for t in torch.nonzero(scores > -math.inf).ravel().tolist()}
 
 
 def assert_same_law(scores, expected):
-    got = law_of(scores)
+    got = probs_of(scores)
     assert got.keys() == expected.keys()
     assert all(got[t] == pytest.approx(expected[t], rel=2e-5) for t in expected)
 
@@ -141,7 +148,9 @@ def test_mixed_batch_equals_the_reference():
     drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
     outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
     logits = random_logits(1, sum(map(len, drafts)), VOCAB)
-    scores = filter_logits(logits, drafts, [started(p, o) for p, o in zip(settings, outputs, strict=True)])
+    scores = filter_logits(
+        logits, drafts, [started(p, o) for p, o in zip(settings, outputs, strict=True)]
+    )
     row = 0
     for draft, params, output in zip(drafts, settings, outputs, strict=True):
         for node in range(len(draft)):
@@ -152,10 +161,14 @@ def test_mixed_batch_equals_the_reference():
 
 @pytest.mark.parametrize("only", [*FILTERS, None])
 def test_tokens_are_drawn_from_the_filtered_scores(only):
-    """With each parameter alone, some of which need no scores, and with all of them in one batch."""
+    """With each parameter alone, some of which need no scores, and with all of them in one
+    batch."""
     dice = random.Random(3)
     settings = [SamplingParams.pure(**FILTERS[name]) for name in ([only] * 3 if only else FILTERS)]
-    drafts, states = [random_draft(dice, "tree") for _ in settings], [started(p, [5, 5, 2]) for p in settings]
+    drafts, states = (
+        [random_draft(dice, "tree") for _ in settings],
+        [started(p, [5, 5, 2]) for p in settings],
+    )
     logits = random_logits(2, sum(map(len, drafts)), VOCAB)
     keys = [rng.stream(5, rng.Lane.TARGET, i) for i in range(len(logits))]
     twin = rng.gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
@@ -173,7 +186,9 @@ def test_rows_do_not_depend_on_the_batch(vocab, dtype):
     alone = [filter_logits(x, [d], [s]) for x, d, s in zip(logits, drafts, states, strict=True)]
     assert all(scores.dtype == dtype for scores in alone)
     assert torch.equal(filter_logits(torch.cat(logits), drafts, states), torch.cat(alone))
-    assert torch.equal(filter_logits(torch.cat(logits[::-1]), drafts[::-1], states[::-1]), torch.cat(alone[::-1]))
+    assert torch.equal(
+        filter_logits(torch.cat(logits[::-1]), drafts[::-1], states[::-1]), torch.cat(alone[::-1])
+    )
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -186,14 +201,20 @@ def test_a_draft_is_filtered_as_one_token_after_the_other(name):
     for node in range(len(draft)):
         path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
         plain = filter_logits(
-            logits[node : node + 1], [Draft.root(draft.tokens[node])], [started(params, output + path)]
+            logits[node : node + 1],
+            [Draft.root(draft.tokens[node])],
+            [started(params, output + path)],
         )
         assert torch.equal(scores[node], plain[0])
 
 
 def test_logits_and_states_are_left_alone():
     params = SamplingParams.pure(**FILTERS["everything"])
-    logits, state, draft = random_logits(4, 6, VOCAB), started(params, [4]), random_draft(random.Random(3), "chain")
+    logits, state, draft = (
+        random_logits(4, 6, VOCAB),
+        started(params, [4]),
+        random_draft(random.Random(3), "chain"),
+    )
     before = logits.clone()
     filter_logits(logits, [draft], [state])
     assert torch.equal(logits, before)
@@ -222,7 +243,14 @@ def test_greedy_takes_the_lowest_of_equals(vocab):
 
 @pytest.mark.parametrize(
     "k, kept",
-    [(1, [1]), (2, [0, 1, 3, 5]), (3, [0, 1, 3, 5]), (4, [0, 1, 3, 5]), (5, [0, 1, 2, 3, 5]), (9, list(range(6)))],
+    [
+        (1, [1]),
+        (2, [0, 1, 3, 5]),
+        (3, [0, 1, 3, 5]),
+        (4, [0, 1, 3, 5]),
+        (5, [0, 1, 2, 3, 5]),
+        (9, list(range(6))),
+    ],
 )
 def test_top_k_keeps_ties_at_the_border(k, kept):
     assert shaped([2.0, 3.0, 1.0, 2.0, 0.5, 2.0], temperature=1.0, top_k=k)[0] == kept
@@ -233,7 +261,15 @@ def test_top_k_does_not_bring_back_forbidden_tokens():
 
 
 @pytest.mark.parametrize(
-    "top_p, kept", [(0.4, [0]), (0.5, [0]), (0.51, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (0.99, [0, 1, 2, 3])]
+    "top_p, kept",
+    [
+        (0.4, [0]),
+        (0.5, [0]),
+        (0.51, [0, 1]),
+        (0.75, [0, 1]),
+        (0.76, [0, 1, 2]),
+        (0.99, [0, 1, 2, 3]),
+    ],
 )
 def test_top_p_at_its_borders(top_p, kept):
     """The set ends with the token that reaches top_p; of equals the lowest ids are kept."""
@@ -244,18 +280,24 @@ def test_top_p_keeps_the_lowest_ids_of_many_equals():
     assert shaped([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
 
 
-@pytest.mark.parametrize("chances", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str)
+@pytest.mark.parametrize(
+    "chances", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str
+)
 def test_top_p_of_1_never_cuts(chances):
     """Not even beside a row that is cut, and not where the sum rounds to 1 early."""
     logits = torch.tensor([logs(*chances), logs(*chances)])
-    scores = shape_logits(logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)])
+    scores = shape_logits(
+        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
+    )
     assert torch.equal(scores[0], logits[0] - logits[0].max())
-    assert law_of(scores[1]).keys() == {0}
+    assert probs_of(scores[1]).keys() == {0}
 
 
 def test_top_p_of_1_never_cuts_a_long_tail():
     logits = random_logits(7, 2, 50_000) * 2
-    scores = shape_logits(logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)])
+    scores = shape_logits(
+        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)]
+    )
     assert torch.equal(scores[0], logits[0] - logits[0].max())
 
 
@@ -267,7 +309,9 @@ def test_top_p_keeps_at_least_one_token(top_p):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("min_p", [0.05, 0.1, 0.25, 0.3, 0.5, 0.6, 0.7, 0.9])
 def test_min_p_keeps_the_token_at_its_border(min_p, dtype):
-    kept, _ = shaped([0.0, math.log(min_p), math.log(min_p) - 1e-5], dtype, temperature=1.0, min_p=min_p)
+    kept, _ = shaped(
+        [0.0, math.log(min_p), math.log(min_p) - 1e-5], dtype, temperature=1.0, min_p=min_p
+    )
     assert kept == [0, 1]
 
 
@@ -292,7 +336,9 @@ def test_penalties_see_the_prompt_only_where_documented():
         logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, repetition_penalty=2.0))]
     )
     assert [t for t in range(VOCAB) if repeated[0, t] != 0] == sorted(set(PROMPT))
-    present = filter_logits(logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))])
+    present = filter_logits(
+        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))]
+    )
     assert torch.equal(present, logits - 1)
 
 
@@ -308,7 +354,9 @@ def test_a_node_is_not_penalised_for_its_siblings():
     for token, parent in [(4, 0), (5, 0), (6, 1), (7, 2)]:
         draft.add(token, parent, "toy")
     scores = filter_logits(
-        torch.zeros(5, VOCAB), [draft], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))]
+        torch.zeros(5, VOCAB),
+        [draft],
+        [started(SamplingParams(temperature=1.0, presence_penalty=1.0))],
     )
     penalised = [torch.nonzero(row).ravel().tolist() for row in scores]
     assert penalised == [[], [4], [5], [4, 6], [5, 7]]
@@ -323,12 +371,15 @@ def test_min_tokens_counts_the_draft(produced, allowed_from):
 
 
 def test_a_sample_follows_the_reference_law():
-    """The scores are a law up to a constant: what is drawn from them is what the reference gives."""
+    """The scores are a law up to a constant: what is drawn from them is what the reference
+    gives."""
     params = SamplingParams.pure(**FILTERS["everything"])
     logits = random_logits(8, 1, VOCAB)
     expected = reference(logits[0], params, [4, 4])
     scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
-    assert np.allclose([law_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5)
+    assert np.allclose(
+        [probs_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -337,7 +388,11 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
     """What is kept from step to step is what would be counted anew, bit by bit."""
     chance = random.Random(seed)
     params = SamplingParams(
-        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.3, logit_bias={3: 2.5}
+        temperature=1.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.7,
+        frequency_penalty=-0.3,
+        logit_bias={3: 2.5},
     )
     state, output = started(params), []
     for _ in range(40):
@@ -353,23 +408,30 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
             if counts:
                 amounts = 0.7 + -0.3 * torch.tensor(list(counts.values()), dtype=dtype)
                 expected[node, list(counts)] -= amounts
-        assert torch.equal(filter_logits(logits, [draft], [state]), shape_logits(expected, [params] * len(draft)))
+        assert torch.equal(
+            filter_logits(logits, [draft], [state]), shape_logits(expected, [params] * len(draft))
+        )
         for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
             state.append(token)
             output.append(token)
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [(1, 1.0, 0.0), (5, 0.7, 0.05), (40, 0.95, 0.05), (3, 1.0, 0.3)])
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p", [(1, 1.0, 0.0), (5, 0.7, 0.05), (40, 0.95, 0.05), (3, 1.0, 0.3)]
+)
 @pytest.mark.parametrize("rows", ["any", "ties", "few are allowed", "one is allowed"])
 def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, min_p):
-    """Sorting a whole vocabulary took as long as a pass of the model: the likeliest are selected, with their ties."""
+    """Sorting a whole vocabulary took as long as a pass of the model: the likeliest are selected,
+    with their ties."""
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(4, 300, generator=generator)
     if rows == "ties":
         scores = (scores * 2).round()
     if "allowed" in rows:
         scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
-    selected, every = (cut(scores, top_k, top_p, min_p) for cut in (filters._cut, filters._cut_sorted))
+    selected, every = (
+        cut(scores, top_k, top_p, min_p) for cut in (filters._cut, filters._cut_sorted)
+    )
     assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
     assert torch.equal(selected, every) and all(
         torch.equal(filters._cut(row[None], top_k, top_p, min_p)[0], whole)

@@ -1,8 +1,9 @@
-"""Grammars: what may stand after every node of a tree, what is forced, what is pruned, and every refusal in time.
+"""Grammars: what may stand after every node of a tree, what is forced, what is pruned, and every
+refusal in time.
 
-The twin is llguidance itself, used plainly: a fresh matcher for each place, its tokens consumed one by one, with the
-tokenizer's own end-of-text token. What `Matcher` finds by going back and forth in one matcher must equal that.
-"""
+The twin is llguidance itself, used plainly: a fresh matcher for each place, its tokens consumed one
+by one, with the tokenizer's own end-of-text token. What `Matcher` finds by going back and forth in
+one matcher must equal that."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from forerun.errors import BusyError, RequestError
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.sampling import compiler as compiler_module
 from forerun.sampling import matcher as matcher_module
 from forerun.sampling.compiler import GrammarCompiler
@@ -36,16 +37,24 @@ from forerun.sampling.matcher import Matcher, NotReadyError
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Law
 from tests import tiny
-from tests.models.test_text import PLAIN, byte_fallback, write
+from tests.models.test_tokenizer import PLAIN, byte_fallback, write
 
 END, VOCAB = 2, tiny.WORDED
 SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"enum": ["alpha", "beta", "alphabet"]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 4,
+        },
         "next": {"type": "string", "maxLength": 6},
-        "deep": {"type": "object", "properties": {"colour": {"type": "boolean"}}, "additionalProperties": False},
+        "deep": {
+            "type": "object",
+            "properties": {"colour": {"type": "boolean"}},
+            "additionalProperties": False,
+        },
     },
     "required": ["name", "sizes", "next"],
     "additionalProperties": False,
@@ -89,7 +98,9 @@ class Twin:
 
 
 def bits(packed: bytes) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")).tolist())
+    return set(
+        np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")).tolist()
+    )
 
 
 def opened(compiler: GrammarCompiler, grammar: Grammar, ends: Sequence[int] = (END,)) -> Matcher:
@@ -104,7 +115,11 @@ def random_tree(dice: random.Random, twin: Twin, text: list[int], nodes: int = 9
     while len(draft) < nodes:
         parent = dice.choice([len(draft) - 1, dice.randrange(len(draft))])
         allowed = twin.allowed(text + path_to(draft, parent))
-        token = dice.choice(sorted(allowed)) if allowed and dice.random() < 0.8 else dice.randrange(VOCAB)
+        token = (
+            dice.choice(sorted(allowed))
+            if allowed and dice.random() < 0.8
+            else dice.randrange(VOCAB)
+        )
         draft.add(token, parent, dice.choice(["one", "two"]))
     return draft
 
@@ -118,8 +133,13 @@ def path_to(draft: Draft, node: int) -> list[int]:
 def test_masks_pruning_and_forced_tokens_on_trees(
     name: str, seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """Along a whole text, a tree a step, asked in any order, with commits that follow the tree or leave it."""
-    dice, twin, matcher = random.Random(seed), Twin(GRAMMARS[name], tokenizer), opened(compiler, GRAMMARS[name])
+    """Along a whole text, a tree a step, asked in any order, with commits that follow the tree or
+    leave it."""
+    dice, twin, matcher = (
+        random.Random(seed),
+        Twin(GRAMMARS[name], tokenizer),
+        opened(compiler, GRAMMARS[name]),
+    )
     text: list[int] = []
     for _ in range(40):
         draft = random_tree(dice, twin, text)
@@ -170,7 +190,9 @@ def check_forced(forced: list[int], twin: Twin, text: list[int]) -> None:
     assert len(forced) == 6 or len(left) != 1 or left == {END}
 
 
-def test_whole_texts_are_forced_where_there_is_no_choice(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_whole_texts_are_forced_where_there_is_no_choice(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
     matcher = opened(compiler, Grammar.of("choice", ["true alphabet"]))
     forced = matcher.forced(50)
     assert tokenizer.decode(forced) == "true alphabet" and matcher.forced(1) == forced[:1]
@@ -190,10 +212,16 @@ def test_sampled_drafts_are_not_pruned(compiler: GrammarCompiler) -> None:
 def test_laws_kept_with_a_draft_are_pruned_with_it(compiler: GrammarCompiler) -> None:
     matcher = opened(compiler, Grammar.of("regex", "[ab]+"))
     a, x, b = (compiler.tokenizer.encode(c)[0] for c in "axb")  # type: ignore[union-attr]
-    draft = Draft([0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Law.GIVEN] * 5)
+    draft = Draft(
+        [0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Law.DETERMINISTIC] * 5
+    )
     draft.probs = np.arange(5.0)[:, None]
     pruned = matcher.prune(draft)
-    assert (pruned.tokens, pruned.parents, pruned.sources) == ([0, a, b], [-1, 0, 1], ["", "q", "s"])
+    assert (pruned.tokens, pruned.parents, pruned.sources) == (
+        [0, a, b],
+        [-1, 0, 1],
+        ["", "q", "s"],
+    )
     assert pruned.probs is not None and pruned.probs.ravel().tolist() == [0, 2, 4]
 
 
@@ -223,7 +251,9 @@ def test_without_end_tokens_the_grammar_ends_the_request(compiler: GrammarCompil
 
 
 @pytest.mark.parametrize("ends", [(END,), ()])
-def test_a_text_that_cannot_go_on_is_an_abort(ends: tuple[int, ...], compiler: GrammarCompiler) -> None:
+def test_a_text_that_cannot_go_on_is_an_abort(
+    ends: tuple[int, ...], compiler: GrammarCompiler
+) -> None:
     """What is outside the grammar is only ever drawn where nothing else was left."""
     for token in (100, *ends):
         matcher = opened(compiler, GRAMMARS["schema"], ends)
@@ -291,7 +321,9 @@ def test_a_grammar_is_a_value() -> None:
 
 
 def chain(rule: str, count: int) -> str:
-    return "start: a0\n" + "\n".join(rule.format(i, i + 1) for i in range(count)) + f'\na{count}: "x"'
+    return (
+        "start: a0\n" + "\n".join(rule.format(i, i + 1) for i in range(count)) + f'\na{count}: "x"'
+    )
 
 
 UNUSABLE = {
@@ -311,17 +343,28 @@ UNUSABLE = {
     "states in lark": Grammar.of("lark", 'start: %json {"type": "number", "multipleOf": 99991.7}'),
     "many cases": Grammar.of(
         "json_schema",
-        {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {"const": j}}} for j in range(4)]} for i in range(12)]},
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}_{j}": {"const": j}}} for j in range(4)]}
+                for i in range(12)
+            ]
+        },
     ),
     "terminals that double": Grammar.of(
-        "lark", "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(30)) + '\nA30: "x"'
+        "lark",
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(30)) + '\nA30: "x"',
     ),
     "rules that double": Grammar.of("lark", chain("a{0}: a{1} a{1}", 30)),
     "many properties": Grammar.of(
-        "json_schema", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1900)}}
+        "json_schema",
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1900)}},
     ),
-    "states by another spelling": Grammar.of("lark", 'start: %json {"type": "integer", "multiple\\u004ff": 100000007}'),
-    "a schema by another spelling": Grammar("json_schema", '{"type": "integer", "multiple\\u004ff": 100000007}'),
+    "states by another spelling": Grammar.of(
+        "lark", 'start: %json {"type": "integer", "multiple\\u004ff": 100000007}'
+    ),
+    "a schema by another spelling": Grammar(
+        "json_schema", '{"type": "integer", "multiple\\u004ff": 100000007}'
+    ),
     "digits": Grammar("json_schema", '{"type": "number", "multipleOf": 1e-300}'),
     "repeats of repeats": Grammar.of("regex", "(a{1000}){1000}{1000}"),
     "deep": Grammar.of("regex", "(" * 20_000 + "a" + ")" * 20_000),
@@ -331,7 +374,9 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_grammar_that_cannot_be_used_is_one_line_at_once(name: str, compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_cannot_be_used_is_one_line_at_once(
+    name: str, compiler: GrammarCompiler
+) -> None:
     start = time.process_time()
     with pytest.raises(RequestError) as caught:
         compiler.matcher(UNUSABLE[name], [END])
@@ -346,7 +391,9 @@ def test_long_chains_of_rules_do_not_end_the_process(rule: str, compiler: Gramma
     assert opened(compiler, Grammar.of("lark", chain(rule, count))).forced(3)
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_takes_too_long_is_refused(
+    monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler
+) -> None:
     """Where the sandbox has had nothing against it."""
     monkeypatch.setattr(compiler_module, "SECONDS", 0.01)
     monkeypatch.setattr(compiler_module, "build", lambda *_: time.sleep(0.3))
@@ -354,13 +401,17 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
         compiler.matcher(Grammar.of("regex", "never compiled"), [END])
 
 
-@pytest.mark.parametrize("name", [name for name in UNUSABLE if "states" in name or "spelling" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in UNUSABLE if "states" in name or "spelling" in name]
+)
 def test_what_would_be_compiled_for_ever_is_not_compiled_here(
     name: str, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that is left behind takes a core and 45 MB a second until the process ends."""
     monkeypatch.setattr(compiler_module, "build", lambda *_: pytest.fail("it is compiled here"))
-    with pytest.raises(RequestError, match=r"cannot be compiled: it takes over 0\.8 seconds or 64 MiB"):
+    with pytest.raises(
+        RequestError, match=r"cannot be compiled: it takes over 0\.8 seconds or 64 MiB"
+    ):
         compiler.matcher(UNUSABLE[name], [END])
     until(lambda: not compiler_module.SANDBOX._busy, "nothing works on it any more")
 
@@ -375,7 +426,9 @@ def test_a_compilation_that_is_killed(compiler: GrammarCompiler) -> None:
     assert compiler.matcher(Grammar.of("regex", "another"), [END])
 
 
-def test_the_sandbox_knows_the_tokens_that_grammars_name(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_the_sandbox_knows_the_tokens_that_grammars_name(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
     """By name and by number; it is given no others."""
     special = tokenizer.spell(END)
     for text in (f"start: {special} /[a-z]/", f"start: <[{END}]> /[a-z]/", "start: <[60-80]>"):
@@ -388,11 +441,15 @@ def test_the_sandbox_knows_the_tokens_that_grammars_name(compiler: GrammarCompil
         compiler.matcher(Grammar.of("lark", "start: <unheard>"), [END])
 
 
-def test_what_is_compiled_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+def test_what_is_compiled_is_kept_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
     monkeypatch.setattr(compiler_module, "ALL_HELD", 4 << 20)
     monkeypatch.setattr(compiler_module, "SANDBOX", Measured())
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
-    running = [mine.compiled(Grammar("regex", "a"), owner) for owner in ("one", "one", "other", "other")]
+    running = [
+        mine.compiled(Grammar("regex", "a"), owner) for owner in ("one", "one", "other", "other")
+    ]
     with pytest.raises(BusyError, match="try again"):
         mine.compiled(Grammar("regex", "a"), "third")
     del running[0]
@@ -415,14 +472,18 @@ def until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(None, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
     assert GrammarCompiler(None, VOCAB, [END]).matcher(None, [END]) is None
     words = Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     with pytest.raises(RequestError, match="tokenizer cannot be used"):
-        GrammarCompiler(Tokenizer(write(tmp_path, words, **PLAIN)), 4, []).matcher(GRAMMARS["regex"], [])
+        GrammarCompiler(Tokenizer(write(tmp_path, words, **PLAIN)), 4, []).matcher(
+            GRAMMARS["regex"], []
+        )
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install 'forerun\[structured\]'"):
         GrammarCompiler(tokenizer, VOCAB, [END]).matcher(GRAMMARS["regex"], [END])
@@ -430,7 +491,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tokenizer: Tok
 
 # One request's grammar is its own.
 
-EXPLODING = Grammar.of("regex", r"(.|\n)*[aeiou](.|\n){30}x")  # the number of lexer states doubles with each character
+EXPLODING = Grammar.of(
+    "regex", r"(.|\n)*[aeiou](.|\n){30}x"
+)  # the number of lexer states doubles with each character
 
 
 def at_random(matcher: Matcher, seed: int, count: int) -> list[int]:
@@ -443,8 +506,11 @@ def at_random(matcher: Matcher, seed: int, count: int) -> list[int]:
     return tokens
 
 
-def test_no_request_changes_what_another_one_gets(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lexer that all requests shared was full after the first one: the others ended with their first token."""
+def test_no_request_changes_what_another_one_gets(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lexer that all requests shared was full after the first one: the others ended with their
+    first token."""
     monkeypatch.setattr(compiler_module, "STATES", 3000)
     fresh = at_random(opened(compiler, EXPLODING), 1, 12)
     waiting, glutton = opened(compiler, EXPLODING), opened(compiler, EXPLODING)
@@ -455,9 +521,15 @@ def test_no_request_changes_what_another_one_gets(compiler: GrammarCompiler, mon
 def test_a_full_lexer_is_replaced_and_allows_the_same(
     compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every look ahead the lexer fills up; what is allowed is what an unbounded matcher allows."""
+    """With every look ahead the lexer fills up; what is allowed is what an unbounded matcher
+    allows."""
     monkeypatch.setattr(compiler_module, "STATES", 400)
-    twin, dice, matcher, text = Twin(EXPLODING, tokenizer), random.Random(0), opened(compiler, EXPLODING), []
+    twin, dice, matcher, text = (
+        Twin(EXPLODING, tokenizer),
+        random.Random(0),
+        opened(compiler, EXPLODING),
+        [],
+    )
     renewals, renew = [], matcher.compiled.renew
     matcher.compiled.renew = lambda: renewals.append(1) or renew()
     for _ in range(25):
@@ -476,7 +548,10 @@ def test_a_bound_that_one_mask_exceeds_ends_the_request_with_its_reason(
     """Reading the text alone takes a state for each character here."""
     monkeypatch.setattr(compiler_module, "STATES", 60)
     matcher = opened(compiler, EXPLODING)
-    with pytest.raises(RequestError, match=r"regex grammar is too complex to match after \d+ tokens .*: give one with"):
+    with pytest.raises(
+        RequestError,
+        match=r"regex grammar is too complex to match after \d+ tokens .*: give one with",
+    ):
         at_random(matcher, 3, 200)
     assert 3 < len(matcher.tokens) < 100
 
@@ -530,19 +605,27 @@ def test_whoever_has_to_wait_for_a_mask_is_left_out(slow: Matcher) -> None:
     assert len(slow.masks(Draft.root(0))) == 1
 
 
-def test_a_mask_that_takes_too_long_ends_its_request(slow: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_takes_too_long_ends_its_request(
+    slow: Matcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(matcher_module, "PATIENCE", 0.0)
     slow.begin()
     with pytest.raises(RequestError, match="takes too long to match after 0 tokens"):
         slow.ready()
 
 
-def test_threads_find_what_is_found_without_them(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_threads_find_what_is_found_without_them(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
     """Whether a set is only to be looked up is settled before a thread begins to look for it."""
     mine = GrammarCompiler(tokenizer, VOCAB, [END])
     mine.confine()
     for name, grammar in GRAMMARS.items():
-        threaded, plain, dice = opened(mine, grammar), opened(compiler, grammar), random.Random(name)
+        threaded, plain, dice = (
+            opened(mine, grammar),
+            opened(compiler, grammar),
+            random.Random(name),
+        )
         for _ in range(12):
             draft = Draft.chain(0, [dice.randrange(VOCAB) for _ in range(3)], "toy")
             assert threaded.masks(draft) == plain.masks(draft)
@@ -582,16 +665,21 @@ def gemma_sized(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, 262_144, [262_143])
 
 
-@pytest.mark.parametrize("grammar", [*GRAMMARS.values(), Grammar.of("regex", "[A-Z][a-z]+")], ids=str)
+@pytest.mark.parametrize(
+    "grammar", [*GRAMMARS.values(), Grammar.of("regex", "[A-Z][a-z]+")], ids=str
+)
 def test_bounds_for_strangers_do_not_count_the_models_vocabulary(
     grammar: Grammar, gemma_sized: GrammarCompiler
 ) -> None:
-    """The vocabulary alone took most of the memory that a grammar may take, so that none compiled."""
+    """The vocabulary alone took most of the memory that a grammar may take, so that none
+    compiled."""
     matcher = gemma_sized.matcher(grammar, [262_143])
     assert matcher is not None and any(matcher.masks(Draft.root(0))[0])
 
 
-def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(gemma_sized: GrammarCompiler) -> None:
+def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(
+    gemma_sized: GrammarCompiler,
+) -> None:
     with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
         gemma_sized.matcher(UNUSABLE["many states"], [262_143])
     assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])

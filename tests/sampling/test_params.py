@@ -46,7 +46,11 @@ GOOD = {
 
 
 def cases(table):
-    return [pytest.param(name, value, id=f"{name}={value!r}") for name, values in table.items() for value in values]
+    return [
+        pytest.param(name, value, id=f"{name}={value!r}")
+        for name, values in table.items()
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize("name, value", cases(BAD))
@@ -55,12 +59,16 @@ def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
         SamplingParams(**{name: value})
     message = str(caught.value)
     assert name in message
-    assert any(advice in message for advice in ("give", "must be", "leave it out", "lower it")), "what to do"
+    assert any(advice in message for advice in ("give", "must be", "leave it out", "lower it")), (
+        "what to do"
+    )
 
 
 @pytest.mark.parametrize("name, value", cases(GOOD))
 def test_the_ends_of_a_range_are_allowed(name, value):
-    expected = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    expected = (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
     assert getattr(SamplingParams.of(**{name: value}), name) == expected
 
 
@@ -82,7 +90,13 @@ def test_a_value_of_a_wrong_type_is_an_error_that_names_it(name, value):
 
 
 @pytest.mark.parametrize(
-    "given, meant", [("temperatur", "temperature"), ("topk", "top_k"), ("max_token", "max_tokens"), ("stops", "stop")]
+    "given, meant",
+    [
+        ("temperatur", "temperature"),
+        ("topk", "top_k"),
+        ("max_token", "max_tokens"),
+        ("stops", "stop"),
+    ],
 )
 def test_an_unknown_name_suggests_the_nearest(given, meant):
     with pytest.raises(RequestError, match=f"'{given}'.*did you mean '{meant}'"):
@@ -102,9 +116,13 @@ def test_min_tokens_may_not_exceed_max_tokens():
 
 def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfiltered():
     params = SamplingParams()
-    assert params.temperature is None and params.greedy and params.unfiltered and not params.penalised
+    assert (
+        params.temperature is None and params.greedy and params.unfiltered and not params.penalised
+    )
     assert params.stop_strings == ()
-    assert SamplingParams.pure().heat == 0 and SamplingParams.pure(temperature=0.8, top_k=3).filters == (3, 1.0, 0.0)
+    assert SamplingParams.pure().heat == 0 and SamplingParams.pure(
+        temperature=0.8, top_k=3
+    ).filters == (3, 1.0, 0.0)
 
 
 def values(params):
@@ -130,7 +148,9 @@ def test_the_user_goes_before_the_authors_and_these_before_forerun(given, advise
 
 
 def test_stop_is_a_tuple_however_given():
-    assert SamplingParams(stop="x").stop_strings == SamplingParams(stop=["x"]).stop_strings == ("x",)
+    assert (
+        SamplingParams(stop="x").stop_strings == SamplingParams(stop=["x"]).stop_strings == ("x",)
+    )
     assert SamplingParams(stop_token_ids=[4, 5]).stop_token_ids == (4, 5)
 
 

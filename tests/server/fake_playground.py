@@ -4,8 +4,8 @@
 
 The first line of the prompt (in a chat: of the last message) says what goes on:
 `#fake: slow | differ | html | lean | narrow | refuse | full | busy | stopping | break | cut`.
-Tokens follow from the prompt and the seed alone, as under `match`; drafts are right four times out of five.
-"""
+Tokens follow from the prompt and the seed alone, as under `match`; drafts are right four times out
+of five."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ INFO = {
 }  # fmt: skip
 CHAT = INFO | {"chat": True}
 REFUSALS = {  # kind: (status, message, parameter, code)
-    "refuse": (400, "max_tokens must be at most 2048: the context is <no longer> than that", "max_tokens", None),
+    "refuse": (
+        400,
+        "max_tokens must be at most 2048: the context is <no longer> than that",
+        "max_tokens",
+        None,
+    ),
     "full": (
         400,
         "the prompt has 2100 tokens, the context only 2048: shorten the prompt",
@@ -46,8 +51,14 @@ REFUSALS = {  # kind: (status, message, parameter, code)
     "stopping": (503, "the server is shutting down: try again in a moment", None, None),
 }
 LINE = " parser.add_argument('--{}', type={}, default={}, help='{}')\n   "
-OPTIONS = [("steps", "int", "100", "how long"), ("rate", "float", "0.1", "how fast"), ("seed", "int", "0", "a number")]
-TEXT = " default='run', help='what to call it')\n   " + "".join(LINE.format(*option) for option in OPTIONS * 3)
+OPTIONS = [
+    ("steps", "int", "100", "how long"),
+    ("rate", "float", "0.1", "how fast"),
+    ("seed", "int", "0", "a number"),
+]
+TEXT = " default='run', help='what to call it')\n   " + "".join(
+    LINE.format(*option) for option in OPTIONS * 3
+)
 TEXT += " args = parser.parse_args()\n\n    for step in range(args.steps):\n        print(step)\n"
 HTML = "<script>window.pwned = 1</script> <img src=x onerror='window.pwned = 2'> <b>bold</b> &amp; done"
 
@@ -76,9 +87,13 @@ class Story:
         self.rng = random.Random(f"{asked(body)} {body['seed']} {self.speculative}")
         shuffled = random.Random(f"{asked(body)} {body['seed']}")
         text = HTML if self.kind == "html" else TEXT
-        tokens = pieces(text) if self.kind == "html" else pieces(text * (1 + body["max_tokens"] // 100))
+        tokens = (
+            pieces(text) if self.kind == "html" else pieces(text * (1 + body["max_tokens"] // 100))
+        )
         self.words = sorted(set(tokens))
-        self.tokens = [shuffled.choice(self.words) if shuffled.random() < 0.05 else token for token in tokens]
+        self.tokens = [
+            shuffled.choice(self.words) if shuffled.random() < 0.05 else token for token in tokens
+        ]
         if self.kind == "html":
             self.tokens = tokens
         self.tokens = self.tokens[: 5 if self.kind == "narrow" else body["max_tokens"]]
@@ -135,14 +150,25 @@ class Story:
 
     def token(self, text: str, source: str = "") -> dict[str, Any]:
         words = sorted({*self.words, "\n", " else"})
-        return {"id": words.index(text) if text in words else len(words), "text": text, "source": source}
+        return {
+            "id": words.index(text) if text in words else len(words),
+            "text": text,
+            "source": source,
+        }
 
     def chances(self) -> dict[str, float]:
-        return {"p": round(self.rng.betavariate(2, 1), 4), "noise": round(self.rng.gauss(0.6, 1.2), 4)}
+        return {
+            "p": round(self.rng.betavariate(2, 1), 4),
+            "noise": round(self.rng.gauss(0.6, 1.2), 4),
+        }
 
     def q(self) -> float | None:
         by_ratio = self.speculative["rule"] in ("token", "block", "tree")
-        return round(self.rng.random(), 4) if by_ratio and self.speculative["draft"].startswith("model") else None
+        return (
+            round(self.rng.random(), 4)
+            if by_ratio and self.speculative["draft"].startswith("model")
+            else None
+        )
 
 
 def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -153,7 +179,11 @@ def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     histogram: dict[int, int] = {}
     rounds, drafted, count = 0, 0, 0
     for trace in story.rounds():
-        rounds, count, drafted = rounds + 1, count + len(trace["tokens"]), drafted + len(trace["draft"])
+        rounds, count, drafted = (
+            rounds + 1,
+            count + len(trace["tokens"]),
+            drafted + len(trace["draft"]),
+        )
         kept = sum(node["accepted"] for node in trace["draft"])
         histogram[kept] = histogram.get(kept, 0) + 1
         if story.kind == "slow":
@@ -181,11 +211,19 @@ def choice(text: str, finish_reason: str | None = None, chat: bool = False) -> d
 
 
 def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "tiny", "choices": choices}
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 0,
+        "model": "tiny",
+        "choices": choices,
+    }
 
 
 def error(message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+    return {
+        "error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -196,7 +234,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = {"/": "index.html"}.get(self.path, self.path.removeprefix("/playground/"))
         if self.path == "/server_info":
-            self.guarded() and self.answer(200, "application/json", json.dumps(self.server.info).encode())
+            self.guarded() and self.answer(
+                200, "application/json", json.dumps(self.server.info).encode()
+            )
         elif (PAGE / name).is_file() and "/" not in name:
             self.answer(200, TYPES[Path(name).suffix], (PAGE / name).read_bytes())
         else:
@@ -215,7 +255,10 @@ class Handler(BaseHTTPRequestHandler):
         self.head(200, "text/event-stream")
         try:
             for event in chunks(body):
-                self.wfile.write(b": a comment\r\n" + f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode())
+                self.wfile.write(
+                    b": a comment\r\n"
+                    + f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode()
+                )
             if kind(body) not in ("break", "cut"):
                 self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
@@ -242,7 +285,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Serves until `close`. `bodies` are the requests it got and `paths` where, `aborted` counts those given up on."""
+    """Serves until `close`. `bodies` are the requests it got and `paths` where, `aborted` counts
+    those given up on."""
 
     daemon_threads = True
 
@@ -253,7 +297,9 @@ class FakeServer(ThreadingHTTPServer):
         self.paths: list[str] = []
         self.aborted = 0
         self.url = f"http://127.0.0.1:{self.server_port}/"
-        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         self.thread.start()
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M
 
 @dataclass(kw_only=True)
 class Front:
-    """What answers at an address, known by nothing else. `http` is a client of it, `logged` what was logged as an error
-    while it ran, where that can be seen."""
+    """What answers at an address, known by nothing else. `http` is a client of it, `logged` what
+    was logged as an error while it ran, where that can be seen."""
 
     url: str
     http: httpx2.Client
@@ -39,7 +39,9 @@ class Front:
 
     def complete(self, **options: Any) -> dict[str, Any]:
         """The answer to a completion that must succeed."""
-        return self.answer("/v1/completions", {"prompt": "def add(a, b):", "max_tokens": 8} | options)
+        return self.answer(
+            "/v1/completions", {"prompt": "def add(a, b):", "max_tokens": 8} | options
+        )
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to any request that must succeed."""
@@ -52,7 +54,11 @@ class Front:
 
         def idle() -> bool:
             page = self.http.get("/metrics").text
-            return len(IDLE.findall(page)) == len(re.findall(r"^forerun_(?:running|waiting|kv_used)\b", page, re.M)) > 0
+            return (
+                len(IDLE.findall(page))
+                == len(re.findall(r"^forerun_(?:running|waiting|kv_used)\b", page, re.M))
+                > 0
+            )
 
         until(idle, "it is at rest")
 
@@ -107,7 +113,8 @@ def held(service: Service) -> Iterator[None]:
 
 @contextmanager
 def slow(service: Service, seconds: float = 0.01) -> Iterator[None]:
-    """Each step takes so long: a request of hundreds of tokens does not end while a test looks at it."""
+    """Each step takes so long: a request of hundreds of tokens does not end while a test looks at
+    it."""
     engine = service.llm.engine
     step = engine.step
 
@@ -136,9 +143,13 @@ class Errors(logging.Handler):
 
 @contextmanager
 def serving(
-    llm: LLM, listener: socket.socket | None = None, headers: dict[str, str] | None = None, **options: Any
+    llm: LLM,
+    listener: socket.socket | None = None,
+    headers: dict[str, str] | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
-    """A server with these settings on a free port (or on a listener of the caller's), shut down at the end."""
+    """A server with these settings on a free port (or on a listener of the caller's), shut down at
+    the end."""
     settings = Settings(**({"port": 0, "shutdown_timeout": 1.0} | options))
     app = make_app(llm, settings)
     listener = listener or socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -155,7 +166,9 @@ def serving(
         until(lambda: server.started, "the server starts")
         with httpx2.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
             service = app.state.service
-            yield Serving(url=url, http=http, logged=logged, server=server, service=service, thread=thread)
+            yield Serving(
+                url=url, http=http, logged=logged, server=server, service=service, thread=thread
+            )
     finally:
         server.should_exit = True
         thread.join(PATIENCE)

@@ -1,4 +1,5 @@
-"""Connections wait for their first request outside asyncio: which of them are handed on, refused or closed."""
+"""Connections wait for their first request outside asyncio: which of them are handed on, refused or
+closed."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def test_a_client_that_has_left_is_not_worked_for() -> None:
 def test_headers_in_pieces_are_put_together() -> None:
     async def scenario(f: Fixture) -> None:
         waiting = f.begin()
-        whole = request("/pieces").replace(b"\r\n\r\n", b"\r\nX: " + b"x" * 3 * arrivals.PIECE + b"\r\n\r\n")
+        whole = request("/pieces").replace(
+            b"\r\n\r\n", b"\r\nX: " + b"x" * 3 * arrivals.PIECE + b"\r\n\r\n"
+        )
         client = f.client(whole[:30])
         await until(lambda: any(arrival.received for arrival in waiting._waiting))
         client.sendall(whole[30:])
@@ -137,7 +140,9 @@ def test_whoever_sends_nothing_or_half_a_request_is_timed_out() -> None:
     run(scenario)
 
 
-def test_without_descriptors_the_oldest_makes_room_and_accepting_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_descriptors_the_oldest_makes_room_and_accepting_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario(f: Fixture) -> None:
         oldest = f.client(b"")
         waiting = f.begin()

@@ -13,9 +13,17 @@ from tests.server.serving import Serving
 
 CHAT = [{"role": "user", "content": "hi"}]
 JOBS = [
-    ("c", "/v1/completions", {"prompt": "def add(a, b):", "max_tokens": 20, "seed": 3, "temperature": 0.9}),
+    (
+        "c",
+        "/v1/completions",
+        {"prompt": "def add(a, b):", "max_tokens": 20, "seed": 3, "temperature": 0.9},
+    ),
     ("n", "/v1/completions", {"prompt": ["x = ", "import "], "n": 2, "max_tokens": 9, "seed": 4}),
-    ("h", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 12, "seed": 5, "logprobs": True}),
+    (
+        "h",
+        "/v1/chat/completions",
+        {"messages": CHAT, "max_tokens": 12, "seed": 5, "logprobs": True},
+    ),
     ("r", "/v1/responses", {"input": "hi", "max_output_tokens": 12, "seed": 6}),
     ("s", "/v1/completions", {"prompt": "x = ", "max_tokens": 6, "seed": 7, "stream": True}),
 ]
@@ -23,12 +31,15 @@ JOBS = [
 
 @pytest.fixture
 def work(spare: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Runs a batch with the spare model; returns the answers by custom_id, and counts models made."""
+    """Runs a batch with the spare model; returns the answers by custom_id, and counts models
+    made."""
     monkeypatch.setattr(batch, "LLM", lambda **options: spare)
 
     def run(lines: list, target: Path = tmp_path / "out.jsonl") -> dict[str, dict]:
         source = tmp_path / "in.jsonl"
-        source.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+        source.write_text(
+            "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+        )
         batch.run(source, target, {})
         answers = [json.loads(line) for line in target.read_text().splitlines()]
         assert len({a["custom_id"] for a in answers}) == len(answers)
@@ -42,9 +53,17 @@ def line(name: str, url: str, body: object) -> dict:
 
 
 def essence(value: object) -> object:
-    """An answer without what differs from time to time: ids, times, counts of the cache, what speculation did."""
+    """An answer without what differs from time to time: ids, times, counts of the cache, what
+    speculation did."""
     if isinstance(value, dict):
-        out = ("id", "created", "created_at", "metrics", "prompt_tokens_details", "input_tokens_details")
+        out = (
+            "id",
+            "created",
+            "created_at",
+            "metrics",
+            "prompt_tokens_details",
+            "input_tokens_details",
+        )
         return {k: essence(v) for k, v in value.items() if k not in out}
     return [essence(v) for v in value] if isinstance(value, list) else value
 
@@ -56,7 +75,9 @@ def test_answers_are_the_servers(work, server: Serving) -> None:
         answer = answers[name]
         assert answer["error"] is None and answer["response"]["status_code"] == 200
         assert answer["id"] and answer["response"]["request_id"]
-        assert essence(answer["response"]["body"]) == essence(server.answer(url, body | {"stream": False}))
+        assert essence(answer["response"]["body"]) == essence(
+            server.answer(url, body | {"stream": False})
+        )
 
 
 def test_a_bad_line_is_an_answer_like_any_other(work) -> None:
@@ -74,24 +95,35 @@ def test_a_bad_line_is_an_answer_like_any_other(work) -> None:
         "body number": line("body number", "/v1/completions", 5),
         "surrogate": line("surrogate", "/v1/completions", {"prompt": "\ud800"}),
         "grammar": line(
-            "grammar", "/v1/completions", {"prompt": "x", "response_format": {"type": "regex", "regex": "("}}
+            "grammar",
+            "/v1/completions",
+            {"prompt": "x", "response_format": {"type": "regex", "regex": "("}},
         ),
     }
-    answers = work([*bad.values(), line("good", "/v1/completions", {"prompt": "x", "max_tokens": 2})])
+    answers = work(
+        [*bad.values(), line("good", "/v1/completions", {"prompt": "x", "max_tokens": 2})]
+    )
     assert answers.pop("good")["response"]["status_code"] == 200
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
-    assert set(statuses) == set(bad) and all(400 <= status < 500 for status in statuses.values()), statuses
+    assert set(statuses) == set(bad) and all(400 <= status < 500 for status in statuses.values()), (
+        statuses
+    )
     for answer in answers.values():
         assert set(answer["response"]["body"]["error"]) == {"message", "type", "param", "code"}
 
 
 def test_more_lines_than_places(work) -> None:
-    jobs = [line(str(i), "/v1/completions", {"prompt": f"x{i} = ", "max_tokens": 3, "seed": i}) for i in range(40)]
+    jobs = [
+        line(str(i), "/v1/completions", {"prompt": f"x{i} = ", "max_tokens": 3, "seed": i})
+        for i in range(40)
+    ]
     answers = work(jobs)
     assert len(answers) == 40 and all(a["response"]["status_code"] == 200 for a in answers.values())
 
 
-def test_a_cut_output_is_gone_on_with(work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_output_is_gone_on_with(
+    work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines, target = [line(*job) for job in JOBS], tmp_path / "out.jsonl"
     first = work(lines)
     whole = target.read_text().splitlines(keepends=True)
@@ -140,7 +172,10 @@ def test_an_interrupted_batch_is_gone_on_with(
         ("5\n", "line 1: a request needs a custom_id"),
         ("{}\n", "line 1: a request needs a custom_id"),
         ('{"custom_id": 5}\n', "line 1: a request needs a custom_id"),
-        ('\n{"custom_id": "a"}\n\n{"custom_id": "a"}\n', "line 4: the custom_id 'a' was there before"),
+        (
+            '\n{"custom_id": "a"}\n\n{"custom_id": "a"}\n',
+            "line 4: the custom_id 'a' was there before",
+        ),
     ],
     ids=["cut", "second", "deep", "number", "empty", "id", "twice"],
 )

@@ -1,4 +1,5 @@
-"""What a request may hold is told from its bytes, and what is within bounds is read as json reads it."""
+"""What a request may hold is told from its bytes, and what is within bounds is read as json reads
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from forerun.server.writing import written
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "[{,:", '"\\']
 )
-LEAVES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 VALUE = st.recursive(
     LEAVES | TEXT,
     lambda items: st.lists(items, max_size=5) | st.dictionaries(TEXT, items, max_size=5),
@@ -32,10 +38,14 @@ def test_read_as_json_reads_it(value: Any, escaped: bool) -> None:
 @given(VALUE)
 def test_written_as_json_writes_it(value: Any) -> None:
     for levels in range(6):
-        assert written(value, levels) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        assert written(value, levels) == json.dumps(
+            value, ensure_ascii=False, separators=(",", ":")
+        )
 
 
-@pytest.mark.parametrize("items", [list(range(1000)), [[1.5] * 200] * 3, [{"a": i} for i in range(200)]])
+@pytest.mark.parametrize(
+    "items", [list(range(1000)), [[1.5] * 200] * 3, [{"a": i} for i in range(200)]]
+)
 def test_slices_of_long_lists_join(items: list[Any]) -> None:
     value = {"choices": [{"logprobs": {"content": items}}], "data": items}
     assert json.loads(written(value)) == value
@@ -66,7 +76,8 @@ def test_over_a_bound(body: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'"', b"\xff", b'{"a": 1}}', "[1]".encode("utf-16"), b'\\"[', b"\xef\xbb\xbf1"]
+    "body",
+    [b"", b"{", b'"', b"\xff", b'{"a": 1}}', "[1]".encode("utf-16"), b'\\"[', b"\xef\xbb\xbf1"],
 )
 def test_no_json_at_all(body: bytes) -> None:
     with pytest.raises(ValueError):
@@ -80,4 +91,6 @@ def test_as_deep_and_as_many_as_may_be() -> None:
 
 
 def test_characters_of_all_texts() -> None:
-    assert characters_of([{"role": "user", "n": 5, "parts": [{"text": "abc"}, None]}]) == len("roleusernpartstextabc")
+    assert characters_of([{"role": "user", "n": 5, "parts": [{"text": "abc"}, None]}]) == len(
+        "roleusernpartstextabc"
+    )

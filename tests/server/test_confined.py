@@ -1,4 +1,5 @@
-"""Grammars and templates that never end: a server refuses them in time, serves others meanwhile, and ends when told."""
+"""Grammars and templates that never end: a server refuses them in time, serves others meanwhile,
+and ends when told."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ import pytest
 
 from forerun.errors import BusyError
 from forerun.llm import LLM
-from forerun.models import chat
+from forerun.models import chat_template as chat
 from forerun.sampling import compiler
-from forerun.sandbox import WORKERS
+from forerun.worker_process import WORKERS
 from tests import tiny
 from tests.server import test_lifecycle as processes
 from tests.server.serving import PATIENCE, Serving, held, serving, until
@@ -56,11 +57,19 @@ def server(model: Path) -> Iterator[Serving]:
 
 
 def talk(text: str, **options: object) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "chat_template_kwargs": options}
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 2,
+        "chat_template_kwargs": options,
+    }
 
 
 def shaped(grammar: str) -> dict[str, object]:
-    return {"prompt": "x", "max_tokens": 2, "response_format": {"type": "grammar", "grammar": grammar}}
+    return {
+        "prompt": "x",
+        "max_tokens": 2,
+        "response_format": {"type": "grammar", "grammar": grammar},
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,9 +81,17 @@ def shaped(grammar: str) -> dict[str, object]:
         (talk("flood"), "too long"),
         (talk("refuse"), "I will not"),
     ],
-    ids=["a loop of the template", "a loop of an option", "memory", "a long text", "what the template raises"],
+    ids=[
+        "a loop of the template",
+        "a loop of an option",
+        "memory",
+        "a long text",
+        "what the template raises",
+    ],
 )
-def test_a_template_that_does_not_end_is_refused(body: dict[str, object], says: str, server: Serving) -> None:
+def test_a_template_that_does_not_end_is_refused(
+    body: dict[str, object], says: str, server: Serving
+) -> None:
     start = time.monotonic()
     answer = server.http.post(CHAT, json=body)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
@@ -82,7 +99,9 @@ def test_a_template_that_does_not_end_is_refused(body: dict[str, object], says: 
     assert server.http.post(CHAT, json=talk("hi")).status_code == 200
 
 
-def test_others_are_served_while_grammars_are_refused(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_served_while_grammars_are_refused(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than the server has threads for what blocks."""
     box, bodies = compiler.SANDBOX, [shaped(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
     with ThreadPoolExecutor(len(bodies)) as clients:
@@ -103,7 +122,9 @@ class Full:
         raise BusyError("no place")
 
 
-def test_the_engines_thread_never_compiles(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_thread_never_compiles(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many grammars are in flight."""
     names: list[str] = []
     compile_ = compiler.GrammarCompiler.compiled_each
@@ -126,11 +147,22 @@ def test_the_engines_thread_never_compiles(server: Serving, monkeypatch: pytest.
 EXPLODING = r"(.|\n)*[aeiou](.|\n){30}x"  # the number of lexer states doubles with each character
 
 
-def test_what_others_do_with_a_grammar_changes_nothing(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request filled the lexer that all with that grammar shared: their answers ended with the first token."""
+def test_what_others_do_with_a_grammar_changes_nothing(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request filled the lexer that all with that grammar shared: their answers ended with the
+    first token."""
     monkeypatch.setattr(compiler, "STATES", 3000)
     form = {"response_format": {"type": "regex", "regex": EXPLODING}}
-    asked = {"prompt": "x", "max_tokens": 20, "seed": 5, "temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0} | form
+    asked = {
+        "prompt": "x",
+        "max_tokens": 20,
+        "seed": 5,
+        "temperature": 100,
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+    } | form
     before = server.answer(COMPLETIONS, asked)["choices"][0]
     for seed in range(3):
         server.answer(COMPLETIONS, asked | {"max_tokens": 100, "seed": seed})
@@ -139,7 +171,11 @@ def test_what_others_do_with_a_grammar_changes_nothing(server: Serving, monkeypa
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return [
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    ]
 
 
 def computing(pid: int) -> float:
@@ -151,23 +187,34 @@ def computing(pid: int) -> float:
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_leaves_no_work_behind(sign: signal.Signals, model: Path) -> None:
-    with processes.start("serve", str(model), "--port", "0", "--shutdown-timeout", "0.2") as process:
+    with processes.start(
+        "serve", str(model), "--port", "0", "--shutdown-timeout", "0.2"
+    ) as process:
         mine = processes.Server(process)
         try:
             mine.wait_until_up()
             for request in ((talk("loop"), CHAT), (shaped(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
                 threading.Thread(target=ask, args=(mine, *request), daemon=True).start()
-            until(lambda: any(computing(pid) > 0.5 for pid in children(process.pid)), "they are worked on")
+            until(
+                lambda: any(computing(pid) > 0.5 for pid in children(process.pid)),
+                "they are worked on",
+            )
             workers = children(process.pid)
             process.send_signal(sign)
             assert process.wait(6) == (0 if sign == signal.SIGTERM else -sign)
         finally:
             process.kill()
-    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers), "its processes have ended", 5)
+    until(
+        lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers),
+        "its processes have ended",
+        5,
+    )
 
 
 def ask(server: processes.Server, body: dict[str, object], path: str) -> None:
-    with suppress(OSError, http.client.HTTPException, ValueError):  # whatever a server that ends still says
+    with suppress(
+        OSError, http.client.HTTPException, ValueError
+    ):  # whatever a server that ends still says
         server.post(body, path)
 
 

@@ -1,7 +1,8 @@
-"""Every door samples alike where a request says nothing: as the model's authors set it, else by forerun's default.
+"""Every door samples alike where a request says nothing: as the model's authors set it, else by
+forerun's default.
 
-The command line was greedy then, the server drew at temperature 1 from every token, and the library was greedy.
-"""
+The command line was greedy then, the server drew at temperature 1 from every token, and the library
+was greedy."""
 
 from __future__ import annotations
 
@@ -13,13 +14,11 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.chat.commands import Commands
-from forerun.chat.conversation import Conversation
-from forerun.chat.parameters import Parameters
+from forerun.cli.conversation import Commands, Conversation, Parameters
 from forerun.sampling.params import DEFAULT
 from tests import tiny
+from tests.cli.test_main import forerun  # noqa: F401
 from tests.server.serving import Serving, serving
-from tests.test_cli import forerun  # noqa: F401
 
 AUTHORS = {"temperature": 0.6, "top_k": 3}
 PROMPT, TOKENS, SEED = "def add(a, b):", 40, 7
@@ -54,13 +53,19 @@ def test_the_library_takes_them_where_nothing_is_said(llm: LLM) -> None:
     one = SamplingParams(seed=SEED, max_tokens=TOKENS, top_k=1)
     assert llm.generate(PROMPT, one)[0].token_ids == expected(llm, temperature=0.0)
     cold = SamplingParams(seed=SEED, max_tokens=TOKENS, temperature=0)
-    assert llm.generate(PROMPT, cold)[0].token_ids == expected(llm, temperature=0.0) != expected(llm)
+    assert (
+        llm.generate(PROMPT, cold)[0].token_ids == expected(llm, temperature=0.0) != expected(llm)
+    )
 
 
-@pytest.mark.parametrize("given", [{}, {"temperature": 1.5}, {"top_p": 1.0, "top_k": 0}, {"min_p": 0.0}])
+@pytest.mark.parametrize(
+    "given", [{}, {"temperature": 1.5}, {"top_p": 1.0, "top_k": 0}, {"min_p": 0.0}]
+)
 def test_so_does_the_server(server: Serving, llm: LLM, given: dict[str, Any]) -> None:
     wanted = expected(llm, **given)  # before the server's own thread uses the engine
-    said = server.complete(prompt=PROMPT, seed=SEED, max_tokens=TOKENS, return_token_ids=True, **given)
+    said = server.complete(
+        prompt=PROMPT, seed=SEED, max_tokens=TOKENS, return_token_ids=True, **given
+    )
     assert said["choices"][0]["token_ids"] == wanted
     options = {"seed": SEED, "num_predict": TOKENS, **given}
     body = {"model": "tiny", "prompt": PROMPT, "raw": True, "stream": False, "options": options}
@@ -69,13 +74,21 @@ def test_so_does_the_server(server: Serving, llm: LLM, given: dict[str, Any]) ->
 
 def test_what_the_server_says_of_them(server: Serving, llm: LLM) -> None:
     said = server.answer("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 1})
-    assert (said["temperature"], said["top_p"]) == (llm.sampling["temperature"], llm.sampling["top_p"])
-    said = server.answer("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 1, "temperature": 0})
+    assert (said["temperature"], said["top_p"]) == (
+        llm.sampling["temperature"],
+        llm.sampling["top_p"],
+    )
+    said = server.answer(
+        "/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 1, "temperature": 0}
+    )
     assert said["temperature"] == 0
     info = server.http.get("/server_info").json()
     assert info["sampling"] == llm.recommended and info["default_sampling"] == DEFAULT
     shown = server.answer("/api/show", {"model": "tiny"})["parameters"].splitlines()
-    assert f"temperature {llm.sampling['temperature']}" in shown and f"top_k {llm.sampling['top_k']}" in shown
+    assert (
+        f"temperature {llm.sampling['temperature']}" in shown
+        and f"top_k {llm.sampling['top_k']}" in shown
+    )
 
 
 def test_a_conversation_says_where_each_comes_from(llm: LLM) -> None:
@@ -97,7 +110,9 @@ def test_a_conversation_says_where_each_comes_from(llm: LLM) -> None:
         ({"do_sample": True, "temperature": 0.3, "min_p": 0.2}, {"temperature": 0.3, "min_p": 0.2}),
     ],
 )
-def test_the_command_line(forerun, tmp_path: Path, settings: dict[str, Any] | None, differs: dict[str, Any]) -> None:  # noqa: F811
+def test_the_command_line(
+    forerun, tmp_path: Path, settings: dict[str, Any] | None, differs: dict[str, Any]
+) -> None:
     import shutil
 
     model = tmp_path / "tiny"

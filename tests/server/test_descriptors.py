@@ -47,13 +47,17 @@ def test_connections_are_bounded_below_the_limit_of_the_process(
     assert descriptors.within_limit(Settings()).max_connections == 512
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENFILE, "x")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ENFILE, "x")]
+)
 def test_what_needs_a_descriptor_that_is_not_there_is_told_to_come_back(error: OSError) -> None:
     status, body = errors.body(error)
     assert status == 503 and "no file descriptor left" in body["error"]["message"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "Broken")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "Broken")]
+)
 def test_a_preparation_that_fails_concerns_its_own_request(
     spare: LLM, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
@@ -63,14 +67,20 @@ def test_a_preparation_that_fails_concerns_its_own_request(
     with serving(spare) as s:
         with monkeypatch.context() as patch:
             patch.setattr(spare.engine.grammars, "compiled_each", fail)
-            answer = s.http.post("/v1/completions", json=ASKED | {"response_format": {"type": "regex", "regex": "zq+"}})
+            answer = s.http.post(
+                "/v1/completions",
+                json=ASKED | {"response_format": {"type": "regex", "regex": "zq+"}},
+            )
             assert answer.status_code == (503 if error.errno == errno.EMFILE else 500)
             assert s.complete()["choices"] and s.service.failures == 0
         assert len(s.logged) == (0 if error.errno == errno.EMFILE else 1)
 
 
-def test_what_the_engine_does_while_it_rests_ends_no_request(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import that found no descriptor ended all requests: "the engine failed; it starts over"."""
+def test_what_the_engine_does_while_it_rests_ends_no_request(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import that found no descriptor ended all requests: "the engine failed; it starts
+    over"."""
     tried = []
 
     def fail() -> None:
@@ -119,7 +129,9 @@ print(json.dumps(found))
 def test_nothing_is_imported_for_a_request(key: tuple[str, ...]) -> None:
     """What may need a descriptor is there before the first client."""
     command = [sys.executable, "-c", FIRST, str(tiny.spoken()), *key]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
@@ -128,7 +140,9 @@ def test_nothing_is_imported_for_a_request(key: tuple[str, ...]) -> None:
 def started(limit: int) -> Iterator[Server]:
     """A server process that may have so many files open."""
     command = f"ulimit -n {limit}; exec {sys.executable} -m forerun serve {tiny.spoken()} --port 0"
-    with subprocess.Popen(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        ["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
         server = Server(process)  # type: ignore[arg-type]
         try:
             server.wait_until_up()
@@ -138,7 +152,8 @@ def started(limit: int) -> Iterator[Server]:
 
 
 def test_clients_cannot_take_all_descriptors() -> None:
-    """400 half-sent connections under a low limit: others are served, grammars too, and the log has few lines."""
+    """400 half-sent connections under a low limit: others are served, grammars too, and the log has
+    few lines."""
     with started(160) as server, ExitStack() as stack:
         usual = server.post(ASKED)
         for _ in range(400):
@@ -147,7 +162,11 @@ def test_clients_cannot_take_all_descriptors() -> None:
             connection.connect(server.address)
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
         for i in range(4):
-            asked = {"prompt": "x", "max_tokens": 4, "response_format": {"type": "regex", "regex": f"a+{i}"}}
+            asked = {
+                "prompt": "x",
+                "max_tokens": 4,
+                "response_format": {"type": "regex", "regex": f"a+{i}"},
+            }
             assert server.post(asked)[0] == 200
         assert server.post(ASKED)[1]["choices"] == usual[1]["choices"]
         server.process.terminate()

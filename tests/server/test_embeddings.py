@@ -1,4 +1,5 @@
-"""Embeddings: the mean of the last hidden states, as a plain forward pass gives them, beside running generations."""
+"""Embeddings: the mean of the last hidden states, as a plain forward pass gives them, beside
+running generations."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ LONG = {
     "logprobs": 2,
     "return_token_ids": True,
 }
-KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(bool(native.reason()), reason="no native kernels"))]
+KERNELS = [
+    "torch",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(bool(native.reason()), reason="no native kernels")
+    ),
+]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +43,9 @@ def server(front: Front) -> Front:
 
 def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
     """By transformers: the states behind its last norm, averaged."""
-    model = tiny.hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = tiny.hf.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         states = model.base_model(torch.tensor([tokens])).last_hidden_state[0]
     return torch.nn.functional.normalize(states.mean(0), dim=0)
@@ -56,12 +64,16 @@ def test_it_is_the_mean_of_the_last_states(family: str, kernels: str) -> None:
         passes += 1
     assert passes == 4
     for vector, text in zip(reading.vectors(), texts, strict=True):
-        torch.testing.assert_close(torch.from_numpy(vector), expected(directory, text), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(vector), expected(directory, text), atol=2e-5, rtol=0
+        )
 
 
 def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, server: Front) -> None:
     texts = ["def add(a, b):", "return a + b", "x"]
-    packed = client.embeddings.create(model="tiny", input=texts)  # base64 unless it is told otherwise
+    packed = client.embeddings.create(
+        model="tiny", input=texts
+    )  # base64 unless it is told otherwise
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     assert [entry.index for entry in packed.data] == [0, 1, 2]
     assert [entry.embedding for entry in packed.data] == [entry.embedding for entry in plain.data]
@@ -71,7 +83,9 @@ def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, serve
     by_ids = client.embeddings.create(model="tiny", input=ids, encoding_format="float")
     assert [entry.embedding for entry in by_ids.data] == [entry.embedding for entry in plain.data]
     size = len(plain.data[0].embedding)
-    raw = server.answer("/v1/embeddings", {"input": ids[0], "encoding_format": "base64", "dimensions": size})
+    raw = server.answer(
+        "/v1/embeddings", {"input": ids[0], "encoding_format": "base64", "dimensions": size}
+    )
     unpacked = struct.unpack(f"<{size}f", base64.b64decode(raw["data"][0]["embedding"]))
     assert list(unpacked) == plain.data[0].embedding
 
@@ -85,13 +99,21 @@ def test_company_changes_no_vector(server: Front) -> None:
 
 
 def test_ollamas_shapes_hold_the_same_vectors(server: Front) -> None:
-    vectors = [e["embedding"] for e in server.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]]
+    vectors = [
+        e["embedding"] for e in server.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]
+    ]
     answer = server.answer("/api/embed", {"model": "tiny", "input": ["one", "two"]})
-    assert answer["embeddings"] == vectors and answer["model"] == "tiny" and answer["prompt_eval_count"] > 1
-    assert server.answer("/api/embed", {"model": "tiny", "input": "one"})["embeddings"][0] == pytest.approx(vectors[0])
-    assert server.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})["embedding"] == pytest.approx(
-        vectors[1]
+    assert (
+        answer["embeddings"] == vectors
+        and answer["model"] == "tiny"
+        and answer["prompt_eval_count"] > 1
     )
+    assert server.answer("/api/embed", {"model": "tiny", "input": "one"})["embeddings"][
+        0
+    ] == pytest.approx(vectors[0])
+    assert server.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})[
+        "embedding"
+    ] == pytest.approx(vectors[1])
     for path, empty in (("/api/embed", {"input": []}), ("/api/embed", {"input": ""})):
         assert server.answer(path, {"model": "tiny"} | empty)["embeddings"] == []
     ids = server.answer("/tokenize", {"prompt": "x = 1\n" * 3000})["tokens"][:2048]
@@ -100,8 +122,11 @@ def test_ollamas_shapes_hold_the_same_vectors(server: Front) -> None:
     assert whole["embeddings"][0] == cut["embedding"]
 
 
-def test_generations_go_on_between_chunks_and_say_the_same(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit: tokens and log-probabilities, while texts are read that are longer than the pool has left."""
+def test_generations_go_on_between_chunks_and_say_the_same(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit: tokens and log-probabilities, while texts are read that are longer than the pool
+    has left."""
     with serving(spare) as s:
         alone = s.answer("/v1/completions", LONG)["choices"][0]
         with slow(s.service), monkeypatch.context() as patch:
@@ -109,7 +134,9 @@ def test_generations_go_on_between_chunks_and_say_the_same(spare: LLM, monkeypat
             with s.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
                 events = sse(response)
                 parts = [next(events)]
-                vectors = s.answer("/v1/embeddings", {"input": [[5 + i % 90 for i in range(2000)], [9, 8]]})["data"]
+                vectors = s.answer(
+                    "/v1/embeddings", {"input": [[5 + i % 90 for i in range(2000)], [9, 8]]}
+                )["data"]
                 during = list(order)
                 parts += list(events)
         choices = [part["choices"][0] for part in parts]
@@ -130,7 +157,9 @@ def watched(llm: LLM, patch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_a_failure_while_reading_is_told_and_the_next_works(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_reading_is_told_and_the_next_works(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(spare) as s:
         with monkeypatch.context() as patch:
             patch.setattr(Reading, "step", lambda self: 1 / 0)

@@ -41,13 +41,17 @@ def status(named: str, origin: str | None = None, **options: object) -> int:
 @pytest.mark.parametrize("listens", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
 def test_on_loopback_only_its_own_names_are_answered(listens: str) -> None:
     assert [h for h in LOOPBACK if status(h, host=listens)] == []
-    assert [h for h in [*ADDRESSES, *STRANGE, socket.gethostname()] if status(h, host=listens) != 421] == []
+    assert [
+        h for h in [*ADDRESSES, *STRANGE, socket.gethostname()] if status(h, host=listens) != 421
+    ] == []
 
 
 @pytest.mark.parametrize("listens", ["0.0.0.0", "::", "192.168.1.7"])
 def test_elsewhere_addresses_and_the_machines_name_are_answered_too(listens: str) -> None:
     """What is rebound is always a name; an address in Host is no page's doing."""
-    assert [h for h in [*LOOPBACK, *ADDRESSES, socket.gethostname()] if status(h, host=listens)] == []
+    assert [
+        h for h in [*LOOPBACK, *ADDRESSES, socket.gethostname()] if status(h, host=listens)
+    ] == []
     assert [h for h in STRANGE if status(h, host=listens) != 421] == []
 
 
@@ -56,9 +60,13 @@ def test_names_may_be_added() -> None:
         for given in ("llm.example", "LLM.example:9000", "llm.example."):
             assert status("llm.example:8000", host=listens, allowed_hosts=given) == 0
             assert status("a.example", host=listens, allowed_hosts=given) == 421
-        assert [h for h in [*ADDRESSES, *STRANGE] if status(h, host=listens, allowed_hosts="*")] == []
+        assert [
+            h for h in [*ADDRESSES, *STRANGE] if status(h, host=listens, allowed_hosts="*")
+        ] == []
     assert status("box.lan", host="box.lan") == 0 and status("a.example", host="box.lan") == 421
-    assert status("192.168.1.7", allowed_hosts="192.168.1.7") == 0 and status("10.0.0.1", allowed_hosts="192.168.1.7")
+    assert status("192.168.1.7", allowed_hosts="192.168.1.7") == 0 and status(
+        "10.0.0.1", allowed_hosts="192.168.1.7"
+    )
 
 
 def test_only_its_own_pages_and_those_allowed_may_ask() -> None:
@@ -67,7 +75,10 @@ def test_only_its_own_pages_and_those_allowed_may_ask() -> None:
         ("[::1]:8000", "http://[::1]:8000"),
         ("127.0.0.1", "http://127.0.0.1"),
     ]
-    behind = [("llm.example", "https://llm.example"), ("llm.example:443", "https://LLM.example")]  # a proxy speaks TLS
+    behind = [
+        ("llm.example", "https://llm.example"),
+        ("llm.example:443", "https://LLM.example"),
+    ]  # a proxy speaks TLS
     assert [pair for pair in [*own, *behind] if status(*pair, allowed_hosts="llm.example")] == []
     others = [
         "null", "", "http://a.example", "http://localhost", "http://localhost:8001", "https://localhost.a.example:8000",
@@ -84,14 +95,20 @@ def test_what_is_loopback() -> None:
     assert [h for h in ("0.0.0.0", "::", "192.168.1.7", "a.example", "") if is_loopback(h)] == []
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/docs", "/playground/app.js", "/nowhere", "/api/tags"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/models", "/docs", "/playground/app.js", "/nowhere", "/api/tags"]
+)
 def test_a_rebound_name_reads_nothing(server: Serving, path: str) -> None:
     answer = server.http.get(path, headers={"host": "a.example:8000"})
     assert answer.status_code == 421 and len(answer.text) < 300 and "--allowed-hosts" in answer.text
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/api/generate", "/api/chat"])
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json", None])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/api/generate", "/api/chat"]
+)
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "application/json", None]
+)
 def test_a_page_elsewhere_starts_no_work(server: Serving, path: str, kind: str | None) -> None:
     """A browser sends the first two without asking, and a body without a type as well."""
     headers = {"origin": "https://a.example"} | ({"content-type": kind} if kind else {})
@@ -103,17 +120,31 @@ def test_a_page_elsewhere_starts_no_work(server: Serving, path: str, kind: str |
 def test_requests_without_an_origin_need_a_type_that_no_page_sends_unasked(server: Serving) -> None:
     """Browsers of old sent none with a form."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        answer = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind})
+        answer = server.http.post(
+            "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
+        )
         assert answer.status_code == 400, kind
         assert answer.json()["error"]["message"] == (
             f"the body must be JSON: send the header Content-Type: application/json, not {kind}"
         )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
-def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server: Serving, path: str) -> None:
-    """A script may leave the header out; a page cannot send a body without one and without saying where it is from."""
-    body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1})
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"]
+)
+def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(
+    server: Serving, path: str
+) -> None:
+    """A script may leave the header out; a page cannot send a body without one and without saying
+    where it is from."""
+    body = json.dumps(
+        {
+            "prompt": "x",
+            "messages": [{"role": "user", "content": "x"}],
+            "input": "x",
+            "max_tokens": 1,
+        }
+    )
     wanted = {"/v1/responses": "input", "/tokenize": "prompt"}
     fields = ("max_tokens", "prompt" if path == "/v1/completions" else "messages")
     fields = (wanted[path],) if path in wanted else fields
@@ -124,10 +155,14 @@ def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server: Serving
     for browser in ({"sec-fetch-site": "cross-site"}, {"origin": server.url}):
         request = server.http.build_request("POST", path, content=body, headers=browser)
         answer = server.http.send(request)
-        assert answer.status_code == 400 and "Content-Type: application/json, not none" in answer.text
+        assert (
+            answer.status_code == 400 and "Content-Type: application/json, not none" in answer.text
+        )
 
 
 def test_its_own_page_may_ask(spare: LLM) -> None:
     with serving(spare) as s:
-        answer = s.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"origin": s.url})
+        answer = s.http.post(
+            "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"origin": s.url}
+        )
         assert answer.status_code == 200

@@ -1,5 +1,5 @@
-"""Requests made to keep the server busy: while they are refused or answered, neither the event loop nor the engine is
-held, so that those who ask beside them go on."""
+"""Requests made to keep the server busy: while they are refused or answered, neither the event loop
+nor the engine is held, so that those who ask beside them go on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,15 @@ PROMISED = 0.05  # seconds, on a quiet machine
 ALLOWED = 0.5  # here, where other tests run beside this one; what is repaired took seconds
 TRIES = 3
 USER = '{"role": "user", "content": ""}'
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 50_000}}}
-CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[], " * 30_000 + "[]]}"}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 50_000}},
+}
+CALL = {
+    "id": "a",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": [' + "[], " * 30_000 + "[]]}"},
+}
 
 
 def body(**fields: Any) -> bytes:
@@ -120,7 +127,8 @@ CORPUS: dict[str, Callable[[], tuple[str, bytes]]] = {  # made when they are sen
 
 
 class Watch:
-    """How long the event loop and the engine let those wait who ask for nothing but a sign of life."""
+    """How long the event loop and the engine let those wait who ask for nothing but a sign of
+    life."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.loop_held, self.engine_held = service, 0.0, 0.0
@@ -160,12 +168,15 @@ def watched(service: Service) -> Iterator[Watch]:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_neither_the_event_loop_nor_the_engine_is_held(name: str, server: Serving) -> None:
-    """What holds them does so each time; what the machine does to this process beside other tests, it does once."""
+    """What holds them does so each time; what the machine does to this process beside other tests,
+    it does once."""
     path, content = CORPUS[name]()
     for _ in range(TRIES):
         with watched(server.service) as watch:
             start = time.perf_counter()
-            response = server.http.post(path, content=content, headers={"content-type": "application/json"})
+            response = server.http.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
             took = time.perf_counter() - start
         server.rest()
         print(
@@ -182,7 +193,8 @@ def test_neither_the_event_loop_nor_the_engine_is_held(name: str, server: Servin
 
 
 def test_all_of_it_at_once_beside_a_stream(server: Serving) -> None:
-    """Six who attack, and one who reads: the longest wait between two of its events, and for /health."""
+    """Six who attack, and one who reads: the longest wait between two of its events, and for
+    /health."""
     waits: list[float] = []
     done = threading.Event()
 
@@ -205,7 +217,9 @@ def test_all_of_it_at_once_beside_a_stream(server: Serving) -> None:
     asked = body(max_tokens=1500, stream=True, ignore_eos=True, speculative=False)
     with watched(server.service) as watch:
         health.start()
-        with server.http.stream("POST", COMPLETION, content=asked, headers={"content-type": "application/json"}) as s:
+        with server.http.stream(
+            "POST", COMPLETION, content=asked, headers={"content-type": "application/json"}
+        ) as s:
             events, gaps, last = sse(s), list[float](), time.perf_counter()
             for i, event in enumerate(events):
                 assert "error" not in event
@@ -223,7 +237,9 @@ def test_all_of_it_at_once_beside_a_stream(server: Serving) -> None:
         f"\nheld {1e3 * watch.loop_held:.0f} ms the event loop, {1e3 * watch.engine_held:.0f} ms the engine;"
         f" longest wait between events {1e3 * max(gaps):.0f} ms, for /health {1e3 * max(waits):.0f} ms"
     )
-    assert max(watch.loop_held, watch.engine_held) < 4 * ALLOWED  # the clients share this interpreter
+    assert (
+        max(watch.loop_held, watch.engine_held) < 4 * ALLOWED
+    )  # the clients share this interpreter
     server.rest()
 
 
@@ -240,8 +256,14 @@ def refusal(server: Serving, path: str, content: bytes) -> str:
     "content, says",
     [
         (many("1", VALUES + 1, '{"prompt": ['), f"values, this server takes {VALUES}"),
-        (many("{}", OBJECTS + 1, '{"prompt": ['), f"lists and objects, this server takes {OBJECTS}"),
-        (body(metadata=dictionary(ENTRIES + 1)), f"has {ENTRIES + 1} entries, this server takes {ENTRIES}"),
+        (
+            many("{}", OBJECTS + 1, '{"prompt": ['),
+            f"lists and objects, this server takes {OBJECTS}",
+        ),
+        (
+            body(metadata=dictionary(ENTRIES + 1)),
+            f"has {ENTRIES + 1} entries, this server takes {ENTRIES}",
+        ),
         (body(metadata={"a": dictionary(ENTRIES + 1)}), f"{ENTRIES + 1} entries"),
         (body(metadata=dictionary(65)), "metadata"),
         (b'{"prompt": "a", "metadata": ' + b'{"a":' * 101 + b"1" + b"}" * 102, "deep"),
@@ -261,13 +283,17 @@ def test_what_is_in_a_text_counts_as_no_structure(server: Serving) -> None:
     program = ('x = {"a": [[1, 2], "b\\\\"], \'c\': "\\"{[,:"}\n' * 400)[:15_000]
     assert server.http.post("/tokenize", json={"prompt": program}).json()["count"] > 0
     text = json.dumps({"prompt": "[{,:" * 6000 + '\\" \\' + '"' * 9000})
-    assert server.http.post("/tokenize", content=text, headers={"content-type": "application/json"}).status_code in (
+    assert server.http.post(
+        "/tokenize", content=text, headers={"content-type": "application/json"}
+    ).status_code in (
         200,
         400,
     )
     assert (
         "lists and objects"
-        not in server.http.post("/tokenize", content=text, headers={"content-type": "application/json"}).text
+        not in server.http.post(
+            "/tokenize", content=text, headers={"content-type": "application/json"}
+        ).text
     )
 
 
@@ -283,7 +309,9 @@ def test_an_error_repeats_little_of_what_was_sent(digits: int, server: Serving) 
 # ------------------------------------------------------------ places
 
 
-def test_there_is_a_place_before_there_is_any_work(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_place_before_there_is_any_work(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where no place is left, nothing is tokenized for a request of any endpoint."""
     monkeypatch.setattr(server.service, "reserved", server.service.limit)
     monkeypatch.setattr(server.service.llm.tokenizer, "encode", None)
@@ -300,19 +328,29 @@ def test_there_is_a_place_before_there_is_any_work(server: Serving, monkeypatch:
         "/api/embed": b'{"model": "tiny", "input": "a"}',
         "/api/embeddings": b'{"model": "tiny", "prompt": "a"}',
     }.items():
-        response = server.http.post(path, content=content, headers={"content-type": "application/json"})
+        response = server.http.post(
+            path, content=content, headers={"content-type": "application/json"}
+        )
         assert response.status_code == 429, path
         assert response.headers["retry-after"]
 
 
 def test_a_place_is_given_back_whatever_comes_of_the_preparation(server: Serving) -> None:
-    for content in (body(), body(prompt="a" * 40_000), body(stop_token_ids=[-1]), b'{"prompt": [[]]}'):
+    for content in (
+        body(),
+        body(prompt="a" * 40_000),
+        body(stop_token_ids=[-1]),
+        b'{"prompt": [[]]}',
+    ):
         server.http.post(COMPLETION, content=content, headers={"content-type": "application/json"})
         assert server.service.reserved == 0
 
 
-def test_what_a_refused_body_held_is_free_at_once(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames of an error may hold the error: where megabytes wait for cycles to be looked for, they pile up."""
+def test_what_a_refused_body_held_is_free_at_once(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of an error may hold the error: where megabytes wait for cycles to be looked for, they
+    pile up."""
 
     class Large(dict[str, Any]):
         """What came of the body."""

@@ -1,4 +1,5 @@
-"""Indices while the server runs: the operator's to load and drop, a client's for that client alone, nothing outside."""
+"""Indices while the server runs: the operator's to load and drop, a client's for that client alone,
+nothing outside."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from forerun.server.app import make_app
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving
 
-SAID = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0, "speculative": {"depth": 4}}
+SAID = {
+    "prompt": "the name of the colour is",
+    "max_tokens": 24,
+    "temperature": 0,
+    "speculative": {"depth": 4},
+}
 
 
 def write(llm: LLM, place: Path, *texts: str) -> None:
@@ -50,7 +56,9 @@ def server(spare: LLM, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     keys.write_text("acme key-of-acme\nother key-of-other\n")
     draft = spare.draft
     try:
-        with serving(spare, api_keys=str(keys), api_key=("key-of-operator",), indices=str(folder)) as running:
+        with serving(
+            spare, api_keys=str(keys), api_key=("key-of-operator",), indices=str(folder)
+        ) as running:
             yield running
     finally:
         spare.draft = draft
@@ -58,7 +66,9 @@ def server(spare: LLM, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             spare.engine.proposers["retrieval"].remove(name)  # type: ignore[attr-defined]
 
 
-def ask(server: Serving, who: str, method: str, path: str = "/v1/indices", **options: Any) -> httpx2.Response:
+def ask(
+    server: Serving, who: str, method: str, path: str = "/v1/indices", **options: Any
+) -> httpx2.Response:
     headers = {"Authorization": f"Bearer key-of-{who}"}
     return server.http.request(method, path, headers=headers, **options)
 
@@ -66,7 +76,9 @@ def ask(server: Serving, who: str, method: str, path: str = "/v1/indices", **opt
 def retrieved(server: Serving, who: str, **options: Any) -> int:
     """Tokens of an answer that were drafted from an index, and accepted. The text never changes."""
     server.service.llm.forget()
-    answer = ask(server, who, "POST", "/v1/completions", json=SAID | {"return_token_ids": True} | options).json()
+    answer = ask(
+        server, who, "POST", "/v1/completions", json=SAID | {"return_token_ids": True} | options
+    ).json()
     stats = answer["metrics"]["forerun"]["by_source"]
     texts.add(answer["choices"][0]["text"])
     return int(stats.get("retrieval", {}).get("accepted", 0))
@@ -78,7 +90,10 @@ texts: set[str] = set()
 def test_an_index_serves_its_client_from_load_to_drop(server: Serving) -> None:
     texts.clear()
     cards = ask(server, "operator", "GET").json()["data"]
-    assert [(card["id"], card["in_use"]) for card in cards] == [("acme/answers", False), ("shared", True)]
+    assert [(card["id"], card["in_use"]) for card in cards] == [
+        ("acme/answers", False),
+        ("shared", True),
+    ]
     assert retrieved(server, "acme") == retrieved(server, "other") == 0
     loaded = ask(server, "operator", "POST", json={"name": "acme/answers", "client": "acme"}).json()
     assert loaded["in_use"] and loaded["files"] == 1 and loaded["client"] == "acme"
@@ -108,7 +123,19 @@ def test_clients_neither_see_nor_change_indices(server: Serving, who: str) -> No
         assert answer.status_code == 403 and "operator" in answer.json()["error"]["message"]
 
 
-OUTSIDE = ["../shared", "acme/../shared", "/etc", "shared/../..", "", ".", "acme", "nothing", "link", "a\0b", "x" * 300]
+OUTSIDE = [
+    "../shared",
+    "acme/../shared",
+    "/etc",
+    "shared/../..",
+    "",
+    ".",
+    "acme",
+    "nothing",
+    "link",
+    "a\0b",
+    "x" * 300,
+]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -127,7 +154,10 @@ def test_what_cannot_be_used_is_one_answer(server: Serving, folder: Path) -> Non
     (folder / "broken" / LIST).write_text(json.dumps({"version": 1}))
     answer = ask(server, "operator", "POST", json={"name": "broken"})
     assert answer.status_code == 400 and "holds no index" in answer.json()["error"]["message"]
-    assert ask(server, "operator", "POST", json={"name": "shared", "client": "nobody"}).status_code == 400
+    assert (
+        ask(server, "operator", "POST", json={"name": "shared", "client": "nobody"}).status_code
+        == 400
+    )
     assert ask(server, "operator", "DELETE", "/v1/indices/nothing").status_code == 404
     assert ask(server, "operator", "DELETE", "/v1/indices/acme/answers").status_code == 404
     assert ask(server, "operator", "POST", json={"name": 5}).status_code in (400, 422)
@@ -140,7 +170,9 @@ def test_indices_change_while_requests_run(server: Serving) -> None:
     def change() -> None:
         while not ended.is_set():
             for method, path in (("POST", "/v1/indices"), ("DELETE", "/v1/indices/acme/answers")):
-                options: dict[str, Any] = {"json": {"name": "acme/answers"}} if method == "POST" else {}
+                options: dict[str, Any] = (
+                    {"json": {"name": "acme/answers"}} if method == "POST" else {}
+                )
                 assert ask(server, "operator", method, path, **options).status_code == 200
 
     changing = threading.Thread(target=change)

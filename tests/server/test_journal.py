@@ -1,4 +1,5 @@
-"""What is written down of a request: a log line with its id, and a span below the HTTP request's own."""
+"""What is written down of a request: a log line with its id, and a span below the HTTP request's
+own."""
 
 import asyncio
 import logging
@@ -26,9 +27,13 @@ def test_a_request_is_one_line_and_one_span(caplog: pytest.LogCaptureFixture) ->
     async def ask() -> None:
         async with app.router.lifespan_context(app):
             transport = httpx2.ASGITransport(app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
                 body = {"prompt": "def f(", "max_tokens": 5, "temperature": 0}
-                answer = await client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
+                answer = await client.post(
+                    "/v1/completions", json=body, headers={"X-Request-Id": "mine-1"}
+                )
                 assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine-1"
 
     with caplog.at_level(logging.INFO, logger="forerun.server"):

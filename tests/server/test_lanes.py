@@ -21,7 +21,9 @@ def test_a_place_rests_after_long_work_and_not_after_short(monkeypatch: pytest.M
         loop = asyncio.get_running_loop()
         later = loop.call_later
         await Lane(1).do(lambda: None)  # the first thread takes longer
-        monkeypatch.setattr(loop, "call_later", lambda rest, call: later(rests.append(rest) or 0, call))
+        monkeypatch.setattr(
+            loop, "call_later", lambda rest, call: later(rests.append(rest) or 0, call)
+        )
         lane = Lane(1)
         assert await lane.do(lambda: 7) == 7
         await lane.do(time.sleep, 0.02)

@@ -1,4 +1,5 @@
-"""Server processes from their beginning to their end: signals, clients that misbehave, files, batches.
+"""Server processes from their beginning to their end: signals, clients that misbehave, files,
+batches.
 
 Every wait is a bounded poll for something that must come.
 """
@@ -38,7 +39,9 @@ PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
 LONG = 8000  # tokens: some 24 texts of that take longer than any test waits
 ONE = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
-GUARD = "times the speed of plain decoding: nothing is drafted"  # once, where speculation does not pay
+GUARD = (
+    "times the speed of plain decoding: nothing is drafted"  # once, where speculation does not pay
+)
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
@@ -54,7 +57,12 @@ def start_fresh(*arguments: str) -> subprocess.Popen[str]:
     """A forerun process that has all of its imports before it."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -74,7 +82,9 @@ class Server:
     def __init__(self, process: start) -> None:
         self.process, self.said = process, list[str]()
         assert process.stderr is not None
-        self.reader = threading.Thread(target=lambda: self.said.extend(process.stderr or ()), daemon=True)
+        self.reader = threading.Thread(
+            target=lambda: self.said.extend(process.stderr or ()), daemon=True
+        )
         self.usual, self.address, self.headers = 0, ("", 0), {"Content-Type": "application/json"}
 
     def wait_until_up(self) -> None:
@@ -113,7 +123,9 @@ class Server:
         finally:
             connection.close()
 
-    def post(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
+    def post(
+        self, body: dict[str, Any], path: str = "/v1/completions"
+    ) -> tuple[int, dict[str, Any]]:
         connection = self.connect()
         try:
             connection.request("POST", path, json.dumps(body), self.headers)
@@ -125,7 +137,9 @@ class Server:
     def open_stream(self, **body: Any) -> Iterator[str]:
         """The data lines of a stream, which has begun when this returns."""
         connection = self.connect()
-        connection.request("POST", "/v1/completions", json.dumps(ONE | {"stream": True} | body), self.headers)
+        connection.request(
+            "POST", "/v1/completions", json.dumps(ONE | {"stream": True} | body), self.headers
+        )
         response = connection.getresponse()
         assert response.status == 200
         return (line.decode().strip().removeprefix("data: ") for line in response if line.strip())
@@ -165,10 +179,12 @@ def serving(*flags: str, **env: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One server for everything that must not end it; at its end it must be idle and have said nothing, but
+    """One server for everything that must not end it; at its end it must be idle and have said
+    nothing, but
     for the guard, perhaps: drafts of so small a model hardly pay.
 
-    Every chunk of a stream names the model: with a name so long, what nobody reads soon fills a socket's buffers.
+    Every chunk of a stream names the model: with a name so long, what nobody reads soon fills a
+        socket's buffers.
     """
     flags = ("--context", "2048", "--max-rows", "4")
     with serving(*flags, "--max-body", "100000", "--served-name", "x" * 20_000) as server:
@@ -228,8 +244,8 @@ def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: floa
 
 
 def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn leaves out the end of the application after a second signal; a thread in native code that Python meets
-    while it ends has aborted the process."""
+    """uvicorn leaves out the end of the application after a second signal; a thread in native code
+    that Python meets while it ends has aborted the process."""
     servers: list[server_run.Server] = []
 
     def second_signal(server: server_run.Server, sockets: list[socket.socket]) -> None:
@@ -268,7 +284,9 @@ def test_an_idle_server_ends_at_once() -> None:
         assert keep_alive.sock.recv(1) == b""
 
 
-@pytest.mark.parametrize(("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))])
+@pytest.mark.parametrize(
+    ("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
+)
 def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> None:
     with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
@@ -319,12 +337,18 @@ sys.stdin.read()
 
 def test_requests_of_a_killed_client_end(server: Server) -> None:
     arguments = [sys.executable, "-c", CLIENT, str(server.address[1])]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
         try:
             assert client.stdout is not None and client.stdout.readline() == "begun\n"
         finally:
             client.kill()
-    until(lambda: server.gauge('forerun_requests_total{reason="cancelled"}') >= 4, "those that ran are cancelled", 5)
+    until(
+        lambda: server.gauge('forerun_requests_total{reason="cancelled"}') >= 4,
+        "those that ran are cancelled",
+        5,
+    )
     until(server.idle, "nothing runs", 5)
     until(server.closed, "its connections are closed", 5)
 
@@ -357,7 +381,9 @@ def _head(length: int) -> str:
     return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {length}\r\n\r\n"
 
 
-@pytest.mark.parametrize("body", ["", '{"prompt": "de'], ids=["nothing behind the headers", "half a body"])
+@pytest.mark.parametrize(
+    "body", ["", '{"prompt": "de'], ids=["nothing behind the headers", "half a body"]
+)
 def test_requests_that_never_come_whole(server: Server, body: str) -> None:
     until(server.closed, "nothing is left of other tests")
     sockets = [server.raw(_head(100) + body) for _ in range(20)]
@@ -389,7 +415,9 @@ def test_a_body_over_the_limit_without_a_length(server: Server) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"documents": ["def f(x):\n    return x\n" * 500]}])
-def test_many_prompts_are_refused_before_work_is_done_on_them(server: Server, more: dict[str, Any]) -> None:
+def test_many_prompts_are_refused_before_work_is_done_on_them(
+    server: Server, more: dict[str, Any]
+) -> None:
     """They hold up the event loop otherwise, and with it everybody."""
     begun = time.monotonic()
     status, _ = server.post({"prompt": ["a"] * 1000, "n": 100, "max_tokens": 1, **more})
@@ -420,7 +448,11 @@ def test_refusals_are_not_accidents(server: Server, body: dict[str, Any], status
 
 @pytest.mark.parametrize("options", [{"messages": 1}, {"tools": []}, {"self": None}])
 def test_template_options_with_names_of_ours(server: Server, options: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template_kwargs": options}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "chat_template_kwargs": options,
+    }
     assert server.post(body, "/v1/chat/completions")[0] == 400
 
 
@@ -429,8 +461,12 @@ def test_template_options_with_names_of_ours(server: Server, options: dict[str, 
 
 def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text('max-rows = 2\nserved_name = "from the file"\napi_key = ["one"]\nmax_queue = 0\ndraft = "ngram"\n')
-    with serving("--config", str(file), "--served-name", "from the flag", FORERUN_API_KEY="two") as server:
+    file.write_text(
+        'max-rows = 2\nserved_name = "from the file"\napi_key = ["one"]\nmax_queue = 0\ndraft = "ngram"\n'
+    )
+    with serving(
+        "--config", str(file), "--served-name", "from the flag", FORERUN_API_KEY="two"
+    ) as server:
         assert server.get("/health")[0] == 200 and server.get("/v1/models")[0] == 401
         assert server.post(ONE)[0] == 401
         for key, status in (("one", 200), ("two", 200), ("three", 401), ("", 401)):
@@ -439,12 +475,19 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
         server.headers["Authorization"] = "Bearer two"
         assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == "from the flag"
         assert json.loads(server.get("/server_info")[1])["draft"] == "ngram"
-        assert server.post(ONE | {"n": 3})[0] in (400, 429) and server.post(ONE | {"n": 2})[0] == 200
+        assert (
+            server.post(ONE | {"n": 3})[0] in (400, 429) and server.post(ONE | {"n": 2})[0] == 200
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("port = ", "not TOML"), ("prot = 1", "did you mean 'port'"), ("port = 70000", "out of range"), (None, "read")],
+    [
+        ("port = ", "not TOML"),
+        ("prot = 1", "did you mean 'port'"),
+        ("port = 70000", "out of range"),
+        (None, "read"),
+    ],
 )
 def test_a_bad_configuration_file(tmp_path: Path, text: str | None, says: str) -> None:
     file = tmp_path / "serve.toml"
@@ -457,13 +500,22 @@ def test_a_bad_configuration_file(tmp_path: Path, text: str | None, says: str) -
 def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    bodies = [{"prompt": PROMPT, "max_tokens": 300, "temperature": 1, "seed": i, "ignore_eos": True} for i in range(12)]
-    jobs = [{"custom_id": f"job {i}", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    bodies = [
+        {"prompt": PROMPT, "max_tokens": 300, "temperature": 1, "seed": i, "ignore_eos": True}
+        for i in range(12)
+    ]
+    jobs = [
+        {"custom_id": f"job {i}", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
     source.write_text("".join(json.dumps(job) + "\n" for job in jobs))
     assert run("batch", str(source), str(whole), *flags)[0] == 0
     with start("batch", str(source), str(parts), *flags) as process:
         try:
-            until(lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 2, "some answers are there")
+            until(
+                lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 2,
+                "some answers are there",
+            )
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=20)
         finally:
@@ -486,6 +538,10 @@ def texts(file: Path) -> dict[str, str]:
 def test_a_batch_file_may_hold_any_character(tmp_path: Path) -> None:
     """JSON may hold line separators of Unicode; they end no line of a file."""
     source = tmp_path / "in.jsonl"
-    job = {"custom_id": "a\u2028b", "url": "/v1/completions", "body": {"prompt": "x\x85y", "max_tokens": 1}}
+    job = {
+        "custom_id": "a\u2028b",
+        "url": "/v1/completions",
+        "body": {"prompt": "x\x85y", "max_tokens": 1},
+    }
     source.write_text(json.dumps(job, ensure_ascii=False) + "\r\n", encoding="utf-8")
     assert read_jobs(source) == [job]

@@ -1,4 +1,5 @@
-"""Clients cannot fill the log: of lines that are alike some are written, and the others are counted."""
+"""Clients cannot fill the log: of lines that are alike some are written, and the others are
+counted."""
 
 from __future__ import annotations
 
@@ -36,13 +37,18 @@ def lines(written: io.StringIO) -> list[str]:
     return written.getvalue().splitlines()
 
 
-def test_lines_that_are_alike_are_counted(log: tuple[logging.Logger, io.StringIO], now: list[float]) -> None:
+def test_lines_that_are_alike_are_counted(
+    log: tuple[logging.Logger, io.StringIO], now: list[float]
+) -> None:
     """Whatever is put into them; what else is logged meanwhile is written."""
     logger, written = log
     for i in range(1000):
         logger.error("request %d failed", i)
     logger.error("something else: 100 %")
-    assert lines(written) == [*(f"request {i} failed" for i in range(MOST_LINES)), "something else: 100 %"]
+    assert lines(written) == [
+        *(f"request {i} failed" for i in range(MOST_LINES)),
+        "something else: 100 %",
+    ]
     now[0] = WINDOW
     logger.handlers[0].settle()  # type: ignore[attr-defined]
     left_out = f"{1000 - MOST_LINES} more lines like this one were left out: request %d failed"
@@ -51,7 +57,9 @@ def test_lines_that_are_alike_are_counted(log: tuple[logging.Logger, io.StringIO
     assert lines(written)[-1] == "request 1001 failed"
 
 
-def test_lines_of_requests_that_the_operator_asks_for_are_all_written(log: tuple[logging.Logger, io.StringIO]) -> None:
+def test_lines_of_requests_that_the_operator_asks_for_are_all_written(
+    log: tuple[logging.Logger, io.StringIO],
+) -> None:
     logger, written = log
     for _ in range(100):
         logger.info("request")

@@ -1,4 +1,5 @@
-"""Numbers as clients of other servers write them: one reading on every API, and errors that say what to send."""
+"""Numbers as clients of other servers write them: one reading on every API, and errors that say
+what to send."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ COMPLETION, CHAT, RESPONSE = {"prompt": "x"}, {"messages": HI}, {"input": "hi"}
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (CompletionRequest, COMPLETION), (ChatRequest, CHAT), (ResponsesRequest, RESPONSE),
 ]  # fmt: skip
-LENGTHS = ("n_predict", "num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
+LENGTHS = (
+    "n_predict",
+    "num_predict",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+)
 
 
 @pytest.fixture(scope="session")
@@ -52,14 +60,24 @@ def told(kind: Any, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("value", [256.0, 2.56e2, 256])
-def test_a_whole_number_may_be_written_as_a_float(kind: Any, body: dict[str, Any], value: float) -> None:
-    request = kind.model_validate(body | {"n_predict": value, "top_k": value, "seed": value, "min_tokens": value})
+def test_a_whole_number_may_be_written_as_a_float(
+    kind: Any, body: dict[str, Any], value: float
+) -> None:
+    request = kind.model_validate(
+        body | {"n_predict": value, "top_k": value, "seed": value, "min_tokens": value}
+    )
     for read in (length_of(request), request.top_k, request.seed, request.min_tokens):
         assert read == 256 and type(read) is int
 
 
 def test_so_are_all_the_other_whole_numbers() -> None:
-    fields = {"n": 2.0, "best_of": 2.0, "logprobs": 3.0, "stop_token_ids": [5.0, 6], "speculative": {"depth": 4.0}}
+    fields = {
+        "n": 2.0,
+        "best_of": 2.0,
+        "logprobs": 3.0,
+        "stop_token_ids": [5.0, 6],
+        "speculative": {"depth": 4.0},
+    }
     request = CompletionRequest.model_validate({"prompt": [[7.0, 8], [9.0]], **fields})
     assert (request.n, request.best_of, request.logprobs) == (2, 2, 3)
     assert request.stop_token_ids == [5, 6] and request.prompt == [[7, 8], [9]]
@@ -73,7 +91,9 @@ def test_so_are_all_the_other_whole_numbers() -> None:
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("value", [-1, -2, -1.0])
-def test_a_length_below_0_is_all_there_is_room_for(kind: Any, body: dict[str, Any], value: float) -> None:
+def test_a_length_below_0_is_all_there_is_room_for(
+    kind: Any, body: dict[str, Any], value: float
+) -> None:
     known = [name for name in LENGTHS if name in kind.model_fields or name not in LENGTHS[3:]]
     assert len(known) >= 4
     for name in known:
@@ -83,11 +103,22 @@ def test_a_length_below_0_is_all_there_is_room_for(kind: Any, body: dict[str, An
 
 def test_ollamas_options_are_read_the_same_way() -> None:
     def read(**options: Any) -> ChatRequest:
-        return chat_of(OllamaChat.model_validate({"model": "tiny", "messages": HI, "options": options}))
+        return chat_of(
+            OllamaChat.model_validate({"model": "tiny", "messages": HI, "options": options})
+        )
 
-    assert read(num_predict=-1).max_tokens == read(num_predict=-2).max_tokens == read(num_predict=-2.0).max_tokens
+    assert (
+        read(num_predict=-1).max_tokens
+        == read(num_predict=-2).max_tokens
+        == read(num_predict=-2.0).max_tokens
+    )
     request = read(num_predict=24.0, top_k=40.0, seed=7.0, repeat_penalty=1)
-    assert (request.max_tokens, request.top_k, request.seed, request.repetition_penalty) == (24, 40, 7, 1.0)
+    assert (request.max_tokens, request.top_k, request.seed, request.repetition_penalty) == (
+        24,
+        40,
+        7,
+        1.0,
+    )
     assert OllamaChat.model_validate({"model": "tiny", "keep_alive": -1}).keep_alive == -1
     assert OllamaChat.model_validate({"model": "tiny", "keep_alive": "5m"}).keep_alive == "5m"
 
@@ -95,13 +126,17 @@ def test_ollamas_options_are_read_the_same_way() -> None:
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("name", ["n_predict", "top_k", "seed", "min_tokens"])
 @pytest.mark.parametrize("value", ["5", "", True, False, 2.5, [], {}])
-def test_what_is_no_whole_number_is_told_what_to_send(kind: Any, body: dict[str, Any], name: str, value: Any) -> None:
+def test_what_is_no_whole_number_is_told_what_to_send(
+    kind: Any, body: dict[str, Any], name: str, value: Any
+) -> None:
     message = told(kind, body | {name: value})
     assert "give a whole number" in message and len(message.splitlines()) == 1
     assert ("without quotation marks" in message) == isinstance(value, str)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty"]
+)
 def test_what_is_no_number_is_told_what_to_send(name: str) -> None:
     for value in ("0.5", True, [], 10**400):
         assert "number" in told(ChatRequest, CHAT | {name: value})
@@ -125,13 +160,20 @@ def test_logprobs_of_completions() -> None:
 def test_null_is_absent_in_every_field(kind: Any, body: dict[str, Any]) -> None:
     nulls = {name: None for name in kind.model_fields if name not in body}
     assert kind.model_validate(body | nulls).model_dump() == kind.model_validate(body).model_dump()
-    assert StreamOptions.model_validate({"include_usage": None, "include_obfuscation": None}) == StreamOptions()
+    assert (
+        StreamOptions.model_validate({"include_usage": None, "include_obfuscation": None})
+        == StreamOptions()
+    )
 
 
 def test_any_top_k_of_another_server(server: Front) -> None:
     asked = {"max_tokens": 8, "seed": 3, "temperature": 1}
     plain = server.complete(**asked, top_k=0)["choices"]
-    assert server.complete(**asked, top_k=-1)["choices"] == server.complete(**asked, top_k=-1.0)["choices"] == plain
+    assert (
+        server.complete(**asked, top_k=-1)["choices"]
+        == server.complete(**asked, top_k=-1.0)["choices"]
+        == plain
+    )
     response = server.http.post("/v1/completions", json={"prompt": "x", "top_k": -2})
     assert response.status_code == 400 and "0 for all tokens" in response.text
 
@@ -144,9 +186,14 @@ def test_a_seed_below_0_is_any_seed(server: Front, seed: float) -> None:
     assert len({answer["choices"][0]["text"] for answer in answers}) > 1
     again = server.complete(**asked | {"seed": answers[0]["seed"]})
     assert again["choices"][0]["text"] == answers[0]["choices"][0]["text"]
-    chats = [server.answer("/v1/chat/completions", CHAT | {"max_tokens": 9} | asked) for _ in range(3)]
+    chats = [
+        server.answer("/v1/chat/completions", CHAT | {"max_tokens": 9} | asked) for _ in range(3)
+    ]
     assert len({chat["choices"][0]["message"]["content"] for chat in chats}) > 1
-    said = [server.answer("/v1/responses", RESPONSE | {"max_output_tokens": 9} | asked) for _ in range(3)]
+    said = [
+        server.answer("/v1/responses", RESPONSE | {"max_output_tokens": 9} | asked)
+        for _ in range(3)
+    ]
     assert len({answer["output"][0]["content"][0]["text"] for answer in said}) > 1
 
 
@@ -155,7 +202,9 @@ def test_biases_name_tokens_by_whole_numbers(server: Front) -> None:
     forced = server.complete(**asked, logit_bias={"69": 100})["choices"]
     assert server.complete(**asked, logit_bias={"69.0": 100.0})["choices"] == forced
     for name in ("x", "1.5", "", "6_9", " 69", "٦", "1e3"):
-        response = server.http.post("/v1/completions", json={"prompt": "x", "logit_bias": {name: 1}})
+        response = server.http.post(
+            "/v1/completions", json={"prompt": "x", "logit_bias": {name: 1}}
+        )
         assert response.status_code == 400 and "token ids" in response.json()["error"]["message"]
 
 
@@ -163,7 +212,9 @@ def test_a_length_of_minus_1_fills_the_context(spare: LLM) -> None:
     """Two prompts of unlike lengths: each has its own room."""
     with serving(spare, served_name="tiny") as s:
         fixed = {"temperature": 0, "ignore_eos": True}
-        answer = s.answer("/v1/completions", {"prompt": ["a b c", "a b c " * 300], "max_tokens": -1} | fixed)
+        answer = s.answer(
+            "/v1/completions", {"prompt": ["a b c", "a b c " * 300], "max_tokens": -1} | fixed
+        )
         usage = answer["usage"]
         assert usage["total_tokens"] == 2 * spare.room
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
@@ -171,4 +222,7 @@ def test_a_length_of_minus_1_fills_the_context(spare: LLM) -> None:
             ("/v1/chat/completions", CHAT, "max_completion_tokens"),
             ("/v1/responses", RESPONSE, "max_output_tokens"),
         ):
-            assert s.answer(path, body | {name: -1} | {"temperature": 0})["usage"]["total_tokens"] <= spare.room
+            assert (
+                s.answer(path, body | {name: -1} | {"temperature": 0})["usage"]["total_tokens"]
+                <= spare.room
+            )

@@ -11,11 +11,26 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.server.serving import Front
 
 POST = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *(
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    ),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
 )
 GET = (
-    *("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/server_info", "/metrics"),
+    *(
+        "/v1/models",
+        "/v1/models/{name}",
+        "/health",
+        "/ready",
+        "/version",
+        "/server_info",
+        "/metrics",
+    ),
     *("/api/tags", "/api/ps", "/api/version"),
 )
 OPERATIONS = [*(("POST", path) for path in POST), *(("GET", path) for path in GET)]
@@ -59,7 +74,9 @@ def name_it(path: str, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["allowed", "not allowed"])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_no_request_makes_it_fail(schema: Any, server: Front, method: str, path: str, mode: str) -> None:
+def test_no_request_makes_it_fail(
+    schema: Any, server: Front, method: str, path: str, mode: str
+) -> None:
     from schemathesis.generation import GenerationMode
 
     allowed = mode == "allowed"
@@ -75,11 +92,17 @@ def test_no_request_makes_it_fail(schema: Any, server: Front, method: str, path:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE if allowed else GenerationMode.NEGATIVE))
+    @given(
+        case=operation.as_strategy(
+            generation_mode=GenerationMode.POSITIVE if allowed else GenerationMode.NEGATIVE
+        )
+    )
     def run(case: Any) -> None:
         limit = LIMIT.get(path)
         if limit and allowed and not 0 < (case.body.get(limit) or 99) <= 8:
-            case.body |= dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), None) | {limit: 8}
+            case.body |= dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), None) | {
+                limit: 8
+            }
         if allowed and isinstance(case.body, dict):
             name_it(path, case.body)
         response = case.call()

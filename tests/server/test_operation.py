@@ -1,4 +1,5 @@
-"""Running it: keys, limits, time-outs, metrics, clients that go away, an engine that fails, the end."""
+"""Running it: keys, limits, time-outs, metrics, clients that go away, an engine that fails, the
+end."""
 
 from __future__ import annotations
 
@@ -36,20 +37,32 @@ def here(spare: LLM) -> Iterator[Serving]:
 def error_of(response: httpx2.Response, status: int) -> dict:
     assert response.status_code == status, response.text
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and len(error["message"].splitlines()) == 1
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and len(error["message"].splitlines()) == 1
+    )
     return error
 
 
 # ------------------------------------------------------------ who may call
 
 
-def test_everything_but_health_and_the_page_needs_the_key(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_but_health_and_the_page_needs_the_key(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORERUN_API_KEY", "third")
     with serving(spare, api_key=("first", "second")) as s:
         paths = ["/v1/models", "/metrics", "/version", "/server_info", "/ready", "/openapi.json"]
         for path in paths:
             assert error_of(s.http.get(path), 401)["code"] == "invalid_api_key"
-        posts = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/nowhere"]
+        posts = [
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/tokenize",
+            "/nowhere",
+        ]
         for path in posts:
             error_of(s.http.post(path, json=ASKED), 401)
         for method, path in (("GET", "/api/tags"), ("POST", "/api/chat"), ("POST", "/api/pull")):
@@ -60,12 +73,32 @@ def test_everything_but_health_and_the_page_needs_the_key(spare: LLM, monkeypatc
         assert s.http.get("/health").status_code == 200
         for open_ in ("/", "/playground/nothing.js", "/docs"):
             assert s.http.get(open_).status_code != 401
-        for given in ("first", "Bearer", "Bearer firs", "Bearer first second", "Basic first", "Bearer \xe9"):
-            error_of(s.http.get("/version", headers={"authorization": given.encode("latin-1")}), 401)
+        for given in (
+            "first",
+            "Bearer",
+            "Bearer firs",
+            "Bearer first second",
+            "Basic first",
+            "Bearer \xe9",
+        ):
+            error_of(
+                s.http.get("/version", headers={"authorization": given.encode("latin-1")}), 401
+            )
         for key in ("first", "second", "third"):
-            assert s.http.get("/version", headers={"authorization": f"Bearer {key}"}).status_code == 200
-            assert s.http.get("/version", headers={"authorization": f"bearer  {key}"}).status_code == 200
-        for path in ("/health/../version", "//version", "/playground/../version", "/playground/%2e%2e/version"):
+            assert (
+                s.http.get("/version", headers={"authorization": f"Bearer {key}"}).status_code
+                == 200
+            )
+            assert (
+                s.http.get("/version", headers={"authorization": f"bearer  {key}"}).status_code
+                == 200
+            )
+        for path in (
+            "/health/../version",
+            "//version",
+            "/playground/../version",
+            "/playground/%2e%2e/version",
+        ):
             assert '"version"' not in s.http.get(path).text
 
 
@@ -87,14 +120,26 @@ PREFLIGHT = {
 def test_allowed_pages_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
     headers = {"origin": "http://a.example", "authorization": "Bearer secret"}
     with serving(spare, allowed_origins=("http://a.example",), api_key=keys) as s:
-        before = s.http.options("/v1/completions", headers=PREFLIGHT)  # a browser sends no key with this one
-        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == "http://a.example"
+        before = s.http.options(
+            "/v1/completions", headers=PREFLIGHT
+        )  # a browser sends no key with this one
+        assert (
+            before.status_code == 200
+            and before.headers["access-control-allow-origin"] == "http://a.example"
+        )
         assert "authorization" in before.headers["access-control-allow-headers"].lower()
-        for body, status in ((ASKED, 200), (ASKED | {"n": 0}, 400), (ASKED | {"x": 1}, 400), ({"prompt": ""}, 400)):
+        for body, status in (
+            (ASKED, 200),
+            (ASKED | {"n": 0}, 400),
+            (ASKED | {"x": 1}, 400),
+            ({"prompt": ""}, 400),
+        ):
             response = s.http.post("/v1/completions", json=body, headers=headers)
             assert response.status_code == status  # and the page may read why
             assert response.headers.get("access-control-allow-origin") == "http://a.example", body
-        stranger = s.http.options("/v1/completions", headers=PREFLIGHT | {"origin": "http://b.example"})
+        stranger = s.http.options(
+            "/v1/completions", headers=PREFLIGHT | {"origin": "http://b.example"}
+        )
         assert stranger.headers.get("access-control-allow-origin") != "http://b.example"
         if keys:
             refused = s.http.get("/version", headers={"origin": "http://a.example"})
@@ -103,7 +148,11 @@ def test_allowed_pages_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
 
 
 def test_request_ids_come_back(server: Serving) -> None:
-    for path, body in (("/v1/completions", ASKED), ("/v1/completions", ASKED | {"n": 0}), ("/nowhere", {})):
+    for path, body in (
+        ("/v1/completions", ASKED),
+        ("/v1/completions", ASKED | {"n": 0}),
+        ("/nowhere", {}),
+    ):
         response = server.http.post(path, json=body, headers={"x-request-id": "abc-1.2_3"})
         assert response.headers.get("x-request-id") == "abc-1.2_3", (path, body)
     with server.http.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as response:
@@ -150,13 +199,25 @@ def test_bodies_and_prompts_over_the_limit(spare: LLM) -> None:
         assert s.complete()["choices"]
         response = s.http.post("/v1/completions", json={"prompt": "x" * 500})
         assert "500 bytes" in error_of(response, 413)["message"]
-        response = s.http.post("/v1/completions", content=iter([b'{"prompt": "', b"x" * 600, b'"}']))
+        response = s.http.post(
+            "/v1/completions", content=iter([b'{"prompt": "', b"x" * 600, b'"}'])
+        )
         assert "500 bytes" in error_of(response, 413)["message"]
-        assert error_of(s.http.post("/v1/completions", json={"prompt": [5] * 21}), 400)["param"] == "prompt"
-        assert s.http.post("/v1/completions", json={"prompt": [5] * 20, "max_tokens": 1}).status_code == 200
+        assert (
+            error_of(s.http.post("/v1/completions", json={"prompt": [5] * 21}), 400)["param"]
+            == "prompt"
+        )
+        assert (
+            s.http.post("/v1/completions", json={"prompt": [5] * 20, "max_tokens": 1}).status_code
+            == 200
+        )
         error_of(s.http.post("/v1/completions", json={"prompt": [[5], [5] * 21]}), 400)
         error_of(
-            s.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a b " * 30}]}), 400
+            s.http.post(
+                "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "a b " * 30}]},
+            ),
+            400,
         )
 
 
@@ -164,7 +225,10 @@ def test_the_time_is_up(spare: LLM) -> None:
     with serving(spare, timeout=0.15) as s, slow(s.service):
         for path, body in (
             ("/v1/completions", LONG),
-            ("/v1/chat/completions", CHAT | {"max_tokens": 900, "ignore_eos": True, "speculative": False}),
+            (
+                "/v1/chat/completions",
+                CHAT | {"max_tokens": 900, "ignore_eos": True, "speculative": False},
+            ),
             ("/v1/responses", {"input": "hi", "speculative": False, "max_output_tokens": 900}),
         ):
             assert error_of(s.http.post(path, json=body), 504)["code"] == "timeout"
@@ -186,7 +250,8 @@ def test_the_time_runs_while_the_engine_is_not_heard_of(spare: LLM) -> None:
 
 
 def test_small_answers_are_not_held_back(spare: LLM) -> None:
-    """Without TCP_NODELAY every answer on a kept connection waits 40 ms for the client's acknowledgement."""
+    """Without TCP_NODELAY every answer on a kept connection waits 40 ms for the client's
+    acknowledgement."""
     with serving(spare, listener=listen(Settings(port=0))) as s:
         assert s.http.get("/version").status_code == 200
         (connection,) = s.server.server_state.connections
@@ -201,7 +266,9 @@ def test_health_ready_version_info(server: Serving) -> None:
     assert server.http.get("/version").json() == {"version": __version__}
     info = server.http.get("/server_info").json()
     assert info["model"] == "tiny" and info["draft"] == "suffix" and info["rule"] == "match"
-    assert {"off", "ngram", "suffix"} <= set(info["drafts"]) and info["context"] == server.service.llm.decoder.context
+    assert {"off", "ngram", "suffix"} <= set(info["drafts"]) and info[
+        "context"
+    ] == server.service.llm.decoder.context
     assert info["costs"]["pass_ms"] and all(ms > 0 for ms in info["costs"]["pass_ms"].values())
     assert info["chat"] is False and info["sampling"] == server.service.llm.recommended
     for draft in info["drafts"]:  # each of them can be asked for
@@ -218,9 +285,17 @@ def test_ready_means_that_the_engine_answers(here: Serving) -> None:
 
 def test_tokenize_and_detokenize(server: Serving) -> None:
     llm = server.service.llm
-    for text in ("def add(a, b):\n    return a + b", "sm\N{ROCKET}le \N{GREEK SMALL LETTER ALPHA}", " ", "\n\n\tx", ""):
+    for text in (
+        "def add(a, b):\n    return a + b",
+        "sm\N{ROCKET}le \N{GREEK SMALL LETTER ALPHA}",
+        " ",
+        "\n\n\tx",
+        "",
+    ):
         tokens = server.answer("/tokenize", {"prompt": text})
-        assert tokens["count"] == len(tokens["tokens"]) and tokens["tokens"] == llm.tokenizer.encode(text)
+        assert tokens["count"] == len(tokens["tokens"]) and tokens[
+            "tokens"
+        ] == llm.tokenizer.encode(text)
         assert server.answer("/detokenize", {"tokens": tokens["tokens"]})["prompt"] == text
         assert tokens["max_model_len"] == llm.decoder.context
     chat = server.answer("/tokenize", {"messages": CHAT["messages"]})["tokens"]
@@ -240,7 +315,11 @@ def numbers(s: Serving) -> dict[str, float]:
 def test_metrics_count_what_happened(here: Serving) -> None:
     before = numbers(here)
     assert before["forerun_completion_tokens_total"] == 0
-    drafted = {"temperature": 0, "ignore_eos": True, "speculative": {"depth": 4}}  # automatic depth may draft nothing
+    drafted = {
+        "temperature": 0,
+        "ignore_eos": True,
+        "speculative": {"depth": 4},
+    }  # automatic depth may draft nothing
     answer = here.complete(prompt="x = 1\n" * 12, max_tokens=40, **drafted)
     here.complete(max_tokens=1, stream=False, speculative=False)
     found, stats = numbers(here), answer["metrics"]["forerun"]
@@ -259,7 +338,9 @@ def test_metrics_count_what_happened(here: Serving) -> None:
     positions = sum(v for k, v in found.items() if k.startswith("forerun_accepted_at_total"))
     assert positions == spec["num_accepted_draft_tokens"]
     assert found["forerun_time_to_first_token_seconds_count"] == 2
-    assert found["forerun_inter_token_seconds_count"] == 39 - (found["forerun_accepted_length_sum"] - 41)
+    assert found["forerun_inter_token_seconds_count"] == 39 - (
+        found["forerun_accepted_length_sum"] - 41
+    )
     assert found["forerun_running"] == found["forerun_waiting"] == found["forerun_kv_used"] == 0
     assert found["forerun_engine_failures_total"] == 0
     assert not [name for name in found if name.startswith("vllm")]
@@ -290,7 +371,10 @@ def test_metrics_under_vllms_names(spare: LLM) -> None:
         assert found[theirs] == found[ours], theirs
     assert found["vllm:spec_decode_num_draft_tokens_total"] > 0
     pages = spare.engine.target.cache.pages
-    assert found[f'vllm:cache_config_info{{block_size="{pages.size}",num_gpu_blocks="{pages.count}"}}'] == 1
+    assert (
+        found[f'vllm:cache_config_info{{block_size="{pages.size}",num_gpu_blocks="{pages.count}"}}']
+        == 1
+    )
 
 
 # ------------------------------------------------------------ clients that go away
@@ -322,18 +406,25 @@ def test_a_client_that_goes_away_frees_its_request(here: Serving, path: str, str
         connection = raw(here, path, BODIES[path] | {"stream": stream})
         if stream:
             assert b"200" in connection.recv(100)
-        until(lambda: any(r.produced > 2 for r in list(engine.requests.values())), "tokens are produced")
+        until(
+            lambda: any(r.produced > 2 for r in list(engine.requests.values())),
+            "tokens are produced",
+        )
         (ticket,) = here.service.tickets
         connection.close()
         here.rest()
-    assert ticket.request is not None and ticket.request.produced < 800  # it was ended, it did not end
+    assert (
+        ticket.request is not None and ticket.request.produced < 800
+    )  # it was ended, it did not end
     assert here.complete()["choices"][0]["text"]
     assert not here.logged
 
 
 def test_clients_that_go_away_before_they_are_taken(here: Serving) -> None:
     with held(here.service):
-        connections = [raw(here, "/v1/completions", LONG | {"stream": i % 2 == 0}) for i in range(2)]
+        connections = [
+            raw(here, "/v1/completions", LONG | {"stream": i % 2 == 0}) for i in range(2)
+        ]
         until(lambda: len(here.service.tickets) == 2, "both wait")
         for connection in connections:
             connection.close()
@@ -345,7 +436,9 @@ def test_clients_that_go_away_before_they_are_taken(here: Serving) -> None:
 
 def test_many_that_go_away_leave_no_page_behind(here: Serving) -> None:
     with slow(here.service, 0.002):
-        connections = [raw(here, "/v1/completions", LONG | {"stream": True, "n": 1 + i % 3}) for i in range(12)]
+        connections = [
+            raw(here, "/v1/completions", LONG | {"stream": True, "n": 1 + i % 3}) for i in range(12)
+        ]
         for connection in connections:
             assert connection.recv(10)
         for connection in connections:
@@ -390,12 +483,19 @@ def test_a_failed_step_is_told_to_those_in_flight_and_to_nobody_else(
     assert not logged, "the failure is logged once, by the service"
 
 
-def test_a_failed_step_in_a_stream_is_its_last_event(here: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_in_a_stream_is_its_last_event(
+    here: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(here, monkeypatch, after=3)
     with here.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
         text = response.read().decode()
     *_, last, done, end = text.split("\n\n")
-    assert set(json.loads(last.removeprefix("data: "))["error"]) == {"message", "type", "param", "code"}
+    assert set(json.loads(last.removeprefix("data: "))["error"]) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     assert (done, end) == ("data: [DONE]", "")
     here.rest()
     assert here.complete()["choices"][0]["text"]
@@ -404,7 +504,8 @@ def test_a_failed_step_in_a_stream_is_its_last_event(here: Serving, monkeypatch:
 def test_a_failure_while_a_request_is_taken_leaves_nobody_waiting(
     here: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the engine's add that nobody foresaw: its client is told, and others are not disturbed."""
+    """An error in the engine's add that nobody foresaw: its client is told, and others are not
+    disturbed."""
     engine = here.service.llm.engine
     add = engine.add
 
@@ -423,8 +524,11 @@ def test_a_failure_while_a_request_is_taken_leaves_nobody_waiting(
     here.rest()
 
 
-def test_an_engine_that_cannot_start_over_is_told_too(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a device is lost: nobody waits for ever, and whoever watches the server sees that it is dead."""
+def test_an_engine_that_cannot_start_over_is_told_too(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a device is lost: nobody waits for ever, and whoever watches the server sees that it
+    is dead."""
     with serving(spare) as s:
 
         def fails() -> None:
@@ -507,7 +611,9 @@ def test_after_its_time_a_running_request_is_cut_short(spare: LLM) -> None:
     with serving(spare, shutdown_timeout=0.1) as s, ThreadPoolExecutor(2) as pool, slow(s.service):
         whole = pool.submit(s.http.post, "/v1/completions", json=LONG)
         streamed = pool.submit(
-            s.http.post, "/v1/chat/completions", json=BODIES["/v1/chat/completions"] | {"stream": True}
+            s.http.post,
+            "/v1/chat/completions",
+            json=BODIES["/v1/chat/completions"] | {"stream": True},
         )
         until(lambda: len(s.service.llm.engine.requests) == 2, "both run")
         s.server.handle_exit(signal.SIGTERM, None)
@@ -526,7 +632,9 @@ def test_a_second_signal_ends_it_at_once(spare: LLM) -> None:
         assert not s.server.should_exit
         s.server.handle_exit(signal.SIGINT, None)
         assert s.server.should_exit
-        until(lambda: not s.thread.is_alive(), "the server's end, though a client waits", patience=3)
+        until(
+            lambda: not s.thread.is_alive(), "the server's end, though a client waits", patience=3
+        )
         connection.close()
 
 

@@ -1,4 +1,5 @@
-"""Where files lie on the machine is nobody's business: no answer, and no error, names a directory of the server."""
+"""Where files lie on the machine is nobody's business: no answer, and no error, names a directory
+of the server."""
 
 from __future__ import annotations
 
@@ -50,27 +51,51 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def placed(place: Path) -> Iterator[Serving]:
-    llm = LLM(place / "served", draft=f"model:{place / 'drafter'}", context=256, kv_tokens=1024, max_rows=4)
+    llm = LLM(
+        place / "served",
+        draft=f"model:{place / 'drafter'}",
+        context=256,
+        kv_tokens=1024,
+        max_rows=4,
+    )
     with serving(llm) as running:
         yield running
 
 
 def answers(s: Serving) -> Iterator[tuple[str, str]]:
-    """What every endpoint says, to what it takes and to mistakes: (what was asked, all of the answer)."""
+    """What every endpoint says, to what it takes and to mistakes: (what was asked, all of the
+    answer)."""
     for path, operations in s.http.get("/openapi.json").json()["paths"].items():
         for method in operations:
-            asked = [{}, *({"model": "served"} | BODIES.get(path, {}) | more for more in ({}, *WRONG))]
+            asked = [
+                {},
+                *({"model": "served"} | BODIES.get(path, {}) | more for more in ({}, *WRONG)),
+            ]
             for body in asked if method == "post" else [None]:
                 answer = s.http.request(method, path, json=body)
-                yield f"{method} {path} {body}", f"{answer.status_code} {answer.headers} {answer.text}"
-    for path in ("/", "/docs", "/nowhere", "/playground/..%2fapp.py", "/playground/app.js", "/openapi.json"):
+                yield (
+                    f"{method} {path} {body}",
+                    f"{answer.status_code} {answer.headers} {answer.text}",
+                )
+    for path in (
+        "/",
+        "/docs",
+        "/nowhere",
+        "/playground/..%2fapp.py",
+        "/playground/app.js",
+        "/openapi.json",
+    ):
         answer = s.http.get(path)
         yield path, f"{answer.headers} {answer.text}"
 
 
 def betrayed(place: Path, said: str) -> list[str]:
     """Which of the directories above the model an answer names."""
-    folders = [place.name, *(str(folder) for folder in place.parents if len(folder.parts) > 1), str(Path.home())]
+    folders = [
+        place.name,
+        *(str(folder) for folder in place.parents if len(folder.parts) > 1),
+        str(Path.home()),
+    ]
     return [folder for folder in folders if folder in said]
 
 
@@ -93,14 +118,18 @@ def test_nor_when_its_files_have_gone(place: Path, tmp_path: Path) -> None:
         assert told == [] and s.http.get("/v1/models").json()["data"][0]["root"] == "served"
 
 
-def test_a_fingerprint_says_nothing_of_the_place(placed: Serving, place: Path, tmp_path: Path) -> None:
+def test_a_fingerprint_says_nothing_of_the_place(
+    placed: Serving, place: Path, tmp_path: Path
+) -> None:
     """Else who knows the rest can find out names of directories by trying them."""
     shutil.copytree(place / "served", tmp_path / "served")
     with serving(LLM(tmp_path / "served", context=256, kv_tokens=1024, max_rows=4)) as s:
         assert s.complete()["system_fingerprint"] == placed.complete()["system_fingerprint"]
 
 
-def test_a_model_that_is_where_one_stands_has_a_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_where_one_stands_has_a_name(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place / "served")
     for given in (".", "../served", "../served/", str(place / "served")):
         llm = SimpleNamespace(config=Config(model=given))

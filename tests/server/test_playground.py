@@ -1,7 +1,8 @@
-"""The playground in a real browser: it shows what the stream said, and computes what Python computes.
+"""The playground in a real browser: it shows what the stream said, and computes what Python
+computes.
 
-`page_url` is the server most tests talk to; those that need refusals, errors or a slow stream have the fake one.
-"""
+`page_url` is the server most tests talk to; those that need refusals, errors or a slow stream have
+the fake one."""
 
 from __future__ import annotations
 
@@ -16,16 +17,20 @@ import pytest
 
 from forerun import LLM
 from forerun.costs import SETTLED, Costs
-from forerun.engine.depth import Auto
+from forerun.engine.depth import DepthPolicy
 from tests import tiny
 from tests.server.fake_playground import CHAT, COSTS, CSP, HTML, INFO, FakeServer
 from tests.server.serving import serving
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the browser tests need the package playwright"
+)
 Page, Browser, expect = sync_api.Page, sync_api.Browser, sync_api.expect
 TIMES, NONE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser tests need a `chromium` on the path")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="the browser tests need a `chromium` on the path"
+)
 PROMPT = "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument('--name',"
 WATCH = "addEventListener('securitypolicyviolation', (e) => console.error('CSP', e.violatedDirective, e.sourceFile))"
 
@@ -64,10 +69,11 @@ def served() -> Iterator[tuple[str, LLM]]:
 
 @pytest.fixture
 def page_url(served: tuple[str, LLM]) -> str:
-    """Where the page is, with a slash at the end; nothing is known of earlier tests, whose passes may be slow."""
+    """Where the page is, with a slash at the end; nothing is known of earlier tests, whose passes
+    may be slow."""
     url, llm = served
     llm.forget()
-    llm.engine.decide_by(Auto())
+    llm.engine.set_policy(DepthPolicy())
     return url + "/"
 
 
@@ -82,12 +88,15 @@ def tab(browser: Browser) -> Page:
 
 @pytest.fixture
 def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
-    """Opens the page at a URL, `width` wide, details open. Nothing may complain on the console, the CSP neither."""
+    """Opens the page at a URL, `width` wide, details open. Nothing may complain on the console, the
+    CSP neither."""
     complaints: list[str] = []
 
     def note(message: Any) -> None:
         # the browser itself notes refused requests; the tests of refusals look at the page
-        if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
+        if message.type in ("error", "warning") and not message.text.startswith(
+            "Failed to load resource"
+        ):
             complaints.append(message.text)
 
     def fail(error: Any) -> None:
@@ -97,7 +106,9 @@ def open_page(tab: Page) -> Iterator[Callable[..., Page]]:
         tab.set_viewport_size({"width": width, "height": 800})
         tab.emulate_media(**{"color_scheme": "light", "reduced_motion": "reduce"} | media)
         tab.goto(url)
-        tab.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
+        tab.evaluate(
+            "for (const details of document.querySelectorAll('details')) details.open = true"
+        )
         return tab
 
     tab.on("console", note)
@@ -147,12 +158,17 @@ def visible(text: str) -> str:
 
 def shown_tokens(page: Page) -> list[list[str]]:
     """Text and source of every token on the page."""
-    return page.eval_on_selector_all("#tokens .t", "ts => ts.map(t => [t.textContent, t.dataset.source ?? ''])")
+    return page.eval_on_selector_all(
+        "#tokens .t", "ts => ts.map(t => [t.textContent, t.dataset.source ?? ''])"
+    )
 
 
 def mixed_round(rounds: list[dict[str, Any]]) -> int:
-    """The first round that kept a drafted token and lost another: certain to be there at a fixed depth only."""
-    return next(i for i, r in enumerate(rounds) if {n["accepted"] for n in r["draft"]} == {True, False})
+    """The first round that kept a drafted token and lost another: certain to be there at a fixed
+    depth only."""
+    return next(
+        i for i, r in enumerate(rounds) if {n["accepted"] for n in r["draft"]} == {True, False}
+    )
 
 
 # ---- text
@@ -170,7 +186,9 @@ def test_tokens_are_those_of_the_stream_marked_by_source(open_page, page_url) ->
     looks = {}
     for source in sources:
         token = page.locator(f"#tokens .t[data-source='{source}']").first
-        looks[source] = token.evaluate("t => (s => [s.textDecorationStyle, s.backgroundColor])(getComputedStyle(t))")
+        looks[source] = token.evaluate(
+            "t => (s => [s.textDecorationStyle, s.backgroundColor])(getComputedStyle(t))"
+        )
         expect(page.locator(f"#legend [data-source='{source}']")).to_contain_text(source)
     styles, colours = zip(*looks.values(), strict=True)
     assert len(set(styles)) == len(set(colours)) == len(sources)  # never colour alone
@@ -179,8 +197,12 @@ def test_tokens_are_those_of_the_stream_marked_by_source(open_page, page_url) ->
 
 def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False, depth=8, temperature=0.7, seed=4)[0])  # some drafts are rejected
-    rejected = [n["text"].replace("\n", "↵") for r in rounds for n in r["draft"] if not n["accepted"]]
+    rounds = traces(
+        run(page, beside=False, depth=8, temperature=0.7, seed=4)[0]
+    )  # some drafts are rejected
+    rejected = [
+        n["text"].replace("\n", "↵") for r in rounds for n in r["draft"] if not n["accepted"]
+    ]
     ghosts = page.locator("#tokens .ghost")
     assert ghosts.all_text_contents() == rejected
     expect(ghosts.first).to_be_hidden()
@@ -189,7 +211,8 @@ def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
     assert "line-through" in ghosts.first.evaluate("g => getComputedStyle(g).textDecorationLine")
     i = mixed_round(rounds)
     around = page.eval_on_selector_all(
-        f"#tokens [data-round='{i}']", "ts => ts.map(t => (t.matches('.ghost') ? '-' : '+') + t.textContent)"
+        f"#tokens [data-round='{i}']",
+        "ts => ts.map(t => (t.matches('.ghost') ? '-' : '+') + t.textContent)",
     )
     kept = ["+" + t["text"] for t in rounds[i]["tokens"]]
     lost = ["-" + n["text"].replace("\n", "↵") for n in rounds[i]["draft"] if not n["accepted"]]
@@ -200,13 +223,17 @@ def test_ghosts_stand_where_they_were_rejected(open_page, page_url) -> None:
 
 def test_a_token_tells_its_numbers_on_hover_and_focus(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False, depth=8, temperature=0.7, seed=4)[0])  # some drafts are rejected
+    rounds = traces(
+        run(page, beside=False, depth=8, temperature=0.7, seed=4)[0]
+    )  # some drafts are rejected
     i = mixed_round(rounds)
     node = rounds[i]["draft"][0]
     token = page.locator(f"#tokens .t[data-round='{i}']")
     token.first.hover()
     step = rounds[i]["step"]
-    expect(page.locator("#detail")).to_contain_text(f"{node['source']}, accepted · step {step} · p {node['p']:.2f}")
+    expect(page.locator("#detail")).to_contain_text(
+        f"{node['source']}, accepted · step {step} · p {node['p']:.2f}"
+    )
     token.last.click()
     expect(page.locator("#detail")).to_contain_text(f"the target's own · step {step}")
     expect(page.locator("#round-label")).to_have_text(f"Round {i + 1} of {len(rounds)}")
@@ -215,7 +242,9 @@ def test_a_token_tells_its_numbers_on_hover_and_focus(open_page, page_url) -> No
     expect(page.locator("#detail")).to_contain_text(f"step {rounds[i + 1]['step']}")
     page.keyboard.press("Enter")
     expect(page.locator("#round-label")).to_have_text(f"Round {i + 2} of {len(rounds)}")
-    assert page.locator("#tokens [tabindex='0']").count() == 1  # one stop of the Tab key, not two thousand
+    assert (
+        page.locator("#tokens [tabindex='0']").count() == 1
+    )  # one stop of the Tab key, not two thousand
 
 
 def test_html_is_shown_literally(open_page, fake) -> None:
@@ -254,7 +283,9 @@ def test_a_long_text_is_only_ever_appended_to(open_page, fake) -> None:
     assert page.evaluate("[window.removed, window.batches > 2]") == [0, True]
     assert page.evaluate("window.longest") < 1000  # generous: the machine is shared
     page.keyboard.press("Escape")
-    assert page.evaluate("(() => { const o = document.getElementById('output'); return o.scrollTop > 0; })()")
+    assert page.evaluate(
+        "(() => { const o = document.getElementById('output'); return o.scrollTop > 0; })()"
+    )
 
 
 # ---- rounds
@@ -268,7 +299,9 @@ def assert_shows(page: Page, rounds: list[dict[str, Any]], i: int) -> None:
     nodes = [*rounds[i]["draft"], rounds[i]["bonus"]]
     assert sorted(c[0] for c in cells) == sorted(visible(n["text"]) for n in nodes)
     assert cells[-1][1] == "target"
-    assert sum(c[5].endswith("✓ accepted") for c in cells) == sum(n["accepted"] for n in rounds[i]["draft"])
+    assert sum(c[5].endswith("✓ accepted") for c in cells) == sum(
+        n["accepted"] for n in rounds[i]["draft"]
+    )
     emitted = page.locator("#round-emitted .chip").all_text_contents()
     assert emitted == [visible(t["text"]) for t in rounds[i]["tokens"]]
     expect(page.locator("#round-depth")).to_have_text(str(rounds[i]["depth"]))
@@ -280,12 +313,29 @@ def test_stepping_by_buttons_and_keys(open_page, page_url) -> None:
     page = open_page(page_url)
     rounds = traces(run(page, beside=False, depth=8, temperature=0.7, seed=4)[0])
     last = len(rounds) - 1
-    assert_shows(page, rounds, next(i for i, r in enumerate(rounds) if r["draft"]))  # where it opens
-    for button, there in [("first", 0), ("next", 1), ("next", 2), ("previous", 1), ("last", last), ("next", last)]:
-        page.click(f"#round-{button}", force=True)  # at the end the button is marked as disabled but keeps the focus
+    assert_shows(
+        page, rounds, next(i for i, r in enumerate(rounds) if r["draft"])
+    )  # where it opens
+    for button, there in [
+        ("first", 0),
+        ("next", 1),
+        ("next", 2),
+        ("previous", 1),
+        ("last", last),
+        ("next", last),
+    ]:
+        page.click(
+            f"#round-{button}", force=True
+        )  # at the end the button is marked as disabled but keeps the focus
         assert_shows(page, rounds, there)
     page.focus("#rounds")
-    for key, there in [("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("End", last)]:
+    for key, there in [
+        ("Home", 0),
+        ("ArrowLeft", 0),
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("End", last),
+    ]:
         page.keyboard.press(key)
         assert_shows(page, rounds, there)
     page.focus("#round-slider")  # a slider moves by itself: one step, not two
@@ -295,7 +345,9 @@ def test_stepping_by_buttons_and_keys(open_page, page_url) -> None:
 
 def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_url) -> None:
     page = open_page(page_url)
-    rounds = traces(run(page, beside=False, depth=8, temperature=0.7, seed=4)[0])  # some drafts are rejected
+    rounds = traces(
+        run(page, beside=False, depth=8, temperature=0.7, seed=4)[0]
+    )  # some drafts are rejected
     i = mixed_round(rounds)
     page.click("#round-first")
     for _ in range(i):
@@ -303,19 +355,29 @@ def test_a_round_says_what_became_of_each_node_and_why_so_deep(open_page, page_u
     expected = []
     for node in rounds[i]["draft"]:
         parent_kept = node["parent"] == 0 or rounds[i]["draft"][node["parent"] - 1]["accepted"]
-        expected.append("✓ accepted" if node["accepted"] else "✕ rejected" if parent_kept else "· not reached")
+        expected.append(
+            "✓ accepted" if node["accepted"] else "✕ rejected" if parent_kept else "· not reached"
+        )
     rows = page.locator("#round-nodes tr")
-    assert [t.strip() for t in rows.locator(".verdict").all_text_contents()] == [*expected, "+ said instead"]
+    assert [t.strip() for t in rows.locator(".verdict").all_text_contents()] == [
+        *expected,
+        "+ said instead",
+    ]
     first = rounds[i]["draft"][0]
     assert rows.first.locator(".number").all_text_contents()[:2] == [f"{first['p']:.2f}", NONE]
-    rounds = traces(run(page, beside=False, depth="auto", temperature=0, max_tokens=400)[0])  # a loop is worth drafts
+    rounds = traces(
+        run(page, beside=False, depth="auto", temperature=0, max_tokens=400)[0]
+    )  # a loop is worth drafts
     i = next(i for i, r in enumerate(rounds) if r["draft"])
     page.click("#round-first")
     for _ in range(i):
         page.click("#round-next")
     why = page.text_content("#round-why")
     a, k = rounds[i]["rate"], rounds[i]["depth"]
-    assert f"At {round(100 * a)} % expected acceptance, depth {k} gives {expected_tokens(a, k):.2f} tokens" in why
+    assert (
+        f"At {round(100 * a)} % expected acceptance, depth {k} gives {expected_tokens(a, k):.2f} tokens"
+        in why
+    )
 
 
 def test_why_covers_every_case(open_page, page_url) -> None:
@@ -347,7 +409,11 @@ def test_who_said_what_of_a_round(open_page, fake) -> None:
     page = open_page(fake.url)
     for sources, asked, words in (
         (["model"], "model", ""),
-        (["ahead&model", "model"], "ahead(model)", "1 of 2 were drafted while the target checked the round before"),
+        (
+            ["ahead&model", "model"],
+            "ahead(model)",
+            "1 of 2 were drafted while the target checked the round before",
+        ),
         (["model", "model"], "suffix|ahead(model)", "was not foreseen"),
         (["suffix&model", "model"], "suffix>model", "1 of 2 were said by more than one drafter"),
         ([], "ahead(model)", ""),
@@ -358,7 +424,8 @@ def test_who_said_what_of_a_round(open_page, fake) -> None:
 
 
 def test_what_was_said_of_a_round_stays(open_page, tab: Page) -> None:
-    """Costs that were measured later change nothing: they were not known when the depth was chosen."""
+    """Costs that were measured later change nothing: they were not known when the depth was
+    chosen."""
     server = FakeServer(info=INFO | {"costs": {}})
     with tab.expect_response("**/server_info"):
         page = open_page(server.url)
@@ -379,7 +446,9 @@ def test_a_tree_is_drawn_as_one(open_page, fake) -> None:
     page.click("#round-first")
     page.click("#round-next")
     assert_shows(page, rounds, 1)
-    lefts = page.eval_on_selector_all("#round-nodes .chip", "cs => cs.map(c => c.getBoundingClientRect().left)")
+    lefts = page.eval_on_selector_all(
+        "#round-nodes .chip", "cs => cs.map(c => c.getBoundingClientRect().left)"
+    )
     level = [0]
     for node in rounds[1]["draft"]:
         level.append(level[node["parent"]] + 1)
@@ -397,7 +466,8 @@ def pace(page: Page, lane: str) -> int:
 
 
 def watch(page: Page) -> None:
-    """Keep what is seen from now on: the least tokens in sight, the largest lead, the drafts without a verdict yet."""
+    """Keep what is seen from now on: the least tokens in sight, the largest lead, the drafts
+    without a verdict yet."""
     page.evaluate(
         """() => {
           const count = (selector) => document.querySelectorAll(`#tokens ${selector}`).length;
@@ -423,7 +493,12 @@ def test_both_start_from_zero_each_at_its_pace(open_page, fake) -> None:
     assert seen["least"] < 20  # the recorded answer began again
     assert seen["lead"] > 20  # a round says several tokens in the time of a pass
     expect(page.locator("#explain")).to_contain_text("ran first, alone")
-    assert page.locator("#tokens .t:not(.later)").count() == pace(page, "spec") == pace(page, "plain") == 60
+    assert (
+        page.locator("#tokens .t:not(.later)").count()
+        == pace(page, "spec")
+        == pace(page, "plain")
+        == 60
+    )
     assert page.text_content("#plain-text") == "".join(text for text, _ in shown_tokens(page))
     for lane in ("spec", "plain"):
         expect(page.locator(f"#pace-{lane}")).to_contain_text(" tokens/s")
@@ -440,7 +515,9 @@ def test_both_can_be_played_again(open_page, fake) -> None:
             page.click("#stop")
         page.locator("#run:enabled").wait_for()
         assert page.evaluate("seen.later") > 0
-        assert page.text_content("#talk") == before  # also where it was stopped: a replay ends with what there was
+        assert (
+            page.text_content("#talk") == before
+        )  # also where it was stopped: a replay ends with what there was
     assert len(fake.bodies) == asked
 
 
@@ -531,7 +608,10 @@ def test_a_refused_turn_goes_back_to_the_form(open_page, chatting) -> None:
         expect(page.locator("#error")).to_contain_text(words)
         assert page.input_value("#prompt") == f"#fake: {kind}\n"
     run(page, "second", max_tokens=8)
-    assert [m["content"] for m in chatting.bodies[-1]["messages"] if m["role"] == "user"] == ["first", "second"]
+    assert [m["content"] for m in chatting.bodies[-1]["messages"] if m["role"] == "user"] == [
+        "first",
+        "second",
+    ]
 
 
 def test_why_an_answer_was_cut_is_said(open_page, chatting) -> None:
@@ -569,19 +649,26 @@ def test_sampling_is_what_the_authors_set(open_page, fake) -> None:
     run(page, max_tokens=5, temperature="", seed="", beside=False)
     run(page, max_tokens=5, temperature=0, top_k=20, beside=False)
     empty, full = fake.bodies
-    assert not {"temperature", "top_p", "top_k", "min_p"} & empty.keys() and isinstance(empty["seed"], int)
+    assert not {"temperature", "top_p", "top_k", "min_p"} & empty.keys() and isinstance(
+        empty["seed"], int
+    )
     assert (full["temperature"], full["top_k"]) == (0, 20) and "top_p" not in full
 
 
 @pytest.mark.parametrize(("sampling", "temperature"), [({}, "0"), ({"temperature": 0.6}, "")])
-def test_ready_prompts_say_what_to_expect(open_page, sampling: dict[str, float], temperature: str) -> None:
-    """One that copies asks for the likeliest text, unless the model's authors advise against that."""
+def test_ready_prompts_say_what_to_expect(
+    open_page, sampling: dict[str, float], temperature: str
+) -> None:
+    """One that copies asks for the likeliest text, unless the model's authors advise against
+    that."""
     server = FakeServer(info=CHAT | {"sampling": sampling})
     page = open_page(server.url)
     buttons = page.locator("#ready button")
     expect(buttons.first).to_contain_text("most of the answer is in the prompt")
     expect(buttons.last).to_contain_text("nothing of the answer is in the prompt")
-    assert "speculate" not in page.locator("#ready").inner_text(), "that is measured, not known before"
+    assert "speculate" not in page.locator("#ready").inner_text(), (
+        "that is measured, not known before"
+    )
     buttons.first.click()
     assert "def total_price" in page.input_value("#prompt")
     assert page.input_value("[name=temperature]") == temperature
@@ -594,7 +681,8 @@ def test_ready_prompts_say_what_to_expect(open_page, sampling: dict[str, float],
 
 
 def test_a_ready_prompt_says_what_it_was_measured_to_give(open_page, page_url) -> None:
-    """It said "hardly speculates" whatever was drafted. Others, and runs without speculation, change nothing."""
+    """It said "hardly speculates" whatever was drafted. Others, and runs without speculation,
+    change nothing."""
     page = open_page(page_url)
     page.locator("#run:enabled").wait_for()
     labels = page.locator("#ready small")
@@ -604,7 +692,10 @@ def test_a_ready_prompt_says_what_it_was_measured_to_give(open_page, page_url) -
     assert labels.all_inner_texts() == before
     page.locator("#ready button").last.click()
     run(page, draft="suffix", max_tokens=40, depth="2", temperature=0, beside=False)
-    said = re.fullmatch(r"last run: (\d+\.\d\d) tokens a pass, (\d+) of (\d+) passes drafted", labels.last.inner_text())
+    said = re.fullmatch(
+        r"last run: (\d+\.\d\d) tokens a pass, (\d+) of (\d+) passes drafted",
+        labels.last.inner_text(),
+    )
     assert said and int(said[2]) <= int(said[3]) <= 40 and float(said[1]) >= 1
     assert f"in {said[3]} passes" in page.locator("#status").inner_text()
     assert labels.all_inner_texts()[:-1] == before[:-1]
@@ -641,7 +732,12 @@ def test_plain_decoding_beside_is_the_same_request(open_page, fake) -> None:
     spec, plain = fake.bodies
     assert spec.pop("speculative") == {"draft": "suffix", "depth": 4, "rule": "match"}
     assert plain.pop("speculative") is False
-    assert spec == plain and spec["seed"] == 7 and spec["temperature"] == 0.3 and spec["max_tokens"] == 90
+    assert (
+        spec == plain
+        and spec["seed"] == 7
+        and spec["temperature"] == 0.3
+        and spec["max_tokens"] == 90
+    )
 
 
 def test_badge_and_speeds(open_page, page_url) -> None:
@@ -674,7 +770,11 @@ def test_a_second_run_that_may_be_remembered_is_said_to_be(open_page) -> None:
 
 def decoding_speed(rounds: list[dict[str, Any]]) -> float:
     after = rounds[1:]
-    return 1000 * sum(len(r["tokens"]) for r in after) / sum(r["t_draft_ms"] + r["t_verify_ms"] for r in after)
+    return (
+        1000
+        * sum(len(r["tokens"]) for r in after)
+        / sum(r["t_draft_ms"] + r["t_verify_ms"] for r in after)
+    )
 
 
 def test_a_difference_is_shown_where_it_is(open_page, fake) -> None:
@@ -683,7 +783,10 @@ def test_a_difference_is_shown_where_it_is(open_page, fake) -> None:
     badge = page.locator("#badge")
     expect(badge).to_contain_text("Different from token 5 on")
     expect(badge).to_contain_text("plain “␣else”")
-    assert page.eval_on_selector_all("#tokens .t", "ts => ts.findIndex(t => t.matches('.differs'))") == 5
+    assert (
+        page.eval_on_selector_all("#tokens .t", "ts => ts.findIndex(t => t.matches('.differs'))")
+        == 5
+    )
     expect(badge).to_have_class("badge different")
     run(page, rule="token")
     expect(badge).to_contain_text("promises the same distribution, not the same tokens")
@@ -699,14 +802,23 @@ def test_figures_of_the_run(open_page, page_url) -> None:
     draft, verify = (sum(r[f"t_{name}_ms"] for r in rounds[1:]) for name in ("draft", "verify"))
     expect(page.locator("#live-draft")).to_have_text(f"{100 * draft / (draft + verify):.0f} %")
     kept = [sum(n["accepted"] for n in r["draft"]) for r in rounds]
-    bars = [f"{kept.count(i)} round{'' if kept.count(i) == 1 else 's'} with {i} accepted" for i in range(max(kept) + 1)]
+    bars = [
+        f"{kept.count(i)} round{'' if kept.count(i) == 1 else 's'} with {i} accepted"
+        for i in range(max(kept) + 1)
+    ]
     assert page.eval_on_selector_all("#histogram li", "bars => bars.map(b => b.title)") == bars
 
 
 def test_where_two_runs_differ(open_page, page_url) -> None:
     page = open_page(page_url)
     call = "([a, b]) => import('/playground/run.js').then((m) => m.firstDifference(a, b))"
-    for a, b, at in [([1, 2], [1, 2], -1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 4, 3], 1), ([], [], -1)]:
+    for a, b, at in [
+        ([1, 2], [1, 2], -1),
+        ([1, 2], [1], 1),
+        ([1], [1, 2], 1),
+        ([1, 2, 3], [1, 4, 3], 1),
+        ([], [], -1),
+    ]:
         assert page.evaluate(call, [a, b]) == at
 
 
@@ -738,7 +850,9 @@ def test_calculator_agrees_with_the_formula(open_page, page_url) -> None:
     page.locator("#run:enabled").wait_for()
     for a, k, c, v in [(0.81, 4, 0.05, 1.08), (0.5, 8, 0.2, 1.6), (1, 16, 0, 1), (0, 3, 0.1, 1.2)]:
         slide(page, k=k, a=a, c=c, v=v)
-        curve = [expected_tokens(a, i) / (i * c + 1 + i * (v - 1) / k) for i in range(17)]  # v grows evenly
+        curve = [
+            expected_tokens(a, i) / (i * c + 1 + i * (v - 1) / k) for i in range(17)
+        ]  # v grows evenly
         best = curve.index(max(curve))
         words = f"{best} ({curve[best]:.2f} {TIMES})" if best else "0: do not draft"
         assert numbers(page) == (f"{expected_tokens(a, k):.3f}", f"{curve[k]:.3f} {TIMES}", words)
@@ -753,8 +867,12 @@ def test_calculator_starts_from_what_was_measured(open_page, fake) -> None:
     rounds = traces(run(page, beside=False)[0])
     accepted = sum(n["accepted"] for r in rounds for n in r["draft"])
     cut_short = sum(any(not n["accepted"] for n in r["draft"]) for r in rounds)
-    a = accepted / (accepted + cut_short)  # a draft accepted to its end tells nothing of what would have come
-    k = round(sum(len(r["draft"]) for r in rounds[1:]) / len(rounds[1:]))  # chains: as many levels as tokens
+    a = accepted / (
+        accepted + cut_short
+    )  # a draft accepted to its end tells nothing of what would have come
+    k = round(
+        sum(len(r["draft"]) for r in rounds[1:]) / len(rounds[1:])
+    )  # chains: as many levels as tokens
     expect(page.locator("#calc-a-from")).to_have_text("from the last run")
     expect(page.locator("#calc-k-value")).to_have_text(str(k))
     assert numbers(page)[0] == f"{expected_tokens(a, k):.3f}"
@@ -775,8 +893,12 @@ def test_calculator_without_measurements(open_page) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}, {16: 1.0, 24: 1.1}])
-def test_costs_are_read_as_the_depth_policy_reads_them(open_page, page_url, table: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    "table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}, {16: 1.0, 24: 1.1}]
+)
+def test_costs_are_read_as_the_depth_policy_reads_them(
+    open_page, page_url, table: dict[int, float]
+) -> None:
     """Of passes and of drafts, between what was measured and far beyond it."""
     learned = Costs()
     for size, cost in table.items():
@@ -788,7 +910,9 @@ def test_costs_are_read_as_the_depth_policy_reads_them(open_page, page_url, tabl
         ".then((m) => args[1].map((x) => [m.pass(x), m.draft(x)]))"
     )
     sizes, named = list(range(1, 32)), {str(size): cost for size, cost in table.items()}
-    read = open_page(page_url).evaluate(call, [{"pass_ms": named, "draft_ms": {"model": named}}, sizes])
+    read = open_page(page_url).evaluate(
+        call, [{"pass_ms": named, "draft_ms": {"model": named}}, sizes]
+    )
     for size, (passing, drafting) in zip(sizes, read, strict=True):
         assert passing / learned.of_pass(size) == pytest.approx(1, rel=0.01), size
         assert drafting / learned.of_draft("model", size) == pytest.approx(1, rel=0.01), size
@@ -829,7 +953,9 @@ def test_refusals_and_errors_are_shown(open_page, fake) -> None:
     page = open_page(fake.url)
     error = page.locator("#error")
     run(page, "#fake: refuse\n")
-    expect(error).to_have_text("max_tokens must be at most 2048: the context is <no longer> than that (max_tokens)")
+    expect(error).to_have_text(
+        "max_tokens must be at most 2048: the context is <no longer> than that (max_tokens)"
+    )
     run(page, "#fake: break\n")
     expect(error).to_have_text("the model ran out of <memory>")
     assert shown_tokens(page)  # what came before stays
@@ -868,7 +994,9 @@ def test_stop_while_plain_decoding_compares_what_there_is(open_page, fake) -> No
     expect(page.locator("#status")).to_contain_text("the same without speculation")
     page.wait_for_timeout(300)
     page.click("#stop")
-    expect(page.locator("#badge")).to_have_text(re.compile(r"Identical: the first \d+ token ids? equal"))
+    expect(page.locator("#badge")).to_have_text(
+        re.compile(r"Identical: the first \d+ token ids? equal")
+    )
     page.click("#replay")
     expect(page.locator("#status")).to_have_text("Played again.")
 
@@ -910,7 +1038,9 @@ def test_keyboard_alone_will_do(open_page, page_url) -> None:
         page.keyboard.press("Tab")
         reached.append(page.evaluate(active))
     assert reached.index("plain-output") < reached.index("replay") < reached.index("prompt")
-    assert {"ghosts", "run", "rounds", "round-slider", "round-first", "calc-a", "calc-k"} <= set(reached)
+    assert {"ghosts", "run", "rounds", "round-slider", "round-first", "calc-a", "calc-k"} <= set(
+        reached
+    )
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -929,7 +1059,10 @@ def test_no_width_scrolls_sideways(open_page, fake, chatting, width: int, chat: 
 def test_every_control_has_a_name(open_page, page_url) -> None:
     page = open_page(page_url)
     names = "es => es.filter(e => !(e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim()))"
-    assert page.eval_on_selector_all("input, select, textarea, button", names + ".map(e => e.id)") == []
+    assert (
+        page.eval_on_selector_all("input, select, textarea, button", names + ".map(e => e.id)")
+        == []
+    )
 
 
 def test_motion_only_where_it_is_wanted(open_page, page_url) -> None:
@@ -939,13 +1072,29 @@ def test_motion_only_where_it_is_wanted(open_page, page_url) -> None:
 
 
 def test_both_colour_schemes_can_be_read(open_page, page_url) -> None:
-    """Contrast of each colour of text against the paper is at least 4.5, of underlines at least 3."""
-    names = ["ink", "quiet", "accent", "bad", "src-0", "src-1", "src-2", "src-3", "src-4", "paper", "panel"]
+    """Contrast of each colour of text against the paper is at least 4.5, of underlines at least
+    3."""
+    names = [
+        "ink",
+        "quiet",
+        "accent",
+        "bad",
+        "src-0",
+        "src-1",
+        "src-2",
+        "src-3",
+        "src-4",
+        "paper",
+        "panel",
+    ]
     call = "names => names.map((n) => getComputedStyle(document.documentElement).getPropertyValue(`--${n}`).trim())"
     for scheme in ("light", "dark"):
         *inks, paper, panel = open_page(page_url, color_scheme=scheme).evaluate(call, names)
         for i, ink in enumerate(inks):
-            assert min(contrast(ink, paper), contrast(ink, panel)) >= (4.5 if i < 4 else 3), (scheme, ink)
+            assert min(contrast(ink, paper), contrast(ink, panel)) >= (4.5 if i < 4 else 3), (
+                scheme,
+                ink,
+            )
 
 
 def contrast(a: str, b: str) -> float:
@@ -953,7 +1102,9 @@ def contrast(a: str, b: str) -> float:
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        red, green, blue = (
+            p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     low, high = sorted([luminance(a), luminance(b)])

@@ -1,4 +1,5 @@
-"""What bad requests cost: one is answered with one error, and to find it must not take the server's memory."""
+"""What bad requests cost: one is answered with one error, and to find it must not take the server's
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ pytest.importorskip("fastapi")
 
 from pydantic import ValidationError
 
-from forerun.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest
+from forerun.server.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+)
 
 MANY = 10_000
 COMPLETION, CHAT = {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}

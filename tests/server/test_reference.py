@@ -1,4 +1,5 @@
-"""/docs: whole without a network, without scripts, and with every endpoint that the document has."""
+"""/docs: whole without a network, without scripts, and with every endpoint that the document
+has."""
 
 from __future__ import annotations
 
@@ -27,8 +28,16 @@ def test_it_has_every_endpoint_and_field_of_the_document(server: Serving) -> Non
     page, document = server.http.get("/docs").text, server.http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            assert f'<section id="{method.upper()}{path}">' in page and operation["description"], path
-    for schema in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "EmbeddingsRequest", "OllamaChat"):
+            assert f'<section id="{method.upper()}{path}">' in page and operation["description"], (
+                path
+            )
+    for schema in (
+        "ChatRequest",
+        "CompletionRequest",
+        "ResponsesRequest",
+        "EmbeddingsRequest",
+        "OllamaChat",
+    ):
         for name in document["components"]["schemas"][schema]["properties"]:
             assert f"<code>{name}</code>" in page, name
 
@@ -53,7 +62,9 @@ def test_its_commands_work(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("secret",)], ids=["open", "with a key"])
-def test_it_opens_without_the_key_and_says_where_one_is_needed(spare: LLM, keys: tuple[str, ...]) -> None:
+def test_it_opens_without_the_key_and_says_where_one_is_needed(
+    spare: LLM, keys: tuple[str, ...]
+) -> None:
     with serving(spare, api_key=keys, served_name="<b>&") as s:
         page = s.http.get("/docs").text
         assert ("Bearer KEY" in page) == bool(keys) and "secret" not in page

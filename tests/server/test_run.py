@@ -1,4 +1,5 @@
-"""What a server says as it starts and while it runs: to a person at a terminal, and to a program."""
+"""What a server says as it starts and while it runs: to a person at a terminal, and to a
+program."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_a_person_is_told_where_to_go() -> None:
     assert "tiny (draft suffix)" in said[0]
     for end in ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/docs"):
         assert any(line.endswith(end) for line in said), end
-    assert "no chat template" in greeting(FACTS | {"chat_template": False}, "") and "template" not in "".join(said)
+    assert "no chat template" in greeting(
+        FACTS | {"chat_template": False}, ""
+    ) and "template" not in "".join(said)
     assert "(no draft)" in greeting(FACTS | {"draft": "off"}, "")
 
 
@@ -45,13 +48,25 @@ def test_a_program_is_told_in_one_line_that_ends_with_the_address() -> None:
 
 def test_log_lines_for_a_person_and_for_a_program() -> None:
     warning = record(logging.WARNING, "it is late", seconds=1.5, error=None)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING: it is late seconds=1.5", PlainLines().format(warning))
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d WARNING: it is late seconds=1.5", PlainLines().format(warning)
+    )
     assert json.loads(JsonLines().format(warning))["seconds"] == 1.5
 
 
 def test_on_a_terminal_the_greeting_comes_when_it_answers_and_nothing_else() -> None:
     outer, inner = pty.openpty()
-    command = [sys.executable, "-m", "forerun.cli", "serve", str(tiny.spoken()), "--port", "0", "--kv-tokens", "2048"]
+    command = [
+        sys.executable,
+        "-m",
+        "forerun.cli.main",
+        "serve",
+        str(tiny.spoken()),
+        "--port",
+        "0",
+        "--kv-tokens",
+        "2048",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=inner)
     os.close(inner)
     said = b""
@@ -59,11 +74,15 @@ def test_on_a_terminal_the_greeting_comes_when_it_answers_and_nothing_else() -> 
         while b"/docs" not in said:
             said += os.read(outer, 4096)
         address = re.search(rb"http://[0-9.:]+", said)
-        assert address and httpx2.get(f"{address[0].decode()}/health", timeout=30).status_code == 200
+        assert (
+            address and httpx2.get(f"{address[0].decode()}/health", timeout=30).status_code == 200
+        )
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
     finally:
         process.kill()
         os.close(outer)
     lines = said.decode().splitlines()
-    assert len(lines) == 4 and lines[0].startswith("Serving tiny (draft suffix), which has no chat template"), lines
+    assert len(lines) == 4 and lines[0].startswith(
+        "Serving tiny (draft suffix), which has no chat template"
+    ), lines

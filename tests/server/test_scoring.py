@@ -1,4 +1,5 @@
-"""Prompts with their log-probabilities: `echo` as OpenAI's completions had it, `prompt_logprobs` as vLLM has it."""
+"""Prompts with their log-probabilities: `echo` as OpenAI's completions had it, `prompt_logprobs` as
+vLLM has it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def apart() -> LLM:
 
 def expected(apart: LLM, prompt: str, top: int) -> list[Any]:
     """What the library says of each token of a prompt."""
-    found = apart.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=top))[0].prompt_logprobs
+    found = apart.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=top))[
+        0
+    ].prompt_logprobs
     assert found is not None
     return found
 
@@ -64,8 +67,14 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(
     (choice,) = answer["choices"]
     scores(apart, prompt, 2, choice["logprobs"], choice["text"])
     count = len(apart.tokens(prompt))
-    assert answer["usage"] == answer["usage"] | {"prompt_tokens": count, "completion_tokens": int(max_tokens)}
-    assert len(choice["logprobs"]["tokens"]) == count + max_tokens and choice["finish_reason"] == "length"
+    assert answer["usage"] == answer["usage"] | {
+        "prompt_tokens": count,
+        "completion_tokens": int(max_tokens),
+    }
+    assert (
+        len(choice["logprobs"]["tokens"]) == count + max_tokens
+        and choice["finish_reason"] == "length"
+    )
     assert choice["text"].startswith(prompt)
     if max_tokens:
         plain = server.complete(**asked | {"echo": False}, max_tokens=max_tokens)["choices"][0]
@@ -79,29 +88,43 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_a_streamed_echo_is_the_whole_one(server: Front, max_tokens: int) -> None:
     """A long prompt comes in several chunks, each with its own log-probabilities."""
-    asked = {"prompt": [LONG, "x = 1"], "n": 2, "echo": True, "logprobs": 3, "seed": 5, "max_tokens": max_tokens}
+    asked = {
+        "prompt": [LONG, "x = 1"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 3,
+        "seed": 5,
+        "max_tokens": max_tokens,
+    }
     whole = server.complete(**asked)["choices"]
     response = server.http.post(COMPLETIONS, json=asked | {"stream": True})
-    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")
+    ]
     for index, choice in enumerate(whole):
         parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
         assert "".join(part["text"] for part in parts) == choice["text"]
         for name, values in choice["logprobs"].items():
-            joined = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
+            joined = [
+                value for part in parts if part["logprobs"] for value in part["logprobs"][name]
+            ]
             assert joined == values, name
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert index > 1 or len(parts) > 4
 
 
 def test_an_evaluation_harness_sums_what_it_asked_for(server: Front, apart: LLM) -> None:
-    """As lm-evaluation-harness does: a context and its continuation as token ids, one token more than is needed."""
+    """As lm-evaluation-harness does: a context and its continuation as token ids, one token more
+    than is needed."""
     context, continuation = apart.tokens("def add(a, b):"), apart.tokens("\n    return a + b")
     tokens = context + continuation
     asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
     for choice in server.complete(prompt=[tokens, tokens], **asked)["choices"]:
         logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
         assert len(logprobs) == len(continuation)
-        wanted = apart.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=1))[0].prompt_logprobs
+        wanted = apart.generate(tokens, SamplingParams(max_tokens=0, prompt_logprobs=1))[
+            0
+        ].prompt_logprobs
         assert wanted is not None
         total = sum(entry.logprob for entry in wanted[len(context) :] if entry)
         assert sum(logprobs) == pytest.approx(total, abs=1e-2)
@@ -128,9 +151,13 @@ def test_vllms_prompt_logprobs(server: Front, apart: LLM) -> None:
     assert first is None and len(rest) == len(tokens) - 1 and choice["logprobs"] is None
     for said, entry in zip(rest, entries[1:], strict=True):
         own = said[str(entry.token_id)]
-        assert own["logprob"] == pytest.approx(entry.logprob, abs=1e-3) and own["rank"] == entry.rank
+        assert (
+            own["logprob"] == pytest.approx(entry.logprob, abs=1e-3) and own["rank"] == entry.rank
+        )
         assert set(said) == {str(entry.token_id), *map(str, entry.top)}
-        assert apart.tokenizer is not None and own["decoded_token"] == apart.tokenizer.spell(entry.token_id)
+        assert apart.tokenizer is not None and own["decoded_token"] == apart.tokenizer.spell(
+            entry.token_id
+        )
     answer = server.answer(CHAT, {"messages": HI, "max_tokens": 2, "prompt_logprobs": 0})
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
@@ -151,6 +178,8 @@ def test_vllms_prompt_logprobs(server: Front, apart: LLM) -> None:
         ("/v1/responses", {"input": "x", "prompt_logprobs": 1}, "/v1/completions"),
     ],
 )
-def test_what_cannot_be_scored_is_told(server: Front, path: str, body: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_scored_is_told(
+    server: Front, path: str, body: dict[str, Any], says: str
+) -> None:
     response = server.http.post(path, json=body)
     assert response.status_code == 400 and says in response.json()["error"]["message"]

@@ -1,5 +1,5 @@
-"""The service in front of the engine's thread: races of cancelling, refusals, failures. Nobody may wait for ever,
-nothing may leak, and nobody's tokens may change."""
+"""The service in front of the engine's thread: races of cancelling, refusals, failures. Nobody may
+wait for ever, nothing may leak, and nobody's tokens may change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ Body = Callable[[LLM, Service], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def shared() -> LLM:
-    return LLM(tiny.family("llama"), max_rows=3, kv_tokens=256, chunk=16, page=4, dtype="float32", threads=1)
+    return LLM(
+        tiny.family("llama"),
+        max_rows=3,
+        kv_tokens=256,
+        chunk=16,
+        page=4,
+        dtype="float32",
+        threads=1,
+    )
 
 
 @pytest.fixture
@@ -52,7 +60,9 @@ def play(llm: LLM, body: Body, queue: int = 1000) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), serving(llm, queue) as service:
             await body(llm, service)
-            await until(lambda: not service.tickets and not service._running and not llm.engine.busy)
+            await until(
+                lambda: not service.tickets and not service._running and not llm.engine.busy
+            )
         check_idle(llm.engine)
 
     asyncio.run(main())
@@ -91,7 +101,9 @@ async def result(group: Group) -> list[tuple[list[int], str | None]]:
     return list(zip(tokens, reasons, strict=True))
 
 
-def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool], error: BaseException) -> None:
+def failing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool], error: BaseException
+) -> None:
     """Let passes of the target fail for as long as `when` says so."""
     forward = llm.engine.target.forward
 
@@ -129,7 +141,9 @@ def test_the_deadline_ends_the_events_and_not_whoever_takes_them(waits: bool) ->
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
-def test_a_group_that_is_not_read_pauses_and_goes_on_with_the_same_tokens(llm: LLM, draft: str) -> None:
+def test_a_group_that_is_not_read_pauses_and_goes_on_with_the_same_tokens(
+    llm: LLM, draft: str
+) -> None:
     async def body(llm: LLM, service: Service) -> None:
         orders = [order(seed, 40, draft) for seed in (1, 2)]
         expected = await soon(result(service.submit(orders)))
@@ -238,7 +252,9 @@ def test_a_failed_pass_is_told_to_those_it_concerns_and_to_nobody_else(
         expected = await soon(result(service.submit([order(5)])))
         failing(llm, monkeypatch, once(), RuntimeError("a test"))
         lost = [service.submit([order(i, tokens=100), order(i + 1, tokens=100)]) for i in range(5)]
-        outcomes = await soon(asyncio.gather(*(result(group) for group in lost), return_exceptions=True))
+        outcomes = await soon(
+            asyncio.gather(*(result(group) for group in lost), return_exceptions=True)
+        )
         assert all(isinstance(o, UnavailableError) or len(o) == 2 for o in outcomes)
         assert any(isinstance(o, UnavailableError) for o in outcomes)
         assert service.alive and service.failures == 1
@@ -247,7 +263,9 @@ def test_a_failed_pass_is_told_to_those_it_concerns_and_to_nobody_else(
     play(llm, body)
 
 
-def test_an_engine_whose_model_is_gone_is_not_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_model_is_gone_is_not_asked_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Starting over would fail for ever, and look well from outside."""
 
     async def body(llm: LLM, service: Service) -> None:
@@ -262,7 +280,9 @@ def test_an_engine_whose_model_is_gone_is_not_asked_again(llm: LLM, monkeypatch:
     play(llm, body)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a test"), BaseException("a panic")], ids=["exception", "panic"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a test"), BaseException("a panic")], ids=["exception", "panic"]
+)
 def test_what_fails_for_one_request_is_told_to_that_one(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -275,14 +295,21 @@ def test_what_fails_for_one_request_is_told_to_that_one(
         adjust(logits, draft, state)
 
     async def body(llm: LLM, service: Service) -> None:
-        orders = [replace(order(i), params=replace(order(i).params, presence_penalty=0.5)) for i in range(6)]
+        orders = [
+            replace(order(i), params=replace(order(i).params, presence_penalty=0.5))
+            for i in range(6)
+        ]
         expected = [await soon(result(service.submit([each]))) for each in orders]
         monkeypatch.setattr(filters, "_adjust", fail)
         groups = [service.submit([each]) for each in orders]
-        outcomes = await soon(asyncio.gather(*(result(group) for group in groups), return_exceptions=True))
+        outcomes = await soon(
+            asyncio.gather(*(result(group) for group in groups), return_exceptions=True)
+        )
         failed = outcomes.pop(3)
         assert outcomes == [each for i, each in enumerate(expected) if i != 3]
-        assert isinstance(failed, ForerunError) and "failed while it worked on this request" in str(failed)
+        assert isinstance(failed, ForerunError) and "failed while it worked on this request" in str(
+            failed
+        )
         assert "\n" not in str(failed) and told(failed)[0] == 500
         assert service.alive and service.failures == 0
 
@@ -297,7 +324,10 @@ def test_a_failure_behind_the_last_event_of_a_request_does_not_take_it_back(
     async def body(llm: LLM, service: Service) -> None:
         expected = await soon(result(service.submit([order(1, tokens=1)])))
         failing(
-            llm, monkeypatch, lambda: len(llm.engine.requests) == 1 and not service.failures, RuntimeError("a test")
+            llm,
+            monkeypatch,
+            lambda: len(llm.engine.requests) == 1 and not service.failures,
+            RuntimeError("a test"),
         )
         group = service.submit([order(1, tokens=1), order(2, tokens=50)])
         end = time.monotonic() + PATIENCE
@@ -320,7 +350,9 @@ async def _items(group: Group) -> AsyncIterator[tuple[int, Any]]:
         yield ticket.index, item
 
 
-def test_an_accident_while_a_request_is_taken_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accident_while_a_request_is_taken_is_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(llm: LLM, service: Service) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine, "add", lambda *_, **__: 1 / 0)
@@ -333,7 +365,9 @@ def test_an_accident_while_a_request_is_taken_is_told(llm: LLM, monkeypatch: pyt
     play(llm, body)
 
 
-def test_whoever_ends_in_a_step_that_then_fails_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_ends_in_a_step_that_then_fails_is_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last event was made, and lost with the step."""
     land, ended = llm.engine._land, []
 
@@ -380,7 +414,9 @@ def test_the_end_of_the_engine_thread_is_told(llm: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_cannot_start_over_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_start_over_is_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with serving(llm, 100) as service:
             failing(llm, monkeypatch, lambda: True, RuntimeError("the device is lost"))
@@ -404,7 +440,9 @@ def test_a_storm_of_cancels_changes_nobodys_tokens(llm: LLM) -> None:
         seeds = [rng.randrange(12) for _ in range(rng.randrange(1, 4))]
         await asyncio.sleep(rng.random())
         drafts = [rng.choice(["off", "ngram", "suffix"]) for _ in seeds]
-        orders = [order(seed, 10 + 8 * seed, draft) for seed, draft in zip(seeds, drafts, strict=True)]
+        orders = [
+            order(seed, 10 + 8 * seed, draft) for seed, draft in zip(seeds, drafts, strict=True)
+        ]
         if rng.random() < 0.15:
             orders.append(order(1, prompt=400))
         group = service.submit(orders)

@@ -15,7 +15,9 @@ from tests import tiny
 
 def test_defaults_are_careful() -> None:
     settings = Settings()
-    assert settings.host == "127.0.0.1" and settings.allowed_origins == () and settings.api_key == ()
+    assert (
+        settings.host == "127.0.0.1" and settings.allowed_origins == () and settings.api_key == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,15 +73,22 @@ def test_a_bad_value_is_one_line_that_names_it(options: dict) -> None:
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
-    assert Settings(api_key="k", allowed_origins="http://a") == Settings(api_key=("k",), allowed_origins=["http://a"])
+    assert Settings(api_key="k", allowed_origins="http://a") == Settings(
+        api_key=("k",), allowed_origins=["http://a"]
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "given", "name"),
-    [(None, "", "SmolLM2-135M-Instruct"), ("org/some-model", "", "some-model"), (None, "mine", "mine")],
+    [
+        (None, "", "SmolLM2-135M-Instruct"),
+        ("org/some-model", "", "some-model"),
+        (None, "mine", "mine"),
+    ],
 )
 def test_what_the_model_is_called(model: str | None, given: str, name: str) -> None:
-    """Clients name it in every request: what it is called must not depend on where its file lies."""
+    """Clients name it in every request: what it is called must not depend on where its file
+    lies."""
     llm = SimpleNamespace(config=Config(model=model))
     assert served_name(llm, Settings(served_name=given)) == name  # type: ignore[arg-type]
 
@@ -122,30 +131,48 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_flags_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from forerun import cli
+    from forerun.cli import main as cli
     from forerun.server import run
 
     taken: list = []
     monkeypatch.setattr(run, "run", lambda *args: taken.append(args) or 0)
     file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "./a"\n')
     monkeypatch.setattr(
-        sys, "argv", ["forerun", "serve", str(tiny.spoken()), "--config", str(file), "--port", "0", "--depth", "2"]
+        sys,
+        "argv",
+        [
+            "forerun",
+            "serve",
+            str(tiny.spoken()),
+            "--config",
+            str(file),
+            "--port",
+            "0",
+            "--depth",
+            "2",
+        ],
     )
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     ((options, settings, listener, _),) = taken
     listener.close()
-    assert exit_.value.code == 0 and options == {"model": str(tiny.spoken()), "draft": "ngram", "depth": "2"}
+    assert exit_.value.code == 0 and options == {
+        "model": str(tiny.spoken()),
+        "draft": "ngram",
+        "depth": "2",
+    }
     assert (settings.port, settings.max_queue) == (0, 3)
 
 
-@pytest.mark.parametrize("flags", [["--port", "99999"], ["--metrics-compat", "x"], ["--api-key", ""], ["--rule", "x"]])
+@pytest.mark.parametrize(
+    "flags", [["--port", "99999"], ["--metrics-compat", "x"], ["--api-key", ""], ["--rule", "x"]]
+)
 def test_bad_flags_are_one_line(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     import sys
 
-    from forerun import cli
+    from forerun.cli import main as cli
 
     monkeypatch.setattr(sys, "argv", ["forerun", "serve", *flags])
     with pytest.raises(SystemExit) as exit_:
@@ -158,10 +185,15 @@ def test_every_limit_is_in_the_table_of_limits() -> None:
     """A page that says it is complete has to be."""
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     table = page.split("## Limits")[1].split("## ")[0]
-    limits = [f for f in fields(Settings) if f.name.startswith("max_") or f.name.endswith("timeout")]
+    limits = [
+        f for f in fields(Settings) if f.name.startswith("max_") or f.name.endswith("timeout")
+    ]
     assert len(limits) >= 10
     for limit in limits:
-        row = next((line for line in table.splitlines() if f"`--{limit.name.replace('_', '-')}`" in line), "")
+        row = next(
+            (line for line in table.splitlines() if f"`--{limit.name.replace('_', '-')}`" in line),
+            "",
+        )
         value = limit.default
         written = {0: "the context", 8 << 20: "8 MiB", 64 << 20: "64 MiB"}.get(value, f"{value:g}")
         assert row and f"| {written}" in row, limit.name

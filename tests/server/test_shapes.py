@@ -1,4 +1,5 @@
-"""Shapes that clients of other servers send and read: model cards, reasoning effort, forms, one call at most."""
+"""Shapes that clients of other servers send and read: model cards, reasoning effort, forms, one
+call at most."""
 
 from __future__ import annotations
 
@@ -24,12 +25,18 @@ from tests.server.serving import Front, serving
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 NESTED = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-CALLS = (
-    '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-)
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TEMPLATE = "{{ messages[0].content }}|{{ reasoning_effort|default('-') }}|{{ enable_thinking|default('-') }}"
 
 
@@ -48,15 +55,21 @@ def test_a_model_has_a_card(server: Front, name: str) -> None:
     assert response.status_code == 200 and response.json() == listed
 
 
-@pytest.mark.parametrize("name", ["gpt-5", "tiny2", "a/b:c", "tiny:q4", "%20", "tiny/x", "x" * 3000])
+@pytest.mark.parametrize(
+    "name", ["gpt-5", "tiny2", "a/b:c", "tiny:q4", "%20", "tiny/x", "x" * 3000]
+)
 def test_no_other_model_has_one(server: Front, name: str) -> None:
     error = server.http.get(f"/v1/models/{name}")
     assert error.status_code == 404
-    assert error.json()["error"]["code"] == "model_not_found" and error.json()["error"]["param"] == "model"
+    assert (
+        error.json()["error"]["code"] == "model_not_found"
+        and error.json()["error"]["param"] == "model"
+    )
 
 
 def test_names_of_models_may_have_slashes(spare: LLM) -> None:
-    """The card says when the model's file was made: replicas say the same, and a server that starts again does."""
+    """The card says when the model's file was made: replicas say the same, and a server that starts
+    again does."""
     with serving(spare, served_name="org/sub/tiny:1b") as s:
         for name in ("org/sub/tiny:1b", "org%2Fsub%2Ftiny:1b"):
             card = s.http.get(f"/v1/models/{name}").json()
@@ -66,7 +79,9 @@ def test_names_of_models_may_have_slashes(spare: LLM) -> None:
         assert s.http.get("/v1/models/").json()["data"] == [card]
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags", "/api/version"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags", "/api/version"]
+)
 def test_the_head_of_a_page_can_be_asked_for(server: Front, path: str) -> None:
     """Monitors and clients ask so whether a server is up."""
     response = server.http.head(path)
@@ -93,11 +108,20 @@ def laid_out(llm: LLM, request: ChatRequest) -> str:
 
 @pytest.mark.parametrize(
     ("effort", "said"),
-    [("low", "hi|low|True"), ("high", "hi|high|True"), ("minimal", "hi|minimal|True"), ("none", "hi|-|False")],
+    [
+        ("low", "hi|low|True"),
+        ("high", "hi|high|True"),
+        ("minimal", "hi|minimal|True"),
+        ("none", "hi|-|False"),
+    ],
 )
-def test_reasoning_effort_reaches_the_template_from_every_api(thinker: LLM, effort: str, said: str) -> None:
+def test_reasoning_effort_reaches_the_template_from_every_api(
+    thinker: LLM, effort: str, said: str
+) -> None:
     chat = ChatRequest.model_validate({"messages": HI, "reasoning_effort": effort})
-    response = as_chat(ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": effort}}))
+    response = as_chat(
+        ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": effort}})
+    )
     ollama = chat_of(OllamaChat.model_validate({"model": "tiny", "messages": HI, "think": effort}))
     for request in (chat, response, ollama):
         assert laid_out(thinker, request) == said
@@ -105,7 +129,11 @@ def test_reasoning_effort_reaches_the_template_from_every_api(thinker: LLM, effo
 
 
 def test_what_a_request_says_to_the_template_itself_goes_first(thinker: LLM) -> None:
-    own = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    own = {
+        "messages": HI,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+    }
     assert laid_out(thinker, ChatRequest.model_validate(own)) == "hi|low|False"
     plain = chat_of(OllamaChat.model_validate({"model": "tiny", "messages": HI, "think": True}))
     assert laid_out(thinker, plain) == "hi|-|True"
@@ -116,12 +144,18 @@ def test_what_a_request_says_to_the_template_itself_goes_first(thinker: LLM) -> 
     [
         (CHAT, {"messages": HI, "reasoning_effort": "high"}, "reasoning_effort"),
         (CHAT, {"messages": HI, "enable_thinking": True}, "enable_thinking"),
-        (RESPONSES, {"input": "hi", "reasoning": {"effort": "low", "summary": "auto"}}, "reasoning"),
+        (
+            RESPONSES,
+            {"input": "hi", "reasoning": {"effort": "low", "summary": "auto"}},
+            "reasoning",
+        ),
         ("/api/chat", {"model": "tiny", "messages": HI, "think": "low"}, "think"),
         ("/api/generate", {"model": "tiny", "prompt": "hi", "think": True}, "think"),
     ],
 )
-def test_a_template_that_cannot_use_it_is_said(server: Front, path: str, body: dict[str, Any], name: str) -> None:
+def test_a_template_that_cannot_use_it_is_said(
+    server: Front, path: str, body: dict[str, Any], name: str
+) -> None:
     length = {"options": {"num_predict": 2}} if path.startswith("/api") else {"n_predict": 2}
     response = server.http.post(path, json=body | length)
     assert response.status_code == 200 and response.headers["x-forerun-ignored"] == name
@@ -137,7 +171,9 @@ def test_a_template_that_cannot_use_it_is_said(server: Front, path: str, body: d
         ("/api/generate", {"model": "tiny", "prompt": "hi", "think": "yes"}),
     ],
 )
-def test_another_effort_is_refused_with_those_there_are(server: Front, path: str, body: dict[str, Any]) -> None:
+def test_another_effort_is_refused_with_those_there_are(
+    server: Front, path: str, body: dict[str, Any]
+) -> None:
     response = server.http.post(path, json=body)
     assert response.status_code == 400 and "low" in response.text and "high" in response.text
 
@@ -160,8 +196,15 @@ def test_a_schema_in_any_place_is_the_same_form(form: dict[str, Any]) -> None:
         ChatRequest.model_validate({"messages": HI, "response_format": NESTED}).response_format
     )
     for kind, body in ((ChatRequest, {"messages": HI}), (ResponsesRequest, {"input": "hi"})):
-        assert translate.grammar_of(kind.model_validate(body | {"response_format": form}).response_format) == wanted
-    chat = as_chat(ResponsesRequest.model_validate({"input": "hi", "text": {"format": {"name": "x"} | form}}))
+        assert (
+            translate.grammar_of(
+                kind.model_validate(body | {"response_format": form}).response_format
+            )
+            == wanted
+        )
+    chat = as_chat(
+        ResponsesRequest.model_validate({"input": "hi", "text": {"format": {"name": "x"} | form}})
+    )
     assert translate.grammar_of(chat.response_format) == wanted
 
 
@@ -198,7 +241,9 @@ def test_a_schema_beside_the_type_is_obeyed(server: Front) -> None:
     form = {"type": "json_object", "schema": SCHEMA}
     answer = server.answer(CHAT, {"messages": HI, "response_format": form, "max_tokens": 60})
     assert json.loads(answer["choices"][0]["message"]["content"])["a"] in ("x", "y")
-    answer = server.answer(RESPONSES, {"input": "hi", "text": {"format": form}, "max_output_tokens": 60})
+    answer = server.answer(
+        RESPONSES, {"input": "hi", "text": {"format": form}, "max_output_tokens": 60}
+    )
     assert json.loads(answer["output"][0]["content"][0]["text"])["a"] in ("x", "y")
 
 
@@ -211,12 +256,19 @@ def test_one_call_at_most_where_none_may_be_parallel(
     server: Front, parallel: bool | None, count: int, stream: bool
 ) -> None:
     """The model says two calls: the second is not handed out where the request asks for one."""
-    saying = {"response_format": {"type": "choice", "choice": [CALLS]}, "parallel_tool_calls": parallel}
+    saying = {
+        "response_format": {"type": "choice", "choice": [CALLS]},
+        "parallel_tool_calls": parallel,
+    }
     asked = {"messages": HI, "tools": [TOOL], "max_tokens": 200, "stream": stream, **saying}
     response = server.http.post(CHAT, json=asked)
     if stream:
-        events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
-        calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+        events = [
+            json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")
+        ]
+        calls = [
+            call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())
+        ]
     else:
         calls = response.json()["choices"][0]["message"]["tool_calls"]
     assert [call["function"]["arguments"] for call in calls] == ["{}", '{"a": 1}'][:count]
@@ -225,14 +277,24 @@ def test_one_call_at_most_where_none_may_be_parallel(
 @pytest.mark.parametrize(("parallel", "count"), [(False, 1), (True, 2), (None, 2)])
 def test_one_item_at_most_in_responses(server: Front, parallel: bool | None, count: int) -> None:
     tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
-    saying = {"response_format": {"type": "choice", "choice": [CALLS]}, "parallel_tool_calls": parallel}
-    answer = server.answer(RESPONSES, {"input": "hi", "tools": [tool], "max_output_tokens": 200, **saying})
+    saying = {
+        "response_format": {"type": "choice", "choice": [CALLS]},
+        "parallel_tool_calls": parallel,
+    }
+    answer = server.answer(
+        RESPONSES, {"input": "hi", "tools": [tool], "max_output_tokens": 200, **saying}
+    )
     assert [item["type"] for item in answer["output"]] == ["function_call"] * count
     assert answer["parallel_tool_calls"] is (parallel is not False)
 
 
 def test_a_call_that_is_required_is_one(server: Front) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-    asked = {"messages": HI, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {
+        "messages": HI,
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     (call,) = server.answer(CHAT, asked | {"max_tokens": 80})["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "f"

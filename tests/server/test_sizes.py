@@ -1,4 +1,5 @@
-"""The size of an answer is known before anything is generated: what would be too long is refused, in one line."""
+"""The size of an answer is known before anything is generated: what would be too long is refused,
+in one line."""
 
 from __future__ import annotations
 
@@ -42,13 +43,28 @@ def refusal(server: Serving, path: str, body: dict[str, Any]) -> str:
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": "x = 1\n" * 300, "n": 64, "echo": True, "max_tokens": 1500}),
-        (COMPLETIONS, {"prompt": ["x = 1\n" * 300] * 64, "echo": True, "logprobs": 1, "max_tokens": 0}),
+        (
+            COMPLETIONS,
+            {"prompt": ["x = 1\n" * 300] * 64, "echo": True, "logprobs": 1, "max_tokens": 0},
+        ),
         (COMPLETIONS, {"prompt": "x", "n": 64, "max_tokens": 2000, "logprobs": 20}),
         (COMPLETIONS, {"prompt": ["x"] * 32, "n": 2, "max_tokens": 1999, "return_token_ids": True}),
         (COMPLETIONS, {"prompt": [SCORED] * 16, "max_tokens": 1, "prompt_logprobs": 20}),
-        (COMPLETIONS, {"prompt": "x", "n": 64, "max_tokens": 1 << 30, "stream": True, "logprobs": 5}),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "n": 64, "max_tokens": 1 << 30, "stream": True, "logprobs": 5},
+        ),
         (CHAT, {"messages": HI, "n": 64, "max_tokens": 2000, "logprobs": True}),
-        (CHAT, {"messages": HI, "n": 32, "max_completion_tokens": 2000, "logprobs": True, "top_logprobs": 20}),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "n": 32,
+                "max_completion_tokens": 2000,
+                "logprobs": True,
+                "top_logprobs": 20,
+            },
+        ),
         ("/v1/embeddings", {"input": ["a"] * 2048}),
         ("/api/embed", {"model": "tiny", "input": ["a"] * 2048}),
     ],
@@ -72,9 +88,17 @@ def test_an_answer_that_would_be_too_long_is_refused(
     serve.rest()
 
 
-def test_a_request_without_a_limit_gets_as_much_as_there_is_room_for(serve: Serving, small: int) -> None:
+def test_a_request_without_a_limit_gets_as_much_as_there_is_room_for(
+    serve: Serving, small: int
+) -> None:
     """Nobody asked for more than the bound: the answer ends there instead of being refused."""
-    asked = {"messages": HI, "logprobs": True, "top_logprobs": 20, "temperature": 0, "ignore_eos": True}
+    asked = {
+        "messages": HI,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = serve.answer(CHAT, asked)
     count = answer["usage"]["completion_tokens"]
     assert sizes.FEWEST < count < 1900 and answer["choices"][0]["finish_reason"] == "length"
@@ -89,7 +113,10 @@ def test_a_request_without_a_limit_gets_as_much_as_there_is_room_for(serve: Serv
         (COMPLETIONS, {"prompt": "x = 1\n" * 100, "n": 4, "echo": True, "max_tokens": 50}),
         (COMPLETIONS, {"prompt": "x = 1\n" * 100, "echo": True, "logprobs": 20, "max_tokens": 20}),
         (COMPLETIONS, {"prompt": "x = 1\n" * 100, "prompt_logprobs": 5, "max_tokens": 20}),
-        (COMPLETIONS, {"prompt": "x", "n": 8, "logprobs": 5, "max_tokens": 100, "return_token_ids": True}),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "n": 8, "logprobs": 5, "max_tokens": 100, "return_token_ids": True},
+        ),
         (CHAT, {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 20, "max_tokens": 50}),
         (CHAT, {"messages": HI, "n": 16, "max_tokens": 100}),
     ],
@@ -118,7 +145,10 @@ def test_usual_requests_of_large_models_are_let_in() -> None:
         return Order([1] * 8192, SamplingParams(max_tokens=count, logprobs=logprobs), "off", 0)
 
     def weight(orders: Any, lengths: Any) -> int:
-        return sum(sizes.of_choice(o, n, sizes.LONG_ENTRY, False) for o, n in zip(orders, lengths, strict=True))
+        return sum(
+            sizes.of_choice(o, n, sizes.LONG_ENTRY, False)
+            for o, n in zip(orders, lengths, strict=True)
+        )
 
     for orders in ([order(131072)], [order(131072)] * 16, [order(131072, 1)], [order(8192, 20)]):
         assert sizes.fitted(orders, 1 << 17, weight) is orders
@@ -128,7 +158,12 @@ def test_usual_requests_of_large_models_are_let_in() -> None:
 
 def test_a_long_answer_is_sent_in_parts() -> None:
     """In one piece the interpreter, and with it the event loop, is held while it is copied."""
-    value = {"text": 'é\u2028"\\' * (1 << 20), "ids": list(range(300_000)), "none": None, "list": [[1], {"a": "b"}]}
+    value = {
+        "text": 'é\u2028"\\' * (1 << 20),
+        "ids": list(range(300_000)),
+        "none": None,
+        "list": [[1], {"a": "b"}],
+    }
     assert json.loads("".join(slices(value))) == value
     assert max(map(len, slices(value))) <= 2 * TEXT
     response, sent = LongResponse(value), list[dict[str, Any]]()
@@ -153,15 +188,21 @@ def test_long_answers_arrive(serve: Serving) -> None:
     assert serve.answer("/detokenize", {"tokens": tokens * 3})["prompt"].count("ab") == 27_000
     asked = {"prompt": "x = 1\n" * 300, "n": 24, "echo": True, "max_tokens": 1}
     response = serve.http.post(COMPLETIONS, json=asked)
-    assert len(response.json()["choices"]) == 24 and int(response.headers["content-length"]) == len(response.content)
+    assert len(response.json()["choices"]) == 24 and int(response.headers["content-length"]) == len(
+        response.content
+    )
 
 
-def test_the_text_of_many_tokens_is_bounded_too(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_many_tokens_is_bounded_too(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sizes, "MOST", 1000)
     assert "fewer tokens" in serve.http.post("/detokenize", json={"tokens": [70] * 2000}).text
 
 
-def test_a_text_of_long_tokens_ends_at_the_bound(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_long_tokens_ends_at_the_bound(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bias can make a model say its longest tokens only, which the estimate knows nothing of."""
     for name, value in (("MOST", 300), ("CHOICE", 0), ("TOKEN", 0)):
         monkeypatch.setattr(sizes, name, value)
@@ -171,15 +212,23 @@ def test_a_text_of_long_tokens_ends_at_the_bound(serve: Serving, monkeypatch: py
     serve.rest()
 
 
-def test_batches_have_the_same_bound(spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_the_same_bound(
+    spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sizes, "MOST", 1 << 16)
     bodies = [
         {"prompt": "x = 1\n" * 100, "n": 8, "echo": True, "max_tokens": 1},
         {"prompt": "x = 1\n" * 100, "n": 200, "echo": True, "max_tokens": 1},
     ]
-    jobs = [{"custom_id": str(i), "method": "POST", "url": COMPLETIONS, "body": body} for i, body in enumerate(bodies)]
+    jobs = [
+        {"custom_id": str(i), "method": "POST", "url": COMPLETIONS, "body": body}
+        for i, body in enumerate(bodies)
+    ]
     target = tmp_path / "out.jsonl"
     asyncio.run(batch._work(spare, jobs, target, lambda *_: None))
-    lines = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
+    lines = {
+        line["custom_id"]: line["response"]
+        for line in map(json.loads, target.read_text().splitlines())
+    }
     assert lines["0"]["status_code"] == 200 and len(lines["0"]["body"]["choices"]) == 8
     assert lines["1"]["status_code"] == 400 and "MiB" in lines["1"]["body"]["error"]["message"]

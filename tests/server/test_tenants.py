@@ -1,4 +1,5 @@
-"""What one tenant said never reaches another: a secret is planted, and every endpoint and field is asked for it."""
+"""What one tenant said never reaches another: a secret is planted, and every endpoint and field is
+asked for it."""
 
 import json
 import re
@@ -18,7 +19,11 @@ SECRET = 'secret_diagnosis = ["rare", "grave", "told nobody", 4711, 815, "by let
 BEGINNING = SECRET[:20]
 KNOWN = 12  # tokens of it that an attacker knows
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-DEEP: dict[str, Any] = {"trace": True, "stream": True, "speculative": {"draft": "suffix", "depth": 64}}
+DEEP: dict[str, Any] = {
+    "trace": True,
+    "stream": True,
+    "speculative": {"draft": "suffix", "depth": 64},
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +39,20 @@ def shared(spare: LLM, keys: Path) -> Iterator[Serving]:
         yield server
 
 
-def asked(server: Serving, who: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
+def asked(
+    server: Serving, who: str, path: str, body: dict[str, Any] | None = None
+) -> httpx2.Response:
     headers = {"Authorization": f"Bearer key-of-{who}"}
     return (
-        server.http.get(path, headers=headers) if body is None else server.http.post(path, json=body, headers=headers)
+        server.http.get(path, headers=headers)
+        if body is None
+        else server.http.post(path, json=body, headers=headers)
     )
 
 
 def plant(server: Serving, who: str = "alice", **more: Any) -> None:
-    """Texts with the secret, as a prompt and as an output, one finished and one left by its client."""
+    """Texts with the secret, as a prompt and as an output, one finished and one left by its
+    client."""
     server.service.llm.forget()
     body = {"prompt": SECRET * 3, "max_tokens": 8} | GREEDY | more
     assert asked(server, who, "/v1/completions", body).status_code == 200
@@ -56,8 +66,11 @@ def plant(server: Serving, who: str = "alice", **more: Any) -> None:
     server.rest()
 
 
-def tracks(server: Serving, who: str, **more: Any) -> tuple[str, dict[str, int], list[dict[str, Any]]]:
-    """What comes back for the beginning of the secret, its next token forced: (everything, counters, drafted nodes).
+def tracks(
+    server: Serving, who: str, **more: Any
+) -> tuple[str, dict[str, int], list[dict[str, Any]]]:
+    """What comes back for the beginning of the secret, its next token forced: (everything,
+    counters, drafted nodes).
 
     A drafter that remembers the secret then drafts the rest of it.
     """
@@ -69,11 +82,16 @@ def tracks(server: Serving, who: str, **more: Any) -> tuple[str, dict[str, int],
     nodes = [node for chunk in chunks for node in chunk.get("x_spec", {}).get("draft", [])]
     usage, stats = chunks[-1]["usage"], chunks[-1]["metrics"]["forerun"]
     counters = {name: source["drafted"] for name, source in stats["by_source"].items()}
-    return answer.text, counters | {"cached": usage["prompt_tokens_details"]["cached_tokens"]}, nodes
+    return (
+        answer.text,
+        counters | {"cached": usage["prompt_tokens_details"]["cached_tokens"]},
+        nodes,
+    )
 
 
 def test_another_key_gets_what_a_fresh_server_would_give(shared: Serving) -> None:
-    """Tokens, counters and traces: the same with the secret planted and without; the owner's own differ."""
+    """Tokens, counters and traces: the same with the secret planted and without; the owner's own
+    differ."""
     shared.service.llm.forget()
     text, counters, nodes = tracks(shared, "mallory", cache_salt="before")
     plant(shared)
@@ -81,7 +99,9 @@ def test_another_key_gets_what_a_fresh_server_would_give(shared: Serving) -> Non
     assert counters_after == counters and "memory" not in counters
     assert [n["id"] for n in nodes_after] == [n["id"] for n in nodes]
     assert "told nobody" not in text + text_after
-    assert tracks(shared, "alice")[1].get("memory", 0) > 0, "the secret is remembered, so there was something to find"
+    assert tracks(shared, "alice")[1].get("memory", 0) > 0, (
+        "the secret is remembered, so there was something to find"
+    )
 
 
 def test_a_trace_hides_what_another_request_said_even_from_the_same_tenant(shared: Serving) -> None:
@@ -94,7 +114,8 @@ def test_a_trace_hides_what_another_request_said_even_from_the_same_tenant(share
 
 
 def test_what_the_model_thought_of_one_tenants_text_drafts_for_no_other(shared: Serving) -> None:
-    """Tables of successors: another key's drafts are those of a fresh server, and a trace tells of no rejected node."""
+    """Tables of successors: another key's drafts are those of a fresh server, and a trace tells of
+    no rejected node."""
     recycle: dict[str, Any] = {"speculative": {"draft": "recycle", "depth": 4}}
     shared.service.llm.forget()
     _, counters, nodes = tracks(shared, "mallory", cache_salt="one", **recycle)
@@ -102,12 +123,16 @@ def test_what_the_model_thought_of_one_tenants_text_drafts_for_no_other(shared: 
     _, counters_after, nodes_after = tracks(shared, "mallory", cache_salt="two", **recycle)
     assert counters_after == counters and [n["id"] for n in nodes_after] == [n["id"] for n in nodes]
     _, own, nodes = tracks(shared, "alice", **recycle)
-    assert own["recycle"] > counters["recycle"], "the text was thought of, so there was something to find"
+    assert own["recycle"] > counters["recycle"], (
+        "the text was thought of, so there was something to find"
+    )
     rejected = [n for n in nodes if n["source"] == "recycle" and not n["accepted"]]
     assert rejected and all((n["id"], n["text"], n["p"]) == (None, "", None) for n in rejected)
 
 
-@pytest.mark.parametrize("field", ["documents", "logit_bias", "cache_salt", "n", "response_format", "echo", "user"])
+@pytest.mark.parametrize(
+    "field", ["documents", "logit_bias", "cache_salt", "n", "response_format", "echo", "user"]
+)
 def test_no_field_of_a_request_opens_another_tenant(shared: Serving, field: str) -> None:
     plant(shared, cache_salt="alice")
     values: dict[str, Any] = {
@@ -117,28 +142,53 @@ def test_no_field_of_a_request_opens_another_tenant(shared: Serving, field: str)
     }  # fmt: skip
     body = {"prompt": BEGINNING, "max_tokens": 60} | GREEDY | DEEP | values[field]
     answer = asked(shared, "mallory", "/v1/completions", body)
-    assert answer.status_code == 200 and "told nobody" not in answer.text and '"memory"' not in answer.text
+    assert (
+        answer.status_code == 200
+        and "told nobody" not in answer.text
+        and '"memory"' not in answer.text
+    )
 
 
 PATHS: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"prompt": BEGINNING} | GREEDY),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": BEGINNING}]} | GREEDY | DEEP),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": BEGINNING}]} | GREEDY | DEEP,
+    ),
     ("/v1/responses", {"input": BEGINNING, "temperature": 0}),
     ("/v1/embeddings", {"input": BEGINNING}),
     ("/api/generate", {"model": "tiny", "prompt": BEGINNING, "raw": True, "stream": False}),
-    ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": BEGINNING}], "stream": False}),
+    (
+        "/api/chat",
+        {"model": "tiny", "messages": [{"role": "user", "content": BEGINNING}], "stream": False},
+    ),
     ("/tokenize", {"prompt": BEGINNING}),
-    *((path, None) for path in ("/v1/models", "/server_info", "/health", "/ready", "/version", "/metrics", "/docs")),
+    *(
+        (path, None)
+        for path in (
+            "/v1/models",
+            "/server_info",
+            "/health",
+            "/ready",
+            "/version",
+            "/metrics",
+            "/docs",
+        )
+    ),
     *((path, None) for path in ("/api/tags", "/api/ps", "/api/version", "/openapi.json")),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS, ids=[path for path, _ in PATHS])
-def test_no_endpoint_shows_what_another_tenant_said(shared: Serving, path: str, body: dict[str, Any] | None) -> None:
+def test_no_endpoint_shows_what_another_tenant_said(
+    shared: Serving, path: str, body: dict[str, Any] | None
+) -> None:
     plant(shared)
     answer = asked(shared, "mallory", path, body)
     assert answer.status_code < 500 and "told nobody" not in answer.text
-    assert not re.search(r"(?<![.\d])4711", answer.text)  # which milliseconds may be, behind their point
+    assert not re.search(
+        r"(?<![.\d])4711", answer.text
+    )  # which milliseconds may be, behind their point
 
 
 def test_what_is_counted_over_all_is_the_operators(shared: Serving) -> None:
@@ -146,12 +196,16 @@ def test_what_is_counted_over_all_is_the_operators(shared: Serving) -> None:
     assert refused.status_code == 403 and "operator" in refused.json()["error"]["message"]
     assert asked(shared, "operator", "/metrics").status_code == 200
     plant(shared)
-    theirs, ours = (asked(shared, who, "/server_info").json()["costs"] for who in ("mallory", "operator"))
+    theirs, ours = (
+        asked(shared, who, "/server_info").json()["costs"] for who in ("mallory", "operator")
+    )
     assert theirs == {"pass_ms": {}, "draft_ms": {}} and ours["pass_ms"]
     body = {"prompt": BEGINNING, "max_tokens": 4} | GREEDY | DEEP
     rates = {
         who: [
-            chunk["x_spec"]["rate"] for chunk in sse(asked(shared, who, "/v1/completions", body)) if "x_spec" in chunk
+            chunk["x_spec"]["rate"]
+            for chunk in sse(asked(shared, who, "/v1/completions", body))
+            if "x_spec" in chunk
         ]
         for who in ("mallory", "operator")
     }
@@ -166,7 +220,8 @@ def test_one_salt_is_one_memory_within_a_key(shared: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "share", "remembered"), [("127.0.0.1", False, True), ("0.0.0.0", False, False), ("0.0.0.0", True, True)]
+    ("host", "share", "remembered"),
+    [("127.0.0.1", False, True), ("0.0.0.0", False, False), ("0.0.0.0", True, True)],
 )
 def test_without_keys_this_machine_is_one_person_and_others_are_strangers(
     spare: LLM, host: str, share: bool, remembered: bool
@@ -187,7 +242,11 @@ def test_the_operator_may_say_that_keys_share(spare: LLM, keys: Path) -> None:
 def test_tenants_cannot_be_forged() -> None:
     """No key and salt together name what another key, or no key, names."""
     found = set()
-    pairs = [(tenant, salt) for tenant in ("", "a", "b", "ab") for salt in (None, "a", "b", "ab", "\n", "\nb", "a\nb")]
+    pairs = [
+        (tenant, salt)
+        for tenant in ("", "a", "b", "ab")
+        for salt in (None, "a", "b", "ab", "\n", "\nb", "a\nb")
+    ]
     for tenant, salt in pairs:
         token = CALLER.set(Caller(tenant))
         found.add(tenant_of(salt))
@@ -234,7 +293,8 @@ def test_a_file_of_keys_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_all_of_this_would_notice_a_leak(spare: LLM) -> None:
-    """With one memory for all, the attack that these tests make finds the secret's tokens in the counters."""
+    """With one memory for all, the attack that these tests make finds the secret's tokens in the
+    counters."""
     with serving(spare, share_memory=True) as server:
         plant(server)
         assert tracks(server, "mallory")[1]["memory"] > 0

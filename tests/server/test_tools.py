@@ -25,7 +25,9 @@ TAGGED = f"<tool_call>{CALL}</tool_call>"
 
 
 def tool(name: str, **parameters: object) -> Tool:
-    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+    return Tool.model_validate(
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+    )
 
 
 W = [tool("w"), tool("v")]
@@ -35,18 +37,25 @@ def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]
     """The text that is left, and the calls as (name, arguments)."""
     rest, calls = tools.find(text, known)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
-    return rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return rest, [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
+    ]
 
 
 def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
     reader = tools.CallReader(known)
     parts = [*(reader.add(piece) for piece in pieces), reader.end()]
     calls = [call["function"] for _, calls in parts for call in calls]
-    return "".join(text for text, _ in parts), [(call["name"], json.loads(call["arguments"])) for call in calls]
+    return "".join(text for text, _ in parts), [
+        (call["name"], json.loads(call["arguments"])) for call in calls
+    ]
 
 
 def test_blocks_that_are_no_calls_stay_text() -> None:
-    call, other = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": "g"}</tool_call>'
+    call, other = (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "g"}</tool_call>',
+    )
     text, (only,) = tools.find(f"{other}\n{call}", [tool("f")])
     assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert tools.find(f" {call}\n{call}", [tool("f")])[0] == "", "what is left is no text"
@@ -71,8 +80,16 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         '<tool_call>{"name": "w", "arguments": {"c": 1}\n',
         [W1],
     ),
-    "a mark in prose": (f"Write <tool_call>{{name}} first. {TAGGED}", "Write <tool_call>{name} first. ", [W1]),
-    "a mark with a quote in prose": (f'<tool_call>{{"name" of it}} {TAGGED}', '<tool_call>{"name" of it} ', [W1]),
+    "a mark in prose": (
+        f"Write <tool_call>{{name}} first. {TAGGED}",
+        "Write <tool_call>{name} first. ",
+        [W1],
+    ),
+    "a mark with a quote in prose": (
+        f'<tool_call>{{"name" of it}} {TAGGED}',
+        '<tool_call>{"name" of it} ',
+        [W1],
+    ),
     "a mark alone in prose": (f"Use <tool_call> tags: {TAGGED}", "Use <tool_call> tags: ", [W1]),
     "text around and between": (f"a {TAGGED} b {TAGGED} c", "a  b  c", [W1, W1]),
     "prose behind a call that is not closed": (f"<tool_call>{CALL} I wait.", " I wait.", [W1]),
@@ -81,7 +98,11 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         '<tool_call>{"name": "x"}</tool_call>',
         [W1, W1],
     ),
-    "several within one pair of marks": (f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", "", [W1, W1]),
+    "several within one pair of marks": (
+        f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>",
+        "",
+        [W1, W1],
+    ),
     "a list within marks": (f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", [W1, W1]),
     "line ends and spaces": (f"<tool_call>\n\n {CALL} \n</tool_call>\n", "", [W1]),
     "a line end in a string": (CALL.replace("1", '"a\nb"'), "", [("w", {"c": "a\nb"})]),
@@ -95,8 +116,16 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "arguments as text": ('{"name": "w", "arguments": "{\\"c\\": 1}"}', "", [W1]),
     "a function within": (f'{{"type": "function", "function": {CALL}}}', "", [W1]),
     "a type beside it": ('{"type": "function", "name": "w", "parameters": {"c": 1}}', "", [W1]),
-    "unicode escapes": ('{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}', "", [("w", {"c": "\U0001f600"})]),
-    "half a character": ('{"name": "w", "arguments": {"c": "\\ud800"}}', "", [("w", {"c": "\ufffd"})]),
+    "unicode escapes": (
+        '{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}',
+        "",
+        [("w", {"c": "\U0001f600"})],
+    ),
+    "half a character": (
+        '{"name": "w", "arguments": {"c": "\\ud800"}}',
+        "",
+        [("w", {"c": "\ufffd"})],
+    ),
     "a name that is a list": ('{"name": ["w"]}', '{"name": ["w"]}', []),
     "an object that is no call, then one": (f"{{}} {TAGGED}", "{} ", [W1]),
     "prose that begins like an object": (f"{{x}} is a set. {TAGGED}", "{x} is a set. ", [W1]),
@@ -106,14 +135,26 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
 
 @pytest.mark.parametrize("said", UNUSUAL)
 def test_calls_are_found_in_unusual_texts(said: str) -> None:
-    """The text of a call must not decide whether it is found: one JSON value is read from each beginning."""
+    """The text of a call must not decide whether it is found: one JSON value is read from each
+    beginning."""
     text, rest, calls = UNUSUAL[said]
     assert found(text) == (rest, calls)
     assert streamed(list(text)) == (rest, calls)
 
 
-NOT_OBJECTS = ('"Paris"', '["a"]', "5", "true", '"[1]"', '"null and void"', '{"x": NaN}', '{"x": 1e999}')
-NOT_OBJECTS += tuple(f'{{"x": {value}}}' for value in ("9" * 700, "[" * 99 + "]" * 99, "[" * 91 + "]" * 91))
+NOT_OBJECTS = (
+    '"Paris"',
+    '["a"]',
+    "5",
+    "true",
+    '"[1]"',
+    '"null and void"',
+    '{"x": NaN}',
+    '{"x": 1e999}',
+)
+NOT_OBJECTS += tuple(
+    f'{{"x": {value}}}' for value in ("9" * 700, "[" * 99 + "]" * 99, "[" * 91 + "]" * 91)
+)
 
 
 @pytest.mark.parametrize("arguments", NOT_OBJECTS)
@@ -129,13 +170,30 @@ def test_no_arguments_are_an_empty_object(arguments: str) -> None:
     assert found(f'{{"name": "w", "parameters": {arguments}}}') == ("", [("w", {})])
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<tool", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "x", "\\"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    ":",
+    ",",
+    ";",
+    " ",
+    "\n",
+    "x",
+    "\\",
+]
 OBJECTS = [CALL, '{"name": "w"}', '{"name": "x"}', '{"a": "', '"name": "w"', '["']
 PIECES = st.lists(st.sampled_from([*MARKS, *OBJECTS]), max_size=14)
 
 
 def expected(text: str) -> tuple[str, list[str]]:
-    """The text without calls and the names that are called, by Python's own reader of one JSON value."""
+    """The text without calls and the names that are called, by Python's own reader of one JSON
+    value."""
     decoder = json.JSONDecoder(strict=False)
     rest: list[str] = []
     calls: list[str] = []
@@ -212,14 +270,32 @@ def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
         assert isinstance(bounds.parse(call["function"]["arguments"].encode()), dict)
 
 
-NOWHERE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"', '<tool_call>{"a":"']
-NOWHERE += ["<tool_call>[", '<tool_call>{"a":"\\"', '<tool_call>{",":[","', '<tool_call>{"a":{"b":', "<tool_call>{}"]
+NOWHERE = [
+    "<tool_call>{",
+    "<tool_call> ",
+    "}",
+    "} <tool_call>{",
+    " ",
+    "{",
+    '<tool_call>{"',
+    '<tool_call>{"a":"',
+]
+NOWHERE += [
+    "<tool_call>[",
+    '<tool_call>{"a":"\\"',
+    '<tool_call>{",":[","',
+    '<tool_call>{"a":{"b":',
+    "<tool_call>{}",
+]
 
 
 @pytest.mark.parametrize("piece", [*NOWHERE, '{"a":"<tool_call>"},'])
 @pytest.mark.parametrize("size", [1 << 20, 12], ids=["whole", "streamed"])
-def test_many_marks_that_lead_nowhere_take_linear_time(piece: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No character is read for more than two values, which is counted here: it took minutes once."""
+def test_many_marks_that_lead_nowhere_take_linear_time(
+    piece: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No character is read for more than two values, which is counted here: it took minutes
+    once."""
     scans = [Counted(tools.WITHIN_STRING), Counted(tools.BETWEEN_STRINGS)]
     monkeypatch.setattr(tools, "WITHIN_STRING", scans[0])
     monkeypatch.setattr(tools, "BETWEEN_STRINGS", scans[1])
@@ -249,7 +325,10 @@ def accepts(llm: LLM, grammar: Grammar | None, text: str) -> bool:
     """Whether the compiled grammar takes the text, and nothing has to follow."""
     assert grammar is not None and llm.tokenizer is not None
     core = llm.engine.grammars.compiled(grammar).core.deep_copy()
-    return all(core.consume_token(token) for token in llm.tokenizer.encode(text, False)) and core.is_accepting()
+    return (
+        all(core.consume_token(token) for token in llm.tokenizer.encode(text, False))
+        and core.is_accepting()
+    )
 
 
 LEAF = {"enum": ["leaf"]}
@@ -263,14 +342,20 @@ def closed(**properties: Any) -> dict[str, Any]:
     return CLOSED | {"properties": properties}
 
 
-REFERENCES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # a schema, what it takes, what it does not
+REFERENCES: dict[
+    str, tuple[dict[str, Any], list[Any], list[Any]]
+] = {  # a schema, what it takes, what it does not
     "$defs": (closed(a={"$ref": "#/$defs/x"}) | DEFS, [{"a": "leaf"}, {}], [{"a": 1}]),
     "definitions": (
         closed(a={"$ref": "#/definitions/x"}) | {"definitions": {"x": LEAF}},
         [{"a": "leaf"}],
         [{"a": 1}],
     ),
-    "a property": (closed(a={"type": "integer"}, b={"$ref": "#/properties/a"}), [{"a": 1, "b": 2}], [{"b": "x"}]),
+    "a property": (
+        closed(a={"type": "integer"}, b={"$ref": "#/properties/a"}),
+        [{"a": 1, "b": 2}],
+        [{"b": "x"}],
+    ),
     "the root": (closed(a={"$ref": "#"}), [{"a": {"a": {}}}], [{"a": 1}, {"name": "f"}]),
     "nested $defs": (
         closed(a={"$ref": "#/$defs/x/$defs/y"}) | {"$defs": {"x": {"$defs": {"y": LEAF}}}},
@@ -283,7 +368,8 @@ REFERENCES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # a sche
         [{"next": 1}, {"next": {"leaf": 1}}],
     ),
     "within a list": (
-        closed(a={"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}]}}) | DEFS,
+        closed(a={"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#"}]}})
+        | DEFS,
         [{"a": ["leaf", {"a": []}]}],
         [{"a": [1]}],
     ),
@@ -323,7 +409,8 @@ REFERENCES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {  # a sche
 
 @pytest.mark.parametrize("case", REFERENCES)
 def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str) -> None:
-    """References count from the root of the tool's own schema, wherever it stands in the grammar of the call."""
+    """References count from the root of the tool's own schema, wherever it stands in the grammar of
+    the call."""
     schema, right, wrong = REFERENCES[case]
     form = Grammar.of("json_schema", schema)
     other = tool("g", **closed(a={"$ref": "#/$defs/x"}), **{"$defs": {"x": {"enum": ["other"]}}})
@@ -333,14 +420,19 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
         text = json.dumps(value, separators=(",", ":"))
         assert accepts(llm, form, text) is (value in right), text
         for grammar in (call, named):
-            assert accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}') is (value in right), text
-    assert accepts(llm, call, '{"name":"g","arguments":{"a":"other"}}'), "each tool has its own definitions"
+            assert accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}') is (
+                value in right
+            ), text
+    assert accepts(llm, call, '{"name":"g","arguments":{"a":"other"}}'), (
+        "each tool has its own definitions"
+    )
     assert not accepts(llm, call, '{"name":"g","arguments":{"a":"leaf"}}')
     assert not accepts(llm, named, '{"name":"g","arguments":{}}')
 
 
 @pytest.mark.parametrize(
-    "parameters", [{}, {"description": "x"}, {"properties": {"a": LEAF}}, {"type": ["object", "null"]}]
+    "parameters",
+    [{}, {"description": "x"}, {"properties": {"a": LEAF}}, {"type": ["object", "null"]}],
 )
 def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[str, Any]) -> None:
     """Other values are no arguments: a client could not send them back."""
@@ -361,4 +453,7 @@ def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
     grammar = tools.required([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")
-    assert str(error.value) == "the tool_calls grammar cannot be used: Pointer '/nowhere' does not exist"
+    assert (
+        str(error.value)
+        == "the tool_calls grammar cannot be used: Pointer '/nowhere' does not exist"
+    )

@@ -1,4 +1,5 @@
-"""One request begins in each round of the event loop: a crowd holds up neither /health nor the tokens of others."""
+"""One request begins in each round of the event loop: a crowd holds up neither /health nor the
+tokens of others."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_one_goes_on_in_a_round() -> None:
     assert len(passed) == 20 == len(set(passed))
 
 
-def test_whoever_leaves_before_its_turn_is_not_worked_for(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_leaves_before_its_turn_is_not_worked_for(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed: list[bytes] = []
     asked: list[asyncio.Event] = []
     serves: list[bool] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.progress import nothing
+from forerun.cli.progress import nothing
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, Document, Passage
 from forerun.train.deadline import Deadline
@@ -23,7 +23,9 @@ SMALL: dict[str, Any] = dict(
     steps=6, rows=3, tokens=48, prompt_tokens=8, evaluate_rows=3, evaluate_every=3, checkpoint_every=2, depth=3,
     dtype="float32", device="cpu", held_out=0.3, threads=1, tasks="none", speed_rounds=0,
 )  # fmt: skip
-TEXTS = [f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)]
+TEXTS = [
+    f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)
+]
 Make = Callable[..., Trainer]
 
 
@@ -53,16 +55,21 @@ def corpus(target: Target) -> Corpus:
 
 @pytest.fixture
 def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
-    """A run of the tiny target; keyword arguments are settings, options of the recipe, `tell` and `clock`."""
+    """A run of the tiny target; keyword arguments are settings, options of the recipe, `tell` and
+    `clock`."""
 
-    def make(tell: Any = nothing, clock: Any = lambda: 0.0, options: Any = None, **settings: Any) -> Trainer:
+    def make(
+        tell: Any = nothing, clock: Any = lambda: 0.0, options: Any = None, **settings: Any
+    ) -> Trainer:
         training = Training(**(SMALL | settings))
         recipe = SmallLM(SmallLMOptions(**(options or {"layers": 1})))
         module = recipe.build(target, corpus)
         judge, stream = Judge(target, recipe, corpus, training), Stream(corpus, target, training)
         path = tmp_path / "drafter.training"
         deadline = Deadline(training.max_minutes, clock)
-        return Trainer(recipe, module, target, stream, judge, training, path, {"made": "here"}, tell, deadline)
+        return Trainer(
+            recipe, module, target, stream, judge, training, path, {"made": "here"}, tell, deadline
+        )
 
     return make
 

@@ -1,4 +1,5 @@
-"""The recipe block: slots learn the laws they will be asked for, and arithmetic agrees with the engine."""
+"""The recipe block: slots learn the laws they will be asked for, and arithmetic agrees with the
+engine."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +10,9 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft.base import Row
-from forerun.draft.block import Block as Proposer
-from forerun.draft.block_format import save_block
-from forerun.draft.block_head import BlockHead
+from forerun.draft.block.module import BlockHead, save_block
+from forerun.draft.block.proposer import Block as Proposer
+from forerun.draft.proposer import DraftRequest
 from forerun.draft.tree import Tree
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
@@ -26,10 +26,12 @@ from forerun.train.settings import Training
 from forerun.train.stream import Stream
 from forerun.verify import Noise
 from tests import tiny
-from tests.test_cli import run
+from tests.cli.test_main import run
 from tests.train.conftest import SMALL, documents
 
-OPTIONS = BlockOptions(block_size=3, block_layers=1, markov_rank=8, kl=1.0, tv=0.0, decay=0.5, confidence=0.7)
+OPTIONS = BlockOptions(
+    block_size=3, block_layers=1, markov_rank=8, kl=1.0, tv=0.0, decay=0.5, confidence=0.7
+)
 RECIPE = Block(OPTIONS)
 TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 
@@ -37,12 +39,16 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 @pytest.fixture
 def aimed(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, whose batches bring what this recipe wants."""
-    monkeypatch.setattr(target, "boundaries", (1, 2, 3))
-    assert target.head.requires_grad is False  # read here: tensors that are made while drafting cannot be learnt from
+    monkeypatch.setattr(target, "aux_hidden_layers", (1, 2, 3))
+    assert (
+        target.head.requires_grad is False
+    )  # read here: tensors that are made while drafting cannot be learnt from
     yield target
 
 
-def head_of(target: Target, corpus: Corpus, options: BlockOptions = OPTIONS, **changes: int) -> BlockHead:
+def head_of(
+    target: Target, corpus: Corpus, options: BlockOptions = OPTIONS, **changes: int
+) -> BlockHead:
     """A head whose parts all have a say."""
     torch.manual_seed(0)
     head = Block(options).build(target, corpus)
@@ -57,13 +63,16 @@ def head_of(target: Target, corpus: Corpus, options: BlockOptions = OPTIONS, **c
     return head
 
 
-def proposed(head: BlockHead, target: Target, batch: Batch, row: int, root: int) -> list[tuple[torch.Tensor, float]]:
-    """What the proposer says behind a root, in float32: (logits, logit of confidence) of each slot, the text right."""
+def proposed(
+    head: BlockHead, target: Target, batch: Batch, row: int, root: int
+) -> list[tuple[torch.Tensor, float]]:
+    """What the proposer says behind a root, in float32: (logits, logit of confidence) of each slot,
+    the text right."""
     drafter = Proposer(head, replace(target.view, form=None), tokens=64, page=4, slots=1)
     tokens = batch.tokens[row].tolist()
     drafter.open(0, tokens[: root + 1])
     drafter.observe(0, 0, {b: states[row, :root] for b, states in batch.states.items()})
-    row_of = Row(0, tokens[: root + 1], SamplingParams(), Noise(1, root), 9)
+    row_of = DraftRequest(0, tokens[: root + 1], SamplingParams(), Noise(1, root), 9)
     drafter.propose([row_of])
     with torch.no_grad():
         (grown,) = drafter._say([Tree(row_of)])
@@ -83,8 +92,11 @@ def proposed(head: BlockHead, target: Target, batch: Batch, row: int, root: int)
         {"window": 3, "window_causal": True},
     ],
 )  # fmt: skip
-def test_blocks_are_what_the_proposer_drafts(aimed: Target, corpus: Corpus, changes: dict[str, int]) -> None:
-    """All blocks of a text at once, each from its own anchor; the first, the last, one after the other, or twice."""
+def test_blocks_are_what_the_proposer_drafts(
+    aimed: Target, corpus: Corpus, changes: dict[str, int]
+) -> None:
+    """All blocks of a text at once, each from its own anchor; the first, the last, one after the
+    other, or twice."""
     head, batch = head_of(aimed, corpus, **changes), aimed.batch(TEXTS)
     anchors = torch.tensor([[1, 21, 5, 6], [12, 3, 3, 2]])
     made = blocks(head, batch, anchors)
@@ -92,12 +104,15 @@ def test_blocks_are_what_the_proposer_drafts(aimed: Target, corpus: Corpus, chan
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
             for k, (logits, _) in enumerate(proposed(head, aimed, batch, row, anchor)):
-                mine = head.follow(head.behind(head.say(made[row, a, k]), batch.tokens[row, anchor + k]))
+                mine = head.follow(
+                    head.behind(head.say(made[row, a, k]), batch.tokens[row, anchor + k])
+                )
                 assert torch.allclose(mine, logits, rtol=1e-3, atol=1e-3)
 
 
 def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus) -> None:
-    """Slot k behind token i, the text before it right, against the target's law at i + k: by a loop over anchors."""
+    """Slot k behind token i, the text before it right, against the target's law at i + k: by a loop
+    over anchors."""
     head, batch = head_of(aimed, corpus), aimed.batch(TEXTS)
     total, weight = 0.0, 0.0
     for row, text in enumerate(TEXTS):
@@ -106,9 +121,16 @@ def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus)
                 if i + k < len(text.tokens) - 1:
                     p, q = batch.law.logs[row, i + k].exp(), logits.softmax(-1)
                     loss = float((p * (p.log() - q.log())).sum())
-                    stands, sure = float(torch.minimum(p, q).sum()), torch.tensor(trust).sigmoid().item()
+                    stands, sure = (
+                        float(torch.minimum(p, q).sum()),
+                        torch.tensor(trust).sigmoid().item(),
+                    )
                     loss -= (
-                        0.7 * (stands * torch.tensor(sure).log() + (1 - stands) * torch.tensor(1 - sure).log()).item()
+                        0.7
+                        * (
+                            stands * torch.tensor(sure).log()
+                            + (1 - stands) * torch.tensor(1 - sure).log()
+                        ).item()
                     )
                     total, weight = total + 0.5**k * loss, weight + 0.5**k
     loss = RECIPE.loss(head, batch)
@@ -120,8 +142,8 @@ def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus)
 
 
 def test_a_head_of_some_tokens_learns_the_laws_of_these(aimed: Target, corpus: Corpus) -> None:
-    """Its rows begin as the target's; the loss is over what it can say, of the target's law made to sum to 1, while
-    how sure it should be follows from the whole law."""
+    """Its rows begin as the target's; the loss is over what it can say, of the target's law made to
+    sum to 1, while how sure it should be follows from the whole law."""
     head, batch = head_of(aimed, corpus, replace(OPTIONS, draft_vocab=100)), aimed.batch(TEXTS)
     fresh = Block(replace(OPTIONS, draft_vocab=100)).build(aimed, corpus)
     assert isinstance(fresh, BlockHead)
@@ -138,12 +160,14 @@ def test_a_head_of_some_tokens_learns_the_laws_of_these(aimed: Target, corpus: C
                     loss = (among * (among.log() - q.log())).sum()
                     loss -= 0.7 * (stands * sure.log() + (1 - stands) * (1 - sure).log())
                     total, weight = total + 0.5**k * float(loss), weight + 0.5**k
-    assert weight and Block(replace(OPTIONS, draft_vocab=100)).loss(head, batch).item() == pytest.approx(
-        total / weight, rel=1e-3
-    )
+    assert weight and Block(replace(OPTIONS, draft_vocab=100)).loss(
+        head, batch
+    ).item() == pytest.approx(total / weight, rel=1e-3)
 
 
-def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(aimed: Target, corpus: Corpus) -> None:
+def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(
+    aimed: Target, corpus: Corpus
+) -> None:
     """What its slots say is then of the size that the target's head is made for."""
     head = RECIPE.build(aimed, corpus)
     assert isinstance(head, BlockHead)
@@ -153,13 +177,16 @@ def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(aimed: Target, co
 
 
 def test_anchors_follow_from_the_texts(aimed: Target) -> None:
-    """Positions that count and have something before them, none twice; the same texts have the same anchors."""
+    """Positions that count and have something before them, none twice; the same texts have the same
+    anchors."""
     recipe, batch = Block(replace(OPTIONS, anchors=12)), aimed.batch(TEXTS)
     anchors, chosen = recipe.anchors(batch)
     assert chosen.sum(1).tolist() == [12, 9]  # of the second text 9 positions count
     for row, text in enumerate(TEXTS):
         found = anchors[row][chosen[row]].tolist()
-        assert len(set(found)) == len(found) and all(max(text.given - 1, 1) <= i < len(text.tokens) - 1 for i in found)
+        assert len(set(found)) == len(found) and all(
+            max(text.given - 1, 1) <= i < len(text.tokens) - 1 for i in found
+        )
     torch.manual_seed(5)
     assert torch.equal(recipe.anchors(aimed.batch(TEXTS))[0], anchors)
     assert not torch.equal(recipe.anchors(aimed.batch([TEXTS[0], TEXTS[0]]))[0][0], anchors[0])
@@ -169,7 +196,8 @@ def test_anchors_follow_from_the_texts(aimed: Target) -> None:
 def test_the_outlook_is_that_of_each_drafted_token(
     aimed: Target, corpus: Corpus, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind every root, however many are computed together; where no token is drafted none can stand."""
+    """Behind every root, however many are computed together; where no token is drafted none can
+    stand."""
     monkeypatch.setattr(recipe_module, "ANCHORS", 4)
     head, batch = head_of(aimed, corpus).eval(), aimed.batch(TEXTS, temperature)
     with torch.no_grad():
@@ -185,15 +213,22 @@ def test_the_outlook_is_that_of_each_drafted_token(
             if not temperature:
                 q = torch.nn.functional.one_hot(q.argmax(), len(q)).float()
             p, token = batch.law.logs[i, root + k].exp(), batch.tokens[i, root + k + 1]
-            assert outlook.overlap[i, root, k].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-4)
+            assert outlook.overlap[i, root, k].item() == pytest.approx(
+                torch.minimum(p, q).sum().item(), abs=1e-4
+            )
             expected = min(1.0, float(q[token] / p[token])) if p[token] else float(q[token] > 0)
             assert outlook.chances[i, root, k].item() == pytest.approx(expected, abs=1e-3)
             if k == 0 and temperature:
-                assert outlook.said[i, root].item() == pytest.approx(float(q[token].log()), abs=1e-3)
+                assert outlook.said[i, root].item() == pytest.approx(
+                    float(q[token].log()), abs=1e-3
+                )
 
 
-def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corpus: Corpus, tmp_path: Path) -> None:
-    """Accepted length rises; measured and analytic agree within 5 %; what is written changes no text."""
+def test_training_pays_and_arithmetic_agrees_with_the_engine(
+    aimed: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Accepted length rises; measured and analytic agree within 5 %; what is written changes no
+    text."""
     held_out = Corpus(
         documents([f'{{"name":"beta {i}","sizes":[{i},{i * 3}]}} true false null' for i in range(30)]),
         aimed.tokenizer, SMALL["tokens"], SMALL["prompt_tokens"],
@@ -205,7 +240,14 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     torch.manual_seed(0)
     judge, head = Judge(aimed, RECIPE, held_out, training), RECIPE.build(aimed, corpus)
     trainer = Trainer(
-        RECIPE, head, aimed, Stream(corpus, aimed, training), judge, training, tmp_path / "block.training", {}
+        RECIPE,
+        head,
+        aimed,
+        Stream(corpus, aimed, training),
+        judge,
+        training,
+        tmp_path / "block.training",
+        {},
     )
     before, after = trainer.run().evaluations
     assert after.accepted_length > before.accepted_length + 0.02
@@ -213,18 +255,25 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     RECIPE.export(head, aimed, directory)
     for entry in judge.measure(RECIPE.load(directory, aimed), directory, judge.cases):
         assert entry.passes > 200
-        assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
+        assert entry.accepted_length == pytest.approx(
+            entry.analytic, rel=0.05 if entry.temperature else 0.02
+        )
     llm = LLM(tiny.worded(), draft=f"block:{directory}", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=20, temperature=0.7, seed=2, ignore_eos=True)
-    texts = [llm.generate([5, 6, 7], params, draft=draft)[0].token_ids for draft in ("block", "off")]
+    texts = [
+        llm.generate([5, 6, 7], params, draft=draft)[0].token_ids for draft in ("block", "off")
+    ]
     assert texts[0] == texts[1]
 
 
 def test_the_verb(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
 ) -> None:
-    """From flags to a directory that says what it is, and is measured again as it was; a fill-in drafter is, too."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"depth": 2}).items()]
+    """From flags to a directory that says what it is, and is measured again as it was; a fill-in
+    drafter is, too."""
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"depth": 2}).items()
+    ]
     basics = ["train", "--target", str(tiny.worded()), "--data", str(data), *flags]
     out = tmp_path / "drafter"
     code, text, err = run(
@@ -234,23 +283,35 @@ def test_the_verb(
     assert code == 0, err
     assert f"--eval {out}" in text
     report = json.loads((out / "training.json").read_text())
-    assert report["recipe"] | {"name": "block", "block_size": 3, "decay": 0.7, "confidence": 0.5} == report["recipe"]
+    assert (
+        report["recipe"] | {"name": "block", "block_size": 3, "decay": 0.7, "confidence": 0.5}
+        == report["recipe"]
+    )
     code, text, err = run(monkeypatch, capsys, *basics, "--eval", str(out), "--json")
     assert code == 0, err
     assert [m["accepted_length"] for m in json.loads(text)["measured"]] == [
         m["accepted_length"] for m in report["measured"]
     ]
-    config = tiny.block_config("llama", sample_from_anchor=False, boundaries=(1, 3), layer={"vocab_size": tiny.WORDED})
+    config = tiny.block_config(
+        "llama",
+        sample_from_anchor=False,
+        aux_hidden_layers=(1, 3),
+        layer={"vocab_size": tiny.WORDED},
+    )
     other = tiny.block(replace(config, draft_vocab=90, own_head=True))
     save_block(other, tmp_path / "other")
-    code, text, err = run(monkeypatch, capsys, *basics, "--eval", f"block:{tmp_path / 'other'}", "--json")
+    code, text, err = run(
+        monkeypatch, capsys, *basics, "--eval", f"block:{tmp_path / 'other'}", "--json"
+    )
     assert code == 0, err
     assert [m["depth"] for m in json.loads(text)["measured"]] == [1, 2, 1, 2]
 
 
 def test_the_states_are_evenly_spaced() -> None:
     assert spread(6, 3) == (1, 3, 6)
-    assert spread(36, 5) == (1, 10, 19, 27, 36) and spread(24, 1) == (24,) and spread(2, 5) == (1, 2)
+    assert (
+        spread(36, 5) == (1, 10, 19, 27, 36) and spread(24, 1) == (24,) and spread(2, 5) == (1, 2)
+    )
     assert all(len(spread(layers, layers)) == layers for layers in range(1, 40))
 
 

@@ -1,4 +1,5 @@
-"""Laws along texts are transformers' own, where they should be; what the target continues follows from the seed."""
+"""Laws along texts are transformers' own, where they should be; what the target continues follows
+from the seed."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ TEXTS = [Example(tuple(range(3, 30)), 1), Example(tuple(range(40, 9, -2)), 7), E
 @pytest.fixture(scope="module")
 def theirs() -> torch.Tensor:
     """transformers' log-laws along TEXTS. [B, N, V]"""
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.worded(), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny.worded(), dtype=torch.float32
+    ).eval()
     ids = torch.zeros(3, 27, dtype=torch.int64)
     for i, text in enumerate(TEXTS):
         ids[i, : len(text.tokens)] = torch.tensor(text.tokens)
@@ -31,14 +34,17 @@ def theirs() -> torch.Tensor:
 def test_laws_are_those_of_the_model(
     target: Target, theirs: torch.Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In as many passes as the logits need; texts of several lengths do not get in each other's way."""
+    """In as many passes as the logits need; texts of several lengths do not get in each other's
+    way."""
     monkeypatch.setattr(capture, "LOGITS", at_once * 27 * target.vocab)
     batch = target.batch(TEXTS)
     assert batch.mask.sum(1).tolist() == [26, 9, 1] and batch.positions == 36
     assert batch.mask[1].nonzero()[:, 0].tolist() == list(range(6, 15))
     assert torch.allclose(batch.law.logs[batch.mask], theirs.log_softmax(-1)[batch.mask], atol=2e-3)
     for i, j in batch.mask.nonzero().tolist():
-        assert batch.said[i, j] == pytest.approx(theirs[i, j].log_softmax(-1)[TEXTS[i].tokens[j + 1]].item(), abs=2e-3)
+        assert batch.said[i, j] == pytest.approx(
+            theirs[i, j].log_softmax(-1)[TEXTS[i].tokens[j + 1]].item(), abs=2e-3
+        )
     assert torch.isfinite(batch.law.logs).all()
 
 
@@ -46,7 +52,9 @@ def test_laws_at_a_temperature_over_fewer_tokens_and_of_the_likeliest(
     target: Target, theirs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = target.batch(TEXTS, 0.5, 60)
-    assert torch.allclose(warm.law.logs.exp()[warm.mask], (theirs[..., :60] / 0.5).softmax(-1)[warm.mask], atol=2e-3)
+    assert torch.allclose(
+        warm.law.logs.exp()[warm.mask], (theirs[..., :60] / 0.5).softmax(-1)[warm.mask], atol=2e-3
+    )
     greedy = target.batch(TEXTS, 0.0)
     assert greedy.law.logs[greedy.mask].exp().argmax(-1).equal(theirs.argmax(-1)[greedy.mask])
     assert set(greedy.said[greedy.mask].exp().tolist()) <= {0.0, 1.0}
@@ -80,7 +88,9 @@ def test_a_step_can_be_repeated_whatever_came_before(target: Target, corpus: Cor
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 12), (0.25, 3)])
-def test_the_share_that_the_target_writes(target: Target, corpus: Corpus, share: float, count: int) -> None:
+def test_the_share_that_the_target_writes(
+    target: Target, corpus: Corpus, share: float, count: int
+) -> None:
     stream = Stream(corpus, target, Training(**(SMALL | {"on_policy": share})))
     texts = [stream.text(number) for n in range(4) for part in stream.step(n) for number in part]
     assert sum(text.given > 1 for text in texts) == count
@@ -89,7 +99,14 @@ def test_the_share_that_the_target_writes(target: Target, corpus: Corpus, share:
 def test_a_target_says_the_same_where_a_drafter_is_judged_in_bfloat16() -> None:
     """A float32 target in torch: its cache would refuse bfloat16, and its laws would be others."""
     target = Target(str(tiny.worded()), Training(**SMALL))
-    target.llm = LLM(str(tiny.worded()), dtype="float32", kernels="torch", draft="suffix", kv_tokens=2048, page=PAGE)
+    target.llm = LLM(
+        str(tiny.worded()),
+        dtype="float32",
+        kernels="torch",
+        draft="suffix",
+        kv_tokens=2048,
+        page=PAGE,
+    )
     texts = [Example(tuple(range(5, 5 + n)), 1) for n in (20, 12, 33)]
     plain = target.batch(texts)
     with torch.autocast("cpu", dtype=torch.bfloat16):

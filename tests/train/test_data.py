@@ -1,4 +1,5 @@
-"""Data: every form, each text once, no part of a held-out document trained on, one line for whatever is no data."""
+"""Data: every form, each text once, no part of a held-out document trained on, one line for
+whatever is no data."""
 
 import json
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun import ForerunError
-from forerun.models.text import Tokenizer
+from forerun.models.tokenizer import Tokenizer
 from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
 from tests import tiny
 from tests.train.test_synthesis import with_template
@@ -18,7 +19,10 @@ def tokenizer() -> Tokenizer:
 
 
 def documents(count: int) -> list[Document]:
-    return [Document(f"d{i}", f"{i * 0x9E3779B9 % (1 << 32):08x}", (Passage("", f"text {i}"),)) for i in range(count)]
+    return [
+        Document(f"d{i}", f"{i * 0x9E3779B9 % (1 << 32):08x}", (Passage("", f"text {i}"),))
+        for i in range(count)
+    ]
 
 
 def lines(path: Path, *values: object) -> str:
@@ -27,7 +31,8 @@ def lines(path: Path, *values: object) -> str:
 
 
 def test_files_directories_and_lines(tmp_path: Path) -> None:
-    """What of a directory is text is read; what is hidden, unknown, empty or no UTF-8 is left out and counted."""
+    """What of a directory is text is read; what is hidden, unknown, empty or no UTF-8 is left out
+    and counted."""
     folder = tmp_path / "source"
     (folder / "deep").mkdir(parents=True)
     (folder / ".git").mkdir()
@@ -52,7 +57,9 @@ def test_files_directories_and_lines(tmp_path: Path) -> None:
 def test_the_library() -> None:
     found, _ = read_data(["library"])
     names = {document.name for document in found}
-    assert {"json/decoder.py", "argparse.py"} <= names and not any("/test" in name for name in names)
+    assert {"json/decoder.py", "argparse.py"} <= names and not any(
+        "/test" in name for name in names
+    )
 
 
 def test_what_is_held_out_depends_on_the_document_alone() -> None:
@@ -63,17 +70,25 @@ def test_what_is_held_out_depends_on_the_document_alone() -> None:
     fewer_train, fewer_held = split(everything[::2], 0.1)
     assert {d.digest for d in fewer_held} <= {d.digest for d in held}
     assert {d.digest for d in fewer_train} <= {d.digest for d in train}
-    assert [len(part) for part in split(documents(2), 0.0001)] == [1, 1] == [len(p) for p in split(documents(2), 0.99)]
+    assert (
+        [len(part) for part in split(documents(2), 0.0001)]
+        == [1, 1]
+        == [len(p) for p in split(documents(2), 0.99)]
+    )
     with pytest.raises(ForerunError, match="one document only"):
         split(documents(1), 0.5)
 
 
 def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
-    """Nothing lost but ends too short to teach; only windows longer than a prompt can be continued."""
+    """Nothing lost but ends too short to teach; only windows longer than a prompt can be
+    continued."""
     text = "alpha green " * 40
     ids = tuple(tokenizer.encode(text))
     corpus = Corpus([Document("d", "0", (Passage("", text),))], tokenizer, 50, 20)
-    assert sum((e.tokens for e in corpus.examples), ()) == ids[: sum(len(e.tokens) for e in corpus.examples)]
+    assert (
+        sum((e.tokens for e in corpus.examples), ())
+        == ids[: sum(len(e.tokens) for e in corpus.examples)]
+    )
     assert len(ids) - sum(len(e.tokens) for e in corpus.examples) < 16
     assert all(e.given == 1 and len(e.tokens) <= 50 for e in corpus.examples)
     assert corpus.prompts[0] == ids[:20] and len(corpus.prompts) >= len(ids) // 50
@@ -105,7 +120,10 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
     for i, (template, end) in enumerate(templates):
         directory = with_template(tmp_path / str(i), template)
         tokenizer = Tokenizer(Path(directory))
-        ids = [*tokenizer.encode("false null", special=False), *(tokenizer.vocabulary()[token] for token in end)]
+        ids = [
+            *tokenizer.encode("false null", special=False),
+            *(tokenizer.vocabulary()[token] for token in end),
+        ]
         (example,) = Corpus([Document("d", "0", (passage,))], tokenizer, 60, 20).examples
         assert list(example.tokens[example.given :]) == ids
         size = len(example.tokens) - len(end)
@@ -117,16 +135,25 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
 def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokenizer) -> None:
     texts = ["true false " * 20, "alpha green " * 20]
     corpus = Corpus([Document(t, t, (Passage("", t),)) for t in texts], tokenizer, 50, 20)
-    before, vocab = len(corpus.examples) + len(corpus.prompts), max(max(e.tokens) for e in corpus.examples)
+    before, vocab = (
+        len(corpus.examples) + len(corpus.prompts),
+        max(max(e.tokens) for e in corpus.examples),
+    )
     left_out = corpus.leave_out(vocab)
-    assert left_out == before - len(corpus.examples) - len(corpus.prompts) > 0 and corpus.leave_out(vocab) == 0
+    assert (
+        left_out == before - len(corpus.examples) - len(corpus.prompts) > 0
+        and corpus.leave_out(vocab) == 0
+    )
     assert corpus.examples and all(max(e.tokens) < vocab for e in corpus.examples)
 
 
 def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
     order = Order(7, 3)
     numbers = [order[n] for n in range(21)]
-    assert all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14)) and numbers[:7] != numbers[7:14]
+    assert (
+        all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
+        and numbers[:7] != numbers[7:14]
+    )
     assert [Order(7, 3)[n] for n in reversed(range(21))] == numbers[::-1]
     assert [Order(7, 4)[n] for n in range(21)] != numbers
 
@@ -156,6 +183,11 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "no.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "binary.txt").write_bytes(b"a\0b")
     (tmp_path / "empty").mkdir()
-    for name, says in (("no.txt", "not UTF-8"), ("binary.txt", "not UTF-8"), ("empty", "no text in"), ("gone", "No")):
+    for name, says in (
+        ("no.txt", "not UTF-8"),
+        ("binary.txt", "not UTF-8"),
+        ("empty", "no text in"),
+        ("gone", "No"),
+    ):
         with pytest.raises(ForerunError, match=says):
             read_data([str(tmp_path / name)])

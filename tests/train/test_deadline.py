@@ -1,4 +1,5 @@
-"""A run has ended when its time has: what matters most is measured first, and what is not is said."""
+"""A run has ended when its time has: what matters most is measured first, and what is not is
+said."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from forerun.progress import nothing
+from forerun.cli.progress import nothing
 from forerun.train import findings
 from forerun.train.deadline import Deadline
 from forerun.train.evaluate import Case, Judge, Measured
@@ -34,7 +35,12 @@ class Timed(Judge):
         self.target = self.recipe = None  # type: ignore[assignment]
 
     def measure(
-        self, module: nn.Module, directory: Path, cases: Sequence[Case], tell: Any = nothing, deadline: Any = None
+        self,
+        module: nn.Module,
+        directory: Path,
+        cases: Sequence[Case],
+        tell: Any = nothing,
+        deadline: Any = None,
     ) -> Iterator[Measured]:
         for case in cases:
             self.clock.now += FIGURE
@@ -72,7 +78,12 @@ def figures(found: Findings) -> list[tuple[str, float, int]]:
     [
         (19, 0, 0, ("held-out", "edit", "chat", "the speed")),
         (25, 2, 0, ("edit", "chat", "2 accepted lengths of other tasks", "the speed")),
-        (129, 2, 1, ("edit", "chat", "2 accepted lengths of other tasks", "2 of 3 rounds of speed")),
+        (
+            129,
+            2,
+            1,
+            ("edit", "chat", "2 accepted lengths of other tasks", "2 of 3 rounds of speed"),
+        ),
         (165, 6, 1, ("6 accepted lengths of other tasks", "2 of 3 rounds of speed")),
         (400, 12, 2, ("1 of 3 rounds of speed",)),
     ],
@@ -83,7 +94,9 @@ def test_a_short_time_goes_to_what_matters_most(
     """And is not exceeded."""
     found, took = measure(seconds)
     order = [*IMPORTANT, *(case for case in ALL if case not in IMPORTANT)]
-    assert figures(found) == [case for case in ALL if case in order[:measured]], "in the order of reports"
+    assert figures(found) == [case for case in ALL if case in order[:measured]], (
+        "in the order of reports"
+    )
     assert (found.speed.rounds if found.speed else 0) == rounds
     assert found.no_time == missing == tuple(found.as_dict()["no_time"])
     assert took <= seconds
@@ -98,11 +111,17 @@ def test_the_seconds_of_a_run() -> None:
     clock = Clock(500.0)
     deadline = Deadline(10, clock)
     clock.now += 100
-    assert (deadline.seconds, deadline.left) == (100, 500) and deadline.has(500) and not deadline.has(501)
+    assert (
+        (deadline.seconds, deadline.left) == (100, 500)
+        and deadline.has(500)
+        and not deadline.has(501)
+    )
     deadline.resume(200)
     assert (deadline.seconds, deadline.left) == (300, 300)
     assert [deadline.of_training(0, 20, needed) for needed in (20, 60, 1e9)] == [580, 540, 480]
     assert deadline.of_training(0, 200, 1e9) == 400, "the least may be more than its share"
-    assert [deadline.of_training(began, 500, 1e9) for began in (0, 400)] == [300, 500], "but not more than training has"
+    assert [deadline.of_training(began, 500, 1e9) for began in (0, 400)] == [300, 500], (
+        "but not more than training has"
+    )
     assert deadline.of_training(700, 20, 1e9) < 700, "set-up may have taken all"
     assert Deadline().left == Deadline().of_training(20, 20, 1e9) == math.inf

@@ -1,4 +1,5 @@
-"""What arithmetic expects is what the engine counts, and a fault in either shows; drafts are those of the module."""
+"""What arithmetic expects is what the engine counts, and a fault in either shows; drafts are those
+of the module."""
 
 import dataclasses
 import itertools
@@ -46,17 +47,26 @@ def module(target: Target, directory: Path) -> nn.Module:
     return SmallLM(SmallLMOptions()).load(directory, target)
 
 
-def test_measured_and_analytic_agree(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:
-    """Within the noise of some hundred passes at temperature 1; greedy, where there is none, to the last pass."""
+def test_measured_and_analytic_agree(
+    target: Target, held_out: Corpus, module: nn.Module, directory: Path
+) -> None:
+    """Within the noise of some hundred passes at temperature 1; greedy, where there is none, to the
+    last pass."""
     recipe = SmallLM(SmallLMOptions(init=str(directory)))
     judge = Judge(target, recipe, held_out, SETTINGS)
     measured = list(judge.measure(module, directory, judge.cases))
-    assert [(m.temperature, m.depth) for m in measured] == [(t, d) for t in (0.0, 1.0) for d in (1, 2)]
+    assert [(m.temperature, m.depth) for m in measured] == [
+        (t, d) for t in (0.0, 1.0) for d in (1, 2)
+    ]
     for entry in measured:
         assert entry.accepted_length > 1.2 and entry.passes > 300
-        assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.01)
+        assert entry.accepted_length == pytest.approx(
+            entry.analytic, rel=0.05 if entry.temperature else 0.01
+        )
         spans = entry.by_position
-        assert list(spans) == [0, 32] and min(spans.values()) <= entry.accepted_length <= max(spans.values())
+        assert list(spans) == [0, 32] and min(spans.values()) <= entry.accepted_length <= max(
+            spans.values()
+        )
 
 
 def test_a_figure_is_not_awaited_when_the_time_is_over(
@@ -66,18 +76,24 @@ def test_a_figure_is_not_awaited_when_the_time_is_over(
     judge = Judge(target, SmallLM(SmallLMOptions(init=str(directory))), held_out, SETTINGS)
     clock = itertools.count().__next__  # each look at it is a second
     assert not list(judge.measure(module, directory, judge.cases, deadline=Deadline(0.05, clock)))
-    found = list(judge.measure(module, directory, judge.cases, deadline=(late := Deadline(3, clock))))
+    found = list(
+        judge.measure(module, directory, judge.cases, deadline=(late := Deadline(3, clock)))
+    )
     assert 0 < len(found) < len(judge.cases) and -2 <= late.left < 0
 
 
-def test_a_misaligned_drafter_shows(target: Target, held_out: Corpus, module: nn.Module, directory: Path) -> None:
+def test_a_misaligned_drafter_shows(
+    target: Target, held_out: Corpus, module: nn.Module, directory: Path
+) -> None:
     recipe = Misaligned(SmallLMOptions(init=str(directory)))
     judge = Judge(target, recipe, held_out, SETTINGS)
     measured = list(judge.measure(module, directory, judge.cases))
     assert max(abs(m.accepted_length / m.analytic - 1) for m in measured) > 0.05
 
 
-def test_rounds_begin_where_tokens_are_hard(target: Target, held_out: Corpus, module: nn.Module) -> None:
+def test_rounds_begin_where_tokens_are_hard(
+    target: Target, held_out: Corpus, module: nn.Module
+) -> None:
     """The mean over all tokens is another number, and the evaluation has both."""
     judge = Judge(target, SmallLM(SmallLMOptions(init=str(tiny.worded(0.03)))), held_out, SETTINGS)
     found = judge.evaluate(module, 7)
@@ -85,7 +101,9 @@ def test_rounds_begin_where_tokens_are_hard(target: Target, held_out: Corpus, mo
     assert 1 < found.accepted_length < found.from_any
 
 
-def test_what_was_written_drafts_as_the_module_would(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+def test_what_was_written_drafts_as_the_module_would(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
     """Exported, loaded by the engine: each greedy draft is the module's own continuation."""
     recipe = SmallLM(SmallLMOptions(layers=2))
     module = recipe.build(target, corpus).eval()
@@ -93,8 +111,16 @@ def test_what_was_written_drafts_as_the_module_would(target: Target, corpus: Cor
         for parameter in module.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     recipe.export(module, target, tmp_path)
-    llm = LLM(tiny.worded(), draft=f"model:{tmp_path}", draft_quantization="none", dtype="float32", kv_tokens=1024)
-    request = llm.engine.add(list(range(5, 20)), SamplingParams(max_tokens=24), draft="model", depth=3, trace=True)
+    llm = LLM(
+        tiny.worded(),
+        draft=f"model:{tmp_path}",
+        draft_quantization="none",
+        dtype="float32",
+        kv_tokens=1024,
+    )
+    request = llm.engine.add(
+        list(range(5, 20)), SamplingParams(max_tokens=24), draft="model", depth=3, trace=True
+    )
     drafts, text = 0, list(range(5, 20))
     while llm.engine.busy:
         for event in llm.engine.step_or_raise():
@@ -115,4 +141,10 @@ def test_no_held_out_text_is_long_enough(target: Target) -> None:
 
 
 def test_depths() -> None:
-    assert [depths_up_to(k) for k in (1, 2, 4, 5, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8]]
+    assert [depths_up_to(k) for k in (1, 2, 4, 5, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 5],
+        [1, 2, 4, 8],
+    ]

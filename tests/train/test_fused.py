@@ -36,13 +36,18 @@ def test_gradients_are_those_of_the_whole(count: int, monkeypatch: pytest.Monkey
 
     whole = losses(below(x), slice(None)).sum() * 3
     whole.backward()
-    expected = [None if p.grad is None else p.grad.clone() for p in (*head.parameters(), *below.parameters())]
+    expected = [
+        None if p.grad is None else p.grad.clone()
+        for p in (*head.parameters(), *below.parameters())
+    ]
     for module in (head, below):
         module.zero_grad()
     mine = fused_sum(below(x), head, losses) * 3
     mine.backward()
     assert torch.allclose(mine, whole, rtol=1e-5)
-    for parameter, gradient in zip((*head.parameters(), *below.parameters()), expected, strict=True):
+    for parameter, gradient in zip(
+        (*head.parameters(), *below.parameters()), expected, strict=True
+    ):
         assert (parameter.grad is None) == (gradient is None)
         assert gradient is None or torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
     with torch.no_grad():

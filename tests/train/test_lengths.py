@@ -1,4 +1,5 @@
-"""Accepted length by arithmetic: against rounds tossed one by one, and against every outcome of short texts."""
+"""Accepted length by arithmetic: against rounds tossed one by one, and against every outcome of
+short texts."""
 
 import itertools
 
@@ -6,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.train.lengths import Stretch, accepted_length, chances_of, expected_passes, from_any, unfolded
+from forerun.train.lengths import (
+    Stretch,
+    accepted_length,
+    chances_of,
+    expected_passes,
+    from_any,
+    unfolded,
+)
 
 
 def tossed(chances: np.ndarray, stretch: Stretch, dice: np.random.Generator) -> int:
@@ -29,18 +37,24 @@ def test_passes_are_those_of_rounds_that_are_tossed(limit: int) -> None:
     stretch = Stretch(4, 30, limit)
     mean = np.mean([tossed(chances, stretch, dice) for _ in range(4000)])
     assert expected_passes(chances, stretch) == pytest.approx(mean, rel=0.01)
-    assert accepted_length(torch.tensor(chances)[None], [stretch]) == pytest.approx(26 / mean, rel=0.01)
+    assert accepted_length(torch.tensor(chances)[None], [stretch]) == pytest.approx(
+        26 / mean, rel=0.01
+    )
 
 
 def test_the_length_is_that_of_exact_speculation() -> None:
-    """Every text of a two-token world, every coin: texts from p with their expected passes, against the token rule's
-    own law of rounds, enumerated without a text being fixed first."""
+    """Every text of a two-token world, every coin: texts from p with their expected passes, against
+    the token rule's own law of rounds, enumerated without a text being fixed first."""
     p, q, depth, count = np.array([0.7, 0.3]), np.array([0.4, 0.6]), 2, 4
     expected = 0.0
     for text in itertools.product((0, 1), repeat=count):
-        a = torch.tensor([[chances_of(torch.tensor(p[t]).log(), torch.tensor(q[t]).log()) for t in text]])
+        a = torch.tensor(
+            [[chances_of(torch.tensor(p[t]).log(), torch.tensor(q[t]).log()) for t in text]]
+        )
         chances = unfolded(torch.cat((torch.zeros(1, 1), a.float()), 1), depth)[0].numpy()
-        expected += np.prod(p[list(text)]) * expected_passes(chances, Stretch(1, count + 1, count + 1))
+        expected += np.prod(p[list(text)]) * expected_passes(
+            chances, Stretch(1, count + 1, count + 1)
+        )
     alpha = np.minimum(p, q).sum()
 
     def passes(left: int) -> float:
@@ -57,7 +71,9 @@ def test_extremes() -> None:
     always, never = torch.ones(1, 20, 4), torch.zeros(1, 20, 4)
     assert accepted_length(never, [Stretch(2, 20, 20)]) == 1
     assert accepted_length(always, [Stretch(5, 20, 40)]) == 5
-    assert accepted_length(always, [Stretch(19, 19, 40)]) == 1  # a text that ended with the first token
+    assert (
+        accepted_length(always, [Stretch(19, 19, 40)]) == 1
+    )  # a text that ended with the first token
 
 
 def test_what_lies_past_the_end_changes_nothing() -> None:
@@ -66,9 +82,13 @@ def test_what_lies_past_the_end_changes_nothing() -> None:
     other[0, 9:] = 0
     other[0, 8, 1:] = 0
     other[0, 7, 2] = 0
-    assert accepted_length(chances, [Stretch(1, 9, 50)]) == accepted_length(other, [Stretch(1, 9, 50)])
+    assert accepted_length(chances, [Stretch(1, 9, 50)]) == accepted_length(
+        other, [Stretch(1, 9, 50)]
+    )
     other[0, 7, 0] = 0
-    assert accepted_length(chances, [Stretch(1, 9, 50)]) != accepted_length(other, [Stretch(1, 9, 50)])
+    assert accepted_length(chances, [Stretch(1, 9, 50)]) != accepted_length(
+        other, [Stretch(1, 9, 50)]
+    )
 
 
 def test_chances() -> None:

@@ -1,4 +1,5 @@
-"""The loop: a run that is taken up again is the run itself; what goes wrong leaves the last checkpoint whole."""
+"""The loop: a run that is taken up again is the run itself; what goes wrong leaves the last
+checkpoint whole."""
 
 import errno
 import math
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from forerun import ForerunError, LoadError
-from forerun.progress import Tell
+from forerun.cli.progress import Tell
 from forerun.train import checkpoint, stream
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.evaluate import Evaluation
@@ -95,18 +96,26 @@ def interrupted(make: Make, at: int, **settings: object) -> Trainer:
 def test_an_interrupted_run_goes_on_to_the_very_same_curve(
     make: Make, at: int, pool: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, evaluations and weights bit by bit, whether or not the step is one of evaluation or checkpoint."""
+    """Losses, evaluations and weights bit by bit, whether or not the step is one of evaluation or
+    checkpoint."""
     monkeypatch.setattr(stream, "POOL", pool)
     whole = with_dropout(make())
     record = whole.run()
-    assert record.step == len(record.losses) == 6 and [e.step for e in record.evaluations] == [0, 3, 6]
+    assert record.step == len(record.losses) == 6 and [e.step for e in record.evaluations] == [
+        0,
+        3,
+        6,
+    ]
     first = interrupted(make, at)
     assert first.record.losses == record.losses[:at]
     second = with_dropout(make())
     second.resume(read_checkpoint(first.path))
     assert second.record.step == at
     assert second.run() == record
-    assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True)
+    )
 
 
 class Killed(BaseException):
@@ -118,7 +127,8 @@ class Killed(BaseException):
 def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_very_same_curve(
     make: Make, at: int, minutes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written or removed at its end, and what was captured of texts since the checkpoint is still there."""
+    """Nothing is written or removed at its end, and what was captured of texts since the checkpoint
+    is still there."""
     monkeypatch.setattr(stream, "POOL", 4)
     whole = with_dropout(make(max_minutes=minutes))
     record = whole.run()
@@ -140,7 +150,10 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_very_same_curve(
     second.resume(read_checkpoint(first.path))
     assert second.record.step == (at - 1) // 2 * 2
     assert second.run() == record
-    assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("part", ["random", "optimizers", "module", "step"])
@@ -180,14 +193,18 @@ def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
     seen: list[torch.Tensor] = []
     trainer.tell = Each(lambda: seen.append(next(trainer.module.parameters()).detach().clone()))
     record = trainer.run()
-    assert record.step == 3 and record.best is record.evaluations[1] and len(record.evaluations) == 4
-    assert torch.equal(next(trainer.module.parameters()), seen[0]) and not torch.equal(seen[0], seen[2])
+    assert (
+        record.step == 3 and record.best is record.evaluations[1] and len(record.evaluations) == 4
+    )
+    assert torch.equal(next(trainer.module.parameters()), seen[0]) and not torch.equal(
+        seen[0], seen[2]
+    )
 
 
 @pytest.mark.parametrize(("parts", "steps"), [(6, 16), (9, 15), (1000, 14)])
 def test_the_time_ends(make: Make, parts: int, steps: int) -> None:
-    """Of ten minutes one goes by before the first step. What an evaluation took says how much is kept for measuring, a
-    fifth at most, and over what is left the learning rate falls."""
+    """Of ten minutes one goes by before the first step. What an evaluation took says how much is
+    kept for measuring, a fifth at most, and over what is left the learning rate falls."""
     clock = Clock()
     trainer = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
     rates: list[float] = []
@@ -196,7 +213,9 @@ def test_the_time_ends(make: Make, parts: int, steps: int) -> None:
     record = timed(trainer, clock, parts).run()
     assert (record.began, record.slowest) == (60, 10)
     assert record.step == steps and record.evaluations[-1].step == record.step
-    assert max(rates[:3]) == max(rates) and rates[-1] < 0.15 * max(rates), "it warms up once set-up is over"
+    assert max(rates[:3]) == max(rates) and rates[-1] < 0.15 * max(rates), (
+        "it warms up once set-up is over"
+    )
 
 
 def test_a_run_that_is_taken_up_again_has_the_time_that_was_left(make: Make) -> None:
@@ -210,7 +229,10 @@ def test_a_run_that_is_taken_up_again_has_the_time_that_was_left(make: Make) -> 
     second = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
     clock.now += 50
     second.resume(read_checkpoint(first.path))
-    assert second.record.seconds == 60 + 10 + 3 * 30 and second.deadline.seconds == second.record.seconds + 50
+    assert (
+        second.record.seconds == 60 + 10 + 3 * 30
+        and second.deadline.seconds == second.record.seconds + 50
+    )
     record = timed(second, clock, 6).run()
     assert (record.step, record.began) == (3 + 11, 60)
 
@@ -222,12 +244,20 @@ def test_a_loss_that_is_not_finite_ends_with_the_last_checkpoint(
     trainer = make()
     recipe = type(trainer.recipe)
     right = recipe.loss
-    monkeypatch.setattr(recipe, "loss", lambda self, *a: right(self, *a) * (value if trainer.record.step == 3 else 1.0))
-    with pytest.raises(ForerunError, match=r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept") as error:
+    monkeypatch.setattr(
+        recipe,
+        "loss",
+        lambda self, *a: right(self, *a) * (value if trainer.record.step == 3 else 1.0),
+    )
+    with pytest.raises(
+        ForerunError, match=r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept"
+    ) as error:
         trainer.run()
     assert "\n" not in str(error.value)
     state = read_checkpoint(trainer.path)
-    assert state["step"] == 2 and all(torch.isfinite(value).all() for value in state["module"].values())
+    assert state["step"] == 2 and all(
+        torch.isfinite(value).all() for value in state["module"].values()
+    )
     assert all(torch.isfinite(p).all() for p in trainer.module.parameters())
 
 
@@ -251,7 +281,9 @@ def test_a_disk_that_is_full_within_a_file(tmp_path: Path, monkeypatch: pytest.M
     """torch says so in its own words, several lines of them."""
 
     def fail(*_: object) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0\nframe #0")
+        raise RuntimeError(
+            "[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0\nframe #0"
+        )
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(ForerunError, match="cannot be written") as error:
@@ -284,7 +316,9 @@ def test_the_learning_rate() -> None:
 
 
 def test_precision() -> None:
-    assert computes_bfloat16("bfloat16", torch.device("cpu")) and not computes_bfloat16("float32", torch.device("cpu"))
+    assert computes_bfloat16("bfloat16", torch.device("cpu")) and not computes_bfloat16(
+        "float32", torch.device("cpu")
+    )
 
 
 def test_bfloat16_trains_float32_weights(make: Make) -> None:

@@ -1,4 +1,5 @@
-"""The recipe medusa: each head learns the law it will be asked for, and arithmetic agrees with the engine."""
+"""The recipe medusa: each head learns the law it will be asked for, and arithmetic agrees with the
+engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 @pytest.fixture
 def aimed(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, whose batches bring what this recipe wants."""
-    monkeypatch.setattr(target, "boundaries", (target.llm.decoder.config.layers,))
+    monkeypatch.setattr(target, "aux_hidden_layers", (target.llm.decoder.config.layers,))
     yield target
 
 
@@ -40,16 +41,20 @@ def heads_of(target: Target, corpus: Corpus, noise: float = 0.1) -> MedusaHeads:
 
 
 def test_heads_begin_as_the_target_s_own(aimed: Target, corpus: Corpus) -> None:
-    """Untouched, each head says what the target says of the next token: right, but one or two tokens too early."""
+    """Untouched, each head says what the target says of the next token: right, but one or two
+    tokens too early."""
     batch, heads = aimed.batch(TEXTS), RECIPE.build(aimed, corpus)
     (states,) = batch.states.values()
     said = heads(batch.view.normalise(states)).log_softmax(-1)
     at = batch.mask
-    assert torch.allclose(said[at][:, 0], batch.law.logs[at], atol=2e-2)  # bfloat16 or float32, as the target computes
+    assert torch.allclose(
+        said[at][:, 0], batch.law.logs[at], atol=2e-2
+    )  # bfloat16 or float32, as the target computes
 
 
 def test_the_loss_is_that_of_each_head_and_position(aimed: Target, corpus: Corpus) -> None:
-    """Head k, from the state with which token j was read, against the target's law of token j + 2 + k."""
+    """Head k, from the state with which token j was read, against the target's law of token j + 2 +
+    k."""
     batch, heads = aimed.batch(TEXTS), heads_of(aimed, corpus)
     (states,) = batch.states.values()
     total, weight = 0.0, 0.0
@@ -65,7 +70,10 @@ def test_the_loss_is_that_of_each_head_and_position(aimed: Target, corpus: Corpu
     loss = RECIPE.loss(heads, batch)
     assert loss.item() == pytest.approx(total / weight, rel=1e-4)
     loss.backward()
-    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in heads.lm_heads.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.abs().sum() > 0
+        for weight in heads.lm_heads.parameters()
+    )
 
 
 def test_texts_too_short_for_any_head_teach_nothing(aimed: Target, corpus: Corpus) -> None:
@@ -74,8 +82,11 @@ def test_texts_too_short_for_any_head_teach_nothing(aimed: Target, corpus: Corpu
     assert not any(weight.grad is not None and weight.grad.any() for weight in heads.parameters())
 
 
-def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corpus: Corpus, tmp_path: Path) -> None:
-    """Accepted length rises; measured and analytic agree within 5 %; what is written changes no text."""
+def test_training_pays_and_arithmetic_agrees_with_the_engine(
+    aimed: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Accepted length rises; measured and analytic agree within 5 %; what is written changes no
+    text."""
     held_out = Corpus(
         documents([f'{{"name":"beta {i}","sizes":[{i},{i * 3}]}} true false null' for i in range(30)]),
         aimed.tokenizer, SMALL["tokens"], SMALL["prompt_tokens"],
@@ -86,7 +97,14 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     )  # fmt: skip
     judge, heads = Judge(aimed, RECIPE, held_out, training), RECIPE.build(aimed, corpus)
     trainer = Trainer(
-        RECIPE, heads, aimed, Stream(corpus, aimed, training), judge, training, tmp_path / "heads.training", {}
+        RECIPE,
+        heads,
+        aimed,
+        Stream(corpus, aimed, training),
+        judge,
+        training,
+        tmp_path / "heads.training",
+        {},
     )
     before, after = trainer.run().evaluations
     assert after.accepted_length > before.accepted_length + 0.02
@@ -95,10 +113,14 @@ def test_training_pays_and_arithmetic_agrees_with_the_engine(aimed: Target, corp
     RECIPE.export(heads, aimed, directory)
     for entry in judge.measure(heads, directory, judge.cases):
         assert entry.passes > 200
-        assert entry.accepted_length == pytest.approx(entry.analytic, rel=0.05 if entry.temperature else 0.02)
+        assert entry.accepted_length == pytest.approx(
+            entry.analytic, rel=0.05 if entry.temperature else 0.02
+        )
     llm = LLM(tiny.worded(), draft=f"medusa:{directory}", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=20, temperature=0.7, seed=2, ignore_eos=True)
-    texts = [llm.generate([5, 6, 7], params, draft=draft)[0].token_ids for draft in ("medusa", "off")]
+    texts = [
+        llm.generate([5, 6, 7], params, draft=draft)[0].token_ids for draft in ("medusa", "off")
+    ]
     assert texts[0] == texts[1]
 
 

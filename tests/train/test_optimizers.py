@@ -10,7 +10,11 @@ from forerun.train.optimizers import Muon, make_optimizers, orthogonal
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens, self.up, self.norm = nn.Embedding(9, 8), nn.Linear(8, 12, bias=False), nn.LayerNorm(12)
+        self.embed_tokens, self.up, self.norm = (
+            nn.Embedding(9, 8),
+            nn.Linear(8, 12, bias=False),
+            nn.LayerNorm(12),
+        )
         self.lm_head = nn.Linear(12, 9, bias=False)
 
 

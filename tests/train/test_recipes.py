@@ -1,4 +1,5 @@
-"""The recipe small-lm: layers of any family, models given, the loss and the outlook against naive references."""
+"""The recipe small-lm: layers of any family, models given, the loss and the outlook against naive
+references."""
 
 from pathlib import Path
 
@@ -7,12 +8,12 @@ import torch
 
 from forerun import ForerunError
 from forerun.cache.attention import Segment
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import read_shortlist
-from forerun.runner import Runner
+from forerun.models.weights import Checkpoint
+from forerun.runtime.torch_runner import Runner
 from forerun.train.capture import Target
 from forerun.train.data import Corpus, Example
 from forerun.train.options import SmallLMOptions
@@ -25,7 +26,11 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 
 
 def test_layers_are_evenly_spaced() -> None:
-    assert kept_layers(6, 2) == [0, 5] and kept_layers(24, 3) == [0, 12, 23] and kept_layers(5, 1) == [0]
+    assert (
+        kept_layers(6, 2) == [0, 5]
+        and kept_layers(24, 3) == [0, 12, 23]
+        and kept_layers(5, 1) == [0]
+    )
     assert all(len(set(kept_layers(n, k))) == k for n in range(2, 20) for k in range(1, n))
 
 
@@ -34,7 +39,9 @@ def test_any_family_is_pruned_to_what_our_decoder_reads(name: str, tmp_path: Pat
     """Logits of the module and of our decoder on what it wrote; each kept layer is the target's."""
     module = prune(tiny.family(name), 2)
     module.save_pretrained(tmp_path)
-    runner = Runner(load_decoder(tmp_path, torch.float64, torch.device("cpu"), 64), tokens=64, page=16, slots=1)
+    runner = Runner(
+        load_decoder(tmp_path, torch.float64, torch.device("cpu"), 64), tokens=64, page=16, slots=1
+    )
     runner.cache.open(0, [])
     runner.cache.pages.grow(0, 40)
     ids = [(7 * i + 3) % tiny.VOCAB for i in range(40)]
@@ -50,9 +57,17 @@ def test_any_family_is_pruned_to_what_our_decoder_reads(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("layout", "bits", "name"),
-    [("gptq", 4, "llama"), ("awq", 4, "llama"), ("packed", 8, "llama"), ("plain", 8, "llama"), ("gptq", 8, "gpt2")],
+    [
+        ("gptq", 4, "llama"),
+        ("awq", 4, "llama"),
+        ("packed", 8, "llama"),
+        ("plain", 8, "llama"),
+        ("gptq", 8, "gpt2"),
+    ],
 )
-def test_a_quantised_model_is_pruned_to_its_numbers(layout: str, bits: int, name: str, tmp_path: Path) -> None:
+def test_a_quantised_model_is_pruned_to_its_numbers(
+    layout: str, bits: int, name: str, tmp_path: Path
+) -> None:
     expected = quantise.checkpoint(tmp_path, layout, bits, name=name)
     kept = prune(tmp_path, 2).state_dict()
     last = load_config(tmp_path).layers - 1
@@ -60,7 +75,9 @@ def test_a_quantised_model_is_pruned_to_its_numbers(layout: str, bits: int, name
     for full, weight in expected.items():
         for before, after in ((0, 0), (last, 1)):
             if f".{before}." in full:
-                assert torch.equal(kept[full.replace(f".{before}.", f".{after}.")], weight.float()), full
+                assert torch.equal(
+                    kept[full.replace(f".{before}.", f".{after}.")], weight.float()
+                ), full
 
 
 def test_the_loss_is_that_of_each_position(target: Target, corpus: Corpus) -> None:
@@ -80,7 +97,9 @@ def test_the_loss_is_that_of_each_position(target: Target, corpus: Corpus) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_the_outlook_is_that_of_each_drafted_token(target: Target, corpus: Corpus, temperature: float) -> None:
+def test_the_outlook_is_that_of_each_drafted_token(
+    target: Target, corpus: Corpus, temperature: float
+) -> None:
     recipe = SmallLM(SmallLMOptions(layers=2))
     module, batch = recipe.build(target, corpus).eval(), target.batch(TEXTS, temperature)
     with torch.no_grad():
@@ -89,11 +108,17 @@ def test_the_outlook_is_that_of_each_drafted_token(target: Target, corpus: Corpu
     assert outlook.chances.shape == outlook.overlap.shape == (2, 21, 3)
     for i, j, k in ((0, 0, 0), (0, 4, 2), (1, 6, 1), (1, 12, 2)):
         at, token = j + k, batch.tokens[i, j + k + 1]
-        q = logits[i, at].softmax(-1) if not temperature else (logits[i, at] / temperature).softmax(-1)
+        q = (
+            logits[i, at].softmax(-1)
+            if not temperature
+            else (logits[i, at] / temperature).softmax(-1)
+        )
         if not temperature:
             q = torch.nn.functional.one_hot(q.argmax(), len(q)).float()
         p = batch.law.logs[i, at].exp()
-        assert outlook.overlap[i, j, k].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
+        assert outlook.overlap[i, j, k].item() == pytest.approx(
+            torch.minimum(p, q).sum().item(), abs=1e-5
+        )
         expected = min(1.0, float(q[token] / p[token])) if p[token] else float(q[token] > 0)
         assert outlook.chances[i, j, k].item() == pytest.approx(expected, abs=1e-4)
 
@@ -104,7 +129,10 @@ def test_a_drafter_that_is_the_target_is_always_right(target: Target, corpus: Co
     with torch.no_grad():
         outlook = recipe.analytic(module, batch, 1)
         assert recipe.loss(module, target.batch(TEXTS)).item() < 1e-3
-    assert outlook.overlap[..., 0][batch.mask].min() > 0.99 and outlook.chances[..., 0][batch.mask].min() > 0.99
+    assert (
+        outlook.overlap[..., 0][batch.mask].min() > 0.99
+        and outlook.chances[..., 0][batch.mask].min() > 0.99
+    )
 
 
 def test_models_that_do_not_fit(target: Target, corpus: Corpus, tmp_path: Path) -> None:
@@ -121,7 +149,8 @@ def test_models_that_do_not_fit(target: Target, corpus: Corpus, tmp_path: Path) 
 
 
 def test_a_model_that_scores_some_tokens(target: Target, corpus: Corpus, tmp_path: Path) -> None:
-    """The loss and the outlook are over those, the head stays whole, and what is written says which they are."""
+    """The loss and the outlook are over those, the head stays whole, and what is written says which
+    they are."""
     recipe = SmallLM(SmallLMOptions(layers=2, kl=1.0, tv=0.0, draft_vocab=60))
     module, batch = recipe.build(target, corpus), target.batch(TEXTS)
     ids = scored(module)
@@ -132,7 +161,9 @@ def test_a_model_that_scores_some_tokens(target: Target, corpus: Corpus, tmp_pat
         for i, text in enumerate(TEXTS):
             for j in range(text.given - 1, len(text.tokens) - 1):
                 q, p = logits[i, j, ids].softmax(-1), batch.law.logs[i, j].exp()[ids]
-                assert outlook.overlap[i, j, 0].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
+                assert outlook.overlap[i, j, 0].item() == pytest.approx(
+                    torch.minimum(p, q).sum().item(), abs=1e-5
+                )
                 if text.tokens[j + 1] in ids.tolist():
                     p = p / p.sum()
                     loss, count = loss + float((p * (p / q).log()).sum()), count + 1

@@ -1,4 +1,5 @@
-"""The speed on the card is that of what was written, beside plain decoding on the same texts; how the card says it."""
+"""The speed on the card is that of what was written, beside plain decoding on the same texts; how
+the card says it."""
 
 import time
 from dataclasses import replace
@@ -25,7 +26,13 @@ from tests.train.conftest import SMALL
 
 SETTINGS = Training(**(SMALL | {"depth": 2, "speed_rounds": 2}))
 FACTS = Facts(
-    "a target", ("my data", "b.txt"), {"name": "small-lm"}, SETTINGS, [Source("b.txt", 3, 1, 0)], (9, 3), "ab"
+    "a target",
+    ("my data", "b.txt"),
+    {"name": "small-lm"},
+    SETTINGS,
+    [Source("b.txt", 3, 1, 0)],
+    (9, 3),
+    "ab",
 )
 SPEED = Speed(
     (
@@ -36,8 +43,11 @@ SPEED = Speed(
 )  # fmt: skip
 
 
-def test_every_way_runs_on_the_same_texts(target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turn, as many rounds as asked, with what is in the directory; the target's own engine is left alone."""
+def test_every_way_runs_on_the_same_texts(
+    target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, as many rounds as asked, with what is in the directory; the target's own engine is
+    left alone."""
     ran: list[tuple[Arm, int]] = []
     right, engine = rounds.timed_run, target.llm.engine
 
@@ -49,20 +59,49 @@ def test_every_way_runs_on_the_same_texts(target: Target, corpus: Corpus, monkey
     directory, prompts = tiny.worded(0.03), held_out_prompts(corpus, SETTINGS)
     speed = measure_speed(target, SmallLM(SmallLMOptions()), directory, prompts, SETTINGS)
     spec = f"model:{directory}"
-    ways = [("off", 0), ("suffix", "auto"), (f"suffix+{spec}", "auto"), (spec, "auto"), (spec, 1), (spec, 2)]
-    assert [(arm.draft, arm.depth, tokens) for arm, tokens in ran[:6]] == [(*way, 40) for way in ways]  # warms up
+    ways = [
+        ("off", 0),
+        ("suffix", "auto"),
+        (f"suffix+{spec}", "auto"),
+        (spec, "auto"),
+        (spec, 1),
+        (spec, 2),
+    ]
+    assert [(arm.draft, arm.depth, tokens) for arm, tokens in ran[:6]] == [
+        (*way, 40) for way in ways
+    ]  # warms up
     assert ran[6:12] == ran[:6] and ran[12:18] == [*ran[1:6], ran[0]] and len(ran) == 6 + 2 * 3 * 6
-    assert [pace.depth for pace in speed.paces] == [0, *["auto"] * 3, 1, 2] and all(pace.same for pace in speed.paces)
-    assert [pace.draft for pace in speed.paces] == ["", "auto", "suffix+model:DIRECTORY", "", "", ""]
+    assert [pace.depth for pace in speed.paces] == [0, *["auto"] * 3, 1, 2] and all(
+        pace.same for pace in speed.paces
+    )
+    assert [pace.draft for pace in speed.paces] == [
+        "",
+        "auto",
+        "suffix+model:DIRECTORY",
+        "",
+        "",
+        "",
+    ]
     plain, *_, shallow, deep = speed.paces
-    assert 1.0 == plain.times_plain == plain.accepted_length < shallow.accepted_length < deep.accepted_length
-    assert (speed.prompts, speed.tokens, speed.rounds) == (3, 40, 2) and speed.machine["threads"] == 1
+    assert (
+        1.0
+        == plain.times_plain
+        == plain.accepted_length
+        < shallow.accepted_length
+        < deep.accepted_length
+    )
+    assert (speed.prompts, speed.tokens, speed.rounds) == (3, 40, 2) and speed.machine[
+        "threads"
+    ] == 1
     assert target.llm.engine is engine and "model" not in engine.proposers
 
 
 @pytest.mark.parametrize("rounds_that_fit", [0, 1])
-def test_no_round_is_begun_that_there_is_no_time_for(target: Target, corpus: Corpus, rounds_that_fit: int) -> None:
-    """The card says how many there were. How long one takes is known from the warm-up, which is one of three texts."""
+def test_no_round_is_begun_that_there_is_no_time_for(
+    target: Target, corpus: Corpus, rounds_that_fit: int
+) -> None:
+    """The card says how many there were. How long one takes is known from the warm-up, which is one
+    of three texts."""
     asked: list[tuple[float, int]] = []
 
     def fits(seconds: float, done: int) -> bool:
@@ -78,7 +117,9 @@ def test_no_round_is_begun_that_there_is_no_time_for(target: Target, corpus: Cor
     assert (speed.rounds if speed else 0) == rounds_that_fit
 
 
-def test_another_text_shows(target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_text_shows(
+    target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault: speculative runs say one token more than was asked."""
     right = rounds.timed_run
 
@@ -98,12 +139,14 @@ def test_another_text_shows(target: Target, corpus: Corpus, monkeypatch: pytest.
 def test_a_drafter_is_measured_beside_what_auto_takes(
     good: str, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two draft models of one kind in one engine, one as good as the target and one that knows nothing of it: each
-    is measured by its own name. The card names no directory of this machine."""
+    """Two draft models of one kind in one engine, one as good as the target and one that knows
+    nothing of it: each is measured by its own name. The card names no directory of this machine."""
     settings, twin, stranger = replace(SETTINGS, depth=1), tiny.worded(0.001), tiny.worded(3.0)
     default, new = (twin, stranger) if good == "auto's" else (stranger, twin)
     monkeypatch.setattr(speed_module, "automatic", lambda *_: f"model:{default}")
-    speed = measure_speed(target, SmallLM(SmallLMOptions()), new, held_out_prompts(corpus, settings), settings)
+    speed = measure_speed(
+        target, SmallLM(SmallLMOptions()), new, held_out_prompts(corpus, settings), settings
+    )
     auto, _, _, fixed = speed.paces[1:]
     assert (fixed.accepted_length > 1.5) == (good == "the new one") and fixed.same and auto.same
     assert speed.comparison.default == "model" and speed.comparison.interval
@@ -117,7 +160,9 @@ def test_what_auto_takes_already_is_not_compared_with_itself(
 ) -> None:
     settings, directory = replace(SETTINGS, depth=1, speed_rounds=1), tiny.worded(0.03)
     monkeypatch.setattr(speed_module, "automatic", lambda *_: f"suffix+model:{directory}")
-    speed = measure_speed(target, SmallLM(SmallLMOptions()), directory, held_out_prompts(corpus, settings), settings)
+    speed = measure_speed(
+        target, SmallLM(SmallLMOptions()), directory, held_out_prompts(corpus, settings), settings
+    )
     assert speed.comparison is None and [pace.draft for pace in speed.paces] == ["", "auto", "", ""]
     assert advice(Findings([], {}, speed), "here") == "It is what --draft auto takes already."
 
@@ -130,26 +175,44 @@ def compared(times: float, interval: tuple[float, float] | None, plain: float = 
 @pytest.mark.parametrize(
     ("findings", "begins"),
     [
-        (compared(1.2, (1.1, 1.3)), "Use it: --draft suffix+eagle3:out has 1.20 (1.10 to 1.30) times the speed of"),
+        (
+            compared(1.2, (1.1, 1.3)),
+            "Use it: --draft suffix+eagle3:out has 1.20 (1.10 to 1.30) times the speed of",
+        ),
         (compared(1.2, None), "Use it: "),
         (compared(0.4, (0.35, 0.45), 0.93), "Do not use it as it is: "),
         (compared(0.4, None, 0.93), "Do not use it as it is: "),
-        (compared(1.2, (1.1, 1.3), 0.97), "Do not use it as it is: "),  # auto was slower than plain, and it is too
+        (
+            compared(1.2, (1.1, 1.3), 0.97),
+            "Do not use it as it is: ",
+        ),  # auto was slower than plain, and it is too
         (compared(1.05, (0.9, 1.2)), "Whether to use it is open: "),
         (compared(0.95, (0.8, 1.1)), "Whether to use it is open: "),
         (Findings([], {}, None), "It was not compared with what --draft auto takes already"),
     ],
 )
-def test_a_drafter_is_recommended_only_where_it_is_better_than_what_is_there(findings: Findings, begins: str) -> None:
-    """Five minutes that made four steps gave 0.93 times plain, where auto gave 2.33: and it was to be used."""
+def test_a_drafter_is_recommended_only_where_it_is_better_than_what_is_there(
+    findings: Findings, begins: str
+) -> None:
+    """Five minutes that made four steps gave 0.93 times plain, where auto gave 2.33: and it was to
+    be used."""
     settings = replace(SETTINGS, max_minutes=5, steps=1000)
     report = Report(replace(FACTS, settings=settings), Record(step=4), 12, findings, "eagle3")
     said = advice(findings, "out", report)
     assert said.startswith(begins)
     assert "DIRECTORY" not in said and ("Use it:" in said) == (begins.startswith("Use it"))
     if begins.startswith("Do not"):
-        assert "learnt for 4 steps, as many as 5 minutes had time for" in said and "--max-minutes" in said
-        whole = Report(replace(FACTS, settings=replace(settings, steps=4)), Record(step=4), 12, findings, "eagle3")
+        assert (
+            "learnt for 4 steps, as many as 5 minutes had time for" in said
+            and "--max-minutes" in said
+        )
+        whole = Report(
+            replace(FACTS, settings=replace(settings, steps=4)),
+            Record(step=4),
+            12,
+            findings,
+            "eagle3",
+        )
         assert "more texts may help" in advice(findings, "out", whole)
     if findings.speed is None or begins.startswith("Whether"):
         assert "forerun train --eval out" in said and "--speed-rounds=0" not in said
@@ -163,7 +226,9 @@ def test_the_shortest_prompts_leave_the_longest_outputs(target: Target) -> None:
     openings = tuple(Opening(tuple(range(5, 5 + n)), 30) for n in (20, 3, 9, 8, 7, 25))
     settings = replace(SETTINGS, speed_rounds=1, depth=1)
     recipe = SmallLM(SmallLMOptions())
-    speed = measure_speed(target, recipe, tiny.worded(0.03), Prompts("held-out", openings, 0), settings)
+    speed = measure_speed(
+        target, recipe, tiny.worded(0.03), Prompts("held-out", openings, 0), settings
+    )
     assert (speed.prompts, speed.tokens) == (4, 21)
 
 
@@ -171,8 +236,14 @@ def test_prompts_of_tasks_may_be_longer_than_texts_that_are_learnt_from(target: 
     """There is room for them in the caches of the target and of its drafters."""
     settings, recipe = replace(SETTINGS, speed_rounds=1, depth=1), SmallLM(SmallLMOptions())
     openings = (Opening(tuple(range(5, 165)), 200), Opening(tuple(range(7, 177)), 210))
-    speed = measure_speed(target, recipe, tiny.worded(0.03), Prompts("tasks", openings, 0), settings)
-    assert speed and (speed.prompts, speed.tokens, speed.task) == (2, 40, "tasks") and all(p.same for p in speed.paces)
+    speed = measure_speed(
+        target, recipe, tiny.worded(0.03), Prompts("tasks", openings, 0), settings
+    )
+    assert (
+        speed
+        and (speed.prompts, speed.tokens, speed.task) == (2, 40, "tasks")
+        and all(p.same for p in speed.paces)
+    )
 
 
 def test_the_best_fixed_depth_and_how_it_is_said() -> None:
@@ -181,7 +252,9 @@ def test_the_best_fixed_depth_and_how_it_is_said() -> None:
     assert "| plain decoding | 10.0 | 1.00 | 1.00 | same |" in lines
     assert "| depth auto | 15.0 | 1.50 (1.40 to 1.60) | 2.00 | same |" in lines
     assert "| depth 2 | 14.0 | 1.40 (1.30 to 1.50) | 2.20 | DIFFERENT |" in lines
-    assert any("processor quick, threads 1" in line and "medians of 2 rounds" in line for line in lines)
+    assert any(
+        "processor quick, threads 1" in line and "medians of 2 rounds" in line for line in lines
+    )
 
 
 def test_the_command_of_the_card() -> None:
@@ -193,7 +266,9 @@ def test_the_command_of_the_card() -> None:
     default = replace(FACTS, target=None, data=("library",), settings=Training(steps=3, seed=4))
     assert command(default) == "forerun train --eval DIRECTORY --data library"
     bare = replace(default, data=(), settings=replace(default.settings, tasks="none"))
-    assert command(bare, "out") == "forerun train --eval out", "without data and tasks there is nothing to measure on"
+    assert command(bare, "out") == "forerun train --eval out", (
+        "without data and tasks there is nothing to measure on"
+    )
 
 
 def test_a_card_has_a_row_for_each_task_and_a_column_for_each_depth() -> None:
@@ -212,7 +287,12 @@ def test_a_card_has_a_row_for_each_task_and_a_column_for_each_depth() -> None:
     text = card(report)
     assert "want of time" not in text
     findings = replace(report.findings, no_time=("chat", "the speed"))
-    assert "Not measured, for want of time: chat, the speed." in card(replace(report, findings=findings)).splitlines()
-    assert "edit: 2 prompts were too long" in text and "## Speed" not in text and __version__ in text
+    assert (
+        "Not measured, for want of time: chat, the speed."
+        in card(replace(report, findings=findings)).splitlines()
+    )
+    assert (
+        "edit: 2 prompts were too long" in text and "## Speed" not in text and __version__ in text
+    )
     assert "## Speed" in card(replace(report, findings=replace(report.findings, speed=SPEED)))
     assert report.as_dict()["left_out"] == {"edit": 2} and report.as_dict()["speed"] is None

@@ -1,4 +1,5 @@
-"""What the target thinks of a text is kept and comes back as it was; a record that is not right is made again."""
+"""What the target thinks of a text is kept and comes back as it was; a record that is not right is
+made again."""
 
 import errno
 import os
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.progress import Tell
+from forerun.cli.progress import Tell
 from forerun.train import captured, stream
 from forerun.train.capture import Batch, Target, apart
 from forerun.train.captured import Kept
@@ -31,7 +32,8 @@ class Noting(Tell):
 
 @pytest.fixture
 def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts the target read, call by call; it says its states too, and the likeliest tokens of its laws."""
+    """How many texts the target read, call by call; it says its states too, and the likeliest
+    tokens of its laws."""
     calls: list[int] = []
     batch = target.batch
 
@@ -41,19 +43,30 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     for module in ("forerun.train.losses", "forerun.train.captured"):
         monkeypatch.setattr(f"{module}.FULL", 16)
-    monkeypatch.setattr(target, "boundaries", (0, 1))
+    monkeypatch.setattr(target, "aux_hidden_layers", (0, 1))
     monkeypatch.setattr(target, "batch", count)
     return calls
 
 
-def made(target: Target, corpus: Corpus, path: Path, tell: Tell | None = None, **settings: object) -> Harvest:
+def made(
+    target: Target, corpus: Corpus, path: Path, tell: Tell | None = None, **settings: object
+) -> Harvest:
     training = Training(**(SMALL | {"on_policy": 0.0} | settings))
-    return Harvest(target, Stream(corpus, target, training), target.vocab, training, path, tell or Tell())
+    return Harvest(
+        target, Stream(corpus, target, training), target.vocab, training, path, tell or Tell()
+    )
 
 
 def equal(a: Batch, b: Batch) -> bool:
-    assert a.law.tokens is not None and b.law.tokens is not None and a.states.keys() == b.states.keys()
-    pairs = [(a.tokens, b.tokens), (a.mask, b.mask), (a.law.tokens, b.law.tokens), (a.law.logs, b.law.logs)]
+    assert (
+        a.law.tokens is not None and b.law.tokens is not None and a.states.keys() == b.states.keys()
+    )
+    pairs = [
+        (a.tokens, b.tokens),
+        (a.mask, b.mask),
+        (a.law.tokens, b.law.tokens),
+        (a.law.logs, b.law.logs),
+    ]
     pairs += [(a.said, b.said), *((a.states[i], b.states[i]) for i in a.states)]
     return all(torch.equal(x, y) for x, y in pairs)
 
@@ -67,7 +80,9 @@ def test_it_is_what_the_target_says_to_two_bytes(
     assert got.tokens.equal(said.tokens) and got.mask.equal(said.mask) and got.vocab == said.vocab
     assert got.law.tokens is not None and said.law.tokens is not None
     counts = got.mask
-    assert got.law.tokens[counts].equal(said.law.tokens[counts]) and got.said[counts].equal(said.said[counts])
+    assert got.law.tokens[counts].equal(said.law.tokens[counts]) and got.said[counts].equal(
+        said.said[counts]
+    )
     assert torch.allclose(got.law.logs[counts], said.law.logs[counts], rtol=1e-3, atol=1e-3)
     for boundary in (0, 1):
         assert torch.allclose(got.states[boundary], said.states[boundary], rtol=8e-3)
@@ -113,21 +128,32 @@ def test_what_was_captured_before_the_run_is_not_read_again(
     kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Tell())
     kept.open(keep=False)
     own = corpus.examples[:-1]
-    for one in apart(target.batch(own, vocab=target.vocab), own, target.boundaries):
+    for one in apart(target.batch(own, vocab=target.vocab), own, target.aux_hidden_layers):
         kept.add(one)
         kept.add(one)
     counted.clear()
     training = Training(**(SMALL | {"on_policy": 0.0}))
-    mine = Harvest(target, Stream(corpus, target, training, kept), target.vocab, training, tmp_path / "x", Tell())
-    assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, "both share the room"
+    mine = Harvest(
+        target,
+        Stream(corpus, target, training, kept),
+        target.vocab,
+        training,
+        tmp_path / "x",
+        Tell(),
+    )
+    assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, (
+        "both share the room"
+    )
     first = mine.batch(range(len(corpus.examples)))
     assert counted == [1], "the one that was not"
     assert equal(first, made(target, corpus, tmp_path / "y").batch(range(len(corpus.examples))))
 
 
-def test_as_many_are_kept_as_there_is_room_for(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+def test_as_many_are_kept_as_there_is_room_for(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
     shape, texts = target.shape(target.vocab), corpus.examples[:3]
-    taken = apart(target.batch(texts), texts, target.boundaries)
+    taken = apart(target.batch(texts), texts, target.aux_hidden_layers)
     slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Tell()).slot
     kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Tell())
     for keep in (False, True):
@@ -168,7 +194,11 @@ def test_places_are_bounded_and_the_latest_text_has_its_own(
 
 
 def test_a_full_disk_costs_time_alone(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    corpus: Corpus,
+    counted: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "x", tell)
@@ -182,7 +212,9 @@ def test_a_full_disk_costs_time_alone(
     assert len(tell.notes) == 1 and "No space left on device" in tell.notes[0]
 
 
-def test_a_file_that_cannot_be_made_is_told(target: Target, corpus: Corpus, counted: list[int], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_made_is_told(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
     tell = Noting()
     mine = made(target, corpus, tmp_path / "nowhere" / "x", tell)
     mine.open(keep=False)
@@ -191,8 +223,11 @@ def test_a_file_that_cannot_be_made_is_told(target: Target, corpus: Corpus, coun
 
 
 @pytest.mark.parametrize("reuse", [1, 3])
-def test_texts_come_back(target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, reuse: int) -> None:
-    """The first are new, then one in `reuse`, the others any of the latest; each new one once, in order."""
+def test_texts_come_back(
+    target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, reuse: int
+) -> None:
+    """The first are new, then one in `reuse`, the others any of the latest; each new one once, in
+    order."""
     monkeypatch.setattr(stream, "POOL", 10)
     texts = Stream(corpus, target, Training(**(SMALL | {"reuse": reuse})))
     texts.window = 8
@@ -214,10 +249,15 @@ def test_texts_come_back(target: Target, corpus: Corpus, monkeypatch: pytest.Mon
 
 
 def test_what_the_target_writes_is_seen_while_drafts_rest(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    corpus: Corpus,
+    counted: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who rests for long is forgotten by its proposer, but for the one that is there to see all of it."""
-    monkeypatch.setattr(target.llm.engine.guard, "resting", 100_000)
+    """Who rests for long is forgotten by its proposer, but for the one that is there to see all of
+    it."""
+    monkeypatch.setattr(target.llm.engine.guard, "paused_steps", 100_000)
     mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
     mine.open(keep=False)
     mine.batch([0, 1, 2, 3])

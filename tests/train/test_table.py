@@ -1,4 +1,5 @@
-"""Tables that are made beforehand: what the target thought while it wrote, in a directory that `recycle` reads."""
+"""Tables that are made beforehand: what the target thought while it wrote, in a directory that
+`recycle` reads."""
 
 from __future__ import annotations
 
@@ -9,27 +10,36 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft.successors import TABLE, Successors
+from forerun.cli.progress import nothing
+from forerun.draft.recycle import TABLE, Successors
 from forerun.errors import ForerunError
-from forerun.progress import nothing
 from forerun.train import table
 from forerun.train.settings import Training
 from forerun.train.synthesis import Written
 from forerun.train.table import make_table
 from tests import tiny
-from tests.test_cli import run
+from tests.cli.test_main import run
 
 SETTINGS = Training(tokens=48, prompt_tokens=6, threads=1)
 
 
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    texts = ("def add(a, b):", "class Stack:", "import os", "for i in range(", "return a +", "print(")
+    texts = (
+        "def add(a, b):",
+        "class Stack:",
+        "import os",
+        "for i in range(",
+        "return a +",
+        "print(",
+    )
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return path
 
 
-def test_a_table_holds_what_the_target_says_and_makes_drafts_from_the_first_word(tmp_path: Path) -> None:
+def test_a_table_holds_what_the_target_says_and_makes_drafts_from_the_first_word(
+    tmp_path: Path,
+) -> None:
     target, out = str(tiny.spoken()), tmp_path / "table"
     made = make_table(target, [str(prompts(tmp_path))], SETTINGS, out, nothing)
     assert (
@@ -45,13 +55,17 @@ def test_a_table_holds_what_the_target_says_and_makes_drafts_from_the_first_word
     assert one.token_ids == other.token_ids and one.stats.steps > other.stats.steps
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Successors, "save", full)
     with pytest.raises(ForerunError, match="No space left"):
-        make_table(str(tiny.spoken()), [str(prompts(tmp_path))], SETTINGS, tmp_path / "table", nothing)
+        make_table(
+            str(tiny.spoken()), [str(prompts(tmp_path))], SETTINGS, tmp_path / "table", nothing
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
@@ -65,12 +79,28 @@ def test_what_has_no_meaning_for_a_table_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In one line that says what to leave out, before anything is loaded."""
-    flags = ("--recipe", "table", "--target", "nowhere", "--steps", "5", "--keep-gb=1", "--out", str(tmp_path / "t"))
+    flags = (
+        "--recipe",
+        "table",
+        "--target",
+        "nowhere",
+        "--steps",
+        "5",
+        "--keep-gb=1",
+        "--out",
+        str(tmp_path / "t"),
+    )
     code, _, err = run(monkeypatch, capsys, "train", *flags)
     assert code == 2 and "leave out --steps and --keep-gb" in err and len(err.splitlines()) == 1
 
 
 def test_texts_of_its_own_come_beside_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "write", lambda *args: Written(["{}"] * 4, 0, 0, 0.0))
-    made = make_table(str(tiny.spoken()), [str(prompts(tmp_path))], replace(SETTINGS, write=4), tmp_path / "t", nothing)
+    made = make_table(
+        str(tiny.spoken()),
+        [str(prompts(tmp_path))],
+        replace(SETTINGS, write=4),
+        tmp_path / "t",
+        nothing,
+    )
     assert made.texts == 6 + 4

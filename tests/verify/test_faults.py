@@ -1,9 +1,11 @@
-"""Known ways to get speculative sampling wrong, each put in on purpose: the checks must find every one of them.
+"""Known ways to get speculative sampling wrong, each put in on purpose: the checks must find every
+one of them.
 
-A check that passes broken code protects nothing. Each fault is one that real engines shipped or that a refactoring
-could bring in; the oracle must show no bias without it and, with it, a bias of the size the fault is known to have.
-The last part guards the numerical edges: equal laws, laws without overlap, coins at their extremes, broken logits.
-"""
+A check that passes broken code protects nothing. Each fault is one that real engines shipped or
+that a refactoring could bring in; the oracle must show no bias without it and, with it, a bias of
+the size the fault is known to have.
+The last part guards the numerical edges: equal laws, laws without overlap, coins at their extremes,
+broken logits."""
 
 import math
 
@@ -22,7 +24,11 @@ from forerun.verify import RULES, Noise, block, token, tree
 from tests import exact, test_rng
 
 VOCAB, PAIRS = 5, 60
-RULES_OF_CHAINS = {"token": token.verify_chain, "block": block.verify_chain, "tree": tree.verify_tree}
+RULES_OF_CHAINS = {
+    "token": token.verify_chain,
+    "block": block.verify_chain,
+    "tree": tree.verify_tree,
+}
 
 
 def pairs():
@@ -35,7 +41,8 @@ def pairs():
 
 
 def mean_bias(rule, drafts):
-    """The mean total variation distance between what is said first and the target. `drafts(scores)` is the proposal."""
+    """The mean total variation distance between what is said first and the target. `drafts(scores)`
+    is the proposal."""
     distances = []
     for p, scores in pairs():
         target = dict.fromkeys([(), *((t,) for t in range(VOCAB))], p)
@@ -60,7 +67,7 @@ def honest(scores):
 
 
 def honest_greedy(scores):
-    return [one(scores.argmax(), oracle.softmax(scores), 1, Law.GIVEN)]
+    return [one(scores.argmax(), oracle.softmax(scores), 1, Law.DETERMINISTIC)]
 
 
 def greedy_called_sampled(scores):
@@ -100,7 +107,8 @@ def test_a_likeliest_token_called_sampled_is_found_out(rule):
 )
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
 def test_a_fault_has_the_size_it_is_known_to_have(rule, name, low, high):
-    """On random laws; `forerun check` shows that each is found, this that each is the fault it says it is."""
+    """On random laws; `forerun check` shows that each is found, this that each is the fault it says
+    it is."""
     assert low < mean_bias(FAULTS[name].code(rule), honest) < high
 
 
@@ -112,7 +120,7 @@ def test_a_truncated_law_is_refused(rule):
 
 
 def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
-    monkeypatch.setattr(token, "law_of", lambda draft, node, p: draft.probs[draft.parents[node]])
+    monkeypatch.setattr(token, "probs_of", lambda draft, node, p: draft.probs[draft.parents[node]])
     assert 0.08 < mean_bias(FAULTS["truncated-law"].code("token"), honest) < 0.15
 
 
@@ -128,8 +136,11 @@ def test_two_drafts_against_one_law_are_found_out():
 @pytest.mark.parametrize("name", ["shared-recovery", "shared-coins"])
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
 def test_shared_noise_is_found_out(rule, name):
-    """The rule is right and the oracle has nothing to say: only a test of the real noise can see this one."""
-    assert test_rng.first_token_p_value(rule, [FAULTS[name].noise(i, 7) for i in range(5000)]) < 1e-7
+    """The rule is right and the oracle has nothing to say: only a test of the real noise can see
+    this one."""
+    assert (
+        test_rng.first_token_p_value(rule, [FAULTS[name].noise(i, 7) for i in range(5000)]) < 1e-7
+    )
 
 
 # Faults that only longer drafts show.
@@ -170,7 +181,12 @@ EDGE_LAWS = {
 
 def edge_chain(q, depth):
     best = int(np.argmax(q))
-    draft = Draft([0] + [best] * depth, list(range(-1, depth)), ["toy"] * (depth + 1), [Law.SAMPLED] * (depth + 1))
+    draft = Draft(
+        [0] + [best] * depth,
+        list(range(-1, depth)),
+        ["toy"] * (depth + 1),
+        [Law.SAMPLED] * (depth + 1),
+    )
     draft.probs = np.tile(q, (depth + 1, 1))
     return draft
 
@@ -194,7 +210,10 @@ def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
     monkeypatch.setattr(rng, "uniform", lambda key, index=0: u)
     p, q = np.array([0.0, 0.5, 0.5, 0.0]), np.array([0.6, 0.4, 0.0, 0.0])
     draft = Draft(
-        [0, 0, 1, 3, 1], [-1, 0, 0, 0, 1], ["toy"] * 5, [Law.GIVEN, Law.SAMPLED, Law.SAMPLED, Law.GIVEN, Law.GIVEN]
+        [0, 0, 1, 3, 1],
+        [-1, 0, 0, 0, 1],
+        ["toy"] * 5,
+        [Law.DETERMINISTIC, Law.SAMPLED, Law.SAMPLED, Law.DETERMINISTIC, Law.DETERMINISTIC],
     )
     draft.probs = np.tile(q, (5, 1))
     verdict = tree.verify_tree(draft, np.tile(p, (5, 1)), Noise(1, 1))
@@ -234,5 +253,7 @@ def test_one_nan_in_a_row_is_enough():
 def test_forbidden_tokens_are_no_error():
     logits = torch.zeros(1, 8)
     logits[0, 3:] = -math.inf
-    scores = filter_logits(logits, [Draft.root(0)], [SamplingState(SamplingParams(temperature=1.0), [1], [2])])
+    scores = filter_logits(
+        logits, [Draft.root(0)], [SamplingState(SamplingParams(temperature=1.0), [1], [2])]
+    )
     assert scores.isfinite().sum() == 3

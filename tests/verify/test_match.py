@@ -1,8 +1,9 @@
-"""The promise of `match`: the output is, token for token, that of plain decoding with the same seed.
+"""The promise of `match`: the output is, token for token, that of plain decoding with the same
+seed.
 
-It must hold for any draft whatever, at any temperature, in any batch. Guarded too: how often drafts that share the
-target's noise agree with it, that a rule's verdict does not depend on the batch, and what `typical` gives up.
-"""
+It must hold for any draft whatever, at any temperature, in any batch. Guarded too: how often drafts
+that share the target's noise agree with it, that a rule's verdict does not depend on the batch, and
+what `typical` gives up."""
 
 import math
 import random
@@ -51,8 +52,12 @@ class ToyModel:
     """The next token depends on the last two. Logits are a table [V, V, V]."""
 
     def __init__(self, seed, disturb=0.0):
-        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
-        self.table += torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * disturb
+        self.table = (
+            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+        )
+        self.table += (
+            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * disturb
+        )
 
     def logits(self, requests, drafts):
         """After every node of every draft. [M, V]"""
@@ -92,11 +97,16 @@ def junk(request):
 
 
 def coupled(requests, width, depth=3):
-    """Trees of the drafter's `width` likeliest tokens a node, ranked with the noise the target will draw with."""
+    """Trees of the drafter's `width` likeliest tokens a node, ranked with the noise the target will
+    draw with."""
     drafts = [no_draft(request) for request in requests]
     for level in range(depth):
         scores = DRAFTER.logits(requests, drafts)
-        keys = [r.noise.target(d) for r, draft in zip(requests, drafts, strict=True) for d in draft.depths()]
+        keys = [
+            r.noise.target(d)
+            for r, draft in zip(requests, drafts, strict=True)
+            for d in draft.depths()
+        ]
         best = iter(rng.perturb(scores, keys).topk(width).indices.tolist())
         for draft in drafts:
             for node, (at, tokens) in enumerate([(at, next(best)) for at in draft.depths()]):
@@ -125,7 +135,9 @@ def decode(requests, length=LENGTH):
     while active:
         drafts = propose(active)
         scores = filter_logits(TARGET.logits(active, drafts), drafts, [r.state for r in active])
-        for request, verdict in zip(active, match.verify(drafts, scores, [r.noise for r in active]), strict=True):
+        for request, verdict in zip(
+            active, match.verify(drafts, scores, [r.noise for r in active]), strict=True
+        ):
             assert len(verdict.tokens) == len(verdict.path)
             request.append(verdict.tokens)
             request.rounds += 1
@@ -140,17 +152,23 @@ PLAIN = [
     SamplingParams(temperature=1.3, min_p=0.05),
 ]
 SPECIAL = [
-    SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3),
+    SamplingParams(
+        temperature=1.0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3
+    ),
     SamplingParams(temperature=0.0, frequency_penalty=1.5, min_tokens=4),
     SamplingParams(temperature=0.9, logit_bias={4: 2.0, END: 3.0}, min_tokens=6, top_p=0.8),
 ]
 
 
-@pytest.mark.parametrize("choices, seeds", [(PLAIN, 10_000), (SPECIAL, 300)], ids=["stateless", "stateful"])
+@pytest.mark.parametrize(
+    "choices, seeds", [(PLAIN, 10_000), (SPECIAL, 300)], ids=["stateless", "stateful"]
+)
 def test_any_draft_gives_the_tokens_of_plain_decoding(choices, seeds):
     def requests(drafters):
         return [
-            Request(seed, choices[seed % len(choices)], drafters[seed // len(choices) % len(drafters)])
+            Request(
+                seed, choices[seed % len(choices)], drafters[seed // len(choices) % len(drafters)]
+            )
             for seed in range(seeds)
         ]
 
@@ -171,9 +189,13 @@ def test_good_drafts_save_rounds():
 
 @pytest.mark.parametrize("where", [1, 3, 6])
 def test_a_request_that_starts_again_goes_on_alike(where):
-    """After a preemption nothing is left but the tokens: noise must come from seed and position alone."""
+    """After a preemption nothing is left but the tokens: noise must come from seed and position
+    alone."""
     whole = decode([Request(seed, PLAIN[0], "coupled tree") for seed in range(50)])
-    resumed = [Request(seed, PLAIN[0], "tree", [1, 2, *tokens[:where]]) for seed, tokens in enumerate(whole)]
+    resumed = [
+        Request(seed, PLAIN[0], "tree", [1, 2, *tokens[:where]])
+        for seed, tokens in enumerate(whole)
+    ]
     assert decode(resumed) == whole
 
 
@@ -182,10 +204,16 @@ def ragged_drafts(rule):
     dice, drafts = np.random.default_rng(4), []
     for size in [0, 3, 1, 5, 2, 0, 4, 4, 1, 6]:
         q = oracle.softmax(dice.normal(size=(size + 1, VOCAB)))
-        draft = Draft([int(dice.integers(VOCAB))], [-1], [""], [Law.GIVEN], None if rule.coupled else q)
+        draft = Draft(
+            [int(dice.integers(VOCAB))],
+            [-1],
+            [""],
+            [Law.DETERMINISTIC],
+            None if rule.coupled else q,
+        )
         for node in range(1, size + 1):
             parent = int(dice.integers(node)) if rule.branching else node - 1
-            law = Law.GIVEN if rule.coupled or node % 3 == 0 else Law.SAMPLED
+            law = Law.DETERMINISTIC if rule.coupled or node % 3 == 0 else Law.SAMPLED
             draft.add(int(dice.choice(VOCAB, p=q[parent])), parent, "toy", law)
         drafts.append(draft)
     return drafts
@@ -196,11 +224,15 @@ def test_a_verdict_does_not_depend_on_the_batch(name):
     rule = RULES[name]
     drafts = ragged_drafts(rule)
     noises = [Noise(seed=70 + i, root=5 * i) for i in range(len(drafts))]
-    scores = torch.randn(sum(map(len, drafts)), VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    scores = (
+        torch.randn(sum(map(len, drafts)), VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    )
     scores[:3, 2:] = -math.inf
     alone = [
         rule.verify([draft], rows, [noise])[0]
-        for draft, rows, noise in zip(drafts, scores.split([len(d) for d in drafts]), noises, strict=True)
+        for draft, rows, noise in zip(
+            drafts, scores.split([len(d) for d in drafts]), noises, strict=True
+        )
     ]
     assert rule.verify(drafts, scores, noises) == alone
     assert len({len(v.tokens) for v in alone}) > 1
@@ -211,7 +243,10 @@ def test_equal_siblings_are_one():
     draft = Draft.root(0)
     for token in (5, 5, 6):
         draft.add(token, 0, "toy")
-    assert match.follow(draft, [5, 2, 3, 4]) in (match.Verdict([5, 2], [0, 1]), match.Verdict([5, 3], [0, 2]))
+    assert match.follow(draft, [5, 2, 3, 4]) in (
+        match.Verdict([5, 2], [0, 1]),
+        match.Verdict([5, 3], [0, 2]),
+    )
     assert match.follow(draft, [6, 2, 3, 4]) == match.Verdict([6, 4], [0, 3])
     assert match.follow(draft, [7, 2, 3, 4]) == match.Verdict([7], [0])
 
@@ -233,7 +268,9 @@ def random_laws(seed, vocab=6):
 def test_coupled_drafts_agree_as_often_as_theory_says(seed, tosses=20_000):
     p, q = random_laws(seed)
     noises = [Noise(seed, root) for root in range(tosses)]
-    drawn = rng.gumbel_argmax(torch.tensor(np.log(q)).expand(tosses, -1), [n.target(0) for n in noises]).tolist()
+    drawn = rng.gumbel_argmax(
+        torch.tensor(np.log(q)).expand(tosses, -1), [n.target(0) for n in noises]
+    ).tolist()
     drafts = [Draft.chain(0, [token], "coupled") for token in drawn]
     verdicts = match.verify(drafts, torch.tensor(np.log(p)).expand(2 * tosses, -1), noises)
     accepted = sum(len(v.path) == 2 for v in verdicts) / tosses
@@ -270,10 +307,13 @@ def test_only_typical_is_lossy():
     ids=["likely", "unlikely", "over epsilon", "flat law", "tail"],
 )
 def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_500):
-    """A draft that passes is said always, whatever the target gives it; one that does not leaves the target's law."""
+    """A draft that passes is said always, whatever the target gives it; one that does not leaves
+    the target's law."""
     p = torch.tensor(law, dtype=torch.float64)
     drafts = [Draft.chain(0, [token], "toy")] * tosses
-    verdicts = RULES["typical"].verify(drafts, p.log().expand(2 * tosses, -1), [Noise(1, i) for i in range(tosses)])
+    verdicts = RULES["typical"].verify(
+        drafts, p.log().expand(2 * tosses, -1), [Noise(1, i) for i in range(tosses)]
+    )
     said = np.bincount([v.tokens[0] for v in verdicts], minlength=len(p)) / tosses
     assert {len(v.tokens) for v in verdicts} == ({2} if passes else {1})
     if passes:
@@ -284,7 +324,9 @@ def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_
 
 def test_typical_is_match_at_temperature_0():
     """A one-hot law has no entropy, and only its own token passes."""
-    requests = [Request(seed, SamplingParams(temperature=0.0), "coupled tree") for seed in range(100)]
+    requests = [
+        Request(seed, SamplingParams(temperature=0.0), "coupled tree") for seed in range(100)
+    ]
     drafts = propose(requests)
     scores = filter_logits(TARGET.logits(requests, drafts), drafts, [r.state for r in requests])
     noises = [r.noise for r in requests]

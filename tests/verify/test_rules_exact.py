@@ -1,9 +1,10 @@
-"""The promise of the ratio rules: whatever was proposed, and however, what is said has the target's law.
+"""The promise of the ratio rules: whatever was proposed, and however, what is said has the target's
+law.
 
-Every draft and every coin is enumerated (`forerun.check.oracle`), in fractions wherever that is affordable, so "exact"
-means an error of 0. The other half guards what speculation is for: each rule accepts as much as theory says it does,
-and ways of drafting that break the promise are shown to break it.
-"""
+Every draft and every coin is enumerated (`forerun.check.oracle`), in fractions wherever that is
+affordable, so "exact" means an error of 0. The other half guards what speculation is for: each rule
+accepts as much as theory says it does, and ways of drafting that break the promise are shown to
+break it."""
 
 import functools
 import itertools
@@ -14,13 +15,28 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.schemes import MERGED, TREES, given_first, greedy, greedy_plus_one, mixed, without_replacement2
+from forerun.check.schemes import (
+    MERGED,
+    TREES,
+    given_first,
+    greedy,
+    greedy_plus_one,
+    mixed,
+    without_replacement2,
+)
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
-from forerun.verify.base import law_of
+from forerun.verify.base import probs_of
 from tests import exact
 
-GRID = [("exact", 2, 1), ("exact", 2, 2), ("exact", 2, 3), ("sparse", 2, 3), ("exact", 3, 1), ("exact", 3, 2)]
+GRID = [
+    ("exact", 2, 1),
+    ("exact", 2, 2),
+    ("exact", 2, 3),
+    ("sparse", 2, 3),
+    ("exact", 3, 1),
+    ("exact", 3, 2),
+]
 GRID += [("sparse", 3, 2), ("exact", 3, 3), ("float", 4, 1), ("float", 4, 2), ("float", 4, 3)]
 CHAIN_RULES = {"token": token.verify_chain, "block": block.verify_chain, "tree": tree.verify_tree}
 
@@ -35,7 +51,9 @@ def bias(rule, scheme, models, depth):
 
 
 def mean(rule, scheme, models, depth):
-    return exact.mean_tokens(oracle.emission(rule, oracle.proposals(scheme, models[1], depth), models[0]))
+    return exact.mean_tokens(
+        oracle.emission(rule, oracle.proposals(scheme, models[1], depth), models[0])
+    )
 
 
 RAGGED = ["iid2", "without replacement 2", "top2", "greedy + 1", "n-gram + sample"]
@@ -56,14 +74,19 @@ def test_sampled_chain_is_exact(rule, kind, vocab, depth, seed):
 def test_block_accepts_at_least_as_much_as_token(kind, vocab, depth):
     for seed in range(3):
         models = oracle.toy_models(kind, vocab, depth, seed)
-        by_token, by_block = (mean(r.verify_chain, oracle.sampled, models, depth) for r in (token, block))
+        by_token, by_block = (
+            mean(r.verify_chain, oracle.sampled, models, depth) for r in (token, block)
+        )
         assert by_block >= by_token - allowed(kind)
 
 
 def prefix_mass(draft, target, upto):
-    """pi of the first `upto` tokens: the least product of p / q over the runs that end there, at most 1."""
+    """pi of the first `upto` tokens: the least product of p / q over the runs that end there, at
+    most 1."""
     p = oracle.rows(draft, target)
-    ratios = [p[i - 1][draft.tokens[i]] / draft.probs[i - 1][draft.tokens[i]] for i in range(1, upto + 1)]
+    ratios = [
+        p[i - 1][draft.tokens[i]] / draft.probs[i - 1][draft.tokens[i]] for i in range(1, upto + 1)
+    ]
     return min(np.prod(ratios[start:]) if start < upto else 1 for start in range(upto + 1))
 
 
@@ -83,7 +106,9 @@ def test_token_accepts_the_product_of_ratios(kind, vocab, depth):
     for draft, weight in oracle.proposals(oracle.sampled, models[1], depth):
         p, kept = oracle.rows(draft, models[0]), weight
         for node in range(1, depth + 1):
-            kept *= min(1, p[node - 1][draft.tokens[node]] / draft.probs[node - 1][draft.tokens[node]])
+            kept *= min(
+                1, p[node - 1][draft.tokens[node]] / draft.probs[node - 1][draft.tokens[node]]
+            )
             expected += kept
     assert abs(mean(token.verify_chain, oracle.sampled, models, depth) - expected) <= allowed(kind)
 
@@ -130,7 +155,7 @@ def top_down(draft, p, coins):
     while True:
         rest = p[node]
         for child in children[node]:
-            q = law_of(draft, child, p)
+            q = probs_of(draft, child, p)
             if coins.accept(rest[draft.tokens[child]], q[draft.tokens[child]], child):
                 node = child
                 break
@@ -150,16 +175,26 @@ def tree_case(name, kind, vocab, depth, seed, is_ragged=False):
     return *(oracle.emission(rule, drafts, target) for rule in (tree.verify_tree, top_down)), target
 
 
-TREE_GRID = [(name, "exact", 2, 2, False) for name in TREES] + [(name, "sparse", 3, 1, False) for name in TREES]
-TREE_GRID += [(name, "sparse", 2, 2, False) for name in TREES] + [(name, "float", 4, 1, False) for name in TREES]
+TREE_GRID = [(name, "exact", 2, 2, False) for name in TREES] + [
+    (name, "sparse", 3, 1, False) for name in TREES
+]
+TREE_GRID += [(name, "sparse", 2, 2, False) for name in TREES] + [
+    (name, "float", 4, 1, False) for name in TREES
+]
 TREE_GRID += [(name, "float", 3, 2, False) for name in TREES]
-TREE_GRID += [(name, "float", 4, 2, False) for name in ("top2", "greedy + 1", "1 + greedy", "n-gram + sample")]
+TREE_GRID += [
+    (name, "float", 4, 2, False) for name in ("top2", "greedy + 1", "1 + greedy", "n-gram + sample")
+]
 TREE_GRID += [(name, "float", 4, 2, True) for name in RAGGED]
-TREE_GRID += [(name, "exact", 2, 3, True) for name in RAGGED] + [(name, "float", 3, 2, True) for name in RAGGED]
+TREE_GRID += [(name, "exact", 2, 3, True) for name in RAGGED] + [
+    (name, "float", 3, 2, True) for name in RAGGED
+]
 
 
 @pytest.mark.parametrize("name, kind, vocab, depth, is_ragged", TREE_GRID)
-def test_tree_is_exact_and_accepts_at_least_as_much_as_top_down(name, kind, vocab, depth, is_ragged):
+def test_tree_is_exact_and_accepts_at_least_as_much_as_top_down(
+    name, kind, vocab, depth, is_ragged
+):
     *emitted, target = tree_case(name, kind, vocab, depth, 0, is_ragged)
     for law in emitted:
         completed = oracle.complete(law, target, depth + 1)
@@ -173,7 +208,9 @@ def test_tree_is_exact_and_accepts_at_least_as_much_as_top_down(name, kind, voca
 def test_tree_is_block_on_a_chain(scheme, kind, vocab, depth):
     target, drafter = oracle.toy_models(kind, vocab, depth, seed=9)
     for draft, _ in oracle.proposals(scheme, drafter, depth):
-        by_tree, by_block = (oracle.emission(r, [(draft, 1)], target) for r in (tree.verify_tree, block.verify_chain))
+        by_tree, by_block = (
+            oracle.emission(r, [(draft, 1)], target) for r in (tree.verify_tree, block.verify_chain)
+        )
         assert exact.error(by_tree, by_block) <= allowed(kind)
 
 
@@ -194,7 +231,8 @@ def order_gains(kind, vocab, depth, seeds):
     """By how many tokens sampled-first beats given-first, on several models."""
     models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
     return [
-        mean(tree.verify_tree, greedy_plus_one, m, depth) - mean(tree.verify_tree, given_first, m, depth)
+        mean(tree.verify_tree, greedy_plus_one, m, depth)
+        - mean(tree.verify_tree, given_first, m, depth)
         for m in models
     ]
 
@@ -208,10 +246,13 @@ def chances_of_sets(scheme, q):
 
 
 def best_acceptance(p, sets):
-    """No rule accepts more than min over H of p(H) + 1 - P(set within H): optimal transport, as a minimal cut."""
+    """No rule accepts more than min over H of p(H) + 1 - P(set within H): optimal transport, as a
+    minimal cut."""
     tokens = range(len(p))
     subsets = [set(h) for n in range(len(p) + 1) for h in itertools.combinations(tokens, n)]
-    return min(sum(p[list(h)]) + 1 - sum(chance for s, chance in sets.items() if s <= h) for h in subsets)
+    return min(
+        sum(p[list(h)]) + 1 - sum(chance for s, chance in sets.items() if s <= h) for h in subsets
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -230,7 +271,8 @@ def test_one_level_acceptance(name, kind, vocab, seed):
         "sampled chain": np.minimum(p, q).sum(),
         "mixed chain": np.minimum(p, q).sum(),
         "top2": p[np.argsort(-q, kind="stable")[:2]].sum(),
-        "greedy + 1": p[best] + (np.minimum(p, rest / rest.sum())[rest > 0].sum() if rest.sum() else 0),
+        "greedy + 1": p[best]
+        + (np.minimum(p, rest / rest.sum())[rest > 0].sum() if rest.sum() else 0),
     }
     for rule in rules:
         accepted = mean(rule, TREES[name], (target, drafter), 1) - 1
@@ -267,26 +309,41 @@ def truncated(drafts, length):
     """Chains of which only `length(draft)` tokens are submitted."""
     for draft, weight in drafts:
         n = 1 + length(draft)
-        yield Draft(draft.tokens[:n], draft.parents[:n], draft.sources[:n], draft.laws[:n], draft.probs[:n]), weight
+        yield (
+            Draft(
+                draft.tokens[:n],
+                draft.parents[:n],
+                draft.sources[:n],
+                draft.laws[:n],
+                draft.probs[:n],
+            ),
+            weight,
+        )
 
 
 def before_first(bad):
     """How many tokens stand before the first bad one."""
-    return lambda draft: next((node - 1 for node in range(1, len(draft)) if bad(draft, node)), len(draft) - 1)
+    return lambda draft: next(
+        (node - 1 for node in range(1, len(draft)) if bad(draft, node)), len(draft) - 1
+    )
 
 
 def through_first(bad):
     """How many tokens stand up to the first bad one, that included."""
-    return lambda draft: next((node for node in range(1, len(draft)) if bad(draft, node)), len(draft) - 1)
+    return lambda draft: next(
+        (node for node in range(1, len(draft)) if bad(draft, node)), len(draft) - 1
+    )
 
 
 def survival(draft, node):
-    """The drafter's guess, before it draws `node`, that a token there would be kept: a score it may act on."""
+    """The drafter's guess, before it draws `node`, that a token there would be kept: a score it may
+    act on."""
     return np.prod([draft.probs[parent].max() for parent in draft.path_to(node)[:-1]])
 
 
 def live_budget(draft):
-    """The length that pays best by scores of this very draft, where any draft makes a pass cost 2.2 times more."""
+    """The length that pays best by scores of this very draft, where any draft makes a pass cost 2.2
+    times more."""
     gain = [1 + sum(survival(draft, node) for node in range(1, n + 1)) for n in range(len(draft))]
     return max(range(len(draft)), key=lambda n: gain[n] / (2.2 if n else 1))
 
@@ -314,7 +371,9 @@ def chains(vocab, depth, seed):
 def test_a_stop_that_cannot_see_the_next_token_is_exact(rule, policy):
     for seed in range(2):
         target, drafts = chains(3, 3, seed)
-        assert len({STOPS[policy](draft) for draft, _ in drafts}) > 1, "the policy stops, but not always"
+        assert len({STOPS[policy](draft) for draft, _ in drafts}) > 1, (
+            "the policy stops, but not always"
+        )
         assert exact.bias(CHAIN_RULES[rule], truncated(drafts, STOPS[policy]), target, 3) < 1e-12
 
 
@@ -331,7 +390,9 @@ def test_a_stop_that_sees_the_next_token_is_not(rule, policy):
 @pytest.mark.parametrize("rule", CHAIN_RULES)
 def test_stopping_while_drafting_is_exact(rule):
     """The same as above, with the stop where a drafter would put it."""
-    scheme = stopping(lambda draft, node, q: q.max() < 0.5 or (node > 0 and draft.tokens[node] == 0))
+    scheme = stopping(
+        lambda draft, node, q: q.max() < 0.5 or (node > 0 and draft.tokens[node] == 0)
+    )
     assert bias(CHAIN_RULES[rule], scheme, oracle.toy_models("exact", 3, 2, seed=1), 2) == 0
 
 
@@ -340,8 +401,12 @@ def test_admitting_by_the_drawn_token_is_detected(rule):
     """The counterexample of DSpark: p = (.7, .3), q = (.5, .5), submit A, drop B."""
     target = dict.fromkeys([(), (0,), (1,)], oracle.fractions([7, 3]))
     drafts = oracle.proposals(oracle.sampled, dict.fromkeys(target, oracle.fractions([1, 1])), 1)
-    emitted = oracle.emission(CHAIN_RULES[rule], truncated(drafts, lambda d: int(d.tokens[1] == 0)), target)
-    first = oracle.complete({(s[0],): sum(c for t, c in emitted.items() if t[0] == s[0]) for s in emitted}, target, 1)
+    emitted = oracle.emission(
+        CHAIN_RULES[rule], truncated(drafts, lambda d: int(d.tokens[1] == 0)), target
+    )
+    first = oracle.complete(
+        {(s[0],): sum(c for t, c in emitted.items() if t[0] == s[0]) for s in emitted}, target, 1
+    )
     assert first == {(0,): Fraction(85, 100), (1,): Fraction(15, 100)}
     assert exact.error(first, oracle.joint(target, 1)) == Fraction(15, 100)
 
@@ -349,7 +414,9 @@ def test_admitting_by_the_drawn_token_is_detected(rule):
 def admit(pair, budget, score):
     """How many tokens of each of two chains go into a batch of `budget`, best scores first."""
     slots = [
-        (-score(draft, node), request, node) for request, draft in enumerate(pair) for node in range(1, len(draft))
+        (-score(draft, node), request, node)
+        for request, draft in enumerate(pair)
+        for node in range(1, len(draft))
     ]
     chosen = [request for _, request, _ in sorted(slots)[:budget]]
     return chosen.count(0), chosen.count(1)
@@ -363,14 +430,20 @@ def shared_budget_error(rule, budget, score):
     @functools.cache
     def said(side, index, length):
         target, drafts = sides[side][0], [(sides[side][1][index][0], 1)]
-        return oracle.complete(oracle.emission(rule, truncated(drafts, lambda _: length), target), target, 3)
+        return oracle.complete(
+            oracle.emission(rule, truncated(drafts, lambda _: length), target), target, 3
+        )
 
-    for (i, (one, w)), (j, (other, v)) in itertools.product(*(enumerate(drafts) for _, drafts in sides)):
+    for (i, (one, w)), (j, (other, v)) in itertools.product(
+        *(enumerate(drafts) for _, drafts in sides)
+    ):
         n, m = admit((one, other), budget, score)
         for (a, p), (b, q) in itertools.product(said(0, i, n).items(), said(1, j, m).items()):
             law_of_pair[a, b] += w * v * p * q
     joints = [oracle.joint(target, 3) for target, _ in sides]
-    expected = {(a, b): p * q for (a, p), (b, q) in itertools.product(*(law.items() for law in joints))}
+    expected = {
+        (a, b): p * q for (a, p), (b, q) in itertools.product(*(law.items() for law in joints))
+    }
     return exact.error(law_of_pair, expected)
 
 
@@ -392,11 +465,15 @@ MERGES = MERGED | {"without replacement 2, twice": (without_replacement2, withou
 def merged_bias(pair, kind, vocab, depth, seed):
     target, first = oracle.toy_models(kind, vocab, depth, seed)
     second = oracle.toy_models(kind, vocab, depth, seed + 50)[1]
-    return exact.bias(tree.verify_tree, oracle.merged_proposals(pair, (first, second), depth), target, depth)
+    return exact.bias(
+        tree.verify_tree, oracle.merged_proposals(pair, (first, second), depth), target, depth
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind, vocab, depth", [("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1)])
+@pytest.mark.parametrize(
+    "kind, vocab, depth", [("exact", 2, 2), ("sparse", 2, 2), ("exact", 3, 1), ("sparse", 3, 1)]
+)
 @pytest.mark.parametrize("pair", MERGES.values(), ids=MERGES)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
     """Each draws independently; `forerun.check.sources` tests that the engine has them do so."""

@@ -1,4 +1,5 @@
-"""The verbs `forerun bench decode` and `forerun bench sweep`: one measurement, with fewer and with more dimensions."""
+"""The verbs `forerun bench decode` and `forerun bench sweep`: one measurement, with fewer and with
+more dimensions."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
+from forerun.cli.flags import ENGINE, Json, with_flags
+from forerun.cli.progress import progress
 from forerun.config import Config
 from forerun.errors import ConfigError
-from forerun.flags import ENGINE, Json, with_flags
 from forerun.measure.choice import choose_tasks
 from forerun.measure.lists import whole
 from forerun.measure.tables import print_columns, print_json
-from forerun.progress import progress
 
 if TYPE_CHECKING:
     from forerun.bench.decode.sweep import DecodeReport
@@ -26,24 +27,43 @@ DECODE = {"tokens": 256, "batches": 5}
 DEPTHS = "1,2,4,8,auto"  # of a sweep
 
 
-@with_flags(ENGINE, DECODED, replace(ASKED.without("rules", "temperatures"), defaults=DECODE | {"repeats": MORE}))
+@with_flags(
+    ENGINE,
+    DECODED,
+    replace(ASKED.without("rules", "temperatures"), defaults=DECODE | {"repeats": MORE}),
+)
 def decode(
     *, as_json: Json = False, config: dict[str, Any], sampling: dict[str, Any], asked: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain, the same text?"""
+    """Time plain decoding and every draft in turn: tokens a second without the prompt, times plain,
+    the same text?"""
     settle = 0.0 if "repeats" in asked else SETTLE
-    _measure("decode", config, sampling, Asked(**DECODE | {"repeats": ROUNDS} | asked), "auto", "auto", as_json, settle)
+    _measure(
+        "decode",
+        config,
+        sampling,
+        Asked(**DECODE | {"repeats": ROUNDS} | asked),
+        "auto",
+        "auto",
+        as_json,
+        settle,
+    )
 
 
 @with_flags(ENGINE, DECODED, ASKED)
 def sweep(
     *, as_json: Json = False, config: dict[str, Any], sampling: dict[str, Any], asked: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Time the product of drafts, depths, rules, temperatures and requests at once, each beside plain decoding."""
+    """Time the product of drafts, depths, rules, temperatures and requests at once, each beside
+    plain decoding."""
     _measure("sweep", config, sampling, Asked(**asked), "suffix", DEPTHS, as_json)
 
 
-@with_flags(ENGINE, DECODED, ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "out"))
+@with_flags(
+    ENGINE,
+    DECODED,
+    ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "out"),
+)
 def energy(
     *,
     repeats: Annotated[int, typer.Option(help="Windows of each.")] = 3,
@@ -53,7 +73,8 @@ def energy(
     sampling: dict[str, Any],
     asked: dict[str, Any],
 ) -> None:
-    """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an estimate."""
+    """Count joules a token (NVML, RAPL or zeus) of plain decoding and of every draft. Never an
+    estimate."""
     wanted = Asked(**asked)
     requests = whole(wanted.requests, "requests")
     Config.of(quantization=config.get("quantization"))  # none is a word of --quantizations
@@ -78,7 +99,9 @@ def energy(
         optional=("a million",),
     )  # fmt: skip
     idle = ", ".join(f"{device} {_known(watts)} W" for device, watts in report.idle_watts.items())
-    print(f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included")
+    print(
+        f"by {report.method}; idle: {idle}; windows of {seconds:g} s, medians of {repeats}; prompts are included"
+    )
 
 
 def _known(value: float | None) -> str:
@@ -86,10 +109,13 @@ def _known(value: float | None) -> str:
 
 
 def page(
-    lines: Annotated[list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")],
+    lines: Annotated[
+        list[Path], typer.Argument(help="What --out FILE.jsonl wrote; several make one page.")
+    ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and sweep, or by serve."""
+    """Make a page of HTML from lines of JSON measured before, here or elsewhere: by decode and
+    sweep, or by serve."""
     from forerun.bench.report.lines import read_lines, read_served
     from forerun.bench.report.writing import check_out, write_out
 
@@ -116,8 +142,8 @@ def _measure(
     as_json: bool,
     settle: float = 0.0,
 ) -> None:
-    """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths` are what is measured
-    where nothing is said of them."""
+    """Check what was asked before anything heavy is imported, measure, show. `draft` and `depths`
+    are what is measured where nothing is said of them."""
     fields = chosen(asked, config, sampling, draft, depths)
     from forerun.bench.report.writing import check_out, write_out
 
@@ -125,7 +151,9 @@ def _measure(
     from forerun.bench.decode.sweep import Plan, keep, measure_decoding
 
     plan = Plan(**fields, repeats=asked.repeats, batches=asked.batches, settle=settle)
-    tasks = choose_tasks(config.get("model"), asked.prompts, asked.categories, max(plan.requests), asked.batches)
+    tasks = choose_tasks(
+        config.get("model"), asked.prompts, asked.categories, max(plan.requests), asked.batches
+    )
     with progress(as_json, measuring=True) as tell:
         report = measure_decoding(config, plan, tasks, tell, kind)
     keep(config.get("model"), report.results)
@@ -137,7 +165,8 @@ def _measure(
 
 
 def _show(report: DecodeReport) -> None:
-    """A table with the columns that say something here, and a line that sets plain decoding beside its limit."""
+    """A table with the columns that say something here, and a line that sets plain decoding beside
+    its limit."""
     rows = []
     for r in report.results:
         spread = f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""
@@ -152,7 +181,10 @@ def _show(report: DecodeReport) -> None:
             "J/token": "" if r.joules_per_token is None else f"{r.joules_per_token:.3g}",
             "a million": "" if r.cost_per_million is None else f"{r.cost_per_million:.3g}", "text": text,
         })  # fmt: skip
-    print_columns(rows, optional=("category", "temperature", "at once", "weights", "rule", "J/token", "a million"))
+    print_columns(
+        rows,
+        optional=("category", "temperature", "at once", "weights", "rule", "J/token", "a million"),
+    )
     for limit in report.limits:
         at_once = f", {limit.requests} at once" if limit.requests > 1 else ""
         size = f"{limit.quantization}{at_once}: {limit.weight_bytes / 1e6:.0f} MB of weights"

@@ -1,9 +1,10 @@
-"""Joules a token: plain decoding and every draft in turn, over windows long enough for the machine's counters.
+"""Joules a token: plain decoding and every draft in turn, over windows long enough for the
+machine's counters.
 
-Time saved is not energy saved: verified tokens that are thrown away cost joules too. A window runs the same prompts
-again and again until it is long enough, prompts included; what the machine takes when nothing runs is measured first
-and given beside. Where no counter can be read there are no figures, and the reason is said.
-"""
+Time saved is not energy saved: verified tokens that are thrown away cost joules too. A window runs
+the same prompts again and again until it is long enough, prompts included; what the machine takes
+when nothing runs is measured first and given beside. Where no counter can be read there are no
+figures, and the reason is said."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.bench.decode.sweep import Plan, batches
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.measure.energy import MINIMUM_SECONDS, Energy, Meter, cost_per_million
@@ -22,17 +24,17 @@ from forerun.measure.run import PLAIN, Arm, timed_run
 from forerun.measure.where import machine
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_number
+from forerun.utils import check_number
 
 
 @dataclass(frozen=True, slots=True)
 class Consumption:
     """One arm; figures are medians over windows.
 
-    joules, above_idle: a token; None where that is not known. tokens_per_watt_hour: from joules. times_plain: joules a
-    token over those of plain decoding in the same round. tokens_per_second: of the whole window, prompts included.
-    """
+    joules, above_idle: a token; None where that is not known. tokens_per_watt_hour: from joules.
+        times_plain: joules a
+    token over those of plain decoding in the same round. tokens_per_second: of the whole window,
+    prompts included."""
 
     draft: str
     depth: int | str
@@ -66,7 +68,8 @@ def measure_energy(
     """One window of at least `seconds` for each arm and round.
 
     Raises:
-        ForerunError: if no counter of this machine can be read; it says why, and what could be done.
+        ForerunError: if no counter of this machine can be read; it says why, and what could be
+            done.
         ConfigError: windows too short for counters.
     """
     check_number("seconds", seconds, MINIMUM_SECONDS, 3600)
@@ -102,11 +105,15 @@ def measure_energy(
     )  # fmt: skip
 
 
-def _consumption(arm: Arm, windows: dict[Arm, list[tuple[Energy, int]]], price: float | None) -> Consumption:
+def _consumption(
+    arm: Arm, windows: dict[Arm, list[tuple[Energy, int]]], price: float | None
+) -> Consumption:
     mine = windows[arm]
     joules = [energy.per_token(tokens) for energy, tokens in mine]
     plain = [energy.per_token(tokens) for energy, tokens in windows[PLAIN]]
-    above = [None if e.total_above_idle is None or not n else e.total_above_idle / n for e, n in mine]
+    above = [
+        None if e.total_above_idle is None or not n else e.total_above_idle / n for e, n in mine
+    ]
     speed = median([tokens / energy.seconds for energy, tokens in mine])
     each = median_if_known(joules)
     return Consumption(

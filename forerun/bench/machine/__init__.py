@@ -1,1 +1,2 @@
-"""What this machine allows: kernels, the roofline of a pass, and how long one waits for the first word."""
+"""What this machine allows: kernels, the roofline of a pass, and how long one waits for the first
+word."""

@@ -1,10 +1,11 @@
-"""What a target pass demands of a machine: bytes by kind and operations by format, counted from the loaded model.
+"""What a target pass demands of a machine: bytes by kind and operations by format, counted from the
+loaded model.
 
-A pass over n rows (the nodes of one request's draft) reads every weight once, whatever n is, and multiplies it with n
-rows. Counted are weights with their scales, the embedding's rows, keys and values (committed ones read, new ones
-written), and the operations of linear layers and of attention, a multiply-add being two. What linear layers read and
-write besides is counted too, but stays in the caches. Norms, biases and rotations, thousandths of it all, are not.
-"""
+A pass over n rows (the nodes of one request's draft) reads every weight once, whatever n is, and
+multiplies it with n rows. Counted are weights with their scales, the embedding's rows, keys and
+values (committed ones read, new ones written), and the operations of linear layers and of
+attention, a multiply-add being two. What linear layers read and write besides is counted too, but
+stays in the caches. Norms, biases and rotations, thousandths of it all, are not."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 
 from forerun.models.decoder import Decoder
-from forerun.native import NativeDecoder
-from forerun.packed import Mixed, Packed, all_packed
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Mixed, Packed, all_packed
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer, or those of its rows that are stored in one format: what it is part of, its weights' format,
-    their bytes (scales included), and its shape."""
+    """A linear layer, or those of its rows that are stored in one format: what it is part of, its
+    weights' format, their bytes (scales included), and its shape."""
 
     part: str
     format: str
@@ -63,11 +64,15 @@ def matrices(decoder: Decoder | NativeDecoder) -> list[Matrix]:
 
 def _matrices(part: str, linear: Any, inputs: int, outputs: int) -> list[Matrix]:
     if isinstance(linear, Mixed):
-        return [Matrix(part, p.form, p.bytes, inputs, p.matrix.outputs) for p in all_packed([linear])]
+        return [
+            Matrix(part, p.form, p.bytes, inputs, p.matrix.outputs) for p in all_packed([linear])
+        ]
     if isinstance(linear, Packed):
         return [Matrix(part, linear.form, linear.bytes, inputs, outputs)]
     weight = linear.weight
-    return [Matrix(part, _name(weight.dtype), weight.numel() * weight.element_size(), inputs, outputs)]
+    return [
+        Matrix(part, _name(weight.dtype), weight.numel() * weight.element_size(), inputs, outputs)
+    ]
 
 
 def _row_bytes(table: Tensor | Packed) -> int:
@@ -82,9 +87,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Demand:
-    """What a pass over a chain of `rows` tokens below `context` committed ones moves and computes."""
+    """What a pass over a chain of `rows` tokens below `context` committed ones moves and
+    computes."""
     c, layers = decoder.config, matrices(decoder)
-    computed = torch.float32 if isinstance(decoder, NativeDecoder) else decoder.dtype  # of all but the weights
+    computed = (
+        torch.float32 if isinstance(decoder, NativeDecoder) else decoder.dtype
+    )  # of all but the weights
     size: Counter[str] = Counter()
     operations: Counter[str] = Counter()
     for m in layers:
@@ -96,7 +104,9 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
     for window in c.windows:
         most = window or context + rows
         seen = sum(np.minimum(context + 1 + np.arange(rows), most).tolist())  # keys, over all rows
-        operations[_name(computed)] += 4 * c.heads * c.head_dim * seen  # scores, and the values they weigh
+        operations[_name(computed)] += (
+            4 * c.heads * c.head_dim * seen
+        )  # scores, and the values they weigh
         committed = min(context, most - 1)
         size["cache"] += 2 * c.kv_heads * c.head_dim * decoder.dtype.itemsize * (committed + rows)
     size["activations"] = rows * computed.itemsize * sum(m.inputs + m.outputs for m in layers)

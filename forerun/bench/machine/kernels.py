@@ -1,8 +1,9 @@
-"""The product kernels by themselves: time of a linear layer by format and number of rows, beside the read bandwidth.
+"""The product kernels by themselves: time of a linear layer by format and number of rows, beside
+the read bandwidth.
 
-A program of nothing but linear layers runs over distinct matrices, as many as do not fit the caches together, by the
-same call that runs a decoder. All cases are timed in turn, round after round, and the bandwidth in every round.
-"""
+A program of nothing but linear layers runs over distinct matrices, as many as do not fit the caches
+together, by the same call that runs a decoder. All cases are timed in turn, round after round, and
+the bandwidth in every round."""
 
 from __future__ import annotations
 
@@ -16,19 +17,25 @@ import numpy as np
 import torch
 from numpy.random import default_rng
 
-from forerun.errors import ConfigError, nearest
+from forerun.cli.progress import Tell, nothing
+from forerun.errors import ConfigError, suggest
+from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
-from forerun.machine import cores
 from forerun.measure.medians import median
 from forerun.models.packed_cache import Kept
-from forerun.packed import Packed
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_whole
+from forerun.runtime.program import Packed
+from forerun.utils import check_integer
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MOST_ROWS = 4096
-ROUNDING = ("float32", "bfloat16", "float16", "int8", "int4")  # formats that floats can be rounded to
+ROUNDING = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "int8",
+    "int4",
+)  # formats that floats can be rounded to
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,8 @@ def measure_kernels(
     threads: int = 0,
     tell: Tell = nothing,
 ) -> KernelReport:
-    """Time a linear layer of `inputs` by `outputs` in every format at every number of rows; one row always.
+    """Time a linear layer of `inputs` by `outputs` in every format at every number of rows; one row
+    always.
 
     Args:
         formats: of native.FORMATS.
@@ -105,31 +113,49 @@ def measure_kernels(
     for i in range(repeats):
         tell(f"round {i + 1} of {repeats}", i, repeats)
         bandwidths.append(native.read_bandwidth(megabytes))
-        for form, count in cases[:: -1 if i % 2 else 1]:  # drifting one way, no case is always the later one
+        for form, count in cases[
+            :: -1 if i % 2 else 1
+        ]:  # drifting one way, no case is always the later one
             times[form, count].append(layers[form].seconds(count))
-    results = [_result(case, times, layers[case[0]].bytes_each, bandwidths) for case in cases if case[1] in rows]
+    results = [
+        _result(case, times, layers[case[0]].bytes_each, bandwidths)
+        for case in cases
+        if case[1] in rows
+    ]
     used = threads or cores()
-    return KernelReport(instructions, used, inputs, outputs, megabytes, repeats, median(bandwidths), results)
+    return KernelReport(
+        instructions, used, inputs, outputs, megabytes, repeats, median(bandwidths), results
+    )
 
 
 def _check(
-    formats: Sequence[str], rows: Sequence[int], inputs: int, outputs: int, megabytes: int, repeats: int
+    formats: Sequence[str],
+    rows: Sequence[int],
+    inputs: int,
+    outputs: int,
+    megabytes: int,
+    repeats: int,
 ) -> None:
     for form in formats:
         if form not in native.FORMATS:
-            raise ConfigError(f"there is no format {form!r}: {nearest(form, native.FORMATS)}")
+            raise ConfigError(f"there is no format {form!r}: {suggest(form, native.FORMATS)}")
     if not formats or not rows:
-        raise ConfigError("there is nothing to measure: give at least one format and one number of rows")
+        raise ConfigError(
+            "there is nothing to measure: give at least one format and one number of rows"
+        )
     for count in rows:
-        check_whole("rows", count, 1, MOST_ROWS)
-    check_whole("inputs", inputs, 1, 1 << 17)
-    check_whole("outputs", outputs, 1, 1 << 20)
-    check_whole("megabytes", megabytes, 1, 1 << 16)
-    check_whole("repeats", repeats, 1, 10_000)
+        check_integer("rows", count, 1, MOST_ROWS)
+    check_integer("inputs", inputs, 1, 1 << 17)
+    check_integer("outputs", outputs, 1, 1 << 20)
+    check_integer("megabytes", megabytes, 1, 1 << 16)
+    check_integer("repeats", repeats, 1, 10_000)
 
 
 def _result(
-    case: tuple[str, int], times: dict[tuple[str, int], list[float]], size: int, bandwidths: list[float]
+    case: tuple[str, int],
+    times: dict[tuple[str, int], list[float]],
+    size: int,
+    bandwidths: list[float],
 ) -> KernelTime:
     form, rows = case
     seconds = times[case]
@@ -138,13 +164,16 @@ def _result(
         rows=rows,
         microseconds=1e6 * median(seconds),
         gigabytes_a_second=size / median(seconds) / 1e9,
-        bandwidth_share=median([size / s / 1e9 / b for s, b in zip(seconds, bandwidths, strict=True)]),
+        bandwidth_share=median(
+            [size / s / 1e9 / b for s, b in zip(seconds, bandwidths, strict=True)]
+        ),
         times_one_row=median([s / one for s, one in zip(seconds, times[form, 1], strict=True)]),
     )
 
 
 class _Anything(Kept):
-    """Numbers in a format that nothing is rounded to; how long a product takes does not depend on them."""
+    """Numbers in a format that nothing is rounded to; how long a product takes does not depend on
+    them."""
 
     def fill(self, *arrays: np.ndarray) -> None:
         weights, scales = arrays
@@ -153,7 +182,8 @@ class _Anything(Kept):
 
 
 class _Layers:
-    """Copies of one packed linear layer, `size` bytes or more in all, and a program that runs them one by one."""
+    """Copies of one packed linear layer, `size` bytes or more in all, and a program that runs them
+    one by one."""
 
     def __init__(self, weight: torch.Tensor, form: str, size: int) -> None:
         """weight [out, in]"""
@@ -166,9 +196,13 @@ class _Layers:
         self._scales: list[np.ndarray] = []
         self.count = max(2, -(-size // self.bytes_each))
         matrices = [self.packed.matrix, *(self._copy() for _ in range(self.count - 1))]
-        self._ops = (COp * self.count)(*(COp(kind=native.LINEAR, input=0, output=1, matrix=m) for m in matrices))
+        self._ops = (COp * self.count)(
+            *(COp(kind=native.LINEAR, input=0, output=1, matrix=m) for m in matrices)
+        )
         self._widths = np.array([self.inputs, self.outputs], dtype=np.int32)
-        self.program = CProgram(ops=self._ops, count=self.count, buffers=2, widths=self._widths.ctypes.data)
+        self.program = CProgram(
+            ops=self._ops, count=self.count, buffers=2, widths=self._widths.ctypes.data
+        )
 
     def __del__(self) -> None:
         for memory in self._memory:
@@ -188,7 +222,9 @@ class _Layers:
         given = default_rng(0).standard_normal((rows, self.inputs), dtype=np.float32)
         out = np.zeros((rows, self.outputs), dtype=np.float32)
         pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
-        scratch = np.zeros(rows * self._lib.forerun_scratch_row_bytes(self.inputs) + 64, dtype=np.uint8)
+        scratch = np.zeros(
+            rows * self._lib.forerun_scratch_row_bytes(self.inputs) + 64, dtype=np.uint8
+        )
         aligned = -(-scratch.ctypes.data // 64) * 64
         batch = CBatch(tokens=rows, buffers=pointers.ctypes.data, scratch=aligned)
         start = time.perf_counter()

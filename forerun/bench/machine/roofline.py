@@ -1,11 +1,13 @@
-"""The roofline of a target pass: what it moves and computes by rows, what this machine allows, and which limit binds.
+"""The roofline of a target pass: what it moves and computes by rows, what this machine allows, and
+which limit binds.
 
-A pass is bounded by two limits (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785): its bytes over the
-bandwidth of the memory, which hardly depends on the number of rows, and its operations over the peak of the cores,
-which grows with it. Where the first is the larger one, verifying a further drafted token costs next to nothing.
+A pass is bounded by two limits (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785):
+its bytes over the bandwidth of the memory, which hardly depends on the number of rows, and its
+operations over the peak of the cores, which grows with it. Where the first is the larger one,
+verifying a further drafted token costs next to nothing.
 
-Both limits are measured in the same rounds as the passes. A bandwidth that cannot be measured is None, and then nothing
-is said to bind. Sampling is not part of a pass.
+Both limits are measured in the same rounds as the passes. A bandwidth that cannot be measured is
+None, and then nothing is said to bind. Sampling is not part of a pass.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.random import default_rng
 from forerun.bench.machine.demand import Demand, demand_of
 from forerun.bench.machine.limits import limits_of
 from forerun.cache.attention import Segment
+from forerun.cli.progress import Tell, nothing
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.kernels import native
@@ -30,10 +33,9 @@ from forerun.measure.medians import median
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
-from forerun.native import NativeDecoder
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_whole
-from forerun.runner import Runner
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from forerun.utils import check_integer
 
 MOST_ROWS = 1024
 PASSES = 3  # timed in a row, after one that is not
@@ -73,11 +75,12 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class RooflineReport:
-    """All passes, the limits in GB/s and in billions of operations a second, and where the one takes over.
+    """All passes, the limits in GB/s and in billions of operations a second, and where the one
+    takes over.
 
-    `balance` is the first number of rows at which arithmetic takes as long as memory; None if that is over MOST_ROWS,
-    or not known. `weight_bytes` is what one pass reads of weights. `absent` says which limit is not known and why.
-    """
+    `balance` is the first number of rows at which arithmetic takes as long as memory; None if that
+    is over MOST_ROWS, or not known. `weight_bytes` is what one pass reads of weights. `absent` says
+    which limit is not known and why."""
 
     model: str
     device: str
@@ -93,7 +96,12 @@ class RooflineReport:
 
 
 def measure_roofline(
-    options: dict[str, Any], rows: Sequence[int], *, context: int = 128, repeats: int = 9, tell: Tell = nothing
+    options: dict[str, Any],
+    rows: Sequence[int],
+    *,
+    context: int = 128,
+    repeats: int = 9,
+    tell: Tell = nothing,
 ) -> RooflineReport:
     """Time passes of one model beside the limits of this machine.
 
@@ -110,7 +118,9 @@ def measure_roofline(
     counts = sorted({1, *rows})
     config = Config.of(**options)
     if config.tensor_parallel > 1:
-        raise ConfigError(f"tensor_parallel={config.tensor_parallel}: passes are measured in one process, leave it out")
+        raise ConfigError(
+            f"tensor_parallel={config.tensor_parallel}: passes are measured in one process, leave it out"
+        )
     longest, needed = longest_context(load_config(find_model(config.model))), context + counts[-1]
     if needed > longest:
         raise ConfigError(
@@ -133,7 +143,9 @@ def measure_roofline(
         bandwidths += [] if speed is None else [speed]
         for form, measured in peaks.items():
             measured.append(limits.peak(form))
-        for count in counts[:: -1 if i % 2 else 1]:  # drifting one way, no case is always the later one
+        for count in counts[
+            :: -1 if i % 2 else 1
+        ]:  # drifting one way, no case is always the later one
             times[count].append(_seconds(runner, count))
     rounds = _Rounds(bandwidths, peaks, times)
     return RooflineReport(
@@ -155,15 +167,18 @@ def _check(rows: Sequence[int], context: int, repeats: int) -> None:
     if not rows:
         raise ConfigError("there is nothing to measure: give at least one number of rows")
     for count in rows:
-        check_whole("rows", count, 1, MOST_ROWS)
-    check_whole("context", context, 1, 1 << 24)
-    check_whole("repeats", repeats, 1, 10_000)
+        check_integer("rows", count, 1, MOST_ROWS)
+    check_integer("context", context, 1, 1 << 24)
+    check_integer("repeats", repeats, 1, 10_000)
 
 
 def _read_context(runner: Runner, context: int, rows: int) -> None:
-    """Fill slot 0 with `context` tokens, and room for `rows` more. Which tokens they are takes no time."""
+    """Fill slot 0 with `context` tokens, and room for `rows` more. Which tokens they are takes no
+    time."""
     if not runner.cache.pages.grow(0, context + rows):
-        raise CapacityError(f"there is not enough free memory for {context + rows} tokens of KV cache: ask for fewer")
+        raise CapacityError(
+            f"there is not enough free memory for {context + rows} tokens of KV cache: ask for fewer"
+        )
     for start in range(0, context, CHUNK):
         count = min(CHUNK, context - start)
         runner.forward([_chain(runner, count, [])])
@@ -179,7 +194,8 @@ def _chain(runner: Runner, count: int, want: Sequence[int]) -> Segment:
 def _seconds(runner: Runner, count: int) -> float:
     """The median of a few passes over `count` rows, all of them wanted.
 
-    Nothing is committed: the next pass writes over what this one wrote. One pass goes before, so that the caches hold
+    Nothing is committed: the next pass writes over what this one wrote. One pass goes before, so
+        that the caches hold
     what a pass leaves in them.
     """
     segment, times = _chain(runner, count, range(count)), []
@@ -192,7 +208,9 @@ def _seconds(runner: Runner, count: int) -> float:
     return median(times[1:])
 
 
-def _limits(demand: Demand, bandwidth: float | None, peaks: dict[str, float]) -> tuple[float | None, float]:
+def _limits(
+    demand: Demand, bandwidth: float | None, peaks: dict[str, float]
+) -> tuple[float | None, float]:
     """Seconds that memory and arithmetic need at best."""
     memory = None if bandwidth is None else demand.moved / bandwidth / 1e9
     return memory, sum(count / peaks[form] for form, count in demand.operations.items()) / 1e9
@@ -200,7 +218,8 @@ def _limits(demand: Demand, bandwidth: float | None, peaks: dict[str, float]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Rounds:
-    """What was measured, one entry a round: GB/s, billions of operations a second by format, seconds by rows."""
+    """What was measured, one entry a round: GB/s, billions of operations a second by format,
+    seconds by rows."""
 
     bandwidths: list[float]
     peaks: dict[str, list[float]]
@@ -228,7 +247,9 @@ class _Rounds:
         memory, arithmetic = _limits(demand, self.bandwidth, self.peak)
         shares = []
         for i, bandwidth in enumerate(self.bandwidths):
-            each = _limits(demand, bandwidth, {form: measured[i] for form, measured in self.peaks.items()})
+            each = _limits(
+                demand, bandwidth, {form: measured[i] for form, measured in self.peaks.items()}
+            )
             shares.append(max(each[0] or 0.0, each[1]) / self.times[rows][i])
         return PassTime(
             rows=rows,
@@ -240,14 +261,19 @@ class _Rounds:
             pass_ms=1e3 * median(self.times[rows]),
             binds=self.binds(demand),
             share=median(shares) if shares else None,
-            times_one_row=median([t / one for t, one in zip(self.times[rows], self.times[1], strict=True)]),
+            times_one_row=median(
+                [t / one for t, one in zip(self.times[rows], self.times[1], strict=True)]
+            ),
         )
 
 
 def _balance(rounds: _Rounds, decoder: Decoder | NativeDecoder, context: int) -> int | None:
-    """The first number of rows at which arithmetic binds: every further row adds more operations than bytes."""
+    """The first number of rows at which arithmetic binds: every further row adds more operations
+    than bytes."""
     numbers = range(1, MOST_ROWS + 1)
-    found = bisect_left(numbers, True, key=lambda n: rounds.binds(demand_of(decoder, n, context)) == ARITHMETIC)
+    found = bisect_left(
+        numbers, True, key=lambda n: rounds.binds(demand_of(decoder, n, context)) == ARITHMETIC
+    )
     return numbers[found] if found < len(numbers) else None
 
 
@@ -257,7 +283,9 @@ def lesson(report: RooflineReport) -> str:
     if report.bandwidth is None:
         said = [f"Which limit binds cannot be told without {report.absent}."]
     elif report.balance is None:
-        said = [f"Bound by memory up to {MOST_ROWS} rows: further drafted tokens are verified almost for nothing."]
+        said = [
+            f"Bound by memory up to {MOST_ROWS} rows: further drafted tokens are verified almost for nothing."
+        ]
     elif report.balance == 1:
         said = [
             "Arithmetic is the larger limit from the first row on: but for what a pass costs in itself, every drafted"
@@ -278,5 +306,7 @@ def lesson(report: RooflineReport) -> str:
             " over more tokens as well."
         )
     if any(p.share is not None and p.share > OVER for p in report.passes):
-        said.append("A share over 100% means that its limit was read too low, mostly because something else ran then.")
+        said.append(
+            "A share over 100% means that its limit was read too low, mostly because something else ran then."
+        )
     return " ".join(said)

@@ -1,5 +1,5 @@
-"""How long one waits from the command to the first word, and how much memory that takes: whole processes, as users
-start them."""
+"""How long one waits from the command to the first word, and how much memory that takes: whole
+processes, as users start them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError, ForerunError, one_line
 from forerun.measure.medians import median, median_if_known
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
 PROMPT = "Say hello."
 PATIENCE = 600.0  # seconds that a process may take to become ready
@@ -37,7 +37,8 @@ class Start:
         command: how forerun is called.
         verb: generate or serve.
         ready: seconds until a server answers /health; of generate, None.
-        first: seconds until the first byte of text; of a server, of the first answer after it was ready.
+        first: seconds until the first byte of text; of a server, of the first answer after it was
+            ready.
         memory: the most bytes that were resident at once, pages of files that are mapped included.
     """
 
@@ -48,18 +49,22 @@ class Start:
     memory: int
 
 
-def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing) -> list[Start]:
-    """Start every command in turn, `repeats` times after one that is not counted (files are then in memory).
+def measure_starts(
+    commands: Sequence[str], options: Sequence[str], repeats: int, tell: Tell = nothing
+) -> list[Start]:
+    """Start every command in turn, `repeats` times after one that is not counted (files are then in
+    memory).
 
     Args:
-        commands: how forerun is called, such as "python -m forerun"; several are compared round by round.
+        commands: how forerun is called, such as "python -m forerun"; several are compared round by
+            round.
         options: for both verbs, such as --model X.
 
     Raises:
         ConfigError: a command that cannot be run.
         ForerunError: one that ends before it says anything, with its last line.
     """
-    check_whole("repeats", repeats, 1)
+    check_integer("repeats", repeats, 1)
     found: dict[tuple[str, str], list[Start]] = {}
     verbs = (("generate", start_generate), ("serve", start_serve))
     turns = list(itertools.product(range(repeats + 1), commands, verbs))
@@ -80,7 +85,9 @@ def measure_starts(commands: Sequence[str], options: Sequence[str], repeats: int
 def start_generate(command: str, options: Sequence[str]) -> Start:
     """One text of 16 tokens. Raises ForerunError."""
     began = time.perf_counter()
-    with _process(command, ["generate", PROMPT, "--max-tokens", "16", *options], subprocess.PIPE) as (process, errors):
+    with _process(
+        command, ["generate", PROMPT, "--max-tokens", "16", *options], subprocess.PIPE
+    ) as (process, errors):
         assert process.stdout is not None
         first = process.stdout.read(1)
         taken = time.perf_counter() - began
@@ -95,7 +102,10 @@ def start_generate(command: str, options: Sequence[str]) -> Start:
 def start_serve(command: str, options: Sequence[str]) -> Start:
     """One server, until its first answer. Raises ForerunError."""
     port, began = _free_port(), time.perf_counter()
-    with _process(command, ["serve", "--port", str(port), *options], subprocess.DEVNULL) as (process, errors):
+    with _process(command, ["serve", "--port", str(port), *options], subprocess.DEVNULL) as (
+        process,
+        errors,
+    ):
         while not _answers(port):
             if process.poll() is not None or time.perf_counter() - began > PATIENCE:
                 raise ForerunError(_last(command, errors))
@@ -110,12 +120,17 @@ def start_serve(command: str, options: Sequence[str]) -> Start:
 
 
 @contextmanager
-def _process(command: str, words: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _process(
+    command: str, words: Sequence[str], stdout: int
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A process and what it says on stderr; it does not outlive the block."""
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                [*shlex.split(command), *words], stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors
+                [*shlex.split(command), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=errors,
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"{command!r} cannot be run: {error}") from None
@@ -141,11 +156,15 @@ def _ask(port: int) -> None:
     """One completion of one token."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 1}), headers)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 1}), headers
+    )
     response = connection.getresponse()
     text = response.read()
     if response.status != 200:
-        raise ForerunError(f"the server answered {response.status}: {one_line(text.decode(errors='replace'))}")
+        raise ForerunError(
+            f"the server answered {response.status}: {one_line(text.decode(errors='replace'))}"
+        )
 
 
 def _free_port() -> int:
@@ -171,5 +190,9 @@ def size_of(model: str | None) -> int:
     from forerun.models.names import parts_of
 
     path = find_model(model)
-    files = list(path.glob("*.safetensors")) if path.is_dir() else [Path(path.parent, p) for p in parts_of(path.name)]
+    files = (
+        list(path.glob("*.safetensors"))
+        if path.is_dir()
+        else [Path(path.parent, p) for p in parts_of(path.name)]
+    )
     return sum(file.stat().st_size for file in files)

@@ -9,10 +9,10 @@ import typer
 
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, RequestError
-from forerun.machine import cores
+from forerun.hardware import cores
 from forerun.measure.choice import PASSAGE
 from forerun.measure.lists import listed, whole
-from forerun.ranges import check_whole
+from forerun.utils import check_integer
 
 if TYPE_CHECKING:
     from forerun.bench.peers.plan import Load
@@ -27,7 +27,8 @@ def peers(
         ),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A GGUF file, or a directory: Llama for most.")
+        str | None,
+        typer.Option("--model", "-m", help="A GGUF file, or a directory: Llama for most."),
     ] = None,
     draft: Annotated[
         str | None,
@@ -43,7 +44,9 @@ def peers(
             " as it is stored."
         ),
     ] = "",
-    draft_format: Annotated[str, typer.Option(help="Of the draft: bfloat16, int8 or int4.")] = "int8",
+    draft_format: Annotated[
+        str, typer.Option(help="Of the draft: bfloat16, int8 or int4.")
+    ] = "int8",
     depths: Annotated[
         str,
         typer.Option(
@@ -68,33 +71,48 @@ def peers(
         ),
     ] = None,
     prefill: Annotated[
-        str, typer.Option(help="Time the first token after prompts of so many tokens too, such as 1000,6000.")
+        str,
+        typer.Option(
+            help="Time the first token after prompts of so many tokens too, such as 1000,6000."
+        ),
     ] = "",
-    repeats: Annotated[int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")
+    ] = 3,
     threads: Annotated[int, typer.Option(help="Of every engine; 0 takes one for each core.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    timeout: Annotated[float, typer.Option(help="Seconds that one answer of another engine may take.")] = 1800.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that one answer of another engine may take.")
+    ] = 1800.0,
     converted: Annotated[
-        Path | None, typer.Option(help="Keep converted models here for the next time; else they are thrown away.")
+        Path | None,
+        typer.Option(
+            help="Keep converted models here for the next time; else they are thrown away."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time other engines beside this one: the same weights, prompts and lengths, greedily, run by run in turn."""
+    """Time other engines beside this one: the same weights, prompts and lengths, greedily, run by
+    run in turn."""
     counts = [whole(count, "requests") for count in listed(requests)]
     if not counts or min(counts) < 1:
         raise ConfigError("--requests: give whole numbers from 1 up, such as 1,4,16")
-    check_whole("threads", threads, 0, cores())
+    check_integer("threads", threads, 0, cores())
     depths_ = [parse_depth(depth) for depth in listed(depths)]
     from forerun.bench.peers.peers import measure_peers
     from forerun.bench.peers.plan import Plan, parse_peers
+    from forerun.cli.progress import progress
     from forerun.measure.tables import print_json
-    from forerun.progress import progress
 
     plan = Plan(
         parse_peers(listed(peers)), listed(formats), draft_format, depths_, tokens, repeats, threads or cores(),
         device, timeout, converted, [whole(length, "prefill") for length in listed(prefill)],
     )  # fmt: skip
-    loads = [load for count in dict.fromkeys(counts) for load in _loads(model, prompts, categories, count, repeats)]
+    loads = [
+        load
+        for count in dict.fromkeys(counts)
+        for load in _loads(model, prompts, categories, count, repeats)
+    ]
     with progress(as_json, measuring=True) as tell:
         report = measure_peers(model, draft, plan, loads, tell)
     if as_json:
@@ -103,7 +121,9 @@ def peers(
         _show(report)
 
 
-def _loads(model: str | None, path: Path | None, categories: str | None, requests: int, repeats: int) -> list[Load]:
+def _loads(
+    model: str | None, path: Path | None, categories: str | None, requests: int, repeats: int
+) -> list[Load]:
     """The prompts of each category in groups, `requests` at once."""
     from forerun.bench.peers.plan import Load
     from forerun.measure.choice import choose_tasks, token_ids
@@ -119,7 +139,11 @@ def _loads(model: str | None, path: Path | None, categories: str | None, request
                 " with more"
             )
     return [
-        Load(category, requests, [found[i : i + requests] for i in range(0, len(found) - requests + 1, requests)])
+        Load(
+            category,
+            requests,
+            [found[i : i + requests] for i in range(0, len(found) - requests + 1, requests)],
+        )
         for category, found in by_category.items()
     ]
 

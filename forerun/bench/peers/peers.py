@@ -1,14 +1,16 @@
-"""Other engines beside this one: the same weights, prompts, lengths and threads, greedily, run by run in turn.
+"""Other engines beside this one: the same weights, prompts, lengths and threads, greedily, run by
+run in turn.
 
-A directory is converted to what the others read, in one format after the other; a GGUF file goes as it is to those that
-run it as it is stored. Drafts come from a draft model or are looked up in the text, by each engine in its own way.
+A directory is converted to what the others read, in one format after the other; a GGUF file goes as
+it is to those that run it as it is stored. Drafts come from a draft model or are looked up in the
+text, by each engine in its own way.
 
-Every engine sits loaded in a process of its own, one for each format of the weights, and sleeps while another runs. A
-round runs plain decoding and every depth of every engine once over the same prompts, starting with another of them each
-time; ratios are made within rounds, and the read bandwidth is measured after every run. What is timed is what
-`forerun.measure.run` times: from the first token of the last request to the end. One short round that does not count
-comes first. An engine that fails is left out from then on, with a line that says why; the others go on.
-"""
+Every engine sits loaded in a process of its own, one for each format of the weights, and sleeps
+while another runs. A round runs plain decoding and every depth of every engine once over the same
+prompts, starting with another of them each time; ratios are made within rounds, and the read
+bandwidth is measured after every run. What is timed is what `forerun.measure.run` times: from the
+first token of the last request to the end. One short round that does not count comes first. An
+engine that fails is left out from then on, with a line that says why; the others go on."""
 
 from __future__ import annotations
 
@@ -24,14 +26,22 @@ from typing import Any, TypeVar
 from forerun import __version__
 from forerun.bench.peers.plan import ENGINES, LOOKUP, STORED, Load, Models, Plan, find_models
 from forerun.bench.peers.process import Outcome, PeerError, Player, Prompts, Ready, Worker
-from forerun.bench.peers.results import ITS_OWN, OURS, Failure, PeerResult, PeersReport, PrefillResult, summarise
+from forerun.bench.peers.results import (
+    ITS_OWN,
+    OURS,
+    Failure,
+    PeerResult,
+    PeersReport,
+    PrefillResult,
+    summarise,
+)
+from forerun.cli.progress import Part, Tell, nothing
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
-from forerun.progress import Part, Tell, nothing
 from forerun.sampling.params import SamplingParams
 
 T = TypeVar("T")
@@ -44,7 +54,9 @@ class Ours:
     def __init__(self, models: Models, form: str, requests: int, plan: Plan) -> None:
         self.name, self.draft = OURS, models.ours
         self.ready = Ready(__version__, requests, 0 if self.draft == OFF else requests, True)
-        target = {STORED: {}, "int8": {"quantization": form}, "int4": {"quantization": form}}.get(form, {"dtype": form})
+        target = {STORED: {}, "int8": {"quantization": form}, "int4": {"quantization": form}}.get(
+            form, {"dtype": form}
+        )
         draft = "none" if plan.draft_format == "bfloat16" else plan.draft_format
         if models.drafter and models.drafter.is_file():
             draft = "auto"  # as it is stored
@@ -58,7 +70,10 @@ class Ours:
         self.llm.forget()
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, seed=0)
         run = timed_run(
-            self.llm.engine, [Work(prompt) for prompt in prompts], params, Arm(self.draft, depth) if depth else PLAIN
+            self.llm.engine,
+            [Work(prompt) for prompt in prompts],
+            params,
+            Arm(self.draft, depth) if depth else PLAIN,
         )
         return Outcome(run.speed, run.outputs, run.accepted_length, run.prefill_seconds)
 
@@ -94,7 +109,8 @@ def measure_peers(
 
     Args:
         model: as in `Config`; other engines are given its directory or GGUF file.
-        draft: model:PLACE, lookup, off (then only plain decoding is compared), or None for what suits the model.
+        draft: model:PLACE, lookup, off (then only plain decoding is compared), or None for what
+            suits the model.
         plan: what to measure.
         loads: prompts by category and requests at once.
         tell: is told what goes on.
@@ -124,13 +140,19 @@ def measure_peers(
                 for turn, load in enumerate(loads):
                     if len(company.players) == 1:
                         break  # nobody is left to be compared with
-                    runs = measure_decoding(company, load, plan, bandwidths, Part(part, turn, turns))
+                    runs = measure_decoding(
+                        company, load, plan, bandwidths, Part(part, turn, turns)
+                    )
                     results += summarise(label, load.requests, company.players, runs, load.category)
                 if len(company.players) > 1:
                     last = Part(part, turns - 1, turns)
-                    prefills += measure_prefill(label, company, plan.prefill, _texts(loads), plan.repeats, last)
+                    prefills += measure_prefill(
+                        label, company, plan.prefill, _texts(loads), plan.repeats, last
+                    )
     if not any(result.engine != OURS for result in results):
-        raise ForerunError(f"no other engine could run: {'; '.join(dict.fromkeys(map(str, failures)))}")
+        raise ForerunError(
+            f"no other engine could run: {'; '.join(dict.fromkeys(map(str, failures)))}"
+        )
     draft_format = STORED if models.drafter and models.drafter.is_file() else plan.draft_format
     read = (min(bandwidths), median(bandwidths), max(bandwidths)) if bandwidths else None
     return PeersReport(
@@ -143,8 +165,11 @@ def _texts(loads: Sequence[Load]) -> Prompts:
     return [prompt for load in loads for prompts in load.groups for prompt in prompts]
 
 
-def _options(ours: Ours, models: Models, form: str, plan: Plan, loads: Sequence[Load], folder: Path) -> dict[str, Any]:
-    """What every worker is told. RequestError if an output would be cut short: its tokens are what is counted on."""
+def _options(
+    ours: Ours, models: Models, form: str, plan: Plan, loads: Sequence[Load], folder: Path
+) -> dict[str, Any]:
+    """What every worker is told. RequestError if an output would be cut short: its tokens are what
+    is counted on."""
     longest = max(map(len, _texts(loads)))
     context = ours.llm.decoder.context
     for prompt, more in ((longest, plan.tokens), (max(plan.prefill, default=0), 1)):
@@ -162,9 +187,15 @@ def _options(ours: Ours, models: Models, form: str, plan: Plan, loads: Sequence[
 
 
 def _start(
-    name: str, form: str, options: dict[str, Any], plan: Plan, stack: ExitStack, failures: list[Failure]
+    name: str,
+    form: str,
+    options: dict[str, Any],
+    plan: Plan,
+    stack: ExitStack,
+    failures: list[Failure],
 ) -> list[Player]:
-    """The player of that name, loaded, which ends with the stack; none if it fails or lacks the format."""
+    """The player of that name, loaded, which ends with the stack; none if it fails or lacks the
+    format."""
     engine, where = ENGINES[name], plan.peers[name]
     try:
         if why := engine.why_not(form):
@@ -183,7 +214,8 @@ def _start(
 
 
 def in_rounds(arms: Sequence[T], repeats: int, what: str, tell: Tell) -> Iterator[tuple[int, T]]:
-    """(round, arm): all arms in every round, starting with another each time. Round -1 warms up and does not count."""
+    """(round, arm): all arms in every round, starting with another each time. Round -1 warms up and
+    does not count."""
     for i in range(-1, repeats):
         now = "warming up" if i < 0 else f"round {i + 1} of {repeats}"
         tell(what + now, i + 1, repeats + 1)
@@ -194,13 +226,18 @@ def in_rounds(arms: Sequence[T], repeats: int, what: str, tell: Tell) -> Iterato
 def measure_decoding(
     company: Company, load: Load, plan: Plan, bandwidths: list[float], tell: Tell
 ) -> dict[tuple[str, int | str], list[Outcome]]:
-    """The runs of each player and depth, one a round. Rounds take the prompts in turn; those used last warm up."""
+    """The runs of each player and depth, one a round. Rounds take the prompts in turn; those used
+    last warm up."""
     runs: dict[tuple[str, int | str], list[Outcome]] = {
-        (player.name, depth): [] for player in company.players for depth in _depths(player, load.requests, plan)
+        (player.name, depth): []
+        for player in company.players
+        for depth in _depths(player, load.requests, plan)
     }
     if measurable := plan.device == "cpu" and native.library() is not None:
         native.start(plan.threads)
-    what = f"{load.category}, " * bool(load.category) + f"{load.requests} requests, " * (load.requests > 1)
+    what = f"{load.category}, " * bool(load.category) + f"{load.requests} requests, " * (
+        load.requests > 1
+    )
     for i, (name, depth) in in_rounds(list(runs), plan.repeats, what, tell):
         tokens = plan.tokens if i >= 0 else min(WARMING, plan.tokens)
         outcome = company.ask(name, depth, load.groups[i % len(load.groups)], tokens)
@@ -223,13 +260,18 @@ def _depths(player: Player, requests: int, plan: Plan) -> list[int | str]:
 def measure_prefill(
     form: str, company: Company, lengths: Sequence[int], texts: Prompts, repeats: int, tell: Tell
 ) -> list[PrefillResult]:
-    """How fast prompts are read, plainly and one at once: a row for each length and player, as far as its first tokens
-    were timed. A prompt is tokens of `texts`, one after the other, round and round."""
+    """How fast prompts are read, plainly and one at once: a row for each length and player, as far
+    as its first tokens were timed. A prompt is tokens of `texts`, one after the other, round and
+    round."""
     text = list(itertools.chain.from_iterable(texts))
     results = []
     for at, length in enumerate(lengths):
-        runs: dict[str, list[float]] = {player.name: [] for player in company.players if player.ready.plain}
-        for i, name in in_rounds(list(runs), repeats, f"reading {length} tokens, ", Part(tell, at, len(lengths))):
+        runs: dict[str, list[float]] = {
+            player.name: [] for player in company.players if player.ready.plain
+        }
+        for i, name in in_rounds(
+            list(runs), repeats, f"reading {length} tokens, ", Part(tell, at, len(lengths))
+        ):
             # no two prompts begin alike: an engine may remember what it has read
             start = (at * (1 + repeats) + 1 + i) % len(text)
             prompt = list(itertools.islice(itertools.cycle(text), start, start + length))
@@ -240,7 +282,9 @@ def measure_prefill(
             if company.has(name) and times and all(times):
                 ratios = [theirs / ours for ours, theirs in zip(runs[OURS], times, strict=True)]
                 ratio = None if name == OURS else median(ratios)
-                results.append(PrefillResult(name, form, length, median(times), length / median(times), ratio))
+                results.append(
+                    PrefillResult(name, form, length, median(times), length / median(times), ratio)
+                )
     return results
 
 
@@ -254,5 +298,7 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
     try:
         wanted.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{wanted} cannot be a directory of converted models: {error.strerror}") from None
+        raise ConfigError(
+            f"{wanted} cannot be a directory of converted models: {error.strerror}"
+        ) from None
     yield wanted.resolve()

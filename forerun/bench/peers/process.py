@@ -1,8 +1,9 @@
-"""Another engine in a process of its own, run by the Python that has it, spoken with in lines of JSON.
+"""Another engine in a process of its own, run by the Python that has it, spoken with in lines of
+JSON.
 
-Whatever goes wrong there, a missing package, a death, a silence, nonsense, is one `PeerError` here, and the process is
-gone. `forerun/bench/peers/scripts/worker.py` is the other side, and says what the lines hold.
-"""
+Whatever goes wrong there, a missing package, a death, a silence, nonsense, is one `PeerError` here,
+and the process is gone. `forerun/bench/peers/scripts/worker.py` is the other side, and says what
+the lines hold."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ class PeerError(ForerunError):
 class Outcome:
     """One run of any engine: tokens a second while decoding, and what came out.
 
-    `outputs` and `accepted_length` are None where the engine does not tell. Accepted length is tokens a pass of the
-    target and request. `prefill_seconds` go from the beginning to the first token of the last request.
-    """
+    `outputs` and `accepted_length` are None where the engine does not tell. Accepted length is
+    tokens a pass of the target and request. `prefill_seconds` go from the beginning to the first
+    token of the last request."""
 
     speed: float
     outputs: Prompts | None
@@ -45,8 +46,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What an engine is: its version, the most requests at once that it decodes plainly and with a draft, and whether
-    it drafts as deep as it is asked to."""
+    """What an engine is: its version, the most requests at once that it decodes plainly and with a
+    draft, and whether it drafts as deep as it is asked to."""
 
     version: str
     plain: int
@@ -61,7 +62,8 @@ class Player(Protocol):
     ready: Ready
 
     def run(self, depth: Any, prompts: Prompts, tokens: int) -> Outcome:
-        """Continue all prompts at once by `tokens` tokens each; depth 0 is plain decoding. Raises PeerError."""
+        """Continue all prompts at once by `tokens` tokens each; depth 0 is plain decoding. Raises
+        PeerError."""
 
 
 class Worker:
@@ -77,7 +79,13 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, python: str, script: str, packages: str, options: dict[str, Any], timeout: float
+        self,
+        name: str,
+        python: str,
+        script: str,
+        packages: str,
+        options: dict[str, Any],
+        timeout: float,
     ) -> None:
         self.name, self.python, self.packages, self.timeout = name, python, packages, timeout
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -91,7 +99,9 @@ class Worker:
         except OSError as error:
             self.errors.close()
             raise PeerError(f"{python} cannot be run: {error.strerror}") from None
-        threading.Thread(target=self._listen, daemon=True).start()  # asleep whenever nothing is said
+        threading.Thread(
+            target=self._listen, daemon=True
+        ).start()  # asleep whenever nothing is said
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -120,19 +130,26 @@ class Worker:
             outputs, steps, made = answer["outputs"], answer["steps"], answer["decode_tokens"]
             speed = made / answer["decode_seconds"] if made else 0.0
             prefill = float(answer.get("prefill_seconds", 0.0))
-            lengths = [tokens] * len(prompts) if outputs is None else [len(output) for output in outputs]
+            lengths = (
+                [tokens] * len(prompts) if outputs is None else [len(output) for output in outputs]
+            )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise self._nonsense(answer) from None
         if lengths != [tokens] * len(prompts):
-            raise PeerError(f"made {lengths} tokens where {tokens} each were asked for, so it cannot be compared")
+            raise PeerError(
+                f"made {lengths} tokens where {tokens} each were asked for, so it cannot be compared"
+            )
         return Outcome(speed, outputs, sum(lengths) / steps if steps else None, prefill)
 
     def _answer(self) -> dict[str, Any]:
-        """The next line as an object. Raises PeerError for anything that is none, or says that something failed."""
+        """The next line as an object. Raises PeerError for anything that is none, or says that
+        something failed."""
         try:
             line = self.lines.get(timeout=self.timeout)
         except queue.Empty:
-            raise PeerError(f"gave no answer within {self.timeout:g} seconds: see --timeout") from None
+            raise PeerError(
+                f"gave no answer within {self.timeout:g} seconds: see --timeout"
+            ) from None
         if line is None:
             raise self._died()
         try:
@@ -146,11 +163,15 @@ class Worker:
         return answer
 
     def _died(self) -> PeerError:
-        code = self.process.wait(PATIENCE) if self.process.poll() is None else self.process.returncode
+        code = (
+            self.process.wait(PATIENCE) if self.process.poll() is None else self.process.returncode
+        )
         self.errors.seek(0)
         last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2][:SHOWN]
         if last.startswith("ModuleNotFoundError: "):
-            return PeerError(f"{last.partition(': ')[2]}: run {self.python} -m pip install {self.packages}")
+            return PeerError(
+                f"{last.partition(': ')[2]}: run {self.python} -m pip install {self.packages}"
+            )
         return PeerError(f"ended with code {code}{last and f': {last}'}")
 
     def _nonsense(self, said: Any) -> PeerError:
@@ -171,12 +192,18 @@ class Worker:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """This process's, with the usual pools bound to `threads`, and without what would lend it our packages.
+    """This process's, with the usual pools bound to `threads`, and without what would lend it our
+    packages.
 
-    OMP_WAIT_POLICY is left as it is. By default OpenMP's threads spin for milliseconds before they sleep: none does
-    while another engine runs. With `passive` they sleep at every barrier, which took llama.cpp a quarter of its speed
+    OMP_WAIT_POLICY is left as it is. By default OpenMP's threads spin for milliseconds before they
+    sleep: none does while another engine runs. With `passive` they sleep at every barrier, which
+        took llama.cpp a quarter of its speed
     and more; but where other programs want the same cores, spinning takes far more than that.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     bounds = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return kept | dict.fromkeys(bounds, str(threads))

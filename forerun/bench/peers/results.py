@@ -1,4 +1,5 @@
-"""What the runs of several engines say: speeds side by side, ratios within rounds, and whether the texts agree."""
+"""What the runs of several engines say: speeds side by side, ratios within rounds, and whether the
+texts agree."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """One engine with one format of weights and number of requests at once; figures are medians over the rounds.
+    """One engine with one format of weights and number of requests at once; figures are medians
+    over the rounds.
 
     None stands for what the engine does not do or does not tell.
 
@@ -42,10 +44,13 @@ class PeerResult:
         times_plain: speculative over plain.
         interval: 95 % bootstrap interval of times_plain; None of fewer than two rounds.
         accepted_length: tokens a pass of the target and request, at that depth.
-        first_difference: the earliest output position where its speculative text is not its plain text, -1 if none.
-        first_difference_from_ours: the same of its text and ours, both plain where it decodes plainly.
-        shared_with_ours: of those texts, the mean share that comes before their first difference. Engines round
-            differently, so two tokens that are about as likely part them anywhere; a wrong conversion shares nothing.
+        first_difference: the earliest output position where its speculative text is not its plain
+            text, -1 if none.
+        first_difference_from_ours: the same of its text and ours, both plain where it decodes
+            plainly.
+        shared_with_ours: of those texts, the mean share that comes before their first difference.
+            Engines round differently, so two tokens that are about as likely part them anywhere; a
+            wrong conversion shares nothing.
         ours_over_plain, ours_over_speculative: our speed over its, each at its own best depth.
         ours_over_best: the same, each in the way that it is faster in.
     """
@@ -93,9 +98,9 @@ class PrefillResult:
 class PeersReport:
     """What was measured, and how: decoding, and reading prompts if asked.
 
-    `draft` is model:PLACE, lookup or off, `draft_format` that of a draft model, where there is one. `bandwidth` is the
-    lowest, median and highest GB/s read between runs; None where that means nothing.
-    """
+    `draft` is model:PLACE, lookup or off, `draft_format` that of a draft model, where there is one.
+    `bandwidth` is the lowest, median and highest GB/s read between runs; None where that means
+    nothing."""
 
     model: str
     draft: str
@@ -131,8 +136,11 @@ class Best:
 NOT_RUN = Best((), (), None)
 
 
-def summarise(form: str, requests: int, players: Sequence[Player], runs: Runs, category: str = "") -> list[PeerResult]:
-    """A row for each player, ours among them, from all runs of one format, number of requests and category."""
+def summarise(
+    form: str, requests: int, players: Sequence[Player], runs: Runs, category: str = ""
+) -> list[PeerResult]:
+    """A row for each player, ours among them, from all runs of one format, number of requests and
+    category."""
     chosen = {player.name: _best(player.name, runs) for player in players}
     rows = []
     for player in players:
@@ -151,11 +159,21 @@ def _speed(outcomes: Sequence[Outcome]) -> float:
     return median([outcome.speed for outcome in outcomes]) if outcomes else 0.0
 
 
-def _result(form: str, requests: int, category: str, player: Player, best: Best, ours: Best, runs: Runs) -> PeerResult:
+def _result(
+    form: str, requests: int, category: str, player: Player, best: Best, ours: Best, runs: Runs
+) -> PeerResult:
     ratios = _ratios(best.speculative, best.plain)
-    lengths = [outcome.accepted_length for outcome in best.speculative if outcome.accepted_length is not None]
+    lengths = [
+        outcome.accepted_length
+        for outcome in best.speculative
+        if outcome.accepted_length is not None
+    ]
     from_ours = _apart(best.plain or best.speculative, ours.plain)
-    by_depth = {str(d): _speed(outcomes) for (who, d), outcomes in runs.items() if who == player.name and d != 0}
+    by_depth = {
+        str(d): _speed(outcomes)
+        for (who, d), outcomes in runs.items()
+        if who == player.name and d != 0
+    }
     return PeerResult(
         engine=player.name,
         version=player.ready.version,
@@ -191,12 +209,16 @@ def _ratio(some: Sequence[Outcome], others: Sequence[Outcome]) -> float | None:
 
 
 def _apart(some: Sequence[Outcome], others: Sequence[Outcome]) -> list[tuple[int | None, int]]:
-    """Where each pair of outputs first differs (None: nowhere), and their length; empty where outputs are not known."""
+    """Where each pair of outputs first differs (None: nowhere), and their length; empty where
+    outputs are not known."""
     found: list[tuple[int | None, int]] = []
     for one, other in zip(some, others, strict=bool(some and others)):
         if one.outputs is None or other.outputs is None:
             return []
-        found += [(first_difference(a, b), len(a)) for a, b in zip(one.outputs, other.outputs, strict=True)]
+        found += [
+            (first_difference(a, b), len(a))
+            for a, b in zip(one.outputs, other.outputs, strict=True)
+        ]
     return found
 
 
@@ -207,4 +229,8 @@ def _earliest(apart: Sequence[tuple[int | None, int]]) -> int | None:
 
 def _shared(apart: Sequence[tuple[int | None, int]]) -> float | None:
     """The mean share of a text before its first difference."""
-    return sum(1.0 if at is None else at / length for at, length in apart) / len(apart) if apart else None
+    return (
+        sum(1.0 if at is None else at / length for at, length in apart) / len(apart)
+        if apart
+        else None
+    )

@@ -1,11 +1,13 @@
-"""Plots as inline SVG: rows with intervals, lines, bars and strips, in colours that the page decides.
+"""Plots as inline SVG: rows with intervals, lines, bars and strips, in colours that the page
+decides.
 
-Plots are drawn in placeholder colours, which become CSS variables: one drawing serves light and dark pages. Text
-stays text, in the page's font. Series differ in colour (Okabe and Ito's, told apart by colour-blind readers) and in
-marker. The same input gives the same bytes; no drawing has an id, a script or a reference that another one has.
+Plots are drawn in placeholder colours, which become CSS variables: one drawing serves light and
+dark pages. Text stays text, in the page's font. Series differ in colour (Okabe and Ito's, told
+apart by colour-blind readers) and in marker. The same input gives the same bytes; no drawing has an
+id, a script or a reference that another one has.
 
-A drawing is `WIDTH` points wide, and made to be shown 300 to 480 pixels wide. Raises ForerunError without matplotlib.
-"""
+A drawing is `WIDTH` points wide, and made to be shown 300 to 480 pixels wide. Raises ForerunError
+without matplotlib."""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class Look:
 
 
 def look(series: int | None) -> Look:
-    """The look of the series with this number, of which 63 differ; without a number, of plain decoding."""
+    """The look of the series with this number, of which 63 differ; without a number, of plain
+    decoding."""
     if series is None:
         return Look(QUIET, "o")
     return Look(SERIES[series % len(SERIES)], MARKERS[series % len(MARKERS)])
@@ -77,8 +80,8 @@ def look(series: int | None) -> Look:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A named value with its interval, if there is one, parts of a bar, or shares of a histogram; `words` stand at the
-    end. Without values, a heading."""
+    """A named value with its interval, if there is one, parts of a bar, or shares of a histogram;
+    `words` stand at the end. Without values, a heading."""
 
     name: str
     values: Sequence[float] = ()
@@ -110,7 +113,9 @@ def draw_rows(rows: Sequence[Row], unit: str, reference: float) -> str:
         for y, row in enumerate(rows):
             mark = look(row.series)
             if row.interval:
-                axes.plot(row.interval, (y, y), color=mark.colour, linewidth=1.8, solid_capstyle="butt")
+                axes.plot(
+                    row.interval, (y, y), color=mark.colour, linewidth=1.8, solid_capstyle="butt"
+                )
             for value in row.values:
                 axes.plot([value], [y], color=mark.colour, marker=mark.marker, markersize=5)
         _label(axes, rows, unit, TEXT)
@@ -119,9 +124,14 @@ def draw_rows(rows: Sequence[Row], unit: str, reference: float) -> str:
 
 
 def draw_lines(
-    lines: Sequence[Line], x_name: str, y_name: str, ticks: Sequence[tuple[float, str]] = (), top: float = 0.0
+    lines: Sequence[Line],
+    x_name: str,
+    y_name: str,
+    ticks: Sequence[tuple[float, str]] = (),
+    top: float = 0.0,
 ) -> str:
-    """Lines with a legend above. `ticks` are the places on the x axis and their names; the y axis reaches `top`."""
+    """Lines with a legend above. `ticks` are the places on the x axis and their names; the y axis
+    reaches `top`."""
     legend_rows = math.ceil(len(lines) / 2)
 
     def draw(figure: Any) -> None:
@@ -132,7 +142,9 @@ def draw_lines(
             mark = look(line.series)
             style = dict(color=mark.colour, marker=mark.marker, markersize=4.5)
             every = math.ceil(len(line.points) / MOST_MARKERS)
-            axes.plot(*zip(*line.points, strict=True), **style, markevery=every, linewidth=1.5, label=name)
+            axes.plot(
+                *zip(*line.points, strict=True), **style, markevery=every, linewidth=1.5, label=name
+            )
             for x, y in line.apart:
                 axes.plot([x], [y], **style)
         if ticks:
@@ -140,17 +152,23 @@ def draw_lines(
         else:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
         axes.margins(x=0.04)
-        axes.set_ylim(0, max(1.08 * max(y for line in lines for _, y in (*line.points, *line.apart)), top, 1e-3))
+        axes.set_ylim(
+            0,
+            max(1.08 * max(y for line in lines for _, y in (*line.points, *line.apart)), top, 1e-3),
+        )
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.set_xlabel(x_name, fontsize=SMALL)
         axes.set_title(y_name, loc="left", x=-0.08, fontsize=SMALL, color=QUIET, pad=7)
-        figure.legend(loc="upper left", ncols=2, bbox_to_anchor=(0, 1), handlelength=1.8, labelspacing=0.35)
+        figure.legend(
+            loc="upper left", ncols=2, bbox_to_anchor=(0, 1), handlelength=1.8, labelspacing=0.35
+        )
 
     return _draw(176 + LINE * legend_rows, draw)
 
 
 def draw_bars(bars: Sequence[Row], unit: str, part_names: Sequence[str] = ()) -> str:
-    """Bars below each other. Parts, if they are named, have colours of their own and a legend above."""
+    """Bars below each other. Parts, if they are named, have colours of their own and a legend
+    above."""
     above = LINE + 6 if part_names else 4
 
     def draw(figure: Any) -> None:
@@ -161,11 +179,22 @@ def draw_bars(bars: Sequence[Row], unit: str, part_names: Sequence[str] = ()) ->
             for i, part in enumerate(bar.values):
                 colour = look(i if part_names else bar.series).colour
                 label = part_names[i] if part_names and y == 0 else None
-                axes.barh(y, part, left=start, height=0.66, color=colour, edgecolor=PANEL, linewidth=0.5, label=label)
+                axes.barh(
+                    y,
+                    part,
+                    left=start,
+                    height=0.66,
+                    color=colour,
+                    edgecolor=PANEL,
+                    linewidth=0.5,
+                    label=label,
+                )
                 start += part
         _label(axes, bars, unit, SMALL)
         if part_names:
-            figure.legend(loc="upper left", ncols=len(part_names), bbox_to_anchor=(0, 1), handlelength=1)
+            figure.legend(
+                loc="upper left", ncols=len(part_names), bbox_to_anchor=(0, 1), handlelength=1
+            )
 
     return _draw(1.15 * LINE * len(bars) + above + 30, draw)
 
@@ -179,12 +208,16 @@ def draw_strips(strips: Sequence[Row], columns: Sequence[str], unit: str) -> str
         height = figure.get_figheight() * 72
         most = max(max(strip.values) for strip in strips)
         each = (height - 32) / len(strips)
-        for i, (strip, name) in enumerate(zip(strips, short_names([s.name for s in strips]), strict=True)):
+        for i, (strip, name) in enumerate(
+            zip(strips, short_names([s.name for s in strips]), strict=True)
+        ):
             axes = _axes(figure, 36, 10, i * each + 19, height - (i + 1) * each)
             axes.bar(range(len(columns)), strip.values, width=0.82, color=look(strip.series).colour)
             axes.set_xlim(-0.6, len(columns) - 0.4)
             axes.set_ylim(0, 1.02 * most)
-            axes.yaxis.set_major_locator(MultipleLocator(0.5 if most > 0.6 else 0.2 if most > 0.25 else 0.1))
+            axes.yaxis.set_major_locator(
+                MultipleLocator(0.5 if most > 0.6 else 0.2 if most > 0.25 else 0.1)
+            )
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
             axes.grid(axis="x", visible=False)
             last = i == len(strips) - 1
@@ -197,7 +230,8 @@ def draw_strips(strips: Sequence[Row], columns: Sequence[str], unit: str) -> str
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit beside a plot: long ones lose their middle, and get a number where they look alike then."""
+    """Names that fit beside a plot: long ones lose their middle, and get a number where they look
+    alike then."""
     found: list[str] = []
     of: dict[str, str] = {}
     for name in names:
@@ -214,17 +248,25 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _axes(figure: Any, left: float, right: float, above: float, below: float) -> Any:
     """Axes with these margins, in points."""
     width, height = figure.get_figwidth() * 72, figure.get_figheight() * 72
-    place = (left / width, below / height, (width - left - right) / width, (height - above - below) / height)
+    place = (
+        left / width,
+        below / height,
+        (width - left - right) / width,
+        (height - above - below) / height,
+    )
     return figure.add_axes(place)
 
 
 def _label(axes: Any, rows: Sequence[Row], unit: str, heading: float) -> None:
-    """Rows from above to below, names at the left edge of the drawing; headings are bold, and of that size."""
+    """Rows from above to below, names at the left edge of the drawing; headings are bold, and of
+    that size."""
     from matplotlib.ticker import MaxNLocator
 
     left = -LABELS / (axes.get_position().width * WIDTH)
     style = dict(transform=axes.get_yaxis_transform(), ha="left", va="center", color=INK)
-    for y, (row, name) in enumerate(zip(rows, short_names([row.name for row in rows]), strict=True)):
+    for y, (row, name) in enumerate(
+        zip(rows, short_names([row.name for row in rows]), strict=True)
+    ):
         size, weight = (SMALL, "normal") if row.values else (heading, "bold")
         axes.text(left, y, name, fontsize=size, fontweight=weight, **style)
         axes.text(1.02, y, row.words, fontsize=SMALL, **style)
@@ -242,33 +284,48 @@ def _draw(height: float, draw: Callable[[Any], None]) -> str:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ForerunError("plots need matplotlib, which is not installed: pip install 'forerun[bench]'") from None
+        raise ForerunError(
+            "plots need matplotlib, which is not installed: pip install 'forerun[bench]'"
+        ) from None
     out = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # not what the reader has set for plots of their own
         matplotlib.rcParams.update(STYLE)
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # the reader's fonts have more
+        warnings.filterwarnings(
+            "ignore", message="Glyph", category=UserWarning
+        )  # the reader's fonts have more
         figure = Figure(figsize=(WIDTH / 72, height / 72))
         draw(figure)
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
     return _for_page(out.getvalue())
 
 
 def _for_page(text: str) -> str:
-    """An SVG file as an element of a page: in the page's font and colours, without ids or references.
+    """An SVG file as an element of a page: in the page's font and colours, without ids or
+    references.
 
-    Markers, which the file defines once and refers to, are put in their places. What is clipped to the axes lies
-    within them anyway.
+    Markers, which the file defines once and refers to, are put in their places. What is clipped to
+    the axes lies within them anyway.
     """
     root = ElementTree.fromstring(text)
-    markers = {path.get("id"): path for definitions in root.iter(f"{SVG}defs") for path in definitions}
+    markers = {
+        path.get("id"): path for definitions in root.iter(f"{SVG}defs") for path in definitions
+    }
     element = _plain_element(root, markers)
     return ElementTree.tostring(element, encoding="unicode")
 
 
-def _plain_element(element: ElementTree.Element, markers: dict[str | None, ElementTree.Element]) -> ElementTree.Element:
+def _plain_element(
+    element: ElementTree.Element, markers: dict[str | None, ElementTree.Element]
+) -> ElementTree.Element:
     """A copy of an element and what is in it: without namespaces, ids and the file's own size."""
-    kept = {name: value for name, value in element.attrib.items() if name in ("d", "x", "y", "transform", "viewBox")}
+    kept = {
+        name: value
+        for name, value in element.attrib.items()
+        if name in ("d", "x", "y", "transform", "viewBox")
+    }
     style = element.get("style", "")
     name = element.tag.removeprefix(SVG)
     if name == "use":

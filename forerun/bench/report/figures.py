@@ -1,9 +1,9 @@
 """The figures of a report: what of it each one shows, in sections of one setting each.
 
-A figure whose data was not measured is left out. All but those of requests at once show the fewest requests that were
-measured, since more of them blur what a draft does. Where there are more arms than markers, figures keep the best depth
-of each draft and rule, and say so; the table has them all. An arm looks the same in all figures.
-"""
+A figure whose data was not measured is left out. All but those of requests at once show the fewest
+requests that were measured, since more of them blur what a draft does. Where there are more arms
+than markers, figures keep the best depth of each draft and rule, and say so; the table has them
+all. An arm looks the same in all figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ Series = Mapping[str, int | None]  # by which an arm is drawn; None is plain dec
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot with its title, what it says of its data, and itself in words for those who do not see it."""
+    """A plot with its title, what it says of its data, and itself in words for those who do not see
+    it."""
 
     title: str
     caption: str
@@ -72,7 +73,9 @@ def _figures(entries: Sequence[Entry], series: Series) -> Iterator[Figure | None
         here = [e for e in entries if e.requests == requests]
         yield _times_plain(here, series, condition("requests", requests) if len(levels) > 1 else "")
     yield _by_requests(entries, series, "Speed-up", "times_plain", "times plain decoding")
-    yield _by_requests(entries, series, "Speed", "tokens_per_second", "tokens/s, all requests together")
+    yield _by_requests(
+        entries, series, "Speed", "tokens_per_second", "tokens/s, all requests together"
+    )
     fewest = [e for e in entries if e.requests == levels[0]]
     yield _by_depth(fewest)
     arms = _few_arms(fewest)
@@ -82,7 +85,14 @@ def _figures(entries: Sequence[Entry], series: Series) -> Iterator[Figure | None
     for make in (_lengths, _levels, _step, _sources, _positions):
         yield make(arms if make is _step else drafts, series, note)
     yield _costs(arms, series, note, "Energy", "joules_per_token", "joules a token")
-    yield _costs(arms, series, note, "Cost", "cost_per_million", "a million tokens, in the currency of the price given")
+    yield _costs(
+        arms,
+        series,
+        note,
+        "Cost",
+        "cost_per_million",
+        "a million tokens, in the currency of the price given",
+    )
 
 
 def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
@@ -100,10 +110,16 @@ def _few_arms(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def _left_out(arms: Arms, entries: Sequence[Entry]) -> str:
-    return "Only the quickest; the table has all. " if len(arms) < len({e.arm for e in entries}) else ""
+    return (
+        "Only the quickest; the table has all. "
+        if len(arms) < len({e.arm for e in entries})
+        else ""
+    )
 
 
-def _figure(title: str, caption: str, svg: str, values: Sequence[tuple[float, str]], unit: str) -> Figure:
+def _figure(
+    title: str, caption: str, svg: str, values: Sequence[tuple[float, str]], unit: str
+) -> Figure:
     """A figure, in words too: from the least to the greatest of its (value, what has it)."""
     (least, low), (greatest, high) = min(values), max(values)
     words = f"{title}, {unit}: from {number(least)} ({low}) to {number(greatest)} ({high})"
@@ -123,18 +139,27 @@ def _times_plain(entries: Sequence[Entry], series: Series, note: str) -> Figure 
             times, interval = e["times_plain"], e["interval"]
             differs = e["same"] is False
             words = f"{times:.2f}" + (" \N{NOT EQUAL TO}" if differs else "")
-            rows.append(Row(e.arm, [times], words, series[e.arm], tuple(interval) if interval else None))
-    caption = _left_out(arms, entries) + "Lines are 95 % intervals; the dashed line is plain decoding."
+            rows.append(
+                Row(e.arm, [times], words, series[e.arm], tuple(interval) if interval else None)
+            )
+    caption = (
+        _left_out(arms, entries) + "Lines are 95 % intervals; the dashed line is plain decoding."
+    )
     if any(row.words.endswith("\N{NOT EQUAL TO}") for row in rows):
         caption += " \N{NOT EQUAL TO}: another text than plain decoding's."
     values = [(e["times_plain"], f"{e.arm}, {e.category}") for e in drafts]
     unit = "times plain decoding"
-    title = ("Speed-up by category" if len(categories) > 1 else "Speed-up") + (f", {note}" if note else "")
+    title = ("Speed-up by category" if len(categories) > 1 else "Speed-up") + (
+        f", {note}" if note else ""
+    )
     return _figure(title, caption, draw_rows(rows, unit, 1.0), values, unit)
 
 
-def _by_requests(entries: Sequence[Entry], series: Series, title: str, field: str, unit: str) -> Figure | None:
-    """A field against requests at once, averaged over the categories that an arm has at all of its numbers."""
+def _by_requests(
+    entries: Sequence[Entry], series: Series, title: str, field: str, unit: str
+) -> Figure | None:
+    """A field against requests at once, averaged over the categories that an arm has at all of its
+    numbers."""
     levels = sorted({e.requests for e in entries})
     arms = _few_arms(entries) if len(levels) > 1 else {}
     lines = []
@@ -150,11 +175,14 @@ def _by_requests(entries: Sequence[Entry], series: Series, title: str, field: st
         ]
         lines += [Line(arm, points, series[arm])] if points else []
     ticks = [(i, str(n)) for i, n in enumerate(levels)]
-    return _line_figure(f"{title} by requests at once", _averaged(entries), lines, "requests at once", unit, ticks)
+    return _line_figure(
+        f"{title} by requests at once", _averaged(entries), lines, "requests at once", unit, ticks
+    )
 
 
 def _by_depth(entries: Sequence[Entry]) -> Figure | None:
-    """Speed-up against the depth, for drafts of which three depths and more were measured; auto stands apart."""
+    """Speed-up against the depth, for drafts of which three depths and more were measured; auto
+    stands apart."""
     several_rules = len({e["rule"] for e in entries if not e.plain}) > 1
     found: dict[str, dict[Any, float]] = {}
     for standing in standings(entries):
@@ -162,14 +190,24 @@ def _by_depth(entries: Sequence[Entry]) -> Figure | None:
         found.setdefault(name, {})[standing.entries[0]["depth"]] = standing.times
     found = {name: times for name, times in found.items() if len(times) > 2}
     depths = unique(depth for times in found.values() for depth in times)
-    places = [*sorted(depth for depth in depths if depth != "auto"), *(["auto"] if "auto" in depths else [])]
+    places = [
+        *sorted(depth for depth in depths if depth != "auto"),
+        *(["auto"] if "auto" in depths else []),
+    ]
     lines = []
     for i, (name, times) in enumerate(list(found.items())[:MOST_ARMS]):
         points = [(places.index(depth), times[depth]) for depth in places if depth in times]
         joined = [point for point in points if places[point[0]] != "auto"]
         lines.append(Line(name, joined, i, points[len(joined) :]))
     ticks = [(i, str(depth)) for i, depth in enumerate(places)]
-    return _line_figure("Speed-up by depth", _averaged(entries), lines, "levels drafted", "times plain decoding", ticks)
+    return _line_figure(
+        "Speed-up by depth",
+        _averaged(entries),
+        lines,
+        "levels drafted",
+        "times plain decoding",
+        ticks,
+    )
 
 
 def _averaged(entries: Sequence[Entry]) -> str:
@@ -226,8 +264,14 @@ def _added(lists: Iterable[Sequence[int]]) -> list[int]:
 def _levels(arms: Arms, series: Series, note: str) -> Figure | None:
     lines = []
     for arm, mine in arms.items():
-        tried, accepted = (_added([pair[i] for pair in e["acceptance"]] for e in mine) for i in (0, 1))
-        points = [(i + 1, a / n) for i, (n, a) in enumerate(zip(tried, accepted, strict=True)) if n >= FEWEST_DRAFTS]
+        tried, accepted = (
+            _added([pair[i] for pair in e["acceptance"]] for e in mine) for i in (0, 1)
+        )
+        points = [
+            (i + 1, a / n)
+            for i, (n, a) in enumerate(zip(tried, accepted, strict=True))
+            if n >= FEWEST_DRAFTS
+        ]
         if points:
             lines.append(Line(arm, points[:MOST_LEVELS], series[arm]))
     caption = (
@@ -235,7 +279,12 @@ def _levels(arms: Arms, series: Series, note: str) -> Figure | None:
         f" {FEWEST_DRAFTS} drafts are left out."
     )
     return _line_figure(
-        "Acceptance by level", caption, lines, "level of the draft", "share of drafts accepted", top=1.0
+        "Acceptance by level",
+        caption,
+        lines,
+        "level of the draft",
+        "share of drafts accepted",
+        top=1.0,
     )
 
 
@@ -247,7 +296,9 @@ def _positions(arms: Arms, series: Series, note: str) -> Figure | None:
             total = sums.setdefault(start, [0.0, 0.0])
             total[0] += passes
             total[1] += tokens
-        points = [(start, tokens / passes) for start, (passes, tokens) in sorted(sums.items()) if passes]
+        points = [
+            (start, tokens / passes) for start, (passes, tokens) in sorted(sums.items()) if passes
+        ]
         if points:
             lines.append(Line(arm, points, series[arm]))
     starts = sorted({x for line in lines for x, _ in line.points})
@@ -267,7 +318,9 @@ def _step(arms: Arms, series: Series, note: str) -> Figure | None:
         return None
     caption = f"{note}Drafting, the target's pass with its verification, and the rest: medians."
     values = [(sum(bar.values), bar.name) for bar in bars]
-    return _figure("Time of a step", caption, draw_bars(bars, "ms a step", PARTS), values, "ms a step")
+    return _figure(
+        "Time of a step", caption, draw_bars(bars, "ms a step", PARTS), values, "ms a step"
+    )
 
 
 def _sources(arms: Arms, series: Series, note: str) -> Figure | None:
@@ -301,7 +354,9 @@ def _count(value: int) -> str:
     return str(value)
 
 
-def _costs(arms: Arms, series: Series, note: str, title: str, field: str, unit: str) -> Figure | None:
+def _costs(
+    arms: Arms, series: Series, note: str, title: str, field: str, unit: str
+) -> Figure | None:
     bars = []
     for arm, mine in arms.items():
         known = [e[field] for e in mine if e[field] is not None]
@@ -312,4 +367,6 @@ def _costs(arms: Arms, series: Series, note: str, title: str, field: str, unit: 
         return None
     several = any(len(mine) > 1 for mine in arms.values())
     caption = note + ("Mean over categories." if several else "")
-    return _figure(title, caption, draw_bars(bars, unit), [(b.values[0], b.name) for b in bars], unit)
+    return _figure(
+        title, caption, draw_bars(bars, unit), [(b.values[0], b.name) for b in bars], unit
+    )

@@ -1,15 +1,17 @@
 """Reports on disk: their shape, and JSON lines of them.
 
-A report of decoding is what `as_dict()` of a measurement gives: fields of the run (`RUN`), "results" and "limits". On
-disk every result is one line that repeats the fields of its run and the limits of its weights, so that files of several
-runs can be put one after the other. `read_lines` gives one report again. Where runs differ, the fields of the first
-stand above all results, and the results and limits of the others carry those of their own that differ.
+A report of decoding is what `as_dict()` of a measurement gives: fields of the run (`RUN`),
+"results" and "limits". On disk every result is one line that repeats the fields of its run and the
+limits of its weights, so that files of several runs can be put one after the other. `read_lines`
+gives one report again. Where runs differ, the fields of the first stand above all results, and the
+results and limits of the others carry those of their own that differ.
 
-What `forerun bench serve` measured is of another kind: clients measured it, so it has latencies, and nothing of
-weights, categories or the machine that answered. A line of it is a result with the fields of its run, on disk and off.
+What `forerun bench serve` measured is of another kind: clients measured it, so it has latencies,
+and nothing of weights, categories or the machine that answered. A line of it is a result with the
+fields of its run, on disk and off.
 
-What holds: nobody gets a report from here that has not been checked, and one of decoding is checked before it is
-written; a file that is there already is replaced whole or stays as it was.
+What holds: nobody gets a report from here that has not been checked, and one of decoding is checked
+before it is written; a file that is there already is replaced whole or stays as it was.
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ForerunError
-from forerun.jsonl import json_line
-from forerun.texts import UnreadableError, text_of
-from forerun.whole import write_whole
+from forerun.utils import UnreadableError, json_line, text_of, write_atomic
 
 SERVE = "serve"
 PERCENTILES = ("p50", "p95", "p99")
@@ -56,18 +56,25 @@ def _or_null(check: Check) -> Check:
 def _list_of(check: Check, length: int | None = None) -> Check:
     """A list (of exactly `length`, if given) whose items pass."""
     return lambda value: (
-        isinstance(value, list | tuple) and length in (None, len(value)) and all(check(item) for item in value)
+        isinstance(value, list | tuple)
+        and length in (None, len(value))
+        and all(check(item) for item in value)
     )
 
 
 def _object_of(check: Check) -> Check:
     """An object whose values pass."""
-    return lambda value: isinstance(value, Mapping) and all(_text(name) and check(item) for name, item in value.items())
+    return lambda value: (
+        isinstance(value, Mapping)
+        and all(_text(name) and check(item) for name, item in value.items())
+    )
 
 
 def _latencies(value: Any) -> bool:
     """Milliseconds at each percentile, or nothing where no answer had any."""
-    return value == {} or (isinstance(value, Mapping) and all(_number(value.get(name)) for name in PERCENTILES))
+    return value == {} or (
+        isinstance(value, Mapping) and all(_number(value.get(name)) for name in PERCENTILES)
+    )
 
 
 # Null stands for what was not measured.
@@ -93,7 +100,10 @@ RUN: dict[str, Kind] = {
 RESULT: dict[str, Kind] = {
     "quantization": TEXT,
     "draft": TEXT,
-    "depth": ('a whole number from 0 up, or "auto"', lambda value: value == "auto" or _whole(value)),
+    "depth": (
+        'a whole number from 0 up, or "auto"',
+        lambda value: value == "auto" or _whole(value),
+    ),
     "rule": TEXT,
     "category": TEXT,
     "temperature": NUMBER,
@@ -133,7 +143,10 @@ SERVED: dict[str, Kind] = {
     "prompts": WHOLE,
     "stopped": TEXT_OR_NULL,
     "draft": TEXT_OR_NULL,
-    "depth": ('a whole number from 0 up, "auto" or null', lambda value: value in (None, "auto") or _whole(value)),
+    "depth": (
+        'a whole number from 0 up, "auto" or null',
+        lambda value: value in (None, "auto") or _whole(value),
+    ),
     "requests": WHOLE,
     "tokens_per_second": NUMBER,
     "times_plain": NUMBER_OR_NULL,
@@ -152,23 +165,29 @@ SERVED: dict[str, Kind] = {
 
 
 def check_report(report: Any) -> None:
-    """Raise ForerunError if this is no report, with the first field that is missing or not what it has to be.
+    """Raise ForerunError if this is no report, with the first field that is missing or not what it
+    has to be.
 
     Fields that are not known here are let through: they are not this version's to judge.
     """
     _check_fields(report, RUN, "the report")
     for name, fields in (("results", RESULT), ("limits", LIMIT)):
         if not isinstance(report.get(name), list | tuple):
-            raise ForerunError(f"the report has no list of {name}: give what a measurement's as_dict() returns")
+            raise ForerunError(
+                f"the report has no list of {name}: give what a measurement's as_dict() returns"
+            )
         for i, item in enumerate(report[name]):
             _check_fields(item, fields, f"{name[:-1]} {i + 1} of the report")
-            _check_fields(item, {key: RUN[key] for key in RUN if key in item}, f"{name[:-1]} {i + 1}")
+            _check_fields(
+                item, {key: RUN[key] for key in RUN if key in item}, f"{name[:-1]} {i + 1}"
+            )
     if not report["results"]:
         raise ForerunError("the report has no results: there is nothing to write")
 
 
 def _check_fields(item: Any, fields: Mapping[str, Kind], where: str) -> None:
-    """Raise ForerunError, which begins with `where`, unless it is an object that has all fields as they have to be."""
+    """Raise ForerunError, which begins with `where`, unless it is an object that has all fields as
+    they have to be."""
     if not isinstance(item, Mapping):
         raise ForerunError(f"{where} is no object, but {_start_of(item)}")
     for name, (kind, check) in fields.items():
@@ -196,13 +215,15 @@ def write_lines(path: Path, report: Mapping[str, Any]) -> None:
     lines = []
     for result in report["results"]:
         own = [limit for limit in report["limits"] if _belong(run, result, limit)]
-        limits = [{name: value for name, value in limit.items() if name not in RUN} for limit in own]
+        limits = [
+            {name: value for name, value in limit.items() if name not in RUN} for limit in own
+        ]
         lines.append({**run, **result, "limits": limits})
     return _write(path, lines)
 
 
 def _write(path: Path, lines: Sequence[Line]) -> None:
-    write_whole(path, "".join(f"{json_line(line, ascii_only=True)}\n" for line in lines))
+    write_atomic(path, "".join(f"{json_line(line, ascii_only=True)}\n" for line in lines))
 
 
 def _belong(run: Mapping[str, Any], result: Mapping[str, Any], limit: Mapping[str, Any]) -> bool:
@@ -218,10 +239,12 @@ def served_lines(report: Mapping[str, Any]) -> list[Line]:
 
 
 def read_lines(paths: Sequence[Path]) -> dict[str, Any]:
-    """One report of all results in files that `write_lines` wrote; lines that are there twice count once.
+    """One report of all results in files that `write_lines` wrote; lines that are there twice count
+    once.
 
     Raises:
-        ForerunError: a file that cannot be read, or, with its file and number, a line that is none of ours.
+        ForerunError: a file that cannot be read, or, with its file and number, a line that is none
+            of ours.
     """
     run: dict[str, Any] = {}
     results: dict[str, dict[str, Any]] = {}
@@ -235,21 +258,27 @@ def read_lines(paths: Sequence[Path]) -> dict[str, Any]:
         own = {name: line[name] for name in RUN}
         run = run or own
         differing = {name: value for name, value in own.items() if value != run[name]}
-        result = {name: value for name, value in line.items() if name not in RUN and name != "limits"}
+        result = {
+            name: value for name, value in line.items() if name not in RUN and name != "limits"
+        }
         results.setdefault(json.dumps([own, result], sort_keys=True), result | differing)
         for limit in one["limits"]:
             limits.setdefault(json.dumps([own, limit], sort_keys=True), differing | limit)
     if not run:
         names = ", ".join(str(path) for path in paths) or "no file"
-        raise ForerunError(f"there are no results in {names}: give files of JSON lines that forerun bench wrote")
+        raise ForerunError(
+            f"there are no results in {names}: give files of JSON lines that forerun bench wrote"
+        )
     return {**run, "results": list(results.values()), "limits": list(limits.values())}
 
 
 def read_served(paths: Sequence[Path]) -> list[Line]:
-    """The results of servers in files that `write_lines` wrote, each once; none where all lines are of decoding.
+    """The results of servers in files that `write_lines` wrote, each once; none where all lines are
+    of decoding.
 
     Raises:
-        ForerunError: a file that cannot be read, a line that is none of ours, or both kinds in one call.
+        ForerunError: a file that cannot be read, a line that is none of ours, or both kinds in one
+            call.
     """
     found: dict[str, Line] = {}
     other = ""
@@ -260,7 +289,9 @@ def read_served(paths: Sequence[Path]) -> list[Line]:
         else:
             other = other or where
     if found and other:
-        raise ForerunError(f"{other} is not of a server, as others are: a page shows one or the other, so make two")
+        raise ForerunError(
+            f"{other} is not of a server, as others are: a page shows one or the other, so make two"
+        )
     return list(found.values())
 
 
@@ -270,7 +301,9 @@ def _objects_of(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             lines = text_of(path, largest=None).split("\n")
         except UnreadableError as error:
-            wrong = f"{path}, line {error.line} is not JSON" if error.line else f"{path} cannot be read"
+            wrong = (
+                f"{path}, line {error.line} is not JSON" if error.line else f"{path} cannot be read"
+            )
             raise ForerunError(f"{wrong}: {error}") from None
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -279,7 +312,9 @@ def _objects_of(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ForerunError(f"{where} is not JSON ({error}): give JSON lines that forerun bench wrote") from None
+                raise ForerunError(
+                    f"{where} is not JSON ({error}): give JSON lines that forerun bench wrote"
+                ) from None
             if not isinstance(item, dict):
                 raise ForerunError(f"{where} is no result of a measurement, but {_start_of(item)}")
             yield where, item

@@ -1,8 +1,8 @@
 """One page of HTML from a report: a sentence, the machine, a table of everything, figures, limits.
 
-The page stands alone: it asks the network for nothing and forbids itself to, can be read without its script (which
-sorts the table) and printed. Names are text: the template escapes all that is not a figure.
-"""
+The page stands alone: it asks the network for nothing and forbids itself to, can be read without
+its script (which sorts the table) and printed. Names are text: the template escapes all that is not
+a figure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from forerun.bench.report.summary import (
     unique,
     verdict,
 )
-from forerun.whole import write_whole
+from forerun.utils import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,19 @@ FOOTER = (
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a report, as `as_dict()` of a measurement or `lines.read_lines` gives it, as one HTML file.
+    """Write a report, as `as_dict()` of a measurement or `lines.read_lines` gives it, as one HTML
+    file.
 
     Raises:
         ForerunError: it is no report, the file cannot be written, or matplotlib is not installed.
     """
     check_report(data)
-    write_whole(path, render(data))
+    write_atomic(path, render(data))
 
 
 def render(data: Mapping[str, Any], title: str | None = None) -> str:
-    """The page of a checked report; without a title, it is called by the model and what was measured. The same report
-    gives the same page."""
+    """The page of a checked report; without a title, it is called by the model and what was
+    measured. The same report gives the same page."""
     entries = entries_of(data)
     return fill(
         title=shown(title or f"{data['kind']}: {data['model']}"),
@@ -124,10 +125,16 @@ def fill(**values: Any) -> str:
     """The template with what it asks for."""
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["digest"] = _digest
-    template = environment.from_string((files("forerun.bench.report") / "page.html").read_text(encoding="utf-8"))
-    return template.render({"best": [], "sections": [], "limits": []} | values)  # not all pages have these
+    template = environment.from_string(
+        (files("forerun.bench.report") / "page.html").read_text(encoding="utf-8")
+    )
+    return template.render(
+        {"best": [], "sections": [], "limits": []} | values
+    )  # not all pages have these
 
 
 def _digest(script: str) -> str:
@@ -144,7 +151,10 @@ def facts_of(data: Mapping[str, Any], entries: Sequence[Entry]) -> list[tuple[st
     facts = [
         ("model", _values(rows, "model")),
         *((shown(name), _values(machines, name)) for name in data["machine"]),
-        ("measured", f"{tokens} tokens a prompt, medians of {repeats} round{'s' * (repeats != '1')}"),
+        (
+            "measured",
+            f"{tokens} tokens a prompt, medians of {repeats} round{'s' * (repeats != '1')}",
+        ),
         ("weights", _values(rows, "quantization")),
         ("depth", _values(speculative, "depth")),
         ("rule", _values(speculative, "rule")),
@@ -162,25 +172,36 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def best_of(entries: Sequence[Entry]) -> list[tuple[str, list[tuple[str, str, str, bool]]]]:
-    """Tables of the quickest arm by category and by setting: (name, [(of what, arm, times plain, same text)])."""
+    """Tables of the quickest arm by category and by setting: (name, [(of what, arm, times plain,
+    same text)])."""
     ranked = standings(entries)
     if not ranked:
         return []
     first = ranked[0].entries[0]
-    here = [e for e in entries if (e.conditions, e.requests) == (first.conditions, first.requests) and not e.plain]
+    here = [
+        e
+        for e in entries
+        if (e.conditions, e.requests) == (first.conditions, first.requests) and not e.plain
+    ]
     where = place_of(first, entries)
     categories = unique(e.category for e in here)
     tables = []
     if len(categories) > 1:
-        rows = [(name, standings([e for e in here if e.category == name])[0]) for name in categories]
+        rows = [
+            (name, standings([e for e in here if e.category == name])[0]) for name in categories
+        ]
         name = "Quickest draft by category" + (f", {where}" if where else "")
         tables.append((name, [_best_row(category, best) for category, best in rows]))
     settings: dict[str, Standing] = {}
     for standing in ranked:
         settings.setdefault(place_of(standing.entries[0], entries), standing)
     if len(settings) > 1:
-        order = [place for place in unique(place_of(e, entries) for e in entries) if place in settings]
-        tables.append(("Quickest draft by setting", [_best_row(place, settings[place]) for place in order]))
+        order = [
+            place for place in unique(place_of(e, entries) for e in entries) if place in settings
+        ]
+        tables.append(
+            ("Quickest draft by setting", [_best_row(place, settings[place]) for place in order])
+        )
     return tables
 
 
@@ -192,8 +213,9 @@ def _best_row(name: str, best: Standing) -> tuple[str, str, str, bool]:
 def table_of(
     entries: Sequence[Any], conditions: Sequence[Column], measured: Sequence[Column], always: str
 ) -> tuple[list[Column], list[list[tuple[str, str, str]]]]:
-    """The columns that say something, and a row for each result: conditions where they differ, and the one that is
-    shown always; figures where they are known. A cell is what it shows, what it is sorted by, and its class."""
+    """The columns that say something, and a row for each result: conditions where they differ, and
+    the one that is shown always; figures where they are known. A cell is what it shows, what it is
+    sorted by, and its class."""
 
     def values(column: Column) -> set[str]:
         return {shown(value) for value in map(column.value, entries) if value is not None}
@@ -208,7 +230,11 @@ def _cell(column: Column, entry: Any) -> tuple[str, str, str]:
     if value is None:
         return NOTHING, "", kind
     first = value[0] if isinstance(value, list | tuple) else value
-    return column.text(value), shown(first), kind or ("warns" if shown(value).startswith("DIFFERENT") else "")
+    return (
+        column.text(value),
+        shown(first),
+        kind or ("warns" if shown(value).startswith("DIFFERENT") else ""),
+    )
 
 
 def limits_of(limits: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str]]:

@@ -1,4 +1,5 @@
-"""A page of what `forerun bench serve` measured: latency and throughput by requests at once and by draft.
+"""A page of what `forerun bench serve` measured: latency and throughput by requests at once and by
+draft.
 
 The same page as for decoding (`page`), with a table of its own; there are no figures.
 """
@@ -11,8 +12,18 @@ from typing import Any
 
 from forerun.bench.report.lines import PERCENTILES, Line
 from forerun.bench.report.page import SPEEDS, Column, fill, numbers, table_of
-from forerun.bench.report.summary import PLAIN, PLAIN_NAME, TEXTS, claimed, condition, number, same_text, shown, unique
-from forerun.whole import write_whole
+from forerun.bench.report.summary import (
+    PLAIN,
+    PLAIN_NAME,
+    TEXTS,
+    claimed,
+    condition,
+    number,
+    same_text,
+    shown,
+    unique,
+)
+from forerun.utils import write_atomic
 
 FOOTER = (
     "As a client sees it: speeds are medians of the rounds, of all requests together and with the reading of prompts;"
@@ -23,7 +34,9 @@ FOOTER = (
 
 
 def _latency(name: str, field: str, percentile: str) -> Column:
-    return Column(f"{name} ms, {percentile}", lambda line: line[field].get(percentile), number, numeric=True)
+    return Column(
+        f"{name} ms, {percentile}", lambda line: line[field].get(percentile), number, numeric=True
+    )
 
 
 def _failed(line: Line) -> int | None:
@@ -65,7 +78,7 @@ MEASURED = (
 
 def write_served_page(path: Path, lines: Sequence[Line]) -> None:
     """Write lines of `lines.read_served`, at least one, as one HTML file. Raises ForerunError."""
-    write_whole(path, render(lines))
+    write_atomic(path, render(lines))
 
 
 def render(lines: Sequence[Line]) -> str:
@@ -81,11 +94,22 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def headline(lines: Sequence[Line]) -> tuple[str, str]:
-    """The quickest draft beside plain decoding, or the most tokens a second; and how soon its tokens came."""
-    drafts = [line for line in lines if line["draft"] not in (None, PLAIN) and line["times_plain"] is not None]
-    best = max(drafts or lines, key=lambda line: line["times_plain"] if drafts else line["tokens_per_second"])
+    """The quickest draft beside plain decoding, or the most tokens a second; and how soon its
+    tokens came."""
+    drafts = [
+        line
+        for line in lines
+        if line["draft"] not in (None, PLAIN) and line["times_plain"] is not None
+    ]
+    best = max(
+        drafts or lines,
+        key=lambda line: line["times_plain"] if drafts else line["tokens_per_second"],
+    )
     terms = [condition("requests", best["requests"])]
-    for what, field in (("{} ms to the first token", "first_token_ms"), ("{} ms between tokens", "inter_token_ms")):
+    for what, field in (
+        ("{} ms to the first token", "first_token_ms"),
+        ("{} ms between tokens", "inter_token_ms"),
+    ):
         terms += [what.format(number(best[field]["p50"]))] if best[field] else []
     if not drafts:
         return f"{number(best['tokens_per_second'])} tokens/s", ", ".join(terms)
@@ -98,8 +122,15 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     """Whether all was answered with plain decoding's text, and that in a sentence."""
     compared = [line for line in lines if line["draft"] != PLAIN and line["same"] is not None]
     differing = [line for line in compared if not line["same"]]
-    failed, ended = sum(_failed(line) or 0 for line in lines), unique(line["stopped"] for line in lines)
-    troubles = [f"{len(differing)} of {len(compared)} results gave another text than {PLAIN_NAME}"] if differing else []
+    failed, ended = (
+        sum(_failed(line) or 0 for line in lines),
+        unique(line["stopped"] for line in lines),
+    )
+    troubles = (
+        [f"{len(differing)} of {len(compared)} results gave another text than {PLAIN_NAME}"]
+        if differing
+        else []
+    )
     troubles += [f"{failed} requests failed"] if failed else []
     troubles += [f"ended early: {shown(reason)}" for reason in ended if reason]
     if troubles:

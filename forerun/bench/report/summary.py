@@ -1,9 +1,10 @@
-"""A report's results as a reader asks for them: named by what differs, grouped, the best first, said in a sentence.
+"""A report's results as a reader asks for them: named by what differs, grouped, the best first,
+said in a sentence.
 
-An arm is a way to decode: draft, depth, rule. A setting is all that arms are compared within: weights, temperature and
-requests at once, and the model, machine and length where files of several runs came together. Names mention what
-differs within the report and nothing else. Speed-ups are only ever averaged over categories, within one setting, and
-geometrically, as ratios are.
+An arm is a way to decode: draft, depth, rule. A setting is all that arms are compared within:
+weights, temperature and requests at once, and the model, machine and length where files of several
+runs came together. Names mention what differs within the report and nothing else. Speed-ups are
+only ever averaged over categories, within one setting, and geometrically, as ratios are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from forerun.bench.report.lines import RUN
 
 PLAIN = "off"
 PLAIN_NAME = "plain decoding"
-SETTING = ("model", "tokens", "quantization", "temperature")  # and the machine, and requests at once
+SETTING = (
+    "model",
+    "tokens",
+    "quantization",
+    "temperature",
+)  # and the machine, and requests at once
 NOTHING = "\N{EN DASH}"
 SAME, UNCOMPARED, PARTLY_SAME = "same", "not compared", "same where compared"
 TEXTS = {
@@ -34,7 +40,8 @@ class Entry:
 
     Attributes:
         arm: draft, and depth and rule where these differ; `PLAIN_NAME` for plain decoding.
-        conditions: the setting without requests, such as "int8 weights, temperature 0"; empty if there is but one.
+        conditions: the setting without requests, such as "int8 weights, temperature 0"; empty if
+            there is but one.
         requests: at once.
         category: of the prompts.
         machine: what of it differs from others of the report, in words.
@@ -65,7 +72,8 @@ class Standing:
     Attributes:
         entries: a result for each category, more where it was measured more than once.
         times: plain decoding, the geometric mean of the entries.
-        interval: the 95 % one of a single entry; of several, the least and the greatest; None if unknown.
+        interval: the 95 % one of a single entry; of several, the least and the greatest; None if
+            unknown.
     """
 
     entries: Sequence[Entry]
@@ -81,10 +89,16 @@ def entries_of(report: Mapping[str, Any]) -> list[Entry]:
     arm_fields = [name for name in ("depth", "rule") if _differs(speculative, name)]
     fields = [name for name in SETTING if _differs(rows, name)]
     machines = [row["machine"] for row in rows]
-    parts = [name for name in unique(name for machine in machines for name in machine) if _differs(machines, name)]
+    parts = [
+        name
+        for name in unique(name for machine in machines for name in machine)
+        if _differs(machines, name)
+    ]
     entries = []
     for row in rows:
-        machine = ", ".join(f"{shown(name)} {shown(row['machine'].get(name, NOTHING))}" for name in parts)
+        machine = ", ".join(
+            f"{shown(name)} {shown(row['machine'].get(name, NOTHING))}" for name in parts
+        )
         conditions = (machine, *(condition(name, row[name]) for name in fields))
         entries.append(
             Entry(
@@ -122,12 +136,14 @@ def condition(name: str, value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Any text as one that can be shown: what is no printable character (control, order of writing) is replaced."""
+    """Any text as one that can be shown: what is no printable character (control, order of writing)
+    is replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
 
 
 def shorten(name: str, length: int = LONGEST_NAME) -> str:
-    """A name of at most `length` characters; a long one loses some before its end, where paths and depths differ."""
+    """A name of at most `length` characters; a long one loses some before its end, where paths and
+    depths differ."""
     if len(name) <= length:
         return name
     end = (length - 1) * 2 // 3
@@ -165,8 +181,8 @@ def mean_ratio(values: Sequence[float]) -> float:
 def standings(entries: Sequence[Entry]) -> list[Standing]:
     """Every arm but plain decoding in every setting, the quickest first.
 
-    An arm that lacks a category that another of its setting has is left out: its mean would be of something else.
-    """
+    An arm that lacks a category that another of its setting has is left out: its mean would be of
+    something else."""
     found = []
     for place in unique((e.conditions, e.requests) for e in entries):
         here = [e for e in entries if (e.conditions, e.requests) == place and not e.plain]
@@ -186,7 +202,8 @@ def _standing(entries: Sequence[Entry]) -> Standing:
 
 
 def same_text(rows: Sequence[Any]) -> str:
-    """Whether outputs were plain decoding's: `SAME`, `PARTLY_SAME`, `UNCOMPARED`, or "DIFFERENT ..." if one was not.
+    """Whether outputs were plain decoding's: `SAME`, `PARTLY_SAME`, `UNCOMPARED`, or "DIFFERENT
+    ..." if one was not.
 
     Texts are not compared where a rule promises the same distribution rather than the same tokens.
     """
@@ -199,7 +216,8 @@ def same_text(rows: Sequence[Any]) -> str:
 
 
 def headline(entries: Sequence[Entry]) -> tuple[str, str]:
-    """The report in a sentence, its claim and its terms: the quickest arm; how sure that is, where, and the text."""
+    """The report in a sentence, its claim and its terms: the quickest arm; how sure that is, where,
+    and the text."""
     ranked = standings(entries)
     if not ranked:
         speed = max(entry["tokens_per_second"] for entry in entries)
@@ -222,7 +240,8 @@ def headline(entries: Sequence[Entry]) -> tuple[str, str]:
 def claimed(
     draft: str, times: float, interval: Sequence[float] | None, terms: Sequence[str]
 ) -> tuple[str, str]:  # fmt: skip
-    """What is claimed of the quickest draft and its terms, or that none is quicker than plain decoding."""
+    """What is claimed of the quickest draft and its terms, or that none is quicker than plain
+    decoding."""
     claim = f"{shorten(draft)}: {times:.2f} times {PLAIN_NAME}{in_brackets(interval)}"
     if times < 1:
         return f"No draft is quicker than {PLAIN_NAME}", ", ".join([f"the best is {claim}", *terms])

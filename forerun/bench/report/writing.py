@@ -1,4 +1,5 @@
-"""Where a report goes besides the terminal: a page, or lines of JSON, by the ending of the file's name."""
+"""Where a report goes besides the terminal: a page, or lines of JSON, by the ending of the file's
+name."""
 
 from __future__ import annotations
 
@@ -18,9 +19,13 @@ def check_out(paths: Sequence[Path]) -> None:
     """Raise ConfigError now for what could not be written after an hour of measuring."""
     for path in paths:
         if path.suffix not in ENDINGS:
-            raise ConfigError(f"--out {path} is neither a page nor lines: end it in {' or '.join(ENDINGS)}")
+            raise ConfigError(
+                f"--out {path} is neither a page nor lines: end it in {' or '.join(ENDINGS)}"
+            )
         if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ConfigError(f"--out {path} cannot be written: it is a directory, or there is none to hold it")
+            raise ConfigError(
+                f"--out {path} cannot be written: it is a directory, or there is none to hold it"
+            )
 
 
 def write_out(paths: Sequence[Path], data: dict[str, Any]) -> None:

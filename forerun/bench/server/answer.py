@@ -1,4 +1,5 @@
-"""A streamed answer of OpenAI's API as far as it has come, in the shapes that servers use. Nothing of HTTP here."""
+"""A streamed answer of OpenAI's API as far as it has come, in the shapes that servers use. Nothing
+of HTTP here."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ LONGEST_LINE = 300  # characters of a message that a server wrote
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """What a server says of its speculation: tokens drafted and accepted, target passes and the tokens they gave.
+    """What a server says of its speculation: tokens drafted and accepted, target passes and the
+    tokens they gave.
 
-    Passes are all that produced tokens where a server counts those, and otherwise only those that verified a draft.
-    """
+    Passes are all that produced tokens where a server counts those, and otherwise only those that
+    verified a draft."""
 
     drafted: int
     accepted: int
@@ -25,10 +27,14 @@ class Speculated:
     emitted: int
 
     def __add__(self, other: Speculated) -> Speculated:
-        return Speculated(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Speculated(
+            *(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
     def __sub__(self, other: Speculated) -> Speculated:
-        return Speculated(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Speculated(
+            *(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
 @dataclass(slots=True)
@@ -41,7 +47,8 @@ class Answer:
         chunks: (when, tokens) of every piece of text; one token where the server does not say.
         text, token_ids: what was said; ids only from servers that give them.
         counted: completion tokens by the server's usage; None where it gives none.
-        prompt_tokens, cached_tokens: of the prompt, and those found in the server's cache, by its usage; None likewise.
+        prompt_tokens, cached_tokens: of the prompt, and those found in the server's cache, by its
+            usage; None likewise.
         speculated: by the server's statistics; None where it gives none.
         finished: whether it came to its end.
         error: why not, in one line.
@@ -71,11 +78,13 @@ class Answer:
 
     @property
     def scale(self) -> float:
-        """Tokens of the answer for each token of its chunks: 1 where the server says which tokens a chunk has."""
+        """Tokens of the answer for each token of its chunks: 1 where the server says which tokens a
+        chunk has."""
         return self.tokens / self.seen if self.seen else 1.0
 
     def add(self, data: str) -> None:
-        """Take in one event of the stream. Raises ForerunError for an error, and for what is no chunk."""
+        """Take in one event of the stream. Raises ForerunError for an error, and for what is no
+        chunk."""
         try:
             chunk = json.loads(data)
             if chunk.get("error"):
@@ -98,7 +107,10 @@ class Answer:
     def _say(self, choice: dict[str, Any]) -> None:
         """Text, reasoning and token ids of one choice."""
         delta = _object(choice, "delta")
-        pieces = (choice.get("text"), *(delta.get(name) for name in ("content", "reasoning", "reasoning_content")))
+        pieces = (
+            choice.get("text"),
+            *(delta.get(name) for name in ("content", "reasoning", "reasoning_content")),
+        )
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         ids = choice.get("token_ids")
         ids = ids if isinstance(ids, list) and all(type(token) is int for token in ids) else None
@@ -109,7 +121,8 @@ class Answer:
 
 
 def speculated(chunk: dict[str, Any]) -> Speculated | None:
-    """Statistics of speculation beside an answer, in the shapes of forerun, vLLM and llama.cpp; None without any."""
+    """Statistics of speculation beside an answer, in the shapes of forerun, vLLM and llama.cpp;
+    None without any."""
     metrics, timings = _object(chunk, "metrics"), _object(chunk, "timings")
     own, theirs = _object(metrics, "forerun"), _object(metrics, "speculative_decoding")
     if own:
@@ -118,9 +131,15 @@ def speculated(chunk: dict[str, Any]) -> Speculated | None:
     if theirs:
         counts = _counts(theirs, "num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
         # a pass gives one token of its own
-        return Speculated(counts[0], counts[1], counts[2], counts[1] + counts[2]) if counts else None
+        return (
+            Speculated(counts[0], counts[1], counts[2], counts[1] + counts[2]) if counts else None
+        )
     counts = _counts(timings, "draft_n", "draft_n_accepted", "predicted_n")
-    return Speculated(counts[0], counts[1], max(counts[2] - counts[1], 0), counts[2]) if counts else None
+    return (
+        Speculated(counts[0], counts[1], max(counts[2] - counts[1], 0), counts[2])
+        if counts
+        else None
+    )
 
 
 def _counts(values: dict[str, Any], *names: str) -> list[int] | None:

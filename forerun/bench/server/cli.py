@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.config import parse_depth
-from forerun.drafts import drafts_in
+from forerun.draft_spec import drafts_in
 from forerun.errors import ConfigError, ForerunError, Interrupted
 from forerun.measure.lists import listed, whole
 
@@ -19,25 +19,43 @@ if TYPE_CHECKING:
     from forerun.bench.server.result import Result
 
 PASSAGE = 400  # characters of a prompt where there is no file of them: some 130 tokens
-PASSAGES = 1024  # more than most measurements use: a server that has seen a prompt before answers it sooner
+# more than most measurements use: a server that has seen a prompt before answers it sooner
+PASSAGES = 1024
 COMPARED = ("draft", "times plain (95 %)", "text")  # columns of drafts beside plain decoding
 
 
 def serve(
-    url: Annotated[str, typer.Argument(help="A running server of OpenAI's API, such as http://127.0.0.1:8000.")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Its name there, if it has several.")] = None,
-    requests: Annotated[str, typer.Option(help="Numbers of requests at once, by commas.")] = "1,4,16",
+    url: Annotated[
+        str, typer.Argument(help="A running server of OpenAI's API, such as http://127.0.0.1:8000.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Its name there, if it has several.")
+    ] = None,
+    requests: Annotated[
+        str, typer.Option(help="Numbers of requests at once, by commas.")
+    ] = "1,4,16",
     drafts: Annotated[
         str | None,
-        typer.Option(help="Drafts to compare with plain decoding, by commas: forerun's server, which takes them."),
+        typer.Option(
+            help="Drafts to compare with plain decoding, by commas: forerun's server, which takes them."
+        ),
     ] = None,
-    depth: Annotated[str | None, typer.Option(help="Of these drafts: a number or auto; the server's own.")] = None,
+    depth: Annotated[
+        str | None, typer.Option(help="Of these drafts: a number or auto; the server's own.")
+    ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of all requests.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="Of all requests.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the first request, and which prompt it has.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="Rounds; each runs everything once, on the next prompts.")
+    ] = 3,
     seconds: Annotated[
-        float | None, typer.Option(help="How long a run sends requests; 3 a client without it.", show_default=False)
+        float | None,
+        typer.Option(
+            help="How long a run sends requests; 3 a client without it.", show_default=False
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -45,17 +63,25 @@ def serve(
     ] = None,
     category: Annotated[
         str | None,
-        typer.Option(help="Categories of the file's tasks, or of our own where there is no file, by commas."),
+        typer.Option(
+            help="Categories of the file's tasks, or of our own where there is no file, by commas."
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask by /v1/chat/completions.")] = False,
-    api_key_env: Annotated[str | None, typer.Option(help="The environment variable that holds the API key.")] = None,
-    timeout: Annotated[float, typer.Option(help="Most seconds to wait for the next piece of an answer.")] = 60.0,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable that holds the API key.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Most seconds to wait for the next piece of an answer.")
+    ] = 60.0,
     out: Annotated[
-        list[Path] | None, typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Also write a page (.html) or lines of JSON (.jsonl); may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time a running server under load: tokens a second, first token, between tokens, what its drafts are worth."""
+    """Time a running server under load: tokens a second, first token, between tokens, what its
+    drafts are worth."""
     counts = [whole(count, "requests") for count in listed(requests)]
     key = _key(api_key_env) if api_key_env is not None else None
     from forerun.bench.report.writing import check_out, write_out
@@ -66,8 +92,8 @@ def serve(
     except ImportError as error:
         raise ForerunError(f"this needs {error.name}: pip install 'forerun[bench]'") from None
     from forerun.bench.server.load import INTERRUPTED, Plan, measure_serving
+    from forerun.cli.progress import progress
     from forerun.measure.tables import print_json
-    from forerun.progress import progress
 
     plan = Plan(
         endpoint=Endpoint(url, model, chat, key, timeout),
@@ -118,7 +144,9 @@ def _show(report: ServeReport) -> None:
     print_columns([_row(result) for result in report.results])
     for result in report.results:
         for error, count in result.errors.items():
-            print(f"{result.draft or 'requests'}, {result.requests} at once: {count} failed: {error}")
+            print(
+                f"{result.draft or 'requests'}, {result.requests} at once: {count} failed: {error}"
+            )
     print(_footer(report))
 
 
@@ -130,7 +158,9 @@ def _row(r: Result) -> dict[str, str]:
 
     times = "-" if r.times_plain is None else f"{r.times_plain:.2f}"
     times += f" ({r.interval[0]:.2f} to {r.interval[1]:.2f})" if r.interval else ""
-    text = {True: "same", None: "not compared"}.get(r.same, f"DIFFERENT from token {r.first_difference}")
+    text = {True: "same", None: "not compared"}.get(
+        r.same, f"DIFFERENT from token {r.first_difference}"
+    )
     cells = {
         "draft": str(r.draft), "at once": str(r.requests), "tokens/s": f"{r.tokens_per_second:.1f}",
         "times plain (95 %)": times, "requests/s": f"{r.requests_per_second:.2f}",
@@ -139,7 +169,9 @@ def _row(r: Result) -> dict[str, str]:
         "acceptance": "-" if r.acceptance is None else f"{r.acceptance:.0%}",
         "failed": str(sum(r.errors.values())), "text": text,
     }  # fmt: skip
-    return {name: cell for name, cell in cells.items() if r.draft is not None or name not in COMPARED}
+    return {
+        name: cell for name, cell in cells.items() if r.draft is not None or name not in COMPARED
+    }
 
 
 def _footer(report: ServeReport) -> str:
@@ -151,7 +183,9 @@ def _footer(report: ServeReport) -> str:
         f"medians of {rounds}; milliseconds are the 50th, 95th and 99th percentile, as a client sees them",
     ]
     if any(result.counted == "chunks" for result in report.results):
-        parts.append("the server gives no usage: what is counted is chunks, of which each may have several tokens")
+        parts.append(
+            "the server gives no usage: what is counted is chunks, of which each may have several tokens"
+        )
     if cached := max((result.cached or 0.0 for result in report.results), default=0.0):
         parts.append(f"up to {cached:.0%} of the prompts' tokens came from the server's cache")
     if report.repeated:

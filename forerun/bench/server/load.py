@@ -1,18 +1,22 @@
-"""A running server under load: tokens a second, time to the first token, time between tokens, what drafts are worth.
+"""A running server under load: tokens a second, time to the first token, time between tokens, what
+drafts are worth.
 
-A run keeps a number of requests going. Its window opens with its first request and closes when a client first finds
-nothing left to send: in it the number of requests at once is what was asked for. What runs on then is waited for, so
-that long answers are not left out. Its speed is the tokens that came within the window over the window's length, the
-reading of prompts included.
+A run keeps a number of requests going. Its window opens with its first request and closes when a
+client first finds
+nothing left to send: in it the number of requests at once is what was asked for. What runs on then
+is waited for, so that long answers are not left out. Its speed is the tokens that came within the
+window over the window's length, the reading of prompts included.
 
-A round runs every draft at every number of requests once, another draft first each time, all on the same prompts with
-the same seeds; ratios are made and texts compared within rounds. The first round warms up and does not count.
+A round runs every draft at every number of requests once, another draft first each time, all on the
+same prompts with the same seeds; ratios are made and texts compared within rounds. The first round
+warms up and does not count.
 
-Servers cache prompts, and drafters remember what was said. So a draft gets no prompt twice while there are others; and
-where drafts are compared, one token is asked of each prompt first: otherwise the first draft alone would read them.
+Servers cache prompts, and drafters remember what was said. So a draft gets no prompt twice while
+there are others; and where drafts are compared, one token is asked of each prompt first: otherwise
+the first draft alone would read them.
 
-Times are a client's: they include the network, and this program's own work where it shares the server's cores.
-"""
+Times are a client's: they include the network, and this program's own work where it shares the
+server's cores."""
 
 from __future__ import annotations
 
@@ -27,13 +31,15 @@ from typing import Any
 from forerun.bench.server.answer import Answer
 from forerun.bench.server.endpoint import Endpoint, Prompt, Server, as_asked, connect
 from forerun.bench.server.result import OFF, Arm, Result, Run, result
+from forerun.cli.progress import Tell, nothing
 from forerun.config import parse_depth
 from forerun.errors import ConfigError, ForerunError, RequestError
-from forerun.progress import Tell, nothing
-from forerun.ranges import check_number, check_whole
+from forerun.utils import check_integer, check_number
 
 EACH = 3  # requests a client sends in a run that has no length in seconds
-FAILURES = 3  # of all clients together, without a success of any, after which a server counts as gone
+FAILURES = (
+    3  # of all clients together, without a success of any, after which a server counts as gone
+)
 PAUSE = 0.25  # seconds a client waits after a failure: a server that refuses is not to be hammered
 INTERRUPTED = "interrupted"
 
@@ -46,7 +52,8 @@ class Plan:
 
     Attributes:
         endpoint: the server.
-        drafts: to compare with plain decoding, by request (forerun's server only); none measures the server as it is.
+        drafts: to compare with plain decoding, by request (forerun's server only); none measures
+            the server as it is.
         depth: of these drafts; None is the server's own.
         requests: numbers of requests at once.
         tokens: most of each answer; exactly so many where the server takes `ignore_eos`.
@@ -70,14 +77,20 @@ class Plan:
         if not self.requests:
             raise ConfigError("there is nothing to measure: give at least one number of requests")
         counts = [("requests", count, 1024) for count in self.requests]
-        for name, value, most in (*counts, ("tokens", self.tokens, 1 << 20), ("repeats", self.repeats, 10_000)):
-            check_whole(name, value, 1, most)
+        for name, value, most in (
+            *counts,
+            ("tokens", self.tokens, 1 << 20),
+            ("repeats", self.repeats, 10_000),
+        ):
+            check_integer(name, value, 1, most)
         check_number("temperature", self.temperature, 0)
-        check_whole("seed", self.seed, 0, (1 << 62) - 1)
+        check_integer("seed", self.seed, 0, (1 << 62) - 1)
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ConfigError(f"seconds={self.seconds} is out of range: give seconds over 0")
         if self.seconds is not None and self.drafts:
-            raise ConfigError("drafts are compared on the same requests, not in the same time: leave --seconds out")
+            raise ConfigError(
+                "drafts are compared on the same requests, not in the same time: leave --seconds out"
+            )
         if self.depth is not None:
             parse_depth(self.depth)
             if not self.drafts:
@@ -87,7 +100,10 @@ class Plan:
         """Plain decoding and each draft once; the server as it is where no drafts are given."""
         if not self.drafts:
             return [Arm()]
-        return [Arm(OFF), *(Arm(draft, self.depth) for draft in dict.fromkeys(self.drafts) if draft != OFF)]
+        return [
+            Arm(OFF),
+            *(Arm(draft, self.depth) for draft in dict.fromkeys(self.drafts) if draft != OFF),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +114,10 @@ class ServeReport:
         url, server, model: who answered; `server` is the maker it names, such as forerun or vllm.
         chat, tokens, temperature, repeats, seconds: as planned.
         prompts: how many different ones there were.
-        repeated: whether the server had seen prompts before, in this measurement or an earlier one, so that caches
-            and drafters that remember were of help.
-        stopped: why it ended early, and results are of what had been measured by then; None where it did not.
+        repeated: whether the server had seen prompts before, in this measurement or an earlier one,
+            so that caches and drafters that remember were of help.
+        stopped: why it ended early, and results are of what had been measured by then; None where
+            it did not.
         results: by number of requests, then by draft.
     """
 
@@ -125,8 +142,8 @@ class ServeReport:
 async def drive(run: Run, server: Server, clients: int, requests: Iterator[Request]) -> None:
     """Keep `clients` clients busy: each sends its next request as soon as its last one has ended.
 
-    What has been measured is in `run`, cancelled or not. Raises ForerunError where the server fails.
-    """
+    What has been measured is in `run`, cancelled or not. Raises ForerunError where the server
+    fails."""
     before = await server.counters()
     streaks = [0] * clients
     run.opened = time.perf_counter()
@@ -137,7 +154,9 @@ async def drive(run: Run, server: Server, clients: int, requests: Iterator[Reque
         run.whole = run.broken is None
     finally:
         if not run.whole:
-            run.closed = max((when for answer in run.answers for when, _ in answer.chunks), default=run.opened)
+            run.closed = max(
+                (when for answer in run.answers for when, _ in answer.chunks), default=run.opened
+            )
     after = await server.counters()
     if before and after:
         run.counted = after - before
@@ -145,7 +164,9 @@ async def drive(run: Run, server: Server, clients: int, requests: Iterator[Reque
         raise ForerunError(f"{server.endpoint.base} fails every request: {run.broken}")
 
 
-async def _client(run: Run, server: Server, streaks: list[int], mine: int, requests: Iterator[Request]) -> None:
+async def _client(
+    run: Run, server: Server, streaks: list[int], mine: int, requests: Iterator[Request]
+) -> None:
     """One client; `streaks` are the failures of each since its last success."""
     for index, prompt, fields in requests:
         answer = Answer(index)
@@ -162,15 +183,17 @@ async def _client(run: Run, server: Server, streaks: list[int], mine: int, reque
 
 
 class Measurement:
-    """One measurement under way: `runs[requests, arm]` has a run for each round, so that what is there can be told
-    whenever it ends."""
+    """One measurement under way: `runs[requests, arm]` has a run for each round, so that what is
+    there can be told whenever it ends."""
 
     def __init__(self, plan: Plan, prompts: Sequence[Prompt], tell: Tell) -> None:
         if not prompts:
             raise RequestError("there are no prompts to measure with: give at least one")
         self.plan, self.tell = plan, tell
         self.prompts = [as_asked(prompt, plan.endpoint.chat) for prompt in prompts]
-        self.runs: dict[tuple[int, Arm], list[Run]] = {(n, arm): [] for n in plan.requests for arm in plan.arms()}
+        self.runs: dict[tuple[int, Arm], list[Run]] = {
+            (n, arm): [] for n in plan.requests for arm in plan.arms()
+        }
         self.sent = 0  # requests of each arm up to here: the index of the next one
         self.told = 0  # runs begun, those that warm up included
         self.repeated = False
@@ -197,7 +220,10 @@ class Measurement:
     async def _round(self, server: Server, turn: int, clients: int, arms: list[Arm]) -> None:
         """Every arm once, with the same requests."""
         if turn >= 0 and len(arms) > 1:
-            short = ((i, prompt, fields | {"max_tokens": 1}) for i, prompt, fields in self._requests(arms[0], clients))
+            short = (
+                (i, prompt, fields | {"max_tokens": 1})
+                for i, prompt, fields in self._requests(arms[0], clients)
+            )
             await drive(Run(), server, clients, short)
         most = 0
         for i in range(len(arms)):
@@ -224,7 +250,11 @@ class Measurement:
 
     def _request(self, index: int, arm: Arm) -> Request:
         plan = self.plan
-        fields = {"max_tokens": plan.tokens, "temperature": plan.temperature, "seed": plan.seed + index}
+        fields = {
+            "max_tokens": plan.tokens,
+            "temperature": plan.temperature,
+            "seed": plan.seed + index,
+        }
         return index, self.prompts[(plan.seed + index) % len(self.prompts)], fields | arm.fields
 
     def report(self, stopped: str | None) -> ServeReport:
@@ -255,10 +285,10 @@ class Measurement:
 def measure_serving(plan: Plan, prompts: Sequence[Prompt], tell: Tell = nothing) -> ServeReport:
     """Measure a running server as planned, with these prompts in turn.
 
-    Where the server goes away midway, or the user interrupts, the report has what was measured by then and says so in
-    `stopped`. Raises ConfigError for a server that cannot be asked so, RequestError for prompts that it cannot be
-    given, and ForerunError or KeyboardInterrupt where nothing had been measured.
-    """
+    Where the server goes away midway, or the user interrupts, the report has what was measured by
+    then and says so in `stopped`. Raises ConfigError for a server that cannot be asked so,
+    RequestError for prompts that it cannot be given, and ForerunError or KeyboardInterrupt where
+    nothing had been measured."""
     measurement = Measurement(plan, prompts, tell)
     try:
         asyncio.run(measurement.measure())

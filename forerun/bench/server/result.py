@@ -1,4 +1,5 @@
-"""The figures of one way to draft at one number of requests at once, from its runs. Arithmetic only."""
+"""The figures of one way to draft at one number of requests at once, from its runs. Arithmetic
+only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ERRORS = 5  # messages that are told one by one
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What requests say about drafting: a draft of the server, and its depth. None leaves it to the server."""
+    """What requests say about drafting: a draft of the server, and its depth. None leaves it to the
+    server."""
 
     draft: str | None = None
     depth: int | str | None = None
@@ -44,7 +46,8 @@ class Run:
         answers: in the order in which they were asked for.
         broken: why the run was given up.
         whole: whether it came to its end, neither interrupted nor broken.
-        counted: speculation by the server's own counters, where it has any; other clients' requests are in it.
+        counted: speculation by the server's own counters, where it has any; other clients' requests
+            are in it.
     """
 
     opened: float = 0.0
@@ -81,17 +84,22 @@ class Result:
         requests: at once.
         rounds: whole ones; 0 where all there is comes from a run that was cut short.
         tokens_per_second: of all requests together, the median of the rounds.
-        times_plain: the speed over that of plain decoding in the same round, the median; None without drafts.
+        times_plain: the speed over that of plain decoding in the same round, the median; None
+            without drafts.
         interval: 95 % bootstrap interval of times_plain; None of fewer than two rounds.
         requests_per_second: tokens a second over the mean tokens of an answer.
         first_token_ms: {percentile: milliseconds from sending to the first piece of text}.
-        inter_token_ms: {percentile: milliseconds between tokens}; the wait for a chunk is shared among its tokens.
+        inter_token_ms: {percentile: milliseconds between tokens}; the wait for a chunk is shared
+            among its tokens.
         finished: answers that came to their end.
         errors: {what happened: how often}, of the requests that failed.
-        counted: where token counts come from: usage, or chunks (one token each) where the server gives no usage.
+        counted: where token counts come from: usage, or chunks (one token each) where the server
+            gives no usage.
         accepted_length: tokens a target pass, by the server's statistics; None where it has none.
-        acceptance: drafted tokens accepted, of those verified; None likewise, and where nothing was drafted.
-        cached: share of prompt tokens that the server found in its cache; None where it does not say.
+        acceptance: drafted tokens accepted, of those verified; None likewise, and where nothing was
+            drafted.
+        cached: share of prompt tokens that the server found in its cache; None where it does not
+            say.
         same: whether every answer was plain decoding's; None where there was none to compare.
         first_difference: the earliest output position, in tokens, where one was not.
     """
@@ -117,16 +125,23 @@ class Result:
 
 
 def result(clients: int, arm: Arm, runs: Sequence[Run], plain: Sequence[Run] | None) -> Result:
-    """The figures of one arm at one number of requests; `plain` are the runs of plain decoding, by the same rounds."""
+    """The figures of one arm at one number of requests; `plain` are the runs of plain decoding, by
+    the same rounds."""
     whole = [run for run in runs if run.whole]
     used = whole or runs
     answers = [answer for run in used for answer in run.answers]
     finished = [answer for run in used for answer in run.finished]
-    pairs = [(run, base) for run, base in zip(runs, plain or (), strict=False) if run.whole and base.whole]
+    pairs = [
+        (run, base)
+        for run, base in zip(runs, plain or (), strict=False)
+        if run.whole and base.whole
+    ]
     ratios = [run.speed / base.speed for run, base in pairs if base.speed]
     apart = [at for run, base in pairs for at in differences(run, base)]
     speed = median([run.speed for run in used])
-    told = [a.speculated for a in finished if a.speculated] or [run.counted for run in used if run.counted]
+    told = [a.speculated for a in finished if a.speculated] or [
+        run.counted for run in used if run.counted
+    ]
     speculated = sum(told, Speculated(0, 0, 0, 0))
     cached = [answer for answer in finished if answer.cached_tokens is not None]
     read = sum(answer.prompt_tokens for answer in cached)
@@ -138,7 +153,9 @@ def result(clients: int, arm: Arm, runs: Sequence[Run], plain: Sequence[Run] | N
         tokens_per_second=speed,
         times_plain=median(ratios) if ratios else None,
         interval=None if arm.draft == OFF else bootstrap_interval(ratios),
-        requests_per_second=speed * len(finished) / max(sum(answer.tokens for answer in finished), 1),
+        requests_per_second=speed
+        * len(finished)
+        / max(sum(answer.tokens for answer in finished), 1),
         first_token_ms=percentiles([(a.chunks[0][0] - a.sent, 1.0) for a in finished if a.chunks]),
         inter_token_ms=percentiles([gap for answer in finished for gap in gaps(answer)]),
         finished=len(finished),
@@ -160,14 +177,20 @@ def _errors(messages: Sequence[str]) -> dict[str, int]:
 
 
 def differences(run: Run, base: Run) -> list[int | None]:
-    """For each request that both runs finished: the first output position where they differ, None if they are alike."""
+    """For each request that both runs finished: the first output position where they differ, None
+    if they are alike."""
     theirs = {answer.index: answer.token_ids for answer in base.finished}
-    pairs = [(answer.token_ids, theirs[answer.index]) for answer in run.finished if answer.index in theirs]
+    pairs = [
+        (answer.token_ids, theirs[answer.index])
+        for answer in run.finished
+        if answer.index in theirs
+    ]
     return [first_difference(one, other) for one, other in pairs]
 
 
 def gaps(answer: Answer) -> list[tuple[float, float]]:
-    """(seconds, how many) between the tokens of an answer: the wait for a chunk, shared among its tokens."""
+    """(seconds, how many) between the tokens of an answer: the wait for a chunk, shared among its
+    tokens."""
     found, last = [], answer.chunks[0][0] if answer.chunks else 0.0
     for when, count in answer.chunks[1:]:
         tokens = count * answer.scale
@@ -177,7 +200,8 @@ def gaps(answer: Answer) -> list[tuple[float, float]]:
 
 
 def percentiles(values: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Percentiles of (seconds, weight) pairs in milliseconds: the smallest value that enough weight does not exceed.
+    """Percentiles of (seconds, weight) pairs in milliseconds: the smallest value that enough weight
+    does not exceed.
 
     Empty where there are no values.
     """
@@ -185,5 +209,7 @@ def percentiles(values: Sequence[tuple[float, float]]) -> dict[str, float]:
         return {}
     seconds, weights = np.array(sorted(values)).T
     reached = np.cumsum(weights) / np.sum(weights)
-    at = [min(int(np.searchsorted(reached, p / 100 - 1e-12)), len(seconds) - 1) for p in PERCENTILES]
+    at = [
+        min(int(np.searchsorted(reached, p / 100 - 1e-12)), len(seconds) - 1) for p in PERCENTILES
+    ]
     return {f"p{p}": 1e3 * float(seconds[i]) for p, i in zip(PERCENTILES, at, strict=True)}

@@ -1,7 +1,8 @@
-"""Native CPU kernels: a decoder recorded once as a list of operations, then one C call for each pass.
+"""Native CPU kernels: a decoder recorded once as a list of operations, then one C call for each
+pass.
 
-`library()` is the compiled code, or None with `reason()` saying why. Structures mirror `common.h` field by field.
-"""
+`library()` is the compiled code, or None with `reason()` saying why. Structures mirror `common.h`
+field by field."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ BLOCK = 32  # outputs packed side by side
 FORMATS = {
     name: number
     for number, name in enumerate(
-        ("float32", "bfloat16", "int8", "int4", "float16", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+        (
+            "float32",
+            "bfloat16",
+            "int8",
+            "int4",
+            "float16",
+            "q8_0",
+            "q4_1",
+            "q5_0",
+            "q5_1",
+            "q4_k",
+            "q5_k",
+            "q6_k",
+        )
     )
 }
 REPLACE, ADD, TIMES = range(3)
@@ -111,7 +125,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what each returns and takes
     "forerun_fill": (None, [POINTER(CSuccessors), *[c_void_p] * 3, c_int32]),
     "forerun_branch": (c_int32, [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 4]),
     "forerun_sort": (None, [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]),
-    "forerun_retrieve": (c_int32, [POINTER(CTexts), c_int32, c_void_p, *[c_int32] * 3, c_void_p, POINTER(c_int32)]),
+    "forerun_retrieve": (
+        c_int32,
+        [POINTER(CTexts), c_int32, c_void_p, *[c_int32] * 3, c_void_p, POINTER(c_int32)],
+    ),
     "forerun_padded_inputs": (c_int64, [c_int32]),
     "forerun_scratch_row_bytes": (c_int64, [c_int32]),
     "forerun_bytes": (c_int64, [c_int32, c_int64, c_int32]),
@@ -125,11 +142,16 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what each returns and takes
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    given = os.environ.get("FORERUN_NATIVE")  # another build of the library, such as one with sanitizers
+    given = os.environ.get(
+        "FORERUN_NATIVE"
+    )  # another build of the library, such as one with sanitizers
     path = Path(given) if given else next(Path(__file__).parent.glob("_native*.so"), None)
     if path is None:
         if platform.machine() not in ("x86_64", "AMD64"):
-            return None, f"there are none for this processor ({platform.machine()}), only for x86-64"
+            return (
+                None,
+                f"there are none for this processor ({platform.machine()}), only for x86-64",
+            )
         return None, "they were not compiled when forerun was installed (no C++ compiler?)"
     try:
         lib = ctypes.CDLL(str(path))
@@ -155,7 +177,8 @@ def reason() -> str:
 
 
 def advice() -> str:
-    """One line for somebody whose models run without these kernels: why, and what to do; empty where there are some."""
+    """One line for somebody whose models run without these kernels: why, and what to do; empty
+    where there are some."""
     if not reason():
         return ""
     install = ": install a C++ compiler (apt install g++), then forerun again (pip install --force-reinstall --no-deps)"
@@ -186,7 +209,8 @@ def threads() -> int:
 
 
 def reserve(threads: int) -> None:
-    """So many of the threads are for who drafts ahead, while that goes on; 0 is half of them, one at least."""
+    """So many of the threads are for who drafts ahead, while that goes on; 0 is half of them, one
+    at least."""
     global _reserved
     _reserved = threads
 
@@ -197,7 +221,8 @@ def reserved() -> int:
 
 
 def start(threads: int = 0, instructions: str = "") -> str:
-    """Start the thread pool (0: one for each core) with an instruction set ("" for the best); returns its name."""
+    """Start the thread pool (0: one for each core) with an instruction set ("" for the best);
+    returns its name."""
     global _instructions, _threads
     lib, count = loaded(), threads or len(os.sched_getaffinity(0))
     name = lib.forerun_start(instructions.encode(), count)
@@ -208,9 +233,9 @@ def start(threads: int = 0, instructions: str = "") -> str:
 
 
 def share(threads: int) -> None:
-    """From now on passes of this Python thread have so many threads of their own, beside those of other Python threads
-    that share the cores; 0 gives them the common pool again, where one pass runs at a time. Nothing where there are no
-    native kernels."""
+    """From now on passes of this Python thread have so many threads of their own, beside those of
+    other Python threads that share the cores; 0 gives them the common pool again, where one pass
+    runs at a time. Nothing where there are no native kernels."""
     lib = library()
     if lib is not None:
         lib.forerun_share(threads)
@@ -222,20 +247,25 @@ def address(values: array[int] | array[float]) -> int:
 
 
 def allocate(size: int) -> int:
-    """The address of `size` bytes at a cache line, for `forerun_release` in the end. Raises CapacityError."""
+    """The address of `size` bytes at a cache line, for `forerun_release` in the end. Raises
+    CapacityError."""
     address: int | None = loaded().forerun_allocate(size)
     if address is None:
-        raise CapacityError(f"there is no memory for {size / 1e6:.0f} MB of weights: use a smaller model or int4")
+        raise CapacityError(
+            f"there is no memory for {size / 1e6:.0f} MB of weights: use a smaller model or int4"
+        )
     return address
 
 
 def read_bandwidth(megabytes: int = 256) -> float:
-    """GB/s that all threads of the pool read from memory together: the best of a few readings of one buffer. `start`
-    must have been called."""
+    """GB/s that all threads of the pool read from memory together: the best of a few readings of
+    one buffer. `start` must have been called."""
     lib, rows = loaded(), megabytes * 1024 // BLOCK
     memory = allocate(rows * BLOCK * 1024)
     ctypes.memset(memory, 1, rows * BLOCK * 1024)
-    op = COp(kind=READ, matrix=CMatrix(weight=memory, inputs=1024, outputs=rows * BLOCK, padded=1024))
+    op = COp(
+        kind=READ, matrix=CMatrix(weight=memory, inputs=1024, outputs=rows * BLOCK, padded=1024)
+    )
     program, batch, best = CProgram(ops=(COp * 1)(op), count=1), CBatch(tokens=1), float("inf")
     for _ in range(5):
         begin = time.perf_counter()

@@ -1,1 +1,2 @@
-"""GGUF files: one file (or its shards) that holds configuration, tokenizer, chat template and weights of a model."""
+"""GGUF files: one file (or its shards) that holds configuration, tokenizer, chat template and
+weights of a model."""

@@ -1,7 +1,7 @@
 """Matrices as a GGUF file holds them: rows of blocks, in the order in which a model wants them.
 
-Nothing is read before it is asked for. Floats come from the `gguf` package, which is also the twin that the native
-repacking is tested against.
+Nothing is read before it is asked for. Floats come from the `gguf` package, which is also the twin
+that the native repacking is tested against.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PART = 1 << 22  # bytes of a file that are turned into floats together
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one tensor; `order` [rows] are their numbers where they are not all of it, one after the other."""
+    """Rows of one tensor; `order` [rows] are their numbers where they are not all of it, one after
+    the other."""
 
     entry: Entry
     order: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -77,10 +78,14 @@ class Blocks:
 
     def alike(self) -> list[Blocks]:
         """Runs of pieces of the same type."""
-        return [Blocks(tuple(run)) for _, run in groupby(self.pieces, key=lambda piece: piece.entry.kind)]
+        return [
+            Blocks(tuple(run))
+            for _, run in groupby(self.pieces, key=lambda piece: piece.entry.kind)
+        ]
 
     def read(self, first: int, count: int) -> Rows:
-        """Rows as they are stored, uint8 [count, row bytes]; the pieces must be of one type. Raises LoadError."""
+        """Rows as they are stored, uint8 [count, row bytes]; the pieces must be of one type. Raises
+        LoadError."""
         found = []
         for piece in self.pieces:
             if count > 0 and first < len(piece):
@@ -111,11 +116,14 @@ def stack_blocks(parts: Sequence[Blocks]) -> Blocks:
 
 def no_numbers(entry: Entry) -> LoadError:
     """What is raised where a scale is infinite or not a number."""
-    return LoadError(f"{entry.path}: tensor {entry.name} has scales that are no numbers; download it again")
+    return LoadError(
+        f"{entry.path}: tensor {entry.name} has scales that are no numbers; download it again"
+    )
 
 
 def floats(kind: str, rows: Rows) -> Tensor:
-    """Rows of a file as float32 [rows, in]. Raises LoadError for a type whose numbers cannot be had."""
+    """Rows of a file as float32 [rows, in]. Raises LoadError for a type whose numbers cannot be
+    had."""
     if kind in FLOATS:
         return torch.from_numpy(rows).view(FLOATS[kind]).float()
     from gguf import GGMLQuantizationType
@@ -125,13 +133,15 @@ def floats(kind: str, rows: Rows) -> Tensor:
         with np.errstate(all="ignore"):
             made = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
     except (ValueError, NotImplementedError, KeyError):
-        raise LoadError(f"weights of the type {kind} cannot be read: use another file, such as one of Q4_K_M") from None
+        raise LoadError(
+            f"weights of the type {kind} cannot be read: use another file, such as one of Q4_K_M"
+        ) from None
     return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
 
 
 def rotated(rows: int, heads: int, turns: int) -> Tensor:
-    """The rows of a file whose queries or keys rotate neighbouring channels, the first `turns` of each head, in the
-    order of the halves that rotate together elsewhere. int64 [rows]"""
+    """The rows of a file whose queries or keys rotate neighbouring channels, the first `turns` of
+    each head, in the order of the halves that rotate together elsewhere. int64 [rows]"""
     order = torch.arange(rows).view(heads, -1)
     halves = order[:, :turns].view(heads, -1, 2).transpose(1, 2).flatten(1)
     return torch.cat((halves, order[:, turns:]), 1).flatten()

@@ -1,11 +1,14 @@
-"""What a GGUF file says of a model, in the words of Hugging Face's config.json, which the families are read from.
+"""What a GGUF file says of a model, in the words of Hugging Face's config.json, which the families
+are read from.
 
 Much is not written in files: it follows from the architecture or from which tensors there are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,25 +17,131 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import LoadError, nearest, one_line, shown
-from forerun.models.config import MOST_CONTEXT, ModelConfig, make_config
-from forerun.models.families import Json
+from forerun.errors import LoadError, one_line, shown, suggest
+from forerun.models.config import MOST_CONTEXT, Json, ModelConfig, make_config
 from forerun.models.gguf.blocks import FLOATS, floats
-from forerun.models.gguf.container import Gguf, open_gguf
-from forerun.models.gguf.kinds import OTHER_KINDS, refused
-from forerun.models.gguf.tokenizer import end_tokens
+from forerun.models.gguf.container import Gguf, Reader, Strings, mapped, open_gguf
+from forerun.models.gguf.tokenizer import LACKING, PREFIX, end_tokens, find_pretokenizer, model_of
+from forerun.models.names import parts_of
 
-ROTATED = ("llama", "mistral3", "smollm3")  # architectures whose queries and keys rotate neighbouring channels
+READ = (
+    "llama",
+    "mistral3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+)  # architectures
+OTHER_KINDS = {
+    "adapter": "an adapter (LoRA)", "mmproj": "a projector of images", "imatrix": "an importance matrix",
+    "clip": "a projector of images",
+}  # fmt: skip
+# what a file may hold that the models read here do not have
+REFUSED = {
+    "expert_count": "a mixture of experts", "attention.temperature_scale": "scaled attention temperatures",
+    "attention.q_lora_rank": "latent attention", "ssm.state_size": "a recurrent state",
+    "logit_scale": "scaled logits", "residual_scale": "scaled residuals", "embedding_scale": "scaled embeddings",
+    "shortconv.l_cache": "short convolutions", "router_logit_softcapping": "a mixture of experts",
+}  # fmt: skip
+TOKENS = f"{PREFIX}tokens"
+# tokens that only fill up the rows of an embedding, which differ between sizes of one family
+PADDING = re.compile(r"\[PAD[0-9]+\]")
+
+
+class _Skimmer(Reader):
+    """A reader whose arrays of strings are empty, but for the tokens: those are one string, their
+    digest."""
+
+    def array(self, key: str) -> Any:
+        found = super().array(key)
+        if not isinstance(found, Strings):
+            return found
+        if key != TOKENS:
+            return []
+        count = len(found)
+        while count and PADDING.fullmatch(found[count - 1]):
+            count -= 1
+        return [hashlib.sha256(found.head(count)).hexdigest()]
+
+
+def skim(path: Path) -> Gguf:
+    """What a file and its further parts hold, without strings in arrays. Raises LoadError, also for
+    a missing part."""
+    files = [_read(path.with_name(name)) for name in parts_of(path.name)]
+    tensors = {name: entry for file in files for name, entry in file.tensors.items()}
+    return replace(files[0], tensors=tensors, parts=tuple(file.path for file in files))
+
+
+def _read(path: Path) -> Gguf:
+    try:
+        with mapped(path) as data:
+            return _Skimmer(path, data).file()
+    except FileNotFoundError:
+        raise LoadError(f"{path} is not here: download it again") from None
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def token_digest(metadata: Mapping[str, Any]) -> str:
+    """A name for the vocabulary of a skimmed file: the same for equal tokens of an equal kind;
+    empty without one."""
+    tokens = metadata.get(TOKENS)
+    kind = metadata.get(f"{PREFIX}model", "")
+    return f"{kind} {tokens[0]}" if isinstance(tokens, list) and tokens else ""
+
+
+def refused(gguf: Gguf) -> list[tuple[str, str]]:
+    """(key, what it means) of all that a file says its model has and forerun does not."""
+    keys = {f"{gguf.architecture}.{key}": what for key, what in REFUSED.items()}
+    return [
+        (key, what)
+        for key, what in keys.items()
+        if not np.isin(gguf.metadata.get(key, 0), (0, 1)).all()
+    ]
+
+
+def why_not(gguf: Gguf) -> str:
+    """Why a file is no model that runs, in a few words; empty if nothing in its header speaks
+    against it."""
+    metadata, architecture = gguf.metadata, gguf.architecture
+    other = OTHER_KINDS.get(str(metadata.get("general.type"))) or OTHER_KINDS.get(architecture)
+    if other:
+        return f"is {other}, not a model"
+    if architecture not in READ:
+        return f"family {architecture or 'without a name'} is not supported"
+    if not gguf.tensors:
+        return "holds a vocabulary but no weights"
+    for key, what in refused(gguf):
+        return f"has {what} ({key}), which is not supported"
+    try:
+        if metadata.get(f"{PREFIX}model") not in (None, *LACKING) and model_of(metadata) == "gpt2":
+            find_pretokenizer(metadata.get(f"{PREFIX}pre"))
+    except LoadError as error:
+        return str(error).partition(";")[0]
+    return ""
+
+
+ROTATED = (
+    "llama",
+    "mistral3",
+    "smollm3",
+)  # architectures whose queries and keys rotate neighbouring channels
 
 
 def load_gguf_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a file. Raises LoadError for what is no model, or one that is not supported."""
+    """The ModelConfig of a file. Raises LoadError for what is no model, or one that is not
+    supported."""
     gguf = open_gguf(path)
-    other = OTHER_KINDS.get(str(gguf.metadata.get("general.type"))) or OTHER_KINDS.get(gguf.architecture)
+    other = OTHER_KINDS.get(str(gguf.metadata.get("general.type"))) or OTHER_KINDS.get(
+        gguf.architecture
+    )
     if other:
         raise LoadError(f"{path} is {other}, not a model; give the model's own file")
     if gguf.architecture not in ARCHITECTURES:
-        hint, name = nearest(gguf.architecture[:64], ARCHITECTURES), shown(gguf.architecture)
+        hint, name = suggest(gguf.architecture[:64], ARCHITECTURES), shown(gguf.architecture)
         raise LoadError(f"{path}: models of the architecture {name} are not supported; {hint}")
     if not gguf.tensors:
         raise LoadError(f"{path} holds a vocabulary but no weights; give the model's own file")
@@ -63,17 +172,27 @@ def load_gguf_config(path: Path) -> ModelConfig:
 
 
 def hugging_face_config(config: ModelConfig) -> Json:
-    """The config.json of a model that was read from a file, in words that transformers knows too."""
+    """The config.json of a model that was read from a file, in words that transformers knows
+    too."""
     raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
     ends = {"eos_token_id": list(config.end_ids) or raw.get("eos_token_id"), "pad_token_id": None}
     biased = {"attention_bias": config.qkv_bias or config.out_bias, "mlp_bias": config.mlp_bias}
     rope = raw.get("rope_parameters") or {}
-    if rope.get("rope_type") == "divided":  # longrope with both of its lists the same, wherever it changes them
+    if (
+        rope.get("rope_type") == "divided"
+    ):  # longrope with both of its lists the same, wherever it changes them
         divisors = {f"{length}_factor": rope["divisors"] for length in ("long", "short")}
-        common = {name: value for name, value in rope.items() if name != "divisors"} | {"rope_type": "longrope"}
+        common = {name: value for name, value in rope.items() if name != "divisors"} | {
+            "rope_type": "longrope"
+        }
         context = {"original_max_position_embeddings": config.context, "attention_factor": 1.0}
         raw["rope_parameters"] = common | divisors | context
-    return raw | ends | ({} if config.family == "gpt2" else biased) | {"tie_word_embeddings": config.tied}
+    return (
+        raw
+        | ends
+        | ({} if config.family == "gpt2" else biased)
+        | {"tie_word_embeddings": config.tied}
+    )
 
 
 class _Metadata:
@@ -91,7 +210,8 @@ class _Metadata:
             return float(str(np.float32(self.get(key, default))))
 
     def same(self, *keys: str) -> int:
-        """A whole number, or an array that says the same of each layer, by the first of these keys that is there."""
+        """A whole number, or an array that says the same of each layer, by the first of these keys
+        that is there."""
         value = next((self.get(key) for key in keys if self.get(key) is not None), None)
         if value is None:
             raise LookupError(self.prefix + keys[0])
@@ -116,11 +236,19 @@ class _Metadata:
     def hugging_face(self) -> Json:
         layers = self.same("block_count") - int(self.get("nextn_predict_layers", 0))
         if not 0 < layers <= len(self.gguf.tensors):
-            raise ValueError(f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)")
-        hidden, heads, context = map(self.same, ("embedding_length", "attention.head_count", "context_length"))
+            raise ValueError(
+                f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)"
+            )
+        hidden, heads, context = map(
+            self.same, ("embedding_length", "attention.head_count", "context_length")
+        )
         if context > MOST_CONTEXT:
             raise ValueError(f"{self.prefix}context_length ({context})")
-        head_dim = self.same("attention.key_length") if self.get("attention.key_length") else hidden // heads
+        head_dim = (
+            self.same("attention.key_length")
+            if self.get("attention.key_length")
+            else hidden // heads
+        )
         if self.get("attention.value_length", head_dim) != head_dim:
             raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
         embedding = self.gguf.tensors.get("token_embd.weight")
@@ -136,11 +264,14 @@ class _Metadata:
         return common | ARCHITECTURES[self.gguf.architecture](self, common)
 
     def rope(self, head_dim: int) -> Json:
-        """rope_parameters: scalings are in keys, in a tensor of divisors (Llama 3), or in two tensors (longrope)."""
+        """rope_parameters: scalings are in keys, in a tensor of divisors (Llama 3), or in two
+        tensors (longrope)."""
         rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
         turns = int(self.get("rope.dimension_count") or head_dim)
         if turns != head_dim:
-            rope["partial_rotary_factor"] = math.nextafter(turns / head_dim, 2)  # times head_dim it is not below turns
+            rope["partial_rotary_factor"] = math.nextafter(
+                turns / head_dim, 2
+            )  # times head_dim it is not below turns
         kind = self.get("rope.scaling.type", "linear")
         factor = float(self.get("rope.scaling.factor", self.get("rope.scale_linear", 1.0)))
         original = self.get("rope.scaling.original_context_length")
@@ -148,10 +279,17 @@ class _Metadata:
         if "rope_freqs.weight" in tensors:
             return rope | {"rope_type": "divided", "divisors": self.vector("rope_freqs.weight")}
         if "rope_factors_long.weight" in tensors:
-            factors = {f"{n}_factor": self.vector(f"rope_factors_{n}.weight") for n in ("long", "short")}
+            factors = {
+                f"{n}_factor": self.vector(f"rope_factors_{n}.weight") for n in ("long", "short")
+            }
             own = self.get("rope.scaling.attn_factor")
             attention = {} if own is None else {"attention_factor": float(own)}
-            return rope | factors | attention | {"rope_type": "longrope", "original_max_position_embeddings": original}
+            return (
+                rope
+                | factors
+                | attention
+                | {"rope_type": "longrope", "original_max_position_embeddings": original}
+            )
         if kind == "yarn":
             scaled = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
             return rope | {
@@ -162,7 +300,9 @@ class _Metadata:
             }  # fmt: skip
         if kind not in ("none", "linear"):
             raise ValueError(f"{self.prefix}rope.scaling.type ({shown(kind)})")
-        return rope | ({"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {})
+        return rope | (
+            {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
+        )
 
     def windowed(self, layers: int, period: int) -> list[str]:
         """layer_types: the last of each `period` sees all, or what the file says of each layer."""

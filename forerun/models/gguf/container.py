@@ -1,7 +1,8 @@
 """The container of GGUF: what the header says of a file, checked before anything is believed.
 
-Nothing here knows what keys and tensors mean. Every count, length and offset is compared with the size of the file
-before it is used, so that a broken or hostile file costs one line, no memory and no crash. Tensor data is read with
+Nothing here knows what keys and tensors mean. Every count, length and offset is compared with the
+size of the file before it is used, so that a broken or hostile file costs one line, no memory and
+no crash. Tensor data is read with
 plain reads, a part at a time: a mapping would kill the process if the file shrank.
 """
 
@@ -23,8 +24,42 @@ import numpy as np
 
 from forerun.errors import LoadError, one_line
 from forerun.models.files import POINTER
-from forerun.models.gguf.strings import Strings
 from forerun.models.names import parts_of
+
+
+class Strings:
+    """Texts that are decoded when they are read: as Python strings they would take ten times the
+    memory, for good.
+
+    `data` are the bytes of all texts, each behind the eight that say its length; `ends` int64 [N]
+    where each ends."""
+
+    def __init__(self, data: bytes, ends: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        self._data, self._ends = data, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        index = range(len(self))[index]
+        start = int(self._ends[index - 1]) if index else 0
+        return self._data[start + 8 : int(self._ends[index])].decode(errors="replace")
+
+    def __iter__(self) -> Iterator[str]:
+        data, start = self._data, 0
+        for end in self._ends.tolist():
+            yield data[start + 8 : end].decode(errors="replace")
+            start = end
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list | Strings) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def head(self, count: int) -> bytes:
+        """The bytes of the first `count` texts, lengths included."""
+        return self._data[: int(self._ends[count - 1]) if count else 0]
+
 
 MAGIC = b"GGUF"
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
@@ -50,7 +85,8 @@ BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: `shape` with the inputs of a matrix last, `kind` a name of TYPES, `size` in bytes."""
+    """One tensor of a file: `shape` with the inputs of a matrix last, `kind` a name of TYPES,
+    `size` in bytes."""
 
     name: str
     kind: str
@@ -77,7 +113,9 @@ class Entry:
         except OSError as error:
             raise LoadError(f"{self.path}: tensor {self.name} cannot be read: {error}") from None
         if done < data.nbytes:
-            raise LoadError(f"{self.path}: tensor {self.name} ends past the end of the file; download it again")
+            raise LoadError(
+                f"{self.path}: tensor {self.name} ends past the end of the file; download it again"
+            )
         return data
 
 
@@ -105,7 +143,8 @@ class Gguf:
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Read the header of a file, and of its further shards; kept while the file stays as it is. Raises LoadError."""
+    """Read the header of a file, and of its further shards; kept while the file stays as it is.
+    Raises LoadError."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -121,17 +160,26 @@ def _open(path: Path, size: int, changed: int) -> Gguf:
         return first
     shards = [_read(part) for part in _shards(path, count)]
     for number, shard in enumerate(shards):
-        if shard.metadata.get("split.no", -1) != number or shard.metadata.get("split.count") != count:
-            raise LoadError(f"{shard.path} says that it is not part {number + 1} of {count}; download it again")
+        if (
+            shard.metadata.get("split.no", -1) != number
+            or shard.metadata.get("split.count") != count
+        ):
+            raise LoadError(
+                f"{shard.path} says that it is not part {number + 1} of {count}; download it again"
+            )
     tensors: dict[str, Entry] = {}
     for shard in shards:
         twice = tensors.keys() & shard.tensors.keys()
         if twice:
-            raise LoadError(f"{shard.path}: tensor {min(twice)} is in an earlier part too; download the parts again")
+            raise LoadError(
+                f"{shard.path}: tensor {min(twice)} is in an earlier part too; download the parts again"
+            )
         tensors |= shard.tensors
     promised = shards[0].metadata.get("split.tensors.count", len(tensors))
     if promised != len(tensors):
-        raise LoadError(f"{path}: the {count} parts hold {len(tensors)} tensors, but {promised} were promised")
+        raise LoadError(
+            f"{path}: the {count} parts hold {len(tensors)} tensors, but {promised} were promised"
+        )
     return replace(shards[0], tensors=tensors, parts=tuple(shard.path for shard in shards))
 
 
@@ -145,7 +193,9 @@ def _shards(path: Path, count: int) -> list[Path]:
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise LoadError(f"{path} is one of {count} parts, but {missing[0]}{more} is not beside it; download it too")
+        raise LoadError(
+            f"{path} is one of {count} parts, but {missing[0]}{more} is not beside it; download it too"
+        )
     return paths
 
 
@@ -182,10 +232,15 @@ class Reader:
         self.at = 4
         version = self.number("<I", "the version")
         if version & 0xFFFF == 0:
-            self.fail("is big-endian, which forerun does not read: convert it on a little-endian machine")
+            self.fail(
+                "is big-endian, which forerun does not read: convert it on a little-endian machine"
+            )
         if version not in (2, 3):
             self.fail(f"is of version {version} of GGUF: versions 2 and 3 are read")
-        tensors, pairs = self.number("<Q", "the number of tensors"), self.number("<Q", "the number of keys")
+        tensors, pairs = (
+            self.number("<Q", "the number of tensors"),
+            self.number("<Q", "the number of keys"),
+        )
         if pairs * 13 > self.size or tensors * 24 > self.size:
             self.fail(f"names {tensors} tensors and {pairs} keys, more than fit in it")
         metadata: dict[str, Any] = {}
@@ -198,7 +253,9 @@ class Reader:
         return Gguf(self.path, metadata, entries, (self.path,))
 
     def fail(self, what: str) -> None:
-        raise LoadError(f"{self.path} {one_line(what)}; it is broken or not whole, download it again")
+        raise LoadError(
+            f"{self.path} {one_line(what)}; it is broken or not whole, download it again"
+        )
 
     def _beginning(self) -> str:
         start = bytes(self.data[:64]).lstrip()
@@ -277,8 +334,14 @@ class Reader:
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", ALIGNMENT)
-        if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-            self.fail(f"has the alignment {alignment!r}, which is no power of two up to {MOST_ALIGNMENT}")
+        if (
+            not isinstance(alignment, int)
+            or not 0 < alignment <= MOST_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
+            self.fail(
+                f"has the alignment {alignment!r}, which is no power of two up to {MOST_ALIGNMENT}"
+            )
         return int(alignment)
 
     def entries(self, count: int, alignment: int) -> dict[str, Entry]:
@@ -289,14 +352,18 @@ class Reader:
                 self.fail(f"has the tensor {entry.name} twice")
             found[entry.name] = entry
         start = -(-self.at // alignment) * alignment
-        placed = {name: replace(entry, offset=start + entry.offset) for name, entry in found.items()}
+        placed = {
+            name: replace(entry, offset=start + entry.offset) for name, entry in found.items()
+        }
         end, before = start, ""
         for entry in sorted(placed.values(), key=lambda entry: entry.offset):
             if entry.offset < end:
                 self.fail(f"has the tensors {before} and {entry.name} in the same place")
             end, before = entry.offset + entry.size, entry.name
             if end > self.size:
-                self.fail(f"has only {self.size} bytes, but its tensor {entry.name} ends at byte {end}")
+                self.fail(
+                    f"has only {self.size} bytes, but its tensor {entry.name} ends at byte {end}"
+                )
         return placed
 
     def entry(self, alignment: int) -> Entry:
@@ -309,8 +376,12 @@ class Reader:
         kind, offset = self.number("<I", name), self.number("<Q", name)
         if kind not in TYPES:
             if kind in REMOVED:
-                raise LoadError(f"{self.path}: tensor {name} has a type that GGUF has given up ({kind}); quantise anew")
-            raise LoadError(f"{self.path}: tensor {name} has the unknown type {kind}: read are {', '.join(BLOCKS)}")
+                raise LoadError(
+                    f"{self.path}: tensor {name} has a type that GGUF has given up ({kind}); quantise anew"
+                )
+            raise LoadError(
+                f"{self.path}: tensor {name} has the unknown type {kind}: read are {', '.join(BLOCKS)}"
+            )
         label, values, size = TYPES[kind]
         total = math.prod(sizes)
         if min(sizes) < 1 or total >= LARGEST or sizes[0] % values:

@@ -1,7 +1,8 @@
-"""A GGUF model as an ordinary Hugging Face directory: what trains is built on transformers, which reads no such files.
+"""A GGUF model as an ordinary Hugging Face directory: what trains is built on transformers, which
+reads no such files.
 
-The numbers are those of the file, as floats; names, shapes and the order of rows are transformers' own.
-"""
+The numbers are those of the file, as floats; names, shapes and the order of rows are transformers'
+own."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.config import ModelConfig, load_config, make_config
-from forerun.models.families import Json
+from forerun.models.config import Json, ModelConfig, load_config, make_config
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
@@ -40,12 +40,16 @@ def to_directory(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     raw = hugging_face_config(config)
     _write(folder / "config.json", raw | {"dtype": str(dtype).removeprefix("torch.")})
-    _write(folder / "generation_config.json", {"bos_token_id": raw["bos_token_id"], "eos_token_id": [*config.end_ids]})
+    _write(
+        folder / "generation_config.json",
+        {"bos_token_id": raw["bos_token_id"], "eos_token_id": [*config.end_ids]},
+    )
     write_tokenizer(path, folder)
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of a file, if it has one, and its chat templates as files that transformers reads."""
+    """Write the tokenizer of a file, if it has one, and its chat templates as files that
+    transformers reads."""
     gguf = open_gguf(path)
     tokenizer = build_tokenizer(gguf.metadata, gguf.tensors["token_embd.weight"].shape[0])
     if tokenizer is None:
@@ -66,10 +70,16 @@ def _write(path: Path, content: Json) -> None:
 
 
 def readers(path: Path, config: ModelConfig) -> dict[str, Read]:
-    """What reads each tensor of a file, as float32, by the name that transformers has for it. Raises LoadError."""
+    """What reads each tensor of a file, as float32, by the name that transformers has for it.
+    Raises LoadError."""
     theirs = make_config(hugging_face_config(config), path)
     weights = load_weights(
-        config, path, torch.float32, torch.device("cpu"), lambda _, source, bias: (source, bias), lambda source: source
+        config,
+        path,
+        torch.float32,
+        torch.device("cpu"),
+        lambda _, source, bias: (source, bias),
+        lambda source: source,
     )
     names = NAMES[theirs.layout] | (SANDWICH if theirs.sandwich else {})
     prefix = PREFIXES.get(theirs.layout, "model.")
@@ -85,7 +95,14 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Read]:
 def _layer(layer: Layer, c: ModelConfig, names: Any, at: str, path: Path) -> dict[str, Read]:
     """The tensors of one layer."""
     found: dict[str, Read] = {}
-    for part in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm"):
+    for part in (
+        "attention_norm",
+        "mlp_norm",
+        "q_norm",
+        "k_norm",
+        "attention_out_norm",
+        "mlp_out_norm",
+    ):
         norm = getattr(layer, part)
         found |= {} if norm is None else _norm(norm, c, f"{at}{names[part]}")
     keys = c.kv_heads * c.head_dim
@@ -94,10 +111,14 @@ def _layer(layer: Layer, c: ModelConfig, names: Any, at: str, path: Path) -> dic
     for part, wanted in biased.items():
         source, bias = getattr(layer, part)
         if bias is not None and not wanted:
-            raise LoadError(f"{path}: {source.name} has a bias, as transformers' {c.family} models have none")
+            raise LoadError(
+                f"{path}: {source.name} has a bias, as transformers' {c.family} models have none"
+            )
         stems, first = names[part], 0
         for stem, rows in (
-            [(stems, source.shape[0])] if isinstance(stems, str) else zip(stems, sizes[part], strict=True)
+            [(stems, source.shape[0])]
+            if isinstance(stems, str)
+            else zip(stems, sizes[part], strict=True)
         ):
             found[f"{at}{stem}.weight"] = partial(_rows, source, first, rows, c.layout == "gpt2")
             if wanted:  # where the file has none, zeros say the same

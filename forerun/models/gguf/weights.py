@@ -22,8 +22,11 @@ NAMES: Names = {
     "attention_out_norm": "post_attention_norm", "mlp_norm": "ffn_norm", "mlp_out_norm": "post_ffw_norm",
     "down": "ffn_down",
 }  # fmt: skip
-# frequencies, which are read with the configuration; projectors of images and sound in the same file
-IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp|blk\.\d+\.nextn)\..*")
+# frequencies, which are read with the configuration; projectors of images and sound in the same
+# file
+IGNORED = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp|blk\.\d+\.nextn)\..*"
+)
 
 
 class GgufBuilder(Builder):
@@ -52,8 +55,15 @@ class GgufBuilder(Builder):
         return entry
 
     def order(self, name: str, rows: int) -> Tensor | None:
-        """Which row of a tensor is where for us, of those that are rotated pair by pair; None for all others."""
-        heads = self.config.heads if ".attn_q." in name else self.config.kv_heads if ".attn_k." in name else 0
+        """Which row of a tensor is where for us, of those that are rotated pair by pair; None for
+        all others."""
+        heads = (
+            self.config.heads
+            if ".attn_q." in name
+            else self.config.kv_heads
+            if ".attn_k." in name
+            else 0
+        )
         turns = heads and self.gguf.architecture in ROTATED
         return rotated(rows, heads, self.config.ropes[0].dim) if turns else None
 
@@ -62,8 +72,11 @@ class GgufBuilder(Builder):
         values = floats(entry.kind, entry.read()).reshape(shape)
         return values if order is None else values[order]
 
-    def matrix(self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool) -> Callable[[], Matrix]:
-        """A function that reads one linear layer's weight, its rows in the order of Hugging Face's; claimed here."""
+    def matrix(
+        self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
+    ) -> Callable[[], Matrix]:
+        """A function that reads one linear layer's weight, its rows in the order of Hugging Face's;
+        claimed here."""
         name = f"{stem}.weight"
         held, order = Blocks((Piece(self.claim(name, shape)),)), self.order(name, shape[0])
         turned = held if order is None else held.chosen(order)
@@ -71,10 +84,13 @@ class GgufBuilder(Builder):
 
     def embedding(self) -> Callable[[], Matrix]:
         """A function that reads the embedding [V, H]."""
-        return self.matrix(str(self.names["embed"]), (self.config.vocab, self.config.hidden), False, False)
+        return self.matrix(
+            str(self.names["embed"]), (self.config.vocab, self.config.hidden), False, False
+        )
 
     def finish(self) -> None:
-        """Raise LoadError for tensors that fit no part of the model; modules that draft are left alone."""
+        """Raise LoadError for tensors that fit no part of the model; modules that draft are left
+        alone."""
         count = np.ravel(self.gguf.metadata[f"{self.gguf.architecture}.block_count"])[0]
         blocks = range(self.config.layers, int(count))
         left = [
@@ -83,10 +99,13 @@ class GgufBuilder(Builder):
         ]  # fmt: skip
         if left:
             shown = listed(sorted(left), 4)
-            raise LoadError(f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}")
+            raise LoadError(
+                f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}"
+            )
 
 
 def _block(name: str) -> int:
-    """Which block a tensor belongs to; those behind the model's layers are modules that predict further tokens."""
+    """Which block a tensor belongs to; those behind the model's layers are modules that predict
+    further tokens."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else -1

@@ -22,10 +22,12 @@ RECIPES: dict[str, type[Recipe]] = {
 
 
 def recipe_of(draft: str) -> Recipe:
-    """The recipe that makes what a draft option calls so; its options are the defaults, which say nothing of a drafter
-    that is there. Raises ConfigError for one that is not trained."""
+    """The recipe that makes what a draft option calls so; its options are the defaults, which say
+    nothing of a drafter that is there. Raises ConfigError for one that is not trained."""
     for name, recipe in RECIPES.items():
         if recipe.draft == draft:
             return recipe(OPTIONS[name]())
     known = ", ".join(recipe.draft for recipe in RECIPES.values())
-    raise ConfigError(f"{draft} is not trained here, so there is nothing to judge: give one of {known}")
+    raise ConfigError(
+        f"{draft} is not trained here, so there is nothing to judge: give one of {known}"
+    )

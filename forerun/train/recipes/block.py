@@ -1,4 +1,5 @@
-"""The recipe block: a drafter of whole blocks over hidden states of the target (DSpark, 2607.05147)."""
+"""The recipe block: a drafter of whole blocks over hidden states of the target (DSpark,
+2607.05147)."""
 
 from __future__ import annotations
 
@@ -11,17 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.base import Proposer
-from forerun.draft.block import Block as BlockProposer
-from forerun.draft.block_format import load_block, save_block
-from forerun.draft.block_head import BlockHead
-from forerun.draft.block_shapes import BlockConfig, MarkovShape
-from forerun.draft.layers import layer_like
-from forerun.draft.view import view_of
+from forerun.draft.block.formats import BlockConfig, MarkovShape
+from forerun.draft.block.module import BlockHead, load_block, save_block
+from forerun.draft.block.proposer import Block as BlockProposer
+from forerun.draft.head_modules import layer_like
+from forerun.draft.proposer import Proposer, view_of
 from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.rope import rope_tables
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.fused import fused_sum
@@ -34,20 +33,21 @@ ANCHORS = 32  # of each text in one pass of an evaluation, where all of its toke
 
 @dataclass(frozen=True, slots=True)
 class Block(Recipe):
-    """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the target's at i + k.
+    """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the
+    target's at i + k.
 
-    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the target's, but for a
-    drafter that says part of the vocabulary, whose head begins as the target's rows; the norm before the head begins as
-    the target's, and the Markov head says nothing yet.
+    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the
+    target's, but for a drafter that says part of the vocabulary, whose head begins as the target's
+    rows; the norm before the head begins as the target's, and the Markov head says nothing yet.
     """
 
     options: BlockOptions
     name = "block"
     draft = "block"
 
-    def boundaries(self, module: nn.Module, target: Target) -> tuple[int, ...]:
+    def aux_hidden_layers(self, module: nn.Module, target: Target) -> tuple[int, ...]:
         assert isinstance(module, BlockHead)
-        return module.config.boundaries
+        return module.config.aux_hidden_layers
 
     def reads(self, target: Target) -> tuple[int, ...]:
         return spread(target.llm.decoder.config.layers, self.options.fused_states)
@@ -58,7 +58,7 @@ class Block(Recipe):
         config = BlockConfig(
             layer=layers_like(c, options.block_layers),
             target_hidden=c.hidden,
-            boundaries=self.reads(target),
+            aux_hidden_layers=self.reads(target),
             block=options.block_size,
             mask_token=mask_token(target, corpus, options.mask_token),
             draft_vocab=said,
@@ -94,13 +94,19 @@ class Block(Recipe):
         numbers, sayable = numbered(batch.tokens, ids, batch.vocab)
         at = anchors[..., None] + torch.arange(made.shape[2], device=anchors.device)
         inside = at < batch.mask.shape[1]
-        learnt = (batch.mask & sayable[:, 1:]).gather(1, at.where(inside, 0).flatten(1)).view(at.shape)
+        learnt = (
+            (batch.mask & sayable[:, 1:]).gather(1, at.where(inside, 0).flatten(1)).view(at.shape)
+        )
         counts = chosen[..., None] & inside & learnt
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
             return nothing_learnt(module)  # no text has a token that could be an anchor
         at, options, weights = at[row, anchor, slot], self.options, self.options.decay**slot
-        laws, before, said = batch.law.at((row, at)).over(ids), batch.tokens[row, at], numbers[row, at + 1]
+        laws, before, said = (
+            batch.law.at((row, at)).over(ids),
+            batch.tokens[row, at],
+            numbers[row, at + 1],
+        )
         mixture = Mixture(options.kl, options.tv, options.ce)
 
         def losses(made: Tensor, part: slice) -> Tensor:
@@ -118,12 +124,14 @@ class Block(Recipe):
         return fused_sum(made[row, anchor, slot], module, losses) / weights.sum()
 
     def anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Some positions that count, as many of each text: (positions [B, A], whether each is one). They follow from
-        the tokens of the batch, so a step can be repeated."""
+        """Some positions that count, as many of each text: (positions [B, A], whether each is one).
+        They follow from the tokens of the batch, so a step can be repeated."""
         counts = batch.mask.cpu().clone()
         counts[:, 0] = False  # nothing was read before it
         seed = zlib.crc32(batch.tokens.cpu().numpy().tobytes())
-        order = torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~counts, -1.0)
+        order = torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(
+            ~counts, -1.0
+        )
         found, anchors = order.topk(min(self.options.anchors, counts.shape[1]))
         chosen = found >= 0
         device = batch.tokens.device
@@ -139,20 +147,33 @@ class Block(Recipe):
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
         view, cache = view_of(runner.decoder), runner.cache
-        room = {"tokens": cache.pages.count * cache.pages.size, "page": cache.pages.size, "slots": len(cache.length)}
+        room = {
+            "tokens": cache.pages.count * cache.pages.size,
+            "page": cache.pages.size,
+            "slots": len(cache.length),
+        }
         return BlockProposer(load_block(directory, view), view, **room)
 
-    def _guesses(self, head: BlockHead, batch: Batch, depth: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """(k, roots, logits [B, roots, V]): what slot k says behind consecutive roots, every token that has context."""
+    def _guesses(
+        self, head: BlockHead, batch: Batch, depth: int
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """(k, roots, logits [B, roots, V]): what slot k says behind consecutive roots, every token
+        that has context."""
         rows, positions = batch.mask.shape
         for first in range(1, positions, ANCHORS):
-            anchors = torch.arange(first, min(first + ANCHORS, positions), device=batch.tokens.device)
+            anchors = torch.arange(
+                first, min(first + ANCHORS, positions), device=batch.tokens.device
+            )
             made = blocks(head, batch, anchors.expand(rows, -1))
             for k in range(min(depth, made.shape[2])):
                 end = min(first + len(anchors), positions - k)  # behind them the text has ended
                 if end > first:
                     previous = batch.tokens[:, first + k : end + k]
-                    yield k, slice(first, end), head.follow(head.behind(head.say(made[:, : end - first, k]), previous))
+                    yield (
+                        k,
+                        slice(first, end),
+                        head.follow(head.behind(head.say(made[:, : end - first, k]), previous)),
+                    )
 
 
 def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
@@ -162,20 +183,22 @@ def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
 
 
 def spread(layers: int, count: int) -> tuple[int, ...]:
-    """So many boundaries, evenly spaced: what the first layer has left, what the last one has, and between; at most
-    one for each layer."""
+    """So many boundaries, evenly spaced: what the first layer has left, what the last one has, and
+    between; at most one for each layer."""
     if count == 1:
         return (layers,)
     return tuple(sorted({1 + round(i * (layers - 1) / (count - 1)) for i in range(count)}))
 
 
 def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
-    """A token that texts hardly use: the one asked for, one that the tokenizer lacks, padding, or the rarest of the
-    data. Raises ConfigError."""
+    """A token that texts hardly use: the one asked for, one that the tokenizer lacks, padding, or
+    the rarest of the data. Raises ConfigError."""
     c = target.llm.decoder.config
     if asked is not None:
         if asked >= c.vocab:
-            raise ConfigError(f"mask_token={asked} is no token of the target: give a number below {c.vocab}")
+            raise ConfigError(
+                f"mask_token={asked} is no token of the target: give a number below {c.vocab}"
+            )
         return asked
     unused = set(range(c.vocab)) - set(target.tokenizer.vocabulary().values())
     if unused:
@@ -187,20 +210,23 @@ def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
 
 
 def blocks(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
-    """What the head makes of the slots that say something behind each anchor, of many anchors at once.
+    """What the head makes of the slots that say something behind each anchor, of many anchors at
+    once.
 
-    Each anchor has a block of its own, whose slots see context before the anchor and one another, as they do while
+    Each anchor has a block of its own, whose slots see context before the anchor and one another,
+    as they do while
     drafting: windows included. Context is never changed by what is drafted, so all blocks of a text
     share it.
 
     Args:
-        anchors: [B, A] int64 positions of tokens, from 1 on: behind the very first there is no context.
+        anchors: [B, A] int64 positions of tokens, from 1 on: behind the very first there is no
+            context.
 
     Returns:
         [B, A, K, Hd]: slot k says token anchor + 1 + k, before the Markov head.
     """
     c = head.config
-    context = head.fuse(torch.cat([batch.states[boundary] for boundary in c.boundaries], -1))
+    context = head.fuse(torch.cat([batch.states[boundary] for boundary in c.aux_hidden_layers], -1))
     tables = rope_tables(c.layer, c.layer.ropes[0], context.shape[1] + c.block, torch.float32)
     cosine, sine = (table.to(anchors.device) for table in tables)
     ids = torch.full((*anchors.shape, c.block), c.mask_token, device=anchors.device)
@@ -214,12 +240,16 @@ def blocks(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
 class _Attend:
     """Attention of blocks over the context before their anchors and over themselves."""
 
-    def __init__(self, head: BlockHead, context: Tensor, rotation: tuple[Tensor, Tensor], anchors: Tensor) -> None:
+    def __init__(
+        self, head: BlockHead, context: Tensor, rotation: tuple[Tensor, Tensor], anchors: Tensor
+    ) -> None:
         self.head, self.context, self.rotation = head, context, rotation
         # how far each token of context lies before each anchor, [B, 1, 1, A, 1, N]
         distance = anchors[..., None] - torch.arange(context.shape[1], device=anchors.device)
         self.before = distance[:, None, None, :, None]
-        self.later = torch.ones(head.config.block, head.config.block, dtype=torch.bool, device=anchors.device).triu(1)
+        self.later = torch.ones(
+            head.config.block, head.config.block, dtype=torch.bool, device=anchors.device
+        ).triu(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""

@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.base import Proposer
-from forerun.draft.levels import Levels
-from forerun.draft.medusa import MedusaHeads, load_heads, save_heads
-from forerun.draft.view import view_of
+from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads, save_heads
+from forerun.draft.proposer import Proposer, view_of
 from forerun.models.shortlist import spread
-from forerun.runner import Runner
+from forerun.runtime.torch_runner import Runner
 from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import Mixture, masked_mean, nothing_learnt
@@ -25,8 +23,8 @@ from forerun.train.recipes.base import Outlook, Recipe, outlook_of
 class Medusa(Recipe):
     """Heads on the target's last hidden state (2401.10774); they begin as its own head.
 
-    The head k says token j + 2 + k from the state with which the target read token j. So what it drafts behind a root i
-    comes from the state of i - 1, and its law is the target's at i + k.
+    The head k says token j + 2 + k from the state with which the target read token j. So what it
+    drafts behind a root i comes from the state of i - 1, and its law is the target's at i + k.
     """
 
     options: MedusaOptions
@@ -58,20 +56,26 @@ class Medusa(Recipe):
     def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
         positions = batch.mask.shape[1]
         logits = self._logits(module, batch)[:depth]
-        return outlook_of(((k, slice(1, positions - k), said) for k, said in enumerate(logits)), batch, depth)
+        return outlook_of(
+            ((k, slice(1, positions - k), said) for k, said in enumerate(logits)), batch, depth
+        )
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MedusaHeads)
         save_heads(module, directory, target.llm.decoder.dtype)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        return Levels("medusa", load_heads(directory), view_of(runner.decoder))
+        return MedusaProposer("medusa", load_heads(directory), view_of(runner.decoder))
 
     def _logits(self, module: nn.Module, batch: Batch) -> list[Tensor]:
-        """Of each head, at every position whose guess lies in the texts. [B, N - 1 - k, V] for head k"""
+        """Of each head, at every position whose guess lies in the texts. [B, N - 1 - k, V] for head
+        k"""
         assert isinstance(module, MedusaHeads)
         (states,) = batch.states.values()
         normalised = batch.view.normalise(states)
         ends = range(batch.mask.shape[1] - 1, 0, -1)
-        said = [module.say(k, normalised[:, :end]) for k, end in zip(range(module.levels), ends, strict=False)]
+        said = [
+            module.say(k, normalised[:, :end])
+            for k, end in zip(range(module.levels), ends, strict=False)
+        ]
         return [spread(logits, module.tokens(), batch.vocab) for logits in said]

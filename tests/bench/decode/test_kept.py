@@ -18,7 +18,10 @@ def result(**changed: Any) -> Result:
 
 
 def test_drafters_by_themselves_are_remembered() -> None:
-    keep("org/target", [result(), result(category="", temperature=0.0, depth="auto"), result(draft="off")])
+    keep(
+        "org/target",
+        [result(), result(category="", temperature=0.0, depth="auto"), result(draft="off")],
+    )
     keep(None, [result(draft="eagle3:head")])
     kept = {(m.target, m.drafter, m.kind, m.category, m.depth): m for m in recall()}
     assert kept.keys() == {
@@ -27,7 +30,11 @@ def test_drafters_by_themselves_are_remembered() -> None:
         ("SmolLM2-135M-Instruct", "head", "eagle3", "chat", "4"),
     }
     one = kept["org/target", "some/where", "model", "chat", "4"]
-    assert (one.accepted_length, one.times_plain, one.temperature) == (2.5, 1.5, 0.8) and one.machine
+    assert (one.accepted_length, one.times_plain, one.temperature) == (
+        2.5,
+        1.5,
+        0.8,
+    ) and one.machine
 
 
 def test_what_says_nothing_of_one_drafter_is_not() -> None:

@@ -1,6 +1,7 @@
-"""Other engines beside this one: what is asked of them and how it is counted, and that whatever goes wrong there is one
-line here, leaves nothing behind and stops nobody else. Most workers here are scripts that speak the protocol and run
-nothing; transformers is run for real, it is always there."""
+"""Other engines beside this one: what is asked of them and how it is counted, and that whatever
+goes wrong there is one line here, leaves nothing behind and stops nobody else. Most workers here
+are scripts that speak the protocol and run nothing; transformers is run for real, it is always
+there."""
 
 import json
 import subprocess
@@ -24,14 +25,14 @@ from forerun.bench.peers.peers import Company, measure_peers, measure_prefill
 from forerun.bench.peers.plan import ENGINES, STORED, Engine, Load, Plan, parse_peers
 from forerun.bench.peers.process import SCRIPTS, Outcome, PeerError, Ready, Worker
 from forerun.bench.peers.results import OURS, summarise
+from forerun.cli.progress import nothing
 from forerun.kernels import native
 from forerun.measure import run as timing
 from forerun.measure.choice import conversation, token_ids
 from forerun.measure.run import Work
 from forerun.measure.workloads import Task
-from forerun.progress import nothing
 from tests.bench.decode.test_sweep import PARAMS, FakeEngine
-from tests.test_cli import run
+from tests.cli.test_main import run
 
 pytestmark = [
     pytest.mark.usefixtures("steady"),
@@ -48,9 +49,7 @@ def answer(order, speed=100.0):
     say({"outputs": outputs, "decode_tokens": speed, "decode_seconds": 1.0, "prefill_seconds": 1.0,
          "steps": sum(map(len, outputs)) // (1 + order["depth"])})
 """
-WELL = (
-    "ready()\nfor line in sys.stdin:\n    order = json.loads(line)\n    answer(order, 100.0 * (1 + order['depth']))\n"
-)
+WELL = "ready()\nfor line in sys.stdin:\n    order = json.loads(line)\n    answer(order, 100.0 * (1 + order['depth']))\n"
 BROKEN = {
     "dies while loading": ("sys.exit('no such model')", "ended with code 1: no such model"),
     "dies in a run": ("ready()\ninput()\nsys.exit(7)", "ended with code 7"),
@@ -76,19 +75,34 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     def put(name: str, text: str) -> str:
         script = tmp_path / f"{name}.py"
         script.write_text(FAKE + text)
-        monkeypatch.setitem(ENGINES, name, Engine(str(script), "fake", ("bfloat16", "int8", STORED)))
+        monkeypatch.setitem(
+            ENGINES, name, Engine(str(script), "fake", ("bfloat16", "int8", STORED))
+        )
         return f"{name}={sys.executable}"
 
     return put
 
 
 @pytest.fixture
-def peers(pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def peers(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
     """The verb on the tiny pair, quick unless told otherwise."""
 
     def call(*args: str) -> tuple[int, str, str]:
         models = ["--model", f"{pair.directory}/target", "--draft", f"model:{pair.directory}/draft"]
-        short = ["--formats", "int8", "--depths", "2", "--tokens", "8", "--repeats", "1", "--threads", "1"]
+        short = [
+            "--formats",
+            "int8",
+            "--depths",
+            "2",
+            "--tokens",
+            "8",
+            "--repeats",
+            "1",
+            "--threads",
+            "1",
+        ]
         return run(monkeypatch, capsys, "bench", "peers", *models, *short, *args)
 
     return call
@@ -109,30 +123,49 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 
 
 def test_everything_is_reported(peers, fake, started: list[Worker]) -> None:
-    """A row for each engine, format and number of requests; a peer that cannot draft for several does not."""
+    """A row for each engine, format and number of requests; a peer that cannot draft for several
+    does not."""
     entry = fake("llama.cpp", WELL)
     code, out, err = peers("--peers", entry, "--formats", "int8,bfloat16,int4", "--requests", "1,2", "--depths",
                            "auto,1,3", "--repeats", "2", "--json")  # fmt: skip
     report = json.loads(out)
     assert code == 0 and not err
     rows = [(r["engine"], r["format"], r["requests"]) for r in report["results"]]
-    assert rows == [(e, f, n) for f in ("int8", "bfloat16") for n in (1, 2) for e in ("forerun", "llama.cpp")]
-    assert [f["format"] for f in report["failures"]] == ["int4"] and "int4" in report["failures"][0]["why"]
+    assert rows == [
+        (e, f, n) for f in ("int8", "bfloat16") for n in (1, 2) for e in ("forerun", "llama.cpp")
+    ]
+    assert [f["format"] for f in report["failures"]] == ["int4"] and "int4" in report["failures"][
+        0
+    ]["why"]
     ours, theirs = report["results"][:2]
     assert set(ours["by_depth"]) == {"auto", "1", "3"} and set(theirs["by_depth"]) == {"1", "3"}
     assert ours["first_difference"] == -1 and ours["ours_over_plain"] is None
-    assert (theirs["version"], theirs["plain"], theirs["speculative"], theirs["depth"]) == ("9.9", 100.0, 400.0, 3)
-    assert (theirs["times_plain"], theirs["interval"], theirs["accepted_length"]) == (4.0, [4.0, 4.0], 4.0)
+    assert (theirs["version"], theirs["plain"], theirs["speculative"], theirs["depth"]) == (
+        "9.9",
+        100.0,
+        400.0,
+        3,
+    )
+    assert (theirs["times_plain"], theirs["interval"], theirs["accepted_length"]) == (
+        4.0,
+        [4.0, 4.0],
+        4.0,
+    )
     assert theirs["first_difference"] == -1 and theirs["first_difference_from_ours"] is not None
     assert theirs["ours_over_plain"] == pytest.approx(ours["plain"] / 100, rel=1)
     several = report["results"][3]
-    assert several["plain"] == 100.0 and several["speculative"] is several["depth"] is several["times_plain"] is None
+    assert (
+        several["plain"] == 100.0
+        and several["speculative"] is several["depth"] is several["times_plain"] is None
+    )
     assert report["bandwidth"] == [10.0, 10.0, 10.0]
     assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
 
 def test_the_table_and_its_footer(peers, fake) -> None:
-    code, out, err = peers("--peers", f"{fake('llama.cpp', WELL)},{fake('openvino', 'sys.exit(3)')}")
+    code, out, err = peers(
+        "--peers", f"{fake('llama.cpp', WELL)},{fake('openvino', 'sys.exit(3)')}"
+    )
     lines = out.splitlines()
     assert code == 0 and "left out: openvino: ended with code 3" in err
     assert lines[0].split()[:4] == ["engine", "version", "format", "requests"]
@@ -148,21 +181,30 @@ def test_the_table_and_its_footer(peers, fake) -> None:
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_peer_that_fails_is_one_line_and_the_others_go_on(how: str, peers, fake, started: list[Worker]) -> None:
+def test_a_peer_that_fails_is_one_line_and_the_others_go_on(
+    how: str, peers, fake, started: list[Worker]
+) -> None:
     text, says = BROKEN[how]
     entries = f"{fake('openvino', text)},{fake('llama.cpp', WELL)}"
     code, out, err = peers("--peers", entries, "--timeout", "1" if how == "hangs" else "60")
     assert code == 0 and "Traceback" not in err + out
     (line,) = [line for line in err.splitlines() if line.startswith("left out")]
-    assert line.startswith("left out: openvino: ") and says.replace("PYTHON", sys.executable) in line
+    assert (
+        line.startswith("left out: openvino: ") and says.replace("PYTHON", sys.executable) in line
+    )
     assert [row.split()[0] for row in out.splitlines()[1:3]] == ["forerun", "llama.cpp"]
     assert all(worker.process.poll() is not None for worker in started)
 
 
 def test_when_nobody_could_run_the_verb_fails(peers, fake) -> None:
-    code, out, err = peers("--peers", f"{fake('openvino', 'sys.exit(3)')},{fake('llama.cpp', 'ready()')}", "--json")
+    code, out, err = peers(
+        "--peers", f"{fake('openvino', 'sys.exit(3)')},{fake('llama.cpp', 'ready()')}", "--json"
+    )
     assert (code, out) == (1, "")
-    assert err == "forerun: no other engine could run: openvino: ended with code 3; llama.cpp: ended with code 0\n"
+    assert (
+        err
+        == "forerun: no other engine could run: openvino: ended with code 3; llama.cpp: ended with code 0\n"
+    )
 
 
 def test_an_interrupt_leaves_no_process_and_no_file(
@@ -173,13 +215,17 @@ def test_an_interrupt_leaves_no_process_and_no_file(
 
     def interrupt(message: str, *_: float) -> None:
         if message.startswith("round"):
-            assert [p for p in tmp_path.iterdir() if p.is_dir()] and started[0].process.poll() is None
+            assert [p for p in tmp_path.iterdir() if p.is_dir()] and started[
+                0
+            ].process.poll() is None
             raise KeyboardInterrupt
 
     plan = Plan({"llama.cpp": sys.executable}, ["int8"], depths=[1], tokens=4)
     with pytest.raises(KeyboardInterrupt):
         measure_peers(f"{pair.directory}/target", "off", plan, [Load("", 1, [[[5]]])], interrupt)
-    assert started[0].process.poll() is not None and not [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert started[0].process.poll() is not None and not [
+        p for p in tmp_path.iterdir() if p.is_dir()
+    ]
 
 
 BAD = {
@@ -189,24 +235,48 @@ BAD = {
     "no Python": (["--peers", "llama.cpp=./nowhere"], "no program: write llama.cpp=PYTHON"),
     "nothing after the name": (["--peers", "transformers"], "write transformers=PYTHON"),
     "no URL": (["--peers", "server=localhost:8000"], "write server=http://HOST:PORT"),
-    "an unknown format": (["--peers", "llama.cpp=PYTHON", "--formats", "int5"], "there is no format 'int5'"),
-    "an unknown draft format": (["--peers", "llama.cpp=PYTHON", "--draft-format", "x"], "no draft format 'x'"),
+    "an unknown format": (
+        ["--peers", "llama.cpp=PYTHON", "--formats", "int5"],
+        "there is no format 'int5'",
+    ),
+    "an unknown draft format": (
+        ["--peers", "llama.cpp=PYTHON", "--draft-format", "x"],
+        "no draft format 'x'",
+    ),
     "an unknown device": (["--peers", "llama.cpp=PYTHON", "--device", "gpu"], "no device 'gpu'"),
     "an unknown depth": (["--peers", "llama.cpp=PYTHON", "--depths", "deep"], "depth='deep'"),
     "depth 0": (["--peers", "llama.cpp=PYTHON", "--depths", "0,1"], "depth 0 is plain"),
     "no requests": (["--peers", "llama.cpp=PYTHON", "--requests", "0"], "from 1 up"),
-    "odd requests": (["--peers", "llama.cpp=PYTHON", "--requests", "two"], "'two' is not a whole number"),
-    "too many requests": (["--peers", "llama.cpp=PYTHON", "--requests", "999"], "999 are to run at once"),
+    "odd requests": (
+        ["--peers", "llama.cpp=PYTHON", "--requests", "two"],
+        "'two' is not a whole number",
+    ),
+    "too many requests": (
+        ["--peers", "llama.cpp=PYTHON", "--requests", "999"],
+        "999 are to run at once",
+    ),
     "one token": (["--peers", "llama.cpp=PYTHON", "--tokens", "1"], "at least 2 tokens"),
     "over the context": (["--peers", "llama.cpp=PYTHON", "--tokens", "999"], "context of 256"),
-    "no category": (["--peers", "llama.cpp=PYTHON", "--categories", "chats"], "did you mean 'chat'"),
-    "prompts of nothing": (["--peers", "llama.cpp=PYTHON", "--prefill", "0"], "from 1 up, such as 1000"),
-    "odd lengths": (["--peers", "llama.cpp=PYTHON", "--prefill", "long"], "--prefill: 'long' is not a whole number"),
+    "no category": (
+        ["--peers", "llama.cpp=PYTHON", "--categories", "chats"],
+        "did you mean 'chat'",
+    ),
+    "prompts of nothing": (
+        ["--peers", "llama.cpp=PYTHON", "--prefill", "0"],
+        "from 1 up, such as 1000",
+    ),
+    "odd lengths": (
+        ["--peers", "llama.cpp=PYTHON", "--prefill", "long"],
+        "--prefill: 'long' is not a whole number",
+    ),
     "prompts over the context": (
         ["--peers", "llama.cpp=PYTHON", "--prefill", "256"],
         "prompt of 256 tokens and 1 more",
     ),
-    "a directory as stored": (["--peers", "llama.cpp=PYTHON", "--formats", "as stored"], "is no GGUF file"),
+    "a directory as stored": (
+        ["--peers", "llama.cpp=PYTHON", "--formats", "as stored"],
+        "is no GGUF file",
+    ),
     "no rounds": (["--peers", "llama.cpp=PYTHON", "--repeats", "0"], "--repeats 0"),
     "no time": (["--peers", "llama.cpp=PYTHON", "--timeout", "nan"], "--timeout nan"),
     "threads of nonsense": (["--peers", "llama.cpp=PYTHON", "--threads", "-1"], "--threads -1"),
@@ -214,7 +284,10 @@ BAD = {
         ["--peers", "llama.cpp=PYTHON", "--draft", "suffix"],
         "--draft model:PLACE, lookup or off",
     ),
-    "a file for converted models": (["--peers", "llama.cpp=PYTHON", "--converted", __file__], "cannot be a directory"),
+    "a file for converted models": (
+        ["--peers", "llama.cpp=PYTHON", "--converted", __file__],
+        "cannot be a directory",
+    ),
 }
 
 
@@ -245,7 +318,8 @@ def test_help_is_quick() -> None:
 
 
 def test_rounds_are_fair() -> None:
-    """Each round runs everything once on the same prompts, starting with another; who fails is not asked again."""
+    """Each round runs everything once on the same prompts, starting with another; who fails is not
+    asked again."""
     log: list[tuple[str, int, int, int]] = []
 
     def player(name: str, fails: int = 99) -> SimpleNamespace:
@@ -273,7 +347,8 @@ def test_rounds_are_fair() -> None:
 
 
 def test_reading_prompts_is_timed_in_turn_too() -> None:
-    """Each round reads prompts of the length that nobody knows the beginning of; ratios are made within rounds."""
+    """Each round reads prompts of the length that nobody knows the beginning of; ratios are made
+    within rounds."""
     log: list[tuple[str, list[int]]] = []
 
     def player(name: str, seconds: float, fails: int = 99, plain: int = 9) -> SimpleNamespace:
@@ -287,17 +362,31 @@ def test_reading_prompts_is_timed_in_turn_too() -> None:
 
         return SimpleNamespace(name=name, ready=Ready("1", plain, 9, True), run=go)
 
-    players = [player(OURS, 1.0), player("a", 2.0), player("b", 1.0, fails=1), player("drafting-server", 1.0, plain=0)]
+    players = [
+        player(OURS, 1.0),
+        player("a", 2.0),
+        player("b", 1.0, fails=1),
+        player("drafting-server", 1.0, plain=0),
+    ]
     company = Company(players)
     texts = [[1, 2, 3], [4, 5], [6, 7]]
     ours, theirs, *more = measure_prefill("int8", company, [10, 4], texts, 3, nothing)
     assert (ours.tokens, ours.first_token, ours.speed, ours.ours_over) == (10, 3.0, 10 / 3, None)
     assert (theirs.engine, theirs.first_token, theirs.ours_over) == ("a", 6.0, 2.0)
-    assert [(row.engine, row.tokens, row.ours_over) for row in more] == [(OURS, 4, None), ("a", 4, 2.0)]
+    assert [(row.engine, row.tokens, row.ours_over) for row in more] == [
+        (OURS, 4, None),
+        ("a", 4, 2.0),
+    ]
     assert [str(failure) for failure in company.failures] == ["b: it broke"]
-    assert [name for name, _ in log[:7]] == ["b", OURS, "a", OURS, "a", "b", "a"] and len(log) == 2 + 2 * 8
+    assert [name for name, _ in log[:7]] == ["b", OURS, "a", OURS, "a", "b", "a"] and len(
+        log
+    ) == 2 + 2 * 8
     prompts = [prompt for name, prompt in log if name == "a"]
-    assert prompts[0] == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3] and prompts[1][:3] == [2, 3, 4] and prompts[4] == [5, 6, 7, 1]
+    assert (
+        prompts[0] == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+        and prompts[1][:3] == [2, 3, 4]
+        and prompts[4] == [5, 6, 7, 1]
+    )
     assert prompts == [prompt for name, prompt in log if name == OURS]
 
 
@@ -320,14 +409,21 @@ LOOKS = (
 
 
 def test_a_gguf_file_goes_as_it_is_to_those_that_run_it(gguf: Path, peers, fake) -> None:
-    """One format, drafts from the text, a row for each category, and a line about who does not run it."""
-    entries = f"{fake('llama.cpp', LOOKS + WELL)},transformers={sys.executable},openvino={sys.executable}"
+    """One format, drafts from the text, a row for each category, and a line about who does not run
+    it."""
+    entries = (
+        f"{fake('llama.cpp', LOOKS + WELL)},transformers={sys.executable},openvino={sys.executable}"
+    )
     options = ["--model", str(gguf), "--draft", "lookup", "--formats", "", "--prefill", "40"]
     code, out, err = peers("--peers", entries, *options, "--json")
     report = json.loads(out)
     assert code == 0 and report["draft"] == "lookup"
     rows = [(r["engine"], r["format"], r["category"]) for r in report["results"]]
-    assert rows == [(engine, "Q8_0", category) for category in ("edit", "chat") for engine in (OURS, "llama.cpp")]
+    assert rows == [
+        (engine, "Q8_0", category)
+        for category in ("edit", "chat")
+        for engine in (OURS, "llama.cpp")
+    ]
     assert all(row["first_difference"] == -1 and row["speculative"] for row in report["results"])
     (ours, theirs) = report["prefills"]
     assert (theirs["tokens"], theirs["speed"], theirs["first_token"]) == (40, 40.0, 1.0)
@@ -338,7 +434,10 @@ def test_a_gguf_file_goes_as_it_is_to_those_that_run_it(gguf: Path, peers, fake)
     assert "category" in out.splitlines()[0] and "first token s" in out.splitlines()[5]
     assert "drafts looked up in the text (forerun: suffix)" in out and err.count("left out: ") == 2
     code, out, err = peers("--peers", entries, "--model", str(gguf))
-    assert (code, out) == (2, "") and "is a GGUF file, which runs as it is stored, not in int8" in err
+    assert (code, out) == (
+        2,
+        "",
+    ) and "is a GGUF file, which runs as it is stored, not in int8" in err
 
 
 def test_what_suits_a_model_is_the_default(gguf: Path, pair: Pair) -> None:
@@ -347,15 +446,30 @@ def test_what_suits_a_model_is_the_default(gguf: Path, pair: Pair) -> None:
 
     models = find_models(str(gguf), None)
     plan = Plan({"a": "x"}).settled(models)
-    assert (models.draft, models.ours, plan.formats, plan.depths) == ("lookup", "suffix", (STORED,), LOOKUP_DEPTHS)
+    assert (models.draft, models.ours, plan.formats, plan.depths) == (
+        "lookup",
+        "suffix",
+        (STORED,),
+        LOOKUP_DEPTHS,
+    )
     models = find_models(str(pair.directory / "target"), None)
     plan = Plan({"a": "x"}).settled(models)
-    assert (models.draft, models.ours, plan.formats[0], plan.depths[-1]) == ("off", "off", "bfloat16", 7)
+    assert (models.draft, models.ours, plan.formats[0], plan.depths[-1]) == (
+        "off",
+        "off",
+        "bfloat16",
+        7,
+    )
     assert find_models(str(gguf), f"model:{gguf}").ours == f"model:{gguf}"
 
 
 def test_a_gguf_file_may_draft_for_another(gguf: Path, peers, fake) -> None:
-    text = LOOKS.replace("options['lookup'] and not options['draft']", "options['draft'].endswith('.gguf')") + WELL
+    text = (
+        LOOKS.replace(
+            "options['lookup'] and not options['draft']", "options['draft'].endswith('.gguf')"
+        )
+        + WELL
+    )
     code, out, _ = peers("--peers", fake("llama.cpp", text), "--model", str(gguf), "--draft", f"model:{gguf}",
                          "--formats", "as stored", "--json")  # fmt: skip
     report = json.loads(out)
@@ -368,7 +482,9 @@ def test_a_gguf_file_may_draft_for_another(gguf: Path, peers, fake) -> None:
     )
 
 
-def test_tasks_are_put_to_a_model_that_chats_in_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_put_to_a_model_that_chats_in_its_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     talks = SimpleNamespace(
         has_chat_template=True, encode=lambda text: ["text", text], chat=lambda said: ["chat", said]
     )
@@ -385,12 +501,19 @@ def test_tasks_are_put_to_a_model_that_chats_in_its_template(monkeypatch: pytest
     ]  # fmt: skip
     talks.has_chat_template = False
     assert token_ids("m", tasks[:2]) == [["text", "Go on"], ["text", said]]
-    for text in ("Look: \n" + said, said + " Yes.", said[len("User: Why?") :].strip(), "User: Assistant:", "User: a"):
+    for text in (
+        "Look: \n" + said,
+        said + " Yes.",
+        said[len("User: Why?") :].strip(),
+        "User: Assistant:",
+        "User: a",
+    ):
         assert conversation(text) == [{"role": "user", "content": text}]
 
 
 def test_ratios_are_made_within_rounds_and_texts_compared() -> None:
-    """The machine became twice as fast in round 2: no ratio shows it. Texts are told apart from the first token on."""
+    """The machine became twice as fast in round 2: no ratio shows it. Texts are told apart from the
+    first token on."""
 
     def outcomes(speed: float, *outputs: list[int] | None) -> list[Outcome]:
         return [Outcome(speed * (1, 2, 1)[i], o and [o], 2.0) for i, o in enumerate(outputs)]
@@ -408,11 +531,24 @@ def test_ratios_are_made_within_rounds_and_texts_compared() -> None:
     assert (ours.times_plain, ours.depth, ours.first_difference) == (3.0, "auto", -1)
     assert (a.plain, a.speculative, a.depth, a.times_plain) == (5.0, 4.0, 2, 0.8)
     assert (a.first_difference, a.first_difference_from_ours) == (2, 2)
-    assert a.shared_with_ours == pytest.approx((1 + 1 + 2 / 3) / 3) and ours.shared_with_ours is None
+    assert (
+        a.shared_with_ours == pytest.approx((1 + 1 + 2 / 3) / 3) and ours.shared_with_ours is None
+    )
     assert (a.ours_over_plain, a.ours_over_speculative, a.ours_over_best) == (2.0, 7.5, 6.0)
-    assert (server.plain, server.speculative, server.depth, server.by_depth) == (None, 15.0, None, {})
-    assert (server.ours_over_plain, server.ours_over_speculative, server.ours_over_best) == (None, 2.0, 2.0)
-    assert server.first_difference_from_ours is server.shared_with_ours is server.times_plain is None
+    assert (server.plain, server.speculative, server.depth, server.by_depth) == (
+        None,
+        15.0,
+        None,
+        {},
+    )
+    assert (server.ours_over_plain, server.ours_over_speculative, server.ours_over_best) == (
+        None,
+        2.0,
+        2.0,
+    )
+    assert (
+        server.first_difference_from_ours is server.shared_with_ours is server.times_plain is None
+    )
 
 
 @pytest.fixture
@@ -429,7 +565,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 def test_workers_time_what_decode_times(script, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps, told to both clocks, give the same speed."""
     steps = [(1.0, {0: 1}), (1.0, {0: 9, 1: 1}), (1.0, {0: 1, 1: 1}), (1.0, {1: 2}), (2.0, {1: 2})]
-    expected = timing.timed_run(FakeEngine(monkeypatch, steps), [Work([7]), Work([8])], PARAMS, timing.PLAIN).speed
+    expected = timing.timed_run(
+        FakeEngine(monkeypatch, steps), [Work([7]), Work([8])], PARAMS, timing.PLAIN
+    ).speed
     watch, now = script("worker").Watch(2), 0.0
     for seconds, counts in steps:
         now += seconds
@@ -448,7 +586,10 @@ def test_transformers_for_real(peers, started: list[Worker]) -> None:
     ours, alone, _, together = report["results"]
     assert alone["first_difference"] == alone["first_difference_from_ours"] == -1
     assert together["first_difference_from_ours"] == -1 and together["speculative"] is None
-    assert alone["accepted_length"] == pytest.approx(ours["accepted_length"], rel=0.4) and alone["plain"] > 0
+    assert (
+        alone["accepted_length"] == pytest.approx(ours["accepted_length"], rel=0.4)
+        and alone["plain"] > 0
+    )
 
 
 def test_transformers_looks_up_for_real(peers) -> None:
@@ -458,12 +599,18 @@ def test_transformers_looks_up_for_real(peers) -> None:
     assert code == 0 and not report["failures"]
     ours, theirs = report["results"]
     assert ours["speculative"] and theirs["speculative"] and theirs["accepted_length"] >= 1
-    assert ours["first_difference"] == theirs["first_difference"] == theirs["first_difference_from_ours"] == -1
+    assert (
+        ours["first_difference"]
+        == theirs["first_difference"]
+        == theirs["first_difference_from_ours"]
+        == -1
+    )
 
 
 class Memory:
-    """In the place of llama.cpp's model: the next token is a function of all tokens before, and every row has to come
-    at its position. `wrong` of eight texts are guessed wrongly, so that a draft model is sometimes right."""
+    """In the place of llama.cpp's model: the next token is a function of all tokens before, and
+    every row has to come at its position. `wrong` of eight texts are guessed wrongly, so that a
+    draft model is sometimes right."""
 
     def __init__(self, wrong: int = 0) -> None:
         self.wrong, self.rows = wrong, 0
@@ -492,7 +639,8 @@ class Memory:
 
 @pytest.mark.parametrize("wrong", [0, 3, 8])
 def test_the_loop_of_llama_cpp(wrong: int, script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the draft model guesses and however many run, the text is the target's; each row is read once."""
+    """Whatever the draft model guesses and however many run, the text is the target's; each row is
+    read once."""
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     engine = object.__new__(script("with_llama_cpp").LlamaCpp)
     engine.target, engine.drafter = Memory(), Memory(wrong)
@@ -504,7 +652,9 @@ def test_the_loop_of_llama_cpp(wrong: int, script, monkeypatch: pytest.MonkeyPat
         answer = engine.run(depth, prompts, 20)
         assert answer["outputs"] == plain["outputs"]
         if wrong == 0:
-            assert answer["steps"] == 3 * (1 + -(-19 // (depth + 1))) and engine.drafter.rows <= 6 + 60
+            assert (
+                answer["steps"] == 3 * (1 + -(-19 // (depth + 1))) and engine.drafter.rows <= 6 + 60
+            )
         elif wrong == 8:
             assert answer["steps"] == 60
 
@@ -518,7 +668,8 @@ class Refrain(Memory):
 
 @pytest.mark.parametrize("target", [Memory, Refrain])
 def test_lookup_of_llama_cpp(target: type[Memory], script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is found in the text, the text is the target's; one that repeats itself takes fewer passes."""
+    """Whatever is found in the text, the text is the target's; one that repeats itself takes fewer
+    passes."""
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     engine = object.__new__(script("with_llama_cpp").LlamaCpp)
     engine.target, engine.drafter = target(), None
@@ -540,7 +691,9 @@ def test_the_cache_of_n_grams(script) -> None:
             cache.read(text[:end])
         return cache.draft(text, most)
 
-    assert guess([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1] and guess([1, 2, 3, 4, 5, 1, 2, 3], 1) == [4]
+    assert guess([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1] and guess([1, 2, 3, 4, 5, 1, 2, 3], 1) == [
+        4
+    ]
     assert guess([1, 2, 3, 4, 9, 2, 3]) == [], "two tokens have to be seen twice"
     assert guess([8, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3])[:1] == [4]
     assert guess([2, 3, 4, 9, 7, 3, 5, 8, 3]) == [], "half is not two thirds"
@@ -588,13 +741,16 @@ def test_gguf(form: str, script, tmp_path: Path, pair: Pair) -> None:
             assert tensor.tensor_type.name == kinds[form]
             original = source.read("model.layers.1.mlp.down_proj.weight")
             read = gguf.dequantize(tensor.data, tensor.tensor_type)
-            bound = {"float32": 0, "bfloat16": 0, "int8": 0.01, "int4": 0.15}[form] * np.abs(original).max()
+            bound = {"float32": 0, "bfloat16": 0, "int8": 0.01, "int4": 0.15}[form] * np.abs(
+                original
+            ).max()
             assert read.shape == original.shape and np.abs(read - original).max() <= bound
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_gguf_interleaves_heads_as_llama_cpp_rotates(script) -> None:
-    """Rotating halves (Hugging Face) and rotating neighbours (llama.cpp) of the converted rows give one attention."""
+    """Rotating halves (Hugging Face) and rotating neighbours (llama.cpp) of the converted rows give
+    one attention."""
     pytest.importorskip("gguf")
     interleaved = script("write_gguf").interleaved
     random, heads, size = np.random.default_rng(0), 4, 8
@@ -604,12 +760,18 @@ def test_gguf_interleaves_heads_as_llama_cpp_rotates(script) -> None:
     x = random.normal(size=16)
 
     def turned(vector: np.ndarray, halves: bool) -> np.ndarray:
-        parts = vector.reshape(heads, 2, -1) if halves else vector.reshape(heads, -1, 2).swapaxes(1, 2)
+        parts = (
+            vector.reshape(heads, 2, -1) if halves else vector.reshape(heads, -1, 2).swapaxes(1, 2)
+        )
         a, b = parts[:, 0], parts[:, 1]
-        return np.stack([a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], 1)
+        return np.stack(
+            [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], 1
+        )
 
     def attention(names: tuple[str, str], halves: bool) -> np.ndarray:
-        query, key = (interleaved(w, name, config) @ x for w, name in zip(weights, names, strict=True))
+        query, key = (
+            interleaved(w, name, config) @ x for w, name in zip(weights, names, strict=True)
+        )
         return (turned(query, halves) * key.reshape(heads, 2, -1) if halves else
                 turned(query, halves) * key.reshape(heads, -1, 2).swapaxes(1, 2)).sum((1, 2))  # fmt: skip
 
@@ -618,7 +780,9 @@ def test_gguf_interleaves_heads_as_llama_cpp_rotates(script) -> None:
     assert not np.allclose(attention(("q", "k"), halves=False), theirs)
 
 
-def test_gguf_is_whole_or_absent_and_refuses_what_it_does_not_know(script, tmp_path: Path, pair: Pair) -> None:
+def test_gguf_is_whole_or_absent_and_refuses_what_it_does_not_know(
+    script, tmp_path: Path, pair: Pair
+) -> None:
     pytest.importorskip("gguf")
     convert, source = script("write_gguf").convert, tmp_path / "model"
     source.mkdir()
@@ -635,7 +799,8 @@ def test_gguf_is_whole_or_absent_and_refuses_what_it_does_not_know(script, tmp_p
 
 
 class Completions(BaseHTTPRequestHandler):
-    """A server of one model that streams three pieces an answer; `tells` whether it says which tokens they hold."""
+    """A server of one model that streams three pieces an answer; `tells` whether it says which
+    tokens they hold."""
 
     tells = True
     asked: ClassVar[list[dict[str, Any]]] = []
@@ -687,10 +852,17 @@ def test_a_server(tells: bool, url: str, monkeypatch: pytest.MonkeyPatch) -> Non
         worker.load()
         assert worker.ready == Ready("7", 1 << 20, 0, False)
         outcome = worker.run(0, [[5, 6], [7]], 6)
-        assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if tells else None) and outcome.speed > 0
+        assert (
+            outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if tells else None) and outcome.speed > 0
+        )
         assert sorted(body["prompt"] for body in Completions.asked) == [[5, 6], [7]]
         sent = Completions.asked[0]
-        assert (sent["model"], sent["max_tokens"], sent["temperature"], sent["ignore_eos"]) == ("m", 6, 0, True)
+        assert (sent["model"], sent["max_tokens"], sent["temperature"], sent["ignore_eos"]) == (
+            "m",
+            6,
+            0,
+            True,
+        )
         with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
             worker.run(0, [[5]], 9)
     finally:
@@ -708,4 +880,7 @@ def test_workers_get_the_threads_and_none_of_our_packages(monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", "here")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     given = peer_process._environment(3)
-    assert "PYTHONPATH" not in given and (given["OMP_NUM_THREADS"], given["OMP_WAIT_POLICY"]) == ("3", "passive")
+    assert "PYTHONPATH" not in given and (given["OMP_NUM_THREADS"], given["OMP_WAIT_POLICY"]) == (
+        "3",
+        "passive",
+    )

@@ -5,8 +5,24 @@ from __future__ import annotations
 import random
 from typing import Any
 
-CATEGORIES = ("completion", "edit", "grounded", "summary", "translation", "chat", "mathematics", "free")
-DRAFTS = ("suffix", "ngram", "model:pair/draft", "reference+suffix", "suffix+model:pair/draft", "auto")
+CATEGORIES = (
+    "completion",
+    "edit",
+    "grounded",
+    "summary",
+    "translation",
+    "chat",
+    "mathematics",
+    "free",
+)
+DRAFTS = (
+    "suffix",
+    "ngram",
+    "model:pair/draft",
+    "reference+suffix",
+    "suffix+model:pair/draft",
+    "auto",
+)
 MACHINE = {
     "processor": "AMD EPYC 9B14", "cores": 2, "instructions": "AVX-512, VNNI, BF16", "threads": 2, "torch": "2.12.0",
     "forerun": "0.1.0", "device": "cpu",
@@ -22,7 +38,9 @@ def result(seed: int = 0, **fields: Any) -> dict[str, Any]:
         luck, times, levels, lengths = 0.0, 1.0, 0, [passes]
     else:
         luck, levels = chance.uniform(0.2, 0.85), 7
-        lengths = [round(passes * luck**i * (1 - luck)) for i in range(levels)] + [round(passes * luck**levels)]
+        lengths = [round(passes * luck**i * (1 - luck)) for i in range(levels)] + [
+            round(passes * luck**levels)
+        ]
         times = 0.8 * sum((i + 1) * n for i, n in enumerate(lengths)) / sum(lengths)
     tokens = sum((i + 1) * n for i, n in enumerate(lengths))
     drafted = 6 * passes if levels else 0
@@ -55,7 +73,8 @@ def report(results: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
 
 
 def large(**fields: Any) -> dict[str, Any]:
-    """Everything at once: two kinds of weights, 8 categories, 6 drafts, energy and cost. 112 results."""
+    """Everything at once: two kinds of weights, 8 categories, 6 drafts, energy and cost. 112
+    results."""
     return report([
         result(
             quantization=weights, category=category, draft=draft, joules_per_token=0.4 + i / 9,

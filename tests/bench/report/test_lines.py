@@ -1,4 +1,5 @@
-"""Reports on disk: nothing is lost or invented on the way, and what is no report is refused in one line."""
+"""Reports on disk: nothing is lost or invented on the way, and what is no report is refused in one
+line."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ def test_a_line_has_the_limits_of_its_own_weights_and_requests(tmp_path: Path) -
 
 
 def test_files_one_after_the_other_are_one_report(tmp_path: Path, small: dict[str, Any]) -> None:
-    other = report([result(draft="ngram", quantization="int8")], model="other", machine=MACHINE | {"cores": 64})
+    other = report(
+        [result(draft="ngram", quantization="int8")], model="other", machine=MACHINE | {"cores": 64}
+    )
     one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))
     write_lines(one, small)
     write_lines(two, other)
-    both.write_bytes(one.read_bytes() + b"\n" + two.read_bytes() + one.read_bytes())  # one of them twice
+    both.write_bytes(
+        one.read_bytes() + b"\n" + two.read_bytes() + one.read_bytes()
+    )  # one of them twice
     merged = read_lines([both])
     assert merged == read_lines([one, two])
     own = {"model": "other", "machine": other["machine"]}
@@ -65,7 +70,9 @@ def test_files_one_after_the_other_are_one_report(tmp_path: Path, small: dict[st
         (b'{"kind": "decode"}', "has no model"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, small: dict[str, Any], line: bytes, words: str) -> None:
+def test_a_broken_line_is_named(
+    tmp_path: Path, small: dict[str, Any], line: bytes, words: str
+) -> None:
     path = tmp_path / "a.jsonl"
     write_lines(path, small)
     path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
@@ -112,7 +119,15 @@ def test_every_field_has_to_be_there(small: dict[str, Any]) -> None:
         for key in small if place is None else small[place][0]:
             with pytest.raises(ForerunError, match=key):
                 check_report(without(place, key))
-    check_report(without("results", "draft") | {"results": [small["results"][0] | {"new": object()}]})
-    for broken in (None, [], {**small, "results": []}, {**small, "results": [3]}, {**small, "limits": None}):
+    check_report(
+        without("results", "draft") | {"results": [small["results"][0] | {"new": object()}]}
+    )
+    for broken in (
+        None,
+        [],
+        {**small, "results": []},
+        {**small, "results": [3]},
+        {**small, "limits": None},
+    ):
         with pytest.raises(ForerunError):
             check_report(broken)

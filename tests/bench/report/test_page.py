@@ -1,4 +1,5 @@
-"""The page: in a browser it is whole, still and safe, whatever the names; its figures show what was measured."""
+"""The page: in a browser it is whole, still and safe, whatever the names; its figures show what was
+measured."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ LONG = HOSTILE + "long" * 80
 
 
 def figures(*results: dict[str, Any]) -> dict[str, Figure]:
-    return {f.title: f for section in sections_of(entries_of(report([*results]))) for f in section.figures}
+    return {
+        f.title: f
+        for section in sections_of(entries_of(report([*results])))
+        for f in section.figures
+    }
 
 
 def hostile() -> dict[str, Any]:
@@ -36,7 +41,11 @@ def hostile() -> dict[str, Any]:
     results = [result(draft="off", rule=LONG, **names)]
     for i in range(3):
         sources = {LONG: [10, 5], "suffix": [3, 1]}
-        results.append(result(draft=f"model:{LONG}{i}", rule=f"{LONG}{i}", sources=sources, same=i != 1, **names))
+        results.append(
+            result(
+                draft=f"model:{LONG}{i}", rule=f"{LONG}{i}", sources=sources, same=i != 1, **names
+            )
+        )
     return report(results, model=LONG, kind=LONG, machine={LONG: LONG, "cores": 2})
 
 
@@ -70,7 +79,9 @@ def test_figures_add_up_what_was_measured() -> None:
 
 
 def test_what_was_not_measured_has_no_figure() -> None:
-    nothing = dict(lengths=[], acceptance=[], sources={}, positions=[], draft_ms=0.0, pass_ms=0.0, other_ms=0.0)
+    nothing = dict(
+        lengths=[], acceptance=[], sources={}, positions=[], draft_ms=0.0, pass_ms=0.0, other_ms=0.0
+    )
     assert [*figures(result(**nothing))] == ["Speed-up"]
     assert figures(result(draft="off", **nothing)) == {}
     more = {
@@ -81,7 +92,9 @@ def test_what_was_not_measured_has_no_figure() -> None:
     }  # fmt: skip
     for field, (value, title) in more.items():
         assert [*figures(result(**nothing | {field: value}))] == ["Speed-up", title]
-    empty = dict(lengths=[0], acceptance=[[9, 9]], sources={"suffix": [0, 0]}, positions=[[0, 0, 0]])
+    empty = dict(
+        lengths=[0], acceptance=[[9, 9]], sources={"suffix": [0, 0]}, positions=[[0, 0, 0]]
+    )
     assert [*figures(result(**nothing | empty))] == ["Speed-up"]
 
 
@@ -93,13 +106,25 @@ def test_requests_and_depths_have_figures_where_there_are_several() -> None:
     assert at_once["Speed-up by requests at once"].words.endswith(
         "from 1.20 (suffix, requests at once: 4) to 2.00 (suffix, requests at once: 1)"
     )
-    assert "from 9.00 (plain decoding, requests at once: 1)" in at_once["Speed by requests at once"].words
+    assert (
+        "from 9.00 (plain decoding, requests at once: 1)"
+        in at_once["Speed by requests at once"].words
+    )
     assert {"Speed-up, one request at a time", "Speed-up, 4 requests at once"} <= {*at_once}
-    depths = figures(*(result(depth=depth, times_plain=1 + 0.1 * (depth == 3)) for depth in range(1, 12)))
+    depths = figures(
+        *(result(depth=depth, times_plain=1 + 0.1 * (depth == 3)) for depth in range(1, 12))
+    )
     assert "to 1.10 (suffix, levels drafted: 3)" in depths["Speed-up by depth"].words
-    assert "from 1.10 (suffix, depth 3, edit) to 1.10" in depths["Speed-up"].words  # eleven lines would be too many
-    assert all(depths[name].caption.startswith("Only the quickest") for name in ("Speed-up", "Accepted length"))
-    few = figures(result(depth=1), result(depth=2, requests=4))  # measured elsewhere is not left out
+    assert (
+        "from 1.10 (suffix, depth 3, edit) to 1.10" in depths["Speed-up"].words
+    )  # eleven lines would be too many
+    assert all(
+        depths[name].caption.startswith("Only the quickest")
+        for name in ("Speed-up", "Accepted length")
+    )
+    few = figures(
+        result(depth=1), result(depth=2, requests=4)
+    )  # measured elsewhere is not left out
     assert not any("Only the quickest" in figure.caption for figure in few.values())
 
 
@@ -137,17 +162,34 @@ def test_limits_are_told_apart() -> None:
 
 
 def test_another_text_is_marked() -> None:
-    svg = figures(result(times_plain=2.0, same=False, first_difference=3), result(draft="ngram", same=True))["Speed-up"]
+    svg = figures(
+        result(times_plain=2.0, same=False, first_difference=3), result(draft="ngram", same=True)
+    )["Speed-up"]
     assert svg.svg.count("\N{NOT EQUAL TO}") == 1 and "2.00 \N{NOT EQUAL TO}" in svg.svg
     page = render(report([result(draft="off"), result(same=False, first_difference=3)]))
-    assert 'class="verdict bad"' in page and '<td data-sort="DIFFERENT from token 3" class="warns">' in page
+    assert (
+        'class="verdict bad"' in page
+        and '<td data-sort="DIFFERENT from token 3" class="warns">' in page
+    )
     assert 'class="verdict bad"' not in render(report([result(draft="off"), result()]))
 
 
 def test_odd_numbers_are_drawn() -> None:
-    odd = dict(interval=[3.0, 1.0], acceptance=[[10, 70]], lengths=[10**14], times_plain=0.0, tokens_per_second=1e14)
+    odd = dict(
+        interval=[3.0, 1.0],
+        acceptance=[[10, 70]],
+        lengths=[10**14],
+        times_plain=0.0,
+        tokens_per_second=1e14,
+    )
     page = render(
-        report([result(**odd), result(requests=0, temperature=1e9, draft_ms=1e14, **odd), result(depth=10**9)])
+        report(
+            [
+                result(**odd),
+                result(requests=0, temperature=1e9, draft_ms=1e14, **odd),
+                result(depth=10**9),
+            ]
+        )
     )
     assert page.count("<figure>") > 8
 
@@ -167,7 +209,9 @@ def test_drawings_leave_colours_and_references_to_the_page() -> None:
 
 def test_a_dollar_is_a_dollar() -> None:
     """matplotlib would set what stands between two as mathematics, or fail to."""
-    named = figures(result(category="$x^2$"), result(category="$\\frac$ _ & <b>"))["Speed-up by category"].svg
+    named = figures(result(category="$x^2$"), result(category="$\\frac$ _ & <b>"))[
+        "Speed-up by category"
+    ].svg
     assert ">$x^2$<" in named and ">$\\frac$ _ &amp; &lt;b&gt;<" in named
 
 
@@ -176,7 +220,9 @@ def test_the_same_report_gives_the_same_page(monkeypatch: pytest.MonkeyPatch) ->
 
     data = report([result(draft="off"), result()])
     page = render(data)
-    monkeypatch.setitem(matplotlib.rcParams, "lines.linewidth", 9.0)  # the reader's own settings are none of ours
+    monkeypatch.setitem(
+        matplotlib.rcParams, "lines.linewidth", 9.0
+    )  # the reader's own settings are none of ours
     assert render(data) == page
     assert render(data, "A title") == page.replace("decode: pair/target", "A title")
     assert matplotlib.rcParams["lines.linewidth"] == 9.0
@@ -206,7 +252,9 @@ def test_what_is_no_report_leaves_the_page_that_is_there(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="the browser tests need the package playwright"
+    )
     if CHROMIUM is None:
         pytest.skip("the browser tests need a `chromium` on the path")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
@@ -228,7 +276,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
-    """Opens a page without a network. It may ask for nothing but itself, and nothing may complain on the console."""
+    """Opens a page without a network. It may ask for nothing but itself, and nothing may complain
+    on the console."""
     complaints: list[str] = []
     contexts: list[Any] = []
 
@@ -238,7 +287,10 @@ def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., An
 
     def open_page(name: str, width: int = 1280, scheme: str = "light", script: bool = True) -> Any:
         context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, offline=True, java_script_enabled=script
+            viewport={"width": width, "height": 800},
+            color_scheme=scheme,
+            offline=True,
+            java_script_enabled=script,
         )
         contexts.append(context)
         page = context.new_page()
@@ -256,11 +308,14 @@ def open_page(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., An
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("name", ["large", "hostile"])
-def test_every_figure_is_seen_and_nothing_scrolls_sideways(open_page: Any, name: str, width: int, scheme: str) -> None:
+def test_every_figure_is_seen_and_nothing_scrolls_sideways(
+    open_page: Any, name: str, width: int, scheme: str
+) -> None:
     page = open_page(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     boxes = page.eval_on_selector_all(
-        "figure svg", "es => es.map(e => [e.getBoundingClientRect().width, e.getBBox().width, e.checkVisibility()])"
+        "figure svg",
+        "es => es.map(e => [e.getBoundingClientRect().width, e.getBBox().width, e.checkVisibility()])",
     )
     assert len(boxes) == page.locator("figure [role=img]").count() == (16 if name == "large" else 6)
     assert all(visible and 250 < shown <= width and inner > 200 for shown, inner, visible in boxes)
@@ -274,8 +329,13 @@ def test_all_of_it_fits_on_paper(open_page: Any) -> None:
     page = open_page("large", 720, "dark")
     page.emulate_media(media="print")
     assert page.evaluate("document.documentElement.scrollWidth") <= 720
-    assert page.eval_on_selector_all(".scroll", "es => es.every(e => e.scrollHeight <= e.clientHeight + 1)")
-    assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--panel')") == "#ffffff"
+    assert page.eval_on_selector_all(
+        ".scroll", "es => es.every(e => e.scrollHeight <= e.clientHeight + 1)"
+    )
+    assert (
+        page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--panel')")
+        == "#ffffff"
+    )
 
 
 def test_names_are_text(open_page: Any) -> None:
@@ -297,7 +357,9 @@ def test_the_table_sorts_and_does_without_a_script(open_page: Any) -> None:
 
     def column(name: str) -> list[str]:
         heads = page.locator("table.sortable thead th").all_text_contents()
-        return page.locator(f"table.sortable tbody td:nth-child({heads.index(name) + 1})").all_text_contents()
+        return page.locator(
+            f"table.sortable tbody td:nth-child({heads.index(name) + 1})"
+        ).all_text_contents()
 
     def click(name: str) -> list[str]:
         page.get_by_role("button", name=name, exact=True).click()

@@ -29,12 +29,15 @@ def usage(tokens: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Fake:
-    """What it says it is, how it answers, and what it was asked. `released` lets go whoever waits in a handler."""
+    """What it says it is, how it answers, and what it was asked. `released` lets go whoever waits
+    in a handler."""
 
     behaviour: Behaviour
     maker: str = "somebody"
     models: list[str] = field(default_factory=lambda: ["one"])
-    pages: dict[str, tuple[int, str]] = field(default_factory=dict)  # path: status and body, instead of the usual
+    pages: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # path: status and body, instead of the usual
     asked: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -59,7 +62,11 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": (200, json.dumps(models)),
             "/server_info": (200, json.dumps({"drafts": ["off", "ngram", "suffix"]})),
         }
-        self.reply(*(usual | self.fake.pages).get(self.path, (404, '{"error": {"message": "no such page"}}')))
+        self.reply(
+            *(usual | self.fake.pages).get(
+                self.path, (404, '{"error": {"message": "no such page"}}')
+            )
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -116,7 +123,9 @@ def faking(behaviour: Behaviour = good, **options: Any) -> Iterator[Fake]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"fake": fake}))
     server.daemon_threads = True
     server.handle_error = lambda *args: None  # clients that go away are part of the tests
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
     try:

@@ -1,4 +1,5 @@
-"""Measuring a running server: what the figures are made of, that drafts are compared fairly, and what may go wrong."""
+"""Measuring a running server: what the figures are made of, that drafts are compared fairly, and
+what may go wrong."""
 
 import json
 import os
@@ -20,14 +21,16 @@ from forerun.bench.server.load import EACH, INTERRUPTED, Plan, ServeReport, meas
 from forerun.bench.server.result import OFF, Arm, Run, gaps, percentiles, result
 from tests import tiny
 from tests.bench.server.fake_openai import END, PATIENCE, Fake, Handler, chunk, faking, good, usage
+from tests.cli.test_main import run
 from tests.server.serving import serving
-from tests.test_cli import run
 
 PROMPTS = [f"prompt {i}" for i in range(100)]
 DIES = "fails every request"
 
 
-def measure(fake: Fake, prompts: list[Any] = PROMPTS, timeout: float = PATIENCE, **options: Any) -> ServeReport:
+def measure(
+    fake: Fake, prompts: list[Any] = PROMPTS, timeout: float = PATIENCE, **options: Any
+) -> ServeReport:
     """A small measurement of a fake."""
     given = {"requests": [1], "tokens": 5, "repeats": 1} | options
     return measure_serving(Plan(endpoint=Endpoint(fake.url, timeout=timeout), **given), prompts)
@@ -41,7 +44,8 @@ def answer(index: int, sent: float, chunks: list[tuple[float, int]], **options: 
 
 
 def test_the_speed_counts_what_came_within_the_window() -> None:
-    """Pieces after the window and failed answers do not count; without ids, chunks are scaled to the usage."""
+    """Pieces after the window and failed answers do not count; without ids, chunks are scaled to
+    the usage."""
     exact = answer(0, 10.0, [(11.0, 1), (12.0, 4), (14.5, 3)], counted=8)
     scaled = answer(1, 10.0, [(11.0, 1), (12.0, 1), (13.0, 1), (15.0, 1)], counted=8)
     failed = answer(2, 10.0, [(11.0, 9)], finished=False, error="gone")
@@ -57,21 +61,35 @@ def test_the_wait_for_a_chunk_is_shared_among_its_tokens() -> None:
 
 def test_percentiles_are_those_of_the_values_repeated() -> None:
     random = np.random.default_rng(3)
-    values = [(float(v), float(n)) for v, n in zip(random.exponential(size=50), random.integers(1, 6, 50), strict=True)]
+    values = [
+        (float(v), float(n))
+        for v, n in zip(random.exponential(size=50), random.integers(1, 6, 50), strict=True)
+    ]
     repeated = [seconds for seconds, count in values for _ in range(int(count))]
     expected = 1e3 * np.percentile(repeated, [50, 95, 99], method="inverted_cdf")
     assert list(percentiles(values).values()) == pytest.approx(list(expected))
-    assert percentiles([(0.25, 1.0)]) == {"p50": 250.0, "p95": 250.0, "p99": 250.0} and percentiles([]) == {}
+    assert (
+        percentiles([(0.25, 1.0)]) == {"p50": 250.0, "p95": 250.0, "p99": 250.0}
+        and percentiles([]) == {}
+    )
 
 
 def test_a_result_is_made_of_whole_rounds_while_there_are_any() -> None:
     def runs(*speeds: int) -> list[Run]:
-        return [Run(0.0, 1.0, [answer(0, 0.0, [(0.5, s)], token_ids=[1, 2])], whole=True) for s in speeds]
+        return [
+            Run(0.0, 1.0, [answer(0, 0.0, [(0.5, s)], token_ids=[1, 2])], whole=True)
+            for s in speeds
+        ]
 
     fast, slow = runs(10, 30, 90), runs(5, 10, 10)
     fast[2].whole = False
     found = result(4, Arm("suffix"), fast, slow)
-    assert (found.rounds, found.tokens_per_second, found.times_plain, found.same) == (2, 20.0, 2.5, True)
+    assert (found.rounds, found.tokens_per_second, found.times_plain, found.same) == (
+        2,
+        20.0,
+        2.5,
+        True,
+    )
     assert result(4, Arm("suffix"), fast[2:], slow[2:]).rounds == 0
     assert result(4, Arm("suffix"), fast[2:], slow[2:]).tokens_per_second == 90.0
     fast[1].answers[0].token_ids = [1, 3]
@@ -80,8 +98,17 @@ def test_a_result_is_made_of_whole_rounds_while_there_are_any() -> None:
     )  # fmt: skip
 
 
-FORERUN = {"forerun": {"drafted": 9, "accepted": 6, "steps": 5, "completion_tokens": 12}, "speculative_decoding": {}}
-VLLM = {"speculative_decoding": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 6, "num_spec_steps": 3}}
+FORERUN = {
+    "forerun": {"drafted": 9, "accepted": 6, "steps": 5, "completion_tokens": 12},
+    "speculative_decoding": {},
+}
+VLLM = {
+    "speculative_decoding": {
+        "num_draft_tokens": 9,
+        "num_accepted_draft_tokens": 6,
+        "num_spec_steps": 3,
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +116,10 @@ VLLM = {"speculative_decoding": {"num_draft_tokens": 9, "num_accepted_draft_toke
     [
         ({"metrics": FORERUN}, Speculated(9, 6, 5, 12)),
         ({"metrics": VLLM}, Speculated(9, 6, 3, 9)),
-        ({"timings": {"draft_n": 9, "draft_n_accepted": 6, "predicted_n": 16}}, Speculated(9, 6, 10, 16)),
+        (
+            {"timings": {"draft_n": 9, "draft_n_accepted": 6, "predicted_n": 16}},
+            Speculated(9, 6, 10, 16),
+        ),
         ({"timings": {"predicted_n": 16}}, None),
         ({"metrics": None}, None),
         ({"metrics": [1], "timings": "x"}, None),
@@ -97,7 +127,9 @@ VLLM = {"speculative_decoding": {"num_draft_tokens": 9, "num_accepted_draft_toke
         ({"metrics": {"speculative_decoding": {"num_draft_tokens": -1}}}, None),
     ],
 )
-def test_statistics_of_speculation_in_every_shape(given: dict[str, Any], found: Speculated | None) -> None:
+def test_statistics_of_speculation_in_every_shape(
+    given: dict[str, Any], found: Speculated | None
+) -> None:
     assert speculated(given) == found
 
 
@@ -105,7 +137,8 @@ def test_statistics_of_speculation_in_every_shape(given: dict[str, Any], found: 
 
 
 def test_clients_keep_as_many_requests_going_as_asked() -> None:
-    """Every answer waits until there are as many requests at once as there should be: fewer would never end."""
+    """Every answer waits until there are as many requests at once as there should be: fewer would
+    never end."""
     barrier, most, lock, now = threading.Barrier(1), [0], threading.Lock(), [0]
 
     def wait(handler: Handler, body: dict[str, Any]) -> None:
@@ -127,12 +160,21 @@ def test_clients_keep_as_many_requests_going_as_asked() -> None:
 def test_token_counts_come_from_the_usage_or_are_called_chunks() -> None:
     with faking() as fake:
         (found,) = measure(fake, tokens=9).results
-        assert (found.counted, found.same, found.accepted_length, found.cached) == ("usage", None, None, None)
+        assert (found.counted, found.same, found.accepted_length, found.cached) == (
+            "usage",
+            None,
+            None,
+            None,
+        )
         assert found.requests_per_second == pytest.approx(found.tokens_per_second / 9)
-        assert "ignore_eos" not in fake.asked[0] and fake.asked[0]["stream_options"] == {"include_usage": True}
+        assert "ignore_eos" not in fake.asked[0] and fake.asked[0]["stream_options"] == {
+            "include_usage": True
+        }
     with faking(lambda handler, body: handler.stream(chunk("a"), chunk("bb"), END)) as fake:
         (found,) = measure(fake).results
-        assert found.counted == "chunks" and found.requests_per_second == pytest.approx(found.tokens_per_second / 2)
+        assert found.counted == "chunks" and found.requests_per_second == pytest.approx(
+            found.tokens_per_second / 2
+        )
 
 
 def test_chats_are_asked_as_chats_and_reasoning_counts() -> None:
@@ -147,7 +189,9 @@ def test_chats_are_asked_as_chats_and_reasoning_counts() -> None:
 
     with faking(think) as fake:
         plan = Plan(endpoint=Endpoint(f"{fake.url}/v1/", chat=True), requests=[1], repeats=1)
-        (found,) = measure_serving(plan, ["hello", [{"role": "system", "content": "be brief"}]]).results
+        (found,) = measure_serving(
+            plan, ["hello", [{"role": "system", "content": "be brief"}]]
+        ).results
     assert found.requests_per_second == pytest.approx(found.tokens_per_second / 2)
     assert set(fake.paths) == {"/v1/chat/completions"}
     assert fake.asked[0]["messages"] == [{"role": "user", "content": "hello"}]
@@ -155,7 +199,8 @@ def test_chats_are_asked_as_chats_and_reasoning_counts() -> None:
 
 
 def speculating(wrong: str = "") -> Any:
-    """Answers by seed, as forerun's server does; the draft `wrong` says something else at its third token."""
+    """Answers by seed, as forerun's server does; the draft `wrong` says something else at its third
+    token."""
 
     def behave(handler: Handler, body: dict[str, Any]) -> None:
         draft = (body["speculative"] or {"draft": OFF})["draft"]
@@ -167,10 +212,18 @@ def speculating(wrong: str = "") -> Any:
 
 
 def test_drafts_are_compared_on_the_same_requests_in_turn() -> None:
-    """Each draft gets the same prompts and seeds in a round, first in turn, and no prompt twice; before a round, one
-    token of each is asked for, so that none of them has to read the prompts for all."""
+    """Each draft gets the same prompts and seeds in a round, first in turn, and no prompt twice;
+    before a round, one token of each is asked for, so that none of them has to read the prompts for
+    all."""
     with faking(speculating(), maker="forerun") as fake:
-        report = measure(fake, drafts=["suffix", "ngram", "suffix", OFF], depth=3, requests=[2], repeats=3, tokens=4)
+        report = measure(
+            fake,
+            drafts=["suffix", "ngram", "suffix", OFF],
+            depth=3,
+            requests=[2],
+            repeats=3,
+            tokens=4,
+        )
     assert [(r.draft, r.depth, r.same) for r in report.results] == [
         (OFF, None, True), ("suffix", 3, True), ("ngram", 3, True),
     ]  # fmt: skip
@@ -182,7 +235,9 @@ def test_drafts_are_compared_on_the_same_requests_in_turn() -> None:
         assert body["prompt"] == f"prompt {body['seed']}" and body["ignore_eos"]
         assert not body["speculative"] or body["speculative"]["depth"] == 3
         kinds[draft, body["max_tokens"]].append(body["seed"])
-    counted = sorted(range(1, 3 + 3 * 2 * EACH))  # the first was asked alone; two to warm up; three rounds
+    counted = sorted(
+        range(1, 3 + 3 * 2 * EACH)
+    )  # the first was asked alone; two to warm up; three rounds
     assert all(sorted(kinds[draft, 4]) == counted for draft in (OFF, "suffix", "ngram"))
     assert sorted(kinds[OFF, 1]) == counted[2:] and len(kinds) == 4
     rounds = [fake.asked[7 + i * 4 * 2 * EACH :][: 4 * 2 * EACH] for i in range(3)]
@@ -201,14 +256,19 @@ def test_prompts_that_the_server_has_seen_are_told() -> None:
     with faking() as fake:
         assert not measure(fake).repeated
         assert measure(fake, prompts=PROMPTS[:2]).repeated
-    seen = {"prompt_tokens": 10, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 9}}
+    seen = {
+        "prompt_tokens": 10,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 9},
+    }
     with faking(lambda handler, body: handler.stream(chunk("a"), END, {"usage": seen})) as fake:
         report = measure(fake)
     assert report.repeated and report.results[0].cached == pytest.approx(0.9)
 
 
 def test_vllms_counters_serve_where_answers_carry_no_statistics() -> None:
-    """The difference over each counted run, of all engines; another gauge of a like name is not counted."""
+    """The difference over each counted run, of all engines; another gauge of a like name is not
+    counted."""
     totals = [0]
 
     def behave(handler: Handler, body: dict[str, Any]) -> None:
@@ -227,7 +287,11 @@ def test_vllms_counters_serve_where_answers_carry_no_statistics() -> None:
     with faking(behave, maker="vllm") as fake:
         (found,) = measure(fake).results
     assert (found.accepted_length, found.acceptance) == (1 + (25 - 4) / 6, (25 - 4) / 24)
-    assert fake.asked[0]["return_token_ids"] and fake.asked[0]["ignore_eos"] and "speculative" not in fake.asked[0]
+    assert (
+        fake.asked[0]["return_token_ids"]
+        and fake.asked[0]["ignore_eos"]
+        and "speculative" not in fake.asked[0]
+    )
 
 
 def test_a_run_in_seconds_sends_until_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +317,20 @@ MISBEHAVIOUR: dict[str, tuple[Any, str]] = {
         "502 <html>bad [31mg",
     ),
     "does not stream": (lambda h, b: h.reply(200, '{"choices": []}'), "text/event-stream"),
-    "streams garbage": (lambda h, b: h.stream(chunk("a"), '{"choi'), 'no chunk of an answer: {"choi'),
+    "streams garbage": (
+        lambda h, b: h.stream(chunk("a"), '{"choi'),
+        'no chunk of an answer: {"choi',
+    ),
     "streams a list": (lambda h, b: h.stream([1]), "no chunk of an answer: [1]"),
-    "streams odd choices": (lambda h, b: h.stream({"choices": {"text": "a"}}), "no chunk of an answer"),
+    "streams odd choices": (
+        lambda h, b: h.stream({"choices": {"text": "a"}}),
+        "no chunk of an answer",
+    ),
     "streams deep JSON": (lambda h, b: h.stream("[" * 100_000), "no chunk of an answer: [[["),
-    "streams an error": (lambda h, b: h.stream(chunk("a"), {"error": {"message": "lost it"}}, "[DONE]"), "lost it"),
+    "streams an error": (
+        lambda h, b: h.stream(chunk("a"), {"error": {"message": "lost it"}}, "[DONE]"),
+        "lost it",
+    ),
     "ends early": (lambda h, b: h.stream(chunk("a"), "[DONE]"), "ended before the answer did"),
     "says nothing": (lambda h, b: h.stream(), "ended before the answer did"),
     "never stops": (lambda h, b: h.stream(*[chunk("a")] * 40, END), "sends on after 5 tokens"),
@@ -283,13 +356,19 @@ def ping(handler: Handler) -> None:
 
 @pytest.mark.parametrize(("behaviour", "says"), MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
 def test_a_server_that_does_not_do_what_it_is_asked(behaviour: Any, says: str) -> None:
-    """One line that says what it did instead, before anything is measured; and the same as a failure of a request."""
+    """One line that says what it did instead, before anything is measured; and the same as a
+    failure of a request."""
     patience = 1.0 if "for 1 s" in says else PATIENCE
     with faking(behaviour) as fake:
         with pytest.raises(ForerunError) as told:
             measure(fake, timeout=patience)
         message = str(told.value)
-        assert says in message and fake.url in message and message.isprintable() and type(told.value) is ForerunError
+        assert (
+            says in message
+            and fake.url in message
+            and message.isprintable()
+            and type(told.value) is ForerunError
+        )
 
     def sometimes(handler: Handler, body: dict[str, Any]) -> None:
         (behaviour if len(handler.fake.asked) == 4 else good)(handler, body)
@@ -301,13 +380,25 @@ def test_a_server_that_does_not_do_what_it_is_asked(behaviour: Any, says: str) -
 
 
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "HTML": ({"pages": {"/v1/models": (200, "<html>hello")}}, "no server of OpenAI's API: /v1/models gave <html>hello"),
-    "no such page": ({"pages": {"/v1/models": (404, "")}}, "no server of OpenAI's API: /v1/models gave 404"),
+    "HTML": (
+        {"pages": {"/v1/models": (200, "<html>hello")}},
+        "no server of OpenAI's API: /v1/models gave <html>hello",
+    ),
+    "no such page": (
+        {"pages": {"/v1/models": (404, "")}},
+        "no server of OpenAI's API: /v1/models gave 404",
+    ),
     "odd JSON": ({"pages": {"/v1/models": (200, "[]")}}, "no server of OpenAI's API"),
     "odd models": ({"pages": {"/v1/models": (200, '{"data": [3, {"id": 4}]}')}}, "lists no model"),
     "data that is no list": ({"pages": {"/v1/models": (200, '{"data": 3}')}}, "lists no model"),
-    "no key": ({"pages": {"/v1/models": (401, '{"error": "who?"}')}}, "refuses the key (401 who?): give --api-key-env"),
-    "elsewhere": ({"pages": {"/v1/models": (301, "")}}, "no server of OpenAI's API: /v1/models gave 301"),
+    "no key": (
+        {"pages": {"/v1/models": (401, '{"error": "who?"}')}},
+        "refuses the key (401 who?): give --api-key-env",
+    ),
+    "elsewhere": (
+        {"pages": {"/v1/models": (301, "")}},
+        "no server of OpenAI's API: /v1/models gave 301",
+    ),
     "two models": ({"models": ["one", "two"]}, "give --model, one of one, two"),
 }
 
@@ -323,8 +414,12 @@ def test_a_model_that_is_not_there_and_one_of_several() -> None:
     with faking(models=["one", "two"]) as fake:
         with pytest.raises(ConfigError, match="no model 'three': it has one, two"):
             measure_serving(Plan(endpoint=Endpoint(fake.url, "three")), PROMPTS)
-        measure_serving(Plan(endpoint=Endpoint(fake.url, "two", key="s3cret"), requests=[1], repeats=1), PROMPTS)
-        assert {body["model"] for body in fake.asked} == {"two"} and fake.keys[-1] == "Bearer s3cret"
+        measure_serving(
+            Plan(endpoint=Endpoint(fake.url, "two", key="s3cret"), requests=[1], repeats=1), PROMPTS
+        )
+        assert {body["model"] for body in fake.asked} == {"two"} and fake.keys[
+            -1
+        ] == "Bearer s3cret"
 
 
 def test_drafts_are_for_forerun_and_must_be_there() -> None:
@@ -348,7 +443,9 @@ def test_an_environment_that_no_client_can_have(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rare_errors_are_told_as_one() -> None:
-    failed = [answer(i, 0.0, [], finished=False, error=f"busy, request {i // 4}") for i in range(40)]
+    failed = [
+        answer(i, 0.0, [], finished=False, error=f"busy, request {i // 4}") for i in range(40)
+    ]
     errors = result(1, Arm(), [Run(0.0, 1.0, failed)], None).errors
     assert errors == {f"busy, request {i}": 4 for i in range(5)} | {"others": 20}
 
@@ -430,7 +527,9 @@ def test_prompts_that_cannot_be_asked() -> None:
             as_asked(prompt, chat)
     with pytest.raises(RequestError, match="no prompts"):
         measure_serving(Plan(endpoint=Endpoint("http://127.0.0.1:1")), [])
-    assert as_asked([1, 2], chat=False) == [1, 2] and one_line("a\x07\n" + "b" * 999).startswith("a bb")
+    assert as_asked([1, 2], chat=False) == [1, 2] and one_line("a\x07\n" + "b" * 999).startswith(
+        "a bb"
+    )
 
 
 # the verb
@@ -442,7 +541,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 
 def test_our_own_server_says_the_same_with_every_draft(bench, tmp_path: Path) -> None:
-    """The real server, by key: figures of each draft, and of other texts by chat; without the key one line."""
+    """The real server, by key: figures of each draft, and of other texts by chat; without the key
+    one line."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text("replaced")
     with (
@@ -457,26 +557,46 @@ def test_our_own_server_says_the_same_with_every_draft(bench, tmp_path: Path) ->
         more += ["--out", str(lines), "--out", str(tmp_path / "page.html")]
         code, out, err = bench(server.url, *flags, *more)
         report = json.loads(out)
-        assert (code, err, report["kind"], report["server"], report["stopped"]) == (0, "", "serve", "forerun", None)
+        assert (code, err, report["kind"], report["server"], report["stopped"]) == (
+            0,
+            "",
+            "serve",
+            "forerun",
+            None,
+        )
         assert [(r["requests"], r["draft"], r["same"]) for r in report["results"]] == [
             (n, draft, True) for n in (1, 2) for draft in ("off", "suffix")
         ]
         plain, drafted = report["results"][:2]
         assert plain["accepted_length"] == 1.0 and drafted["accepted_length"] >= 1.0
-        assert plain["acceptance"] is None and plain["counted"] == "usage" and 0.5 < plain["cached"] <= 1
-        assert all(r["errors"] == {} and r["finished"] == r["requests"] * EACH for r in report["results"])
+        assert (
+            plain["acceptance"] is None
+            and plain["counted"] == "usage"
+            and 0.5 < plain["cached"] <= 1
+        )
+        assert all(
+            r["errors"] == {} and r["finished"] == r["requests"] * EACH for r in report["results"]
+        )
         written = [json.loads(line) for line in lines.read_text().splitlines()]
-        assert [w["requests"] for w in written] == [1, 1, 2, 2] and all(w["url"] == server.url for w in written)
+        assert [w["requests"] for w in written] == [1, 1, 2, 2] and all(
+            w["url"] == server.url for w in written
+        )
         assert "first token ms" in (tmp_path / "page.html").read_text()
         assert sorted(tmp_path.iterdir()) == [lines, tmp_path / "page.html"]
-        code, out, err = bench(server.url, *flags, "--requests", "2", "--chat", "--category", "chat")
+        code, out, err = bench(
+            server.url, *flags, "--requests", "2", "--chat", "--category", "chat"
+        )
         assert code == 0 and "round 1 of 1" in err and out.split()[:3] == ["at", "once", "tokens/s"]
-        assert out.splitlines()[1].split()[0] == "2" and "another --seed" in out  # there are four such tasks only
+        assert (
+            out.splitlines()[1].split()[0] == "2" and "another --seed" in out
+        )  # there are four such tasks only
 
 
 def test_failures_are_in_the_table(bench) -> None:
     def sometimes(handler: Handler, body: dict[str, Any]) -> None:
-        handler.reply(429, '{"error": "busy"}') if len(handler.fake.asked) == 4 else good(handler, body)
+        handler.reply(429, '{"error": "busy"}') if len(handler.fake.asked) == 4 else good(
+            handler, body
+        )
 
     with faking(sometimes) as fake:
         code, out, _ = bench(fake.url, "--requests", "1", "--repeats", "1", "--tokens", "5")
@@ -489,7 +609,9 @@ def test_partial_figures_come_with_exit_code_1(bench, tmp_path: Path) -> None:
         (handler.reply(500, "") if handler.fake.dead else good(handler, body))
 
     with faking(dying) as fake:
-        code, out, err = bench(fake.url, "--requests", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl"))
+        code, out, err = bench(
+            fake.url, "--requests", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl")
+        )
     assert code == 1 and out.startswith("at once") and DIES in err.splitlines()[-1]
     assert DIES in json.loads((tmp_path / "x.jsonl").read_text())["stopped"]
 
@@ -501,14 +623,24 @@ def test_a_file_that_cannot_be_written_keeps_what_it_held(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "x.jsonl").write_text("before")
-    monkeypatch.setattr("forerun.whole.os.replace", full)
+    monkeypatch.setattr("forerun.utils.os.replace", full)
     with faking() as fake:
-        flags = ["--requests", "1", "--repeats", "1", "--tokens", "5", "--out", str(tmp_path / "x.jsonl")]
+        flags = [
+            "--requests",
+            "1",
+            "--repeats",
+            "1",
+            "--tokens",
+            "5",
+            "--out",
+            str(tmp_path / "x.jsonl"),
+        ]
         code, out, err = bench(fake.url, *flags)
     assert (
         code == 1
         and out
-        and err.splitlines()[-1] == f"forerun: {tmp_path / 'x.jsonl'} cannot be written: No space left on device"
+        and err.splitlines()[-1]
+        == f"forerun: {tmp_path / 'x.jsonl'} cannot be written: No space left on device"
     )
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
@@ -540,7 +672,8 @@ def test_without_the_extra_it_says_what_to_install(bench, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_prints_what_was_measured() -> None:
-    """The second round never ends; the first is printed within a moment of the signal, and the exit code says why."""
+    """The second round never ends; the first is printed within a moment of the signal, and the exit
+    code says why."""
     second = threading.Event()
 
     def slow(handler: Handler, body: dict[str, Any]) -> None:
@@ -553,14 +686,32 @@ def test_ctrl_c_prints_what_was_measured() -> None:
         return None
 
     with faking(slow) as fake:
-        command = [sys.executable, "-m", "forerun", "bench", "serve", fake.url, "--requests", "1", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "forerun",
+            "bench",
+            "serve",
+            fake.url,
+            "--requests",
+            "1",
+            "--json",
+        ]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         assert second.wait(PATIENCE)
         done.send_signal(signal.SIGINT)
-        out, err = done.communicate(timeout=PATIENCE / 2)  # well under the server's patience, and the client's
+        out, err = done.communicate(
+            timeout=PATIENCE / 2
+        )  # well under the server's patience, and the client's
     report = json.loads(out)
-    assert done.returncode == 130 and err.startswith("forerun: interrupted; ") and len(err.splitlines()) == 1
+    assert (
+        done.returncode == 130
+        and err.startswith("forerun: interrupted; ")
+        and len(err.splitlines()) == 1
+    )
     assert report["stopped"] == INTERRUPTED and report["results"][0]["rounds"] == 1
 
 

@@ -1,9 +1,10 @@
-"""Prompt lookup as llama.cpp's example `lookup` does it with its n-gram cache of the context (common/ngram-cache.cpp).
+"""Prompt lookup as llama.cpp's example `lookup` does it with its n-gram cache of the context
+(common/ngram-cache.cpp).
 
-What followed each 1 to 4 tokens of the text is counted. A draft goes on with what mostly followed its last 4 tokens, or
-its last 3 and so on, as long as that was seen often enough and mostly means mostly. The example can have two more
-caches, of other texts, in files; without these files it does what is done here.
-"""
+What followed each 1 to 4 tokens of the text is counted. A draft goes on with what mostly followed
+its last 4 tokens, or its last 3 and so on, as long as that was seen often enough and mostly means
+mostly. The example can have two more caches, of other texts, in files; without these files it does
+what is done here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from collections.abc import Sequence
 
 SIZES = (4, 3, 2, 1)
 SEEN = {1: 2, 2: 2, 3: 1, 4: 1}  # how often n tokens must have been seen: draft_min_sample_size_lax
-SHARE = {1: 66, 2: 50, 3: 50, 4: 50}  # percent of what followed that is one token: draft_min_percent_lax
+SHARE = {
+    1: 66,
+    2: 50,
+    3: 50,
+    4: 50,
+}  # percent of what followed that is one token: draft_min_percent_lax
 LEAST = 2  # tokens of a text with a draft
 
 

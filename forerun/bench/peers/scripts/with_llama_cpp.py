@@ -1,11 +1,11 @@
 """The worker for llama.cpp, through the low-level interface of llama-cpp-python.
 
-Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own drafts a chain, one
-pass of the target judges it, and what did not stand is removed from both memories. Several requests are sequences of
-one context, drafted and judged together. Its memory is float16, its default; the draft model is read along, so a
-round costs it no more than the tokens it has not seen. Without a draft model, guesses are looked up in the text by the
-rule of its example `lookup`.
-"""
+Speculation is the greedy loop of llama.cpp's own examples: a draft model with a context of its own
+drafts a chain, one pass of the target judges it, and what did not stand is removed from both
+memories. Several requests are sequences of one context, drafted and judged together. Its memory is
+float16, its default; the draft model is read along, so a round costs it no more than the tokens it
+has not seen. Without a draft model, guesses are looked up in the text by the rule of its example
+`lookup`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class Model:
         if not count:
             return []
         logits = ctypes.cast(llama.llama_get_logits(self.context), ctypes.POINTER(ctypes.c_float))
-        return [int(i) for i in np.ctypeslib.as_array(logits, (count, self.vocabulary)).argmax(axis=1)]
+        return [
+            int(i) for i in np.ctypeslib.as_array(logits, (count, self.vocabulary)).argmax(axis=1)
+        ]
 
     def keep(self, sequence: int, length: int) -> None:
         """Forget what a sequence holds from position `length` on."""
@@ -85,7 +87,8 @@ class Model:
 
 
 class LlamaCpp:
-    """A target and its draft model, as GGUF files made of the checkpoints, or as they are where they are GGUF files."""
+    """A target and its draft model, as GGUF files made of the checkpoints, or as they are where
+    they are GGUF files."""
 
     plain = worker.MANY
     depths = True
@@ -94,7 +97,11 @@ class LlamaCpp:
         self.version = llama.__version__
         llama.llama_backend_init()
         self.target = self._load(options["model"], options["format"], options)
-        self.drafter = self._load(options["draft"], options["draft_format"], options) if options["draft"] else None
+        self.drafter = (
+            self._load(options["draft"], options["draft_format"], options)
+            if options["draft"]
+            else None
+        )
         self.speculative = worker.MANY if self.drafter or options["lookup"] else 0
 
     def _load(self, place: str, form: str, options: dict[str, Any]) -> Model:
@@ -116,20 +123,29 @@ class LlamaCpp:
         watch = worker.Watch(len(prompts))
         for i, prompt in enumerate(prompts):
             last = len(prompt) - 1
-            texts[i] += self.target.read([(token, at, i, at == last) for at, token in enumerate(prompt)])
+            texts[i] += self.target.read(
+                [(token, at, i, at == last) for at, token in enumerate(prompt)]
+            )
             watch.step({i: 1})
         if depth and self.drafter:
             drafts = Chains(self.drafter, texts)
         while going := [i for i, text in enumerate(texts) if len(text) < ends[i]]:
             # the target gives a token of its own, so one less than is left need be drafted
-            guesses = drafts.draft({i: min(depth, ends[i] - len(texts[i]) - 1) for i in going}) if drafts else {}
+            guesses = (
+                drafts.draft({i: min(depth, ends[i] - len(texts[i]) - 1) for i in going})
+                if drafts
+                else {}
+            )
             watch.step(self._judge(texts, going, guesses))
         outputs = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
         answer: dict[str, Any] = watch.answer(outputs)
         return answer
 
-    def _judge(self, texts: list[list[int]], going: list[int], guesses: dict[int, list[int]]) -> dict[int, int]:
-        """One pass of the target over the drafts; appends what stands, and says how many tokens that is."""
+    def _judge(
+        self, texts: list[list[int]], going: list[int], guesses: dict[int, list[int]]
+    ) -> dict[int, int]:
+        """One pass of the target over the drafts; appends what stands, and says how many tokens
+        that is."""
         rows = [
             (token, len(texts[i]) - 1 + at, i, True)
             for i in going
@@ -162,29 +178,38 @@ class Lookup:
 
 
 class Chains:
-    """Drafts of one run. `read` is the length of each text that the draft model's memory holds rightly."""
+    """Drafts of one run. `read` is the length of each text that the draft model's memory holds
+    rightly."""
 
     def __init__(self, model: Model, texts: list[list[int]]) -> None:
         self.model, self.texts, self.read = model, texts, [0] * len(texts)
-        self.last: dict[int, tuple[int, list[int]]] = {}  # the length of the text before, and the draft
+        self.last: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # the length of the text before, and the draft
         model.begin(len(texts))
 
     def draft(self, depths: dict[int, int]) -> dict[int, list[int]]:
-        """The draft model's greedy continuation of each text, as deep as asked; the tokens it missed are read first."""
+        """The draft model's greedy continuation of each text, as deep as asked; the tokens it
+        missed are read first."""
         guesses: dict[int, list[int]] = {i: [] for i in depths}
         for level in range(max(depths.values())):
             rows: list[Row] = []
             for i in [i for i in depths if depths[i] > level]:
                 start = len(self.texts[i]) + level - 1 if level else self._forget_what_fell(i)
                 unread = guesses[i][-1:] if level else self.texts[i][start:]
-                rows += [(token, start + at, i, at == len(unread) - 1) for at, token in enumerate(unread)]
-            for row, token in zip([row for row in rows if row[3]], self.model.read(rows), strict=True):
+                rows += [
+                    (token, start + at, i, at == len(unread) - 1) for at, token in enumerate(unread)
+                ]
+            for row, token in zip(
+                [row for row in rows if row[3]], self.model.read(rows), strict=True
+            ):
                 guesses[row[2]].append(token)
         self.last = {i: (len(self.texts[i]), guess) for i, guess in guesses.items() if guess}
         return guesses
 
     def _forget_what_fell(self, i: int) -> int:
-        """Take the last draft's tokens that did not stand out of the memory; returns how much of the text it holds."""
+        """Take the last draft's tokens that did not stand out of the memory; returns how much of
+        the text it holds."""
         if i in self.last:
             before, guess = self.last[i]
             stood = len(self.texts[i]) - 1 - before

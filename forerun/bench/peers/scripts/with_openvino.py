@@ -1,9 +1,9 @@
 """The worker for OpenVINO GenAI: its continuous batching, plain and with a draft model.
 
-The model reaches it as GGUF, which GenAI turns into its own representation and saves. Its reader takes no bfloat16:
-such weights become float16, which holds them exactly but for those below 6e-5. Draft models are only loaded from what
-was saved, and only beside a tokenizer; prompts are token ids, so what makes one token of any text serves as such.
-"""
+The model reaches it as GGUF, which GenAI turns into its own representation and saves. Its reader
+takes no bfloat16: such weights become float16, which holds them exactly but for those below 6e-5.
+Draft models are only loaded from what was saved, and only beside a tokenizer; prompts are token
+ids, so what makes one token of any text serves as such."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ FORMATS = {"bfloat16": "float16"}
 
 
 class OpenVino:
-    """One pipeline for each way to decode: a pipeline with a draft model does not decode without it."""
+    """One pipeline for each way to decode: a pipeline with a draft model does not decode without
+    it."""
 
     plain = worker.MANY
     depths = True
@@ -35,19 +36,24 @@ class OpenVino:
         self.options = options
         self.properties = {"INFERENCE_NUM_THREADS": options["threads"]}
         target = self._convert(options["model"], options["format"])
-        self.alone = genai.ContinuousBatchingPipeline(target, self._scheduler(), "CPU", self.properties)
+        self.alone = genai.ContinuousBatchingPipeline(
+            target, self._scheduler(), "CPU", self.properties
+        )
         self.drafting: Any = None
         if options["draft"]:
             draft = self._convert(options["draft"], options["draft_format"])
             beside = {"draft_model": genai.draft_model(draft, "CPU", **self.properties)}
-            self.drafting = genai.ContinuousBatchingPipeline(target, self._scheduler(), "CPU", self.properties | beside)
+            self.drafting = genai.ContinuousBatchingPipeline(
+                target, self._scheduler(), "CPU", self.properties | beside
+            )
         self.speculative = worker.MANY if self.drafting else 0
 
     def _scheduler(self) -> Any:
         config = genai.SchedulerConfig()
         config.num_kv_blocks = self.options["requests"] * (self.options["context"] // BLOCK + 2)
         config.max_num_seqs = self.options["requests"]
-        # a prompt that is read in parts leaves its draft model out of step for good (2026.4), so none is
+        # a prompt that is read in parts leaves its draft model out of step for good (2026.4), so
+        # none is
         config.max_num_batched_tokens = self.options["requests"] * self.options["context"]
         config.enable_prefix_caching = False
         return config
@@ -91,7 +97,11 @@ class OpenVino:
         ]
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            came = {i: list(handle.read().values()) for i, handle in enumerate(handles) if handle.can_read()}
+            came = {
+                i: list(handle.read().values())
+                for i, handle in enumerate(handles)
+                if handle.can_read()
+            }
             counts = {}
             for i, (output,) in came.items():
                 outputs[i] += output.generated_ids
@@ -102,7 +112,8 @@ class OpenVino:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """A tokenizer that makes token 0 of any text: it is only compared with the draft model's, and never read."""
+    """A tokenizer that makes token 0 of any text: it is only compared with the draft model's, and
+    never read."""
     text = ops.parameter([-1], openvino.Type.string)
     shape = ops.concat([ops.shape_of(text), ops.constant(np.array([1], np.int64))], 0)
     outputs = []

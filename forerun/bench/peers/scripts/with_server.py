@@ -1,9 +1,10 @@
 """The worker for a server that speaks OpenAI's completions over HTTP: vLLM, SGLang, forerun itself.
 
-Prompts go as token ids, all at once, and answers are streamed. Where the server says which tokens a piece holds
-(`return_token_ids`), they are counted and compared; elsewhere its total is shared out over the pieces. The server
-loads what it was started with: whether it speculates is known to whoever started it, so `drafting-server` is another
-name for this worker, measured as speculative decoding.
+Prompts go as token ids, all at once, and answers are streamed. Where the server says which tokens a
+piece holds (`return_token_ids`), they are counted and compared; elsewhere its total is shared out
+over the pieces. The server
+loads what it was started with: whether it speculates is known to whoever started it, so
+`drafting-server` is another name for this worker, measured as speculative decoding.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Server:
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
         try:
             return urllib.request.urlopen(request, timeout=WAIT)
         except urllib.error.HTTPError as error:
@@ -64,14 +67,20 @@ class Server:
             total = len(outputs[i]) if known else pieces[-1][2]
             if total != tokens:
                 raise ValueError(f"{self.url} made {total} tokens where {tokens} were asked for")
-            came += [(when, i, tokens / len(pieces) if ids is None else len(ids)) for when, ids, _ in pieces]
+            came += [
+                (when, i, tokens / len(pieces) if ids is None else len(ids))
+                for when, ids, _ in pieces
+            ]
         for when, i, count in sorted(came):
             watch.step({i: count}, when)
         answer: dict[str, Any] = watch.answer(outputs if known else None, steps=False)
         return answer
 
-    def _pieces(self, prompt: list[int], tokens: int) -> Iterator[tuple[float, list[int] | None, int]]:
-        """Each piece of an answer: when it came, its token ids if told, and (the last one) the tokens of the answer."""
+    def _pieces(
+        self, prompt: list[int], tokens: int
+    ) -> Iterator[tuple[float, list[int] | None, int]]:
+        """Each piece of an answer: when it came, its token ids if told, and (the last one) the
+        tokens of the answer."""
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,

@@ -1,5 +1,5 @@
-"""The worker for transformers: `generate`, and assisted generation with a constant number of drafted tokens, which come
-from an assistant or from transformers' own prompt lookup."""
+"""The worker for transformers: `generate`, and assisted generation with a constant number of
+drafted tokens, which come from an assistant or from transformers' own prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ FIRST_PAD = 0  # any token: padding is masked
 
 
 class Transformers:
-    """A target and its assistant. Assisted generation takes one request at a time (5.23: a ValueError otherwise)."""
+    """A target and its assistant. Assisted generation takes one request at a time (5.23: a
+    ValueError otherwise)."""
 
     plain = worker.MANY
     depths = True
@@ -24,14 +25,20 @@ class Transformers:
         self.version = transformers.__version__
         self.device = options["device"]
         self.target = self._load(options["model"], options["format"])
-        self.assistant: Any = self._load(options["draft"], options["format"]) if options["draft"] else None
+        self.assistant: Any = (
+            self._load(options["draft"], options["format"]) if options["draft"] else None
+        )
         self.speculative = 1 if self.assistant is not None or options["lookup"] else 0
 
     def _load(self, directory: str, form: str) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, form)).to(self.device).eval()
+        model = (
+            AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, form))
+            .to(self.device)
+            .eval()
+        )
         model.generation_config.eos_token_id = None  # every output has the length asked for
         model.generation_config.pad_token_id = FIRST_PAD
         return model
@@ -42,13 +49,20 @@ class Transformers:
 
         longest = max(map(len, prompts))
         missing = [longest - len(prompt) for prompt in prompts]
-        ids = torch.tensor([[FIRST_PAD] * m + p for m, p in zip(missing, prompts, strict=True)], device=self.device)
+        ids = torch.tensor(
+            [[FIRST_PAD] * m + p for m, p in zip(missing, prompts, strict=True)], device=self.device
+        )
         mask = torch.tensor([[0] * m + [1] * (longest - m) for m in missing], device=self.device)
         watch = worker.Watch(len(prompts))
         more = self._drafting(depth) if depth else {}
         with torch.inference_mode():
             whole = self.target.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, streamer=Streamer(watch), **more
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=tokens,
+                streamer=Streamer(watch),
+                **more,
             )
         answer: dict[str, Any] = watch.answer(whole[:, longest:].tolist())
         return answer
@@ -70,9 +84,12 @@ class Streamer:
         self.watch, self.prompts_came = watch, False
 
     def put(self, value: Any) -> None:
-        """Tokens of one pass: [requests] in plain decoding, [1, accepted] in assisted generation."""
+        """Tokens of one pass: [requests] in plain decoding, [1, accepted] in assisted
+        generation."""
         if self.prompts_came:
-            self.watch.step({0: value.shape[1]} if value.dim() == 2 else dict.fromkeys(range(len(value)), 1))
+            self.watch.step(
+                {0: value.shape[1]} if value.dim() == 2 else dict.fromkeys(range(len(value)), 1)
+            )
         self.prompts_came = True
 
     def end(self) -> None:

@@ -1,9 +1,9 @@
 """What the workers have in common: the conversation with `forerun bench peers`, and the clock.
 
-A worker is started with its options as one JSON object, loads, and says one line: {"ready": {...}} or {"error": "..."}.
-Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n} with one line, until there are no more. Whatever
-a library prints goes to stderr. Between lines a worker sleeps in a read.
-"""
+A worker is started with its options as one JSON object, loads, and says one line: {"ready": {...}}
+or {"error": "..."}. Then it answers each line {"depth": k, "prompts": [[ids]], "tokens": n} with
+one line, until there are no more. Whatever a library prints goes to stderr. Between lines a worker
+sleeps in a read."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MANY = 1 << 20  # requests at once: no bound of its own
 class Engine(Protocol):
     """Another engine, loaded.
 
-    `version` is as its package says. `plain` and `speculative` are the most requests at once that it decodes in either
-    way, 0 where it cannot. `depths` says whether it drafts as deep as it is asked to.
-    """
+    `version` is as its package says. `plain` and `speculative` are the most requests at once that
+    it decodes in either way, 0 where it cannot. `depths` says whether it drafts as deep as it is
+    asked to."""
 
     version: str
     plain: int
@@ -34,7 +34,8 @@ class Engine(Protocol):
     depths: bool
 
     def run(self, depth: int, prompts: Prompts, tokens: int) -> dict[str, Any]:
-        """Continue all prompts at once, greedily, by exactly `tokens` tokens; depth 0 is plain decoding.
+        """Continue all prompts at once, greedily, by exactly `tokens` tokens; depth 0 is plain
+        decoding.
 
         Returns `Watch.answer`.
         """
@@ -43,8 +44,8 @@ class Engine(Protocol):
 class Watch:
     """Times one run by the rule of `forerun.measure.run`.
 
-    The window opens when the last request has its first token and closes when the last has ended; the tokens that come
-    within it are counted.
+    The window opens when the last request has its first token and closes when the last has ended;
+    the tokens that come within it are counted.
     """
 
     def __init__(self, requests: int) -> None:
@@ -53,7 +54,8 @@ class Watch:
         self.tokens, self.steps = 0.0, 0
 
     def step(self, counts: Mapping[int, float], now: float | None = None) -> None:
-        """Note what one pass of the target gave: the number of tokens of each request that got any."""
+        """Note what one pass of the target gave: the number of tokens of each request that got
+        any."""
         self.closed = time.perf_counter() if now is None else now
         self.steps += len(counts)
         if self.waiting:
@@ -63,7 +65,8 @@ class Watch:
             self.tokens += sum(counts.values())
 
     def answer(self, outputs: Prompts | None, steps: bool = True) -> dict[str, Any]:
-        """The answer to a run: times in seconds, and steps, which are passes of the target a request (None: unknown).
+        """The answer to a run: times in seconds, and steps, which are passes of the target a
+        request (None: unknown).
 
         `outputs` is None where the engine does not tell which tokens it made.
         """
@@ -78,7 +81,9 @@ class Watch:
 
 def work(load: Callable[[dict[str, Any]], Engine]) -> None:
     """Be a worker: load, then answer until stdin ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # tidies up on the way, as a bare end would not
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # tidies up on the way, as a bare end would not
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -103,9 +108,13 @@ def work(load: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def converted(folder: str, directory: str, name: str) -> Path:
-    """Where to put what is made of a checkpoint: another place for another checkpoint, or one that has changed."""
+    """Where to put what is made of a checkpoint: another place for another checkpoint, or one that
+    has changed."""
     source = Path(directory).resolve()
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.safetensors"))]
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(source.glob("*.safetensors"))
+    ]
     mark = hashlib.sha256(repr((str(source), files)).encode()).hexdigest()[:12]
     return Path(folder) / f"{source.name}-{mark}-{name}"
 

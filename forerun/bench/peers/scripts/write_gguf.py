@@ -1,9 +1,9 @@
 """A Llama checkpoint as a GGUF file, with gguf's own quantisation.
 
-The names and the order of queries and keys are llama.cpp's: it rotates neighbouring values where Hugging Face rotates
-halves, so the rows of each head are interleaved. There is no vocabulary, only its size: prompts are token ids.
-Norms stay float32. With int4, embeddings and the head are int8, as in forerun, since they cost the most in quality.
-"""
+The names and the order of queries and keys are llama.cpp's: it rotates neighbouring values where
+Hugging Face rotates halves, so the rows of each head are interleaved. There is no vocabulary, only
+its size: prompts are token ids. Norms stay float32. With int4, embeddings and the head are int8, as
+in forerun, since they cost the most in quality."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_
 
 
 class Checkpoint:
-    """The safetensors files and config.json of a directory, read with numpy alone, tensor by tensor.
+    """The safetensors files and config.json of a directory, read with numpy alone, tensor by
+    tensor.
 
-    `names` holds a place for each tensor: file, offset of its bytes, dtype as the file names it, and shape.
-    Raises ValueError or OSError for what cannot be read.
+    `names` holds a place for each tensor: file, offset of its bytes, dtype as the file names it,
+    and shape. Raises ValueError or OSError for what cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.config: dict[str, Any] = json.loads(
+            (directory / "config.json").read_text(encoding="utf-8")
+        )
         self.names: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with path.open("rb") as file:
@@ -66,7 +69,9 @@ class Checkpoint:
         shape = self.shape(name)
         path, start, dtype, _ = self.names[name]
         if dtype not in STORED:
-            raise ValueError(f"{name} is stored as {dtype}, which is not converted here: only {', '.join(STORED)}")
+            raise ValueError(
+                f"{name} is stored as {dtype}, which is not converted here: only {', '.join(STORED)}"
+            )
         stored = np.memmap(path, STORED[dtype], mode="r", offset=start, shape=shape)
         if dtype == "BF16":  # the upper half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
@@ -114,7 +119,9 @@ def convert(directory: Path, form: str, path: Path) -> None:
 def _refuse_others(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.get("model_type") != "llama":
-        raise ValueError(f"only Llama checkpoints are converted here, and this is a {config.get('model_type')!r}")
+        raise ValueError(
+            f"only Llama checkpoints are converted here, and this is a {config.get('model_type')!r}"
+        )
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise ValueError("a Llama with scaled rotary embeddings is not converted here")
@@ -128,14 +135,21 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     if checkpoint.config.get("tie_word_embeddings"):
         del names["lm_head.weight"]  # llama.cpp takes the embeddings
     for i in range(checkpoint.config["num_hidden_layers"]):
-        names |= {f"model.layers.{i}.{theirs}.weight": f"blk.{i}.{ours}.weight" for theirs, ours in LAYER.items()}
+        names |= {
+            f"model.layers.{i}.{theirs}.weight": f"blk.{i}.{ours}.weight"
+            for theirs, ours in LAYER.items()
+        }
     return names
 
 
 def _type(name: str, shape: tuple[int, ...], form: str) -> Type:
     if len(shape) == 1:
         return Type.F32
-    return Type.Q8_0 if form == "int4" and name in ("token_embd.weight", "output.weight") else FORMATS[form][0]
+    return (
+        Type.Q8_0
+        if form == "int4" and name in ("token_embd.weight", "output.weight")
+        else FORMATS[form][0]
+    )
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -159,7 +173,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def interleaved(tensor: Any, name: str, config: dict[str, Any]) -> Any:
-    """Queries and keys with the two halves of each head's rows interleaved; any other tensor as it is. [outputs, in]"""
+    """Queries and keys with the two halves of each head's rows interleaved; any other tensor as it
+    is. [outputs, in]"""
     if not name.endswith(("attn_q.weight", "attn_k.weight")):
         return tensor
     heads = config["num_attention_heads"]

@@ -1,1 +1,0 @@
-"""Talking with a model: the conversation and its commands, and the terminal around them."""

@@ -1,0 +1,157 @@
+"""The verb `forerun chat`. Like all of the command line, it imports what is heavy when it runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli.conversation import Commands, Conversation, Parameters, is_command, message
+from forerun.cli.flags import ENGINE, SAMPLING, with_flags
+from forerun.cli.terminal import as_dict, load, say, show, summary
+from forerun.errors import ForerunError, LoadError
+from forerun.models.hub import find_model
+from forerun.utils import BYTE_ORDER_MARK, json_line
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+
+LEAST = 256  # tokens that an answer may have, where nobody asked for a number
+
+
+@with_flags(ENGINE, SAMPLING.without("n"))
+def chat(
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object an answer.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats/--no-stats", help="A line of statistics after each answer.")
+    ] = True,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Talk with a model. Ctrl-C ends an answer, Ctrl-D or /bye the conversation; /? lists what else
+    there is."""
+    Parameters(sampling)  # bad ones are told before a model is loaded
+    _check_model(config.get("model"))
+    llm = load(config, as_json)
+    parameters = Parameters(sampling, llm.recommended, _stop(llm))
+    commands = Commands(Conversation(llm, system), parameters, stats)
+    alone = not sys.stdin.isatty()
+    failed = _talk(_lines(alone), commands, as_json, alone)
+    if failed and alone:
+        raise typer.Exit(2)
+
+
+def _check_model(model: str | None) -> None:
+    """Raise LoadError where the argument of the verb is no model, and may have been meant as a
+    message."""
+    try:
+        find_model(model)
+    except LoadError as error:
+        if model is None or len(model.split()) == 1:
+            raise
+        raise LoadError(
+            f"there is no model {model!r}: chat takes a model as its argument, and messages are typed or piped in"
+        ) from error
+
+
+def _stop(llm: LLM) -> tuple[str, ...]:
+    """What ends the answers of a model that does not say how a conversation is written."""
+    if llm.tokenizer is None or llm.tokenizer.has_chat_template:
+        return ()
+    print(
+        "note: this model has no chat template; it may not answer like an assistant",
+        file=sys.stderr,
+    )
+    return ("\nuser:",)
+
+
+def _lines(alone: bool) -> Iterator[str]:
+    """What comes in by a pipe, or what is typed."""
+    if alone:
+        return (line.removeprefix(BYTE_ORDER_MARK).removesuffix("\n") for line in sys.stdin)
+    from forerun.cli.conversation import typed
+
+    return typed()
+
+
+def _talk(lines: Iterable[str], commands: Commands, as_json: bool, alone: bool) -> bool:
+    """Answer each line, until there are no more or the user leaves; whether anything was
+    refused."""
+    failed = False
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            if is_command(line):
+                shown = commands.run(line)
+                if shown:
+                    print(shown, file=sys.stderr)
+            else:
+                _turn(commands, message(line), as_json, alone)
+        except ForerunError as error:
+            failed = True
+            print(f"forerun: {' '.join(str(error).split())}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if alone:
+                raise
+            print(file=sys.stderr)  # before an answer began, or behind it
+        if commands.left:
+            break
+    return failed
+
+
+def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
+    """One message and its answer."""
+    talk, params = commands.conversation, commands.parameters.params
+    messages, dropped, room = talk.ask(text, _wanted(commands))
+    if dropped:
+        print(
+            f"note: the context is full: the oldest {dropped} messages are forgotten (/save writes them)",
+            file=sys.stderr,
+        )
+    most = min(params.max_tokens, room)
+    params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+    stream = talk.llm.stream(messages, params)
+    with _ended_by_ctrl_c(stream.stop, alone):
+        if as_json:
+            for _ in stream:
+                pass
+        else:
+            show(stream, commands.clock)
+    completion = stream.completion
+    talk.add(messages, completion.text)
+    commands.seed = None if params.greedy else completion.seed
+    if as_json:
+        print(json_line(as_dict(completion), ascii_only=True), flush=True)
+    elif commands.stats:
+        say(summary(completion, talk.room, commands.clock.plain))
+
+
+def _wanted(commands: Commands) -> int:
+    """Tokens that an answer must have room for; never more than half of the context."""
+    most, asked = commands.parameters.params.max_tokens, commands.parameters.asked("max_tokens")
+    return min(most if asked else min(most, LEAST), commands.conversation.room // 2)
+
+
+@contextmanager
+def _ended_by_ctrl_c(stop: Callable[[], None], alone: bool) -> Iterator[None]:
+    """Ctrl-C stops an answer between two steps, so that the engine is whole for the next one; not
+    in a pipe."""
+    if alone:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

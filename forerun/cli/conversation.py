@@ -1,0 +1,479 @@
+"""What begins with a slash in a conversation. No terminal here: a command gives the text to
+show."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+from forerun.cli.flags import ANSWER, NO_FLAGS, SAMPLING_TYPES, in_flags
+from forerun.cli.terminal import Clock, sampling_params
+from forerun.errors import RequestError, shown, suggest
+from forerun.sampling.params import DEFAULT, SamplingParams
+from forerun.utils import UnreadableError, json_line, text_of, write_atomic
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM
+
+
+FIELDS = {
+    f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", *NO_FLAGS)
+}
+AS_BEFORE = "default"  # the value that takes a /set back
+OURS = "forerun's default"
+
+
+class Parameters:
+    """The parameters in force: defaults, over them the model's authors', the command line's, and
+    those that were set.
+
+    `given` and `advised` are options as the command line gives them; `stop` are stops that always
+    count."""
+
+    def __init__(
+        self,
+        given: dict[str, Any],
+        advised: Mapping[str, Any] = MappingProxyType({}),
+        stop: tuple[str, ...] = (),
+    ) -> None:
+        self._stop = stop
+        self._layers: dict[str, Mapping[str, Any]] = {
+            OURS: {**DEFAULT, **ANSWER}, "model's authors": advised, "command line": given, "/set": {}
+        }  # fmt: skip
+        self.params = self._made(self._layers)
+
+    def set(self, name: str, value: str) -> None:
+        """Change one parameter, by its name on the command line. Raises RequestError, and nothing
+        is changed."""
+        field = FIELDS.get(name.replace("_", "-").lstrip("-"))
+        if field is None:
+            raise RequestError(f"there is no parameter {name!r}: {suggest(name, FIELDS)}")
+        chosen = {key: kept for key, kept in self._layers["/set"].items() if key != field.name}
+        if value != AS_BEFORE:
+            chosen[field.name] = _value(
+                field.name, SAMPLING_TYPES.get(field.name, type(field.default)), value
+            )
+        layers = self._layers | {"/set": chosen}
+        try:
+            self.params = self._made(layers)
+        except RequestError as error:
+            raise RequestError(
+                in_flags(str(error), {f.name: name for name, f in FIELDS.items()})
+            ) from None
+        self._layers = layers
+
+    def asked(self, name: str) -> bool:
+        """Whether somebody gave this parameter."""
+        return self.origin(name) in ("/set", "command line")
+
+    def origin(self, name: str) -> str:
+        """Where the value of a field comes from."""
+        return next(
+            (origin for origin in reversed(self._layers) if name in self._layers[origin]), OURS
+        )
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """(name on the command line, value, where from) of every parameter."""
+        return [
+            (name, _text(getattr(self.params, f.name)), self.origin(f.name))
+            for name, f in FIELDS.items()
+        ]
+
+    def _made(self, layers: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
+        options = {name: value for layer in layers.values() for name, value in layer.items()}
+        if self._stop:
+            options["stop"] = [*options.get("stop", []), *self._stop]
+        return sampling_params(options)
+
+
+def _value(name: str, kind: Any, text: str) -> Any:
+    """The value that a flag of that kind would have."""
+    flag = name.replace("_", "-")
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise RequestError(f"{flag} is true or false, not {text!r}")
+        return text == "true"
+    if kind in (int, float):
+        return _number(flag, kind, text)
+    if name == "stop":
+        return [text]  # one string, spaces and all
+    return (
+        [_number(flag, int, part) for part in text.split()] if kind == list[int] else text.split()
+    )
+
+
+def _number(flag: str, kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RequestError(
+            f"{flag} {text!r} is not a {'whole ' if kind is int else ''}number"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        value = [f"{token}={amount:g}" for token, amount in value.items()]
+    if isinstance(value, list | tuple):
+        return (
+            " ".join(
+                repr(v) if isinstance(v, str) and not v.isprintable() else str(v) for v in value
+            )
+            or "not set"
+        )
+    return "not set" if value is None else str(value)
+
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, Any]
+
+
+class Conversation:
+    """What was said so far, for one model.
+
+    `messages` are those that the model reads, {"role", "content"}, a system message first where
+    there is one. `forgotten` are older ones that did not fit into the context any more: files of
+    the conversation hold them too."""
+
+    def __init__(self, llm: LLM, system: str | None = None) -> None:
+        self.llm = llm
+        self.messages: list[Message] = []
+        self.forgotten: list[Message] = []
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system message, None without one; setting it keeps what was said."""
+        first = self.messages[0] if self.messages else None
+        return str(first["content"]) if first and first["role"] == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        head = [{"role": "system", "content": text}] if text else []
+        self.messages = [*head, *self.said]
+
+    @property
+    def said(self) -> list[Message]:
+        """The messages but for the system message."""
+        return self.messages[self.system is not None :]
+
+    @property
+    def whole(self) -> list[Message]:
+        """All messages, those that the model does not read any more too."""
+        first = int(self.system is not None)
+        return [*self.messages[:first], *self.forgotten, *self.messages[first:]]
+
+    def clear(self) -> None:
+        """Drop what was said; the system message stays."""
+        self.messages, self.forgotten = self.messages[: self.system is not None], []
+
+    @property
+    def room(self) -> int:
+        """Most tokens that the conversation and an answer may have together."""
+        return self.llm.room
+
+    @property
+    def used(self) -> int:
+        """Tokens of what was said so far."""
+        return len(self.llm.tokens(self.messages)) if self.messages else 0
+
+    def ask(self, text: str, answer: int) -> tuple[list[Message], int, int]:
+        """The messages with one more of the user's; nothing is kept of it before `add`.
+
+        Where `answer` tokens would not fit behind them, the oldest turns are left out, and some
+        more: what goes from the beginning makes the model read the rest anew, which should not
+            happen at every turn.
+
+        Returns:
+            the messages, how many were left out, and the tokens that the answer may have.
+
+        Raises:
+            RequestError: the message does not fit even alone.
+        """
+        messages, dropped = [*self.messages, {"role": "user", "content": text}], 0
+        fits = self.room - answer
+        used, goal = len(self.llm.tokens(messages)), fits
+        first = int(self.system is not None)
+        while used > goal and len(messages) > first + 1:
+            end = next(i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user")
+            dropped += end - first
+            del messages[first:end]
+            used, goal = len(self.llm.tokens(messages)), fits - self.room // 8
+        if used > fits:
+            raise RequestError(
+                f"this message takes {used} tokens and its answer may take {answer}, the context has {self.room}:"
+                " shorten the message, lower max-tokens, or raise --context or --kv-tokens"
+            )
+        return messages, dropped, self.room - used
+
+    def add(self, messages: list[Message], answer: str) -> None:
+        """Keep what was asked, as `ask` gave it, and what was answered."""
+        dropped = len(self.messages) + 1 - len(messages)
+        self.forgotten += self.said[:dropped]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def save(self, file: str) -> None:
+        """Write all messages as one line of JSON, whole or not at all. Raises ForerunError."""
+        text = json_line({"messages": self.whole}) + "\n"
+        write_atomic(Path(file).expanduser(), text)
+
+    def load(self, file: str) -> None:
+        """Go on from a file that `save` wrote, or from a list of messages. Raises RequestError."""
+        self.messages, self.forgotten = read(Path(file).expanduser()), []
+
+
+def read(path: Path) -> list[Message]:
+    """The messages in a file. Raises RequestError."""
+    try:
+        found = json.loads(text_of(path))
+    except UnreadableError as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None
+    except (ValueError, RecursionError):
+        raise RequestError(f"{path} holds no conversation: it is not valid JSON") from None
+    messages = found.get("messages") if isinstance(found, dict) else found
+    if not isinstance(messages, list):
+        raise RequestError(f"{path} holds no conversation: it has no list of messages")
+    for i, message in enumerate(messages):
+        where = f"{path}: message {i + 1}"
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise RequestError(f"{where} has no role and content: {shown(message)}")
+        role = message.get("role")
+        if role not in ROLES or (role == "system" and i):
+            raise RequestError(
+                f"{where} cannot have the role {shown(role)}: a system message is the first"
+            )
+    return messages
+
+
+PROMPT, MORE, HINT = ">>> ", "... ", "Send a message (/? for help)"
+HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
+
+
+def typed() -> Iterator[str]:
+    """What the user types, until Ctrl-D."""
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=True,  # pasted lines stay together; Enter sends all the same, see below
+        prompt_continuation=MORE,
+        placeholder=[("ansibrightblack", HINT)],
+        history=_history(),
+        key_bindings=_keys(),
+        output=create_output(always_prefer_tty=True),  # answers may go to a file
+    )
+    while True:
+        try:
+            yield session.prompt()
+        except KeyboardInterrupt:
+            print(HOW_TO_LEAVE, file=sys.stderr)
+        except EOFError:
+            return
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if unfinished(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+class _File(FileHistory):
+    """A history whose file may cease to take anything: that is no reason to lose a conversation."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: bytes that are no text
+            super().store_string(string)
+
+
+def _history() -> History:
+    """What was typed in earlier sessions too, where there is a place to keep it."""
+    state = os.environ.get("XDG_STATE_HOME")
+    path = (Path(state) if state else Path("~/.local/state").expanduser()) / "forerun" / "history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(
+            os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
+        )  # what one says is one's own affair
+    except OSError as error:
+        print(
+            f"note: what you type is not kept: {path} cannot be written: {error.strerror}",
+            file=sys.stderr,
+        )
+        return InMemoryHistory()
+    return _File(path)
+
+
+HELP = {
+    "/help, /?": "this list",
+    "/show": "the model, the context used, the parameters and where they come from",
+    "/set NAME VALUE": "change a sampling parameter, such as temperature 0.8; VALUE default takes it back",
+    "/system TEXT": 'replace the system message ("" removes it); without TEXT show it',
+    "/clear": "forget the conversation; the system message stays",
+    "/save FILE": "write the whole conversation as JSON",
+    "/load FILE": "go on from such a file",
+    "/stats": "switch the line of statistics on or off",
+    "/bye, /exit, Ctrl-D": "leave",
+    "//TEXT": "send /TEXT",
+    '"""': "begins and ends a message of several lines; pasted lines stay together too",
+    "Ctrl-C": "ends an answer; the conversation goes on",
+}
+ALIASES = {"/?": "/help", "/exit": "/bye"}
+QUOTES = '"""'
+
+
+class Commands:
+    """The commands of one conversation, and what they switch.
+
+    `stats` says whether answers are followed by a line of statistics, `left` whether the user has
+    taken leave, `clock` how fast answers come, `seed` with what the last one was drawn.
+    """
+
+    def __init__(
+        self, conversation: Conversation, parameters: Parameters, stats: bool = True
+    ) -> None:
+        self.conversation, self.parameters, self.stats = conversation, parameters, stats
+        self.left = False
+        self.clock = Clock()
+        self.seed: int | None = None
+        self._known = {
+            "/help": self._help,
+            "/show": self._show,
+            "/set": self._set,
+            "/system": self._system,
+            "/clear": self._clear,
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._stats,
+            "/bye": self._bye,
+        }
+
+    def run(self, line: str) -> str:
+        """Do what a line says, as `is_command` found it to be one; the text to show. Raises
+        ForerunError."""
+        name, rest = [*line.split(maxsplit=1), ""][:2]
+        command = self._known.get(ALIASES.get(name, name))
+        if command is None:
+            known = suggest(name, [*self._known, *ALIASES])
+            raise RequestError(f"there is no command {name!r}: {known} (/{name} sends it as text)")
+        return command(rest.strip())
+
+    def _help(self, _: str) -> str:
+        return _columns(list(HELP.items()))
+
+    def _show(self, _: str) -> str:
+        from forerun.models.hub import DEFAULT
+
+        talk, config = self.conversation, self.conversation.llm.config
+        return _columns(
+            [
+                ("model", config.model or DEFAULT),
+                ("precision", talk.llm.decoder.precision),
+                ("draft", f"{config.draft}, depth {config.depth}, rule {config.rule}"),
+                ("context", f"{talk.used} of {talk.room} tokens used, {len(talk.said)} messages"),
+                *(
+                    [("forgotten", f"{len(talk.forgotten)} messages; /save writes them too")]
+                    if talk.forgotten
+                    else []
+                ),
+                *((name, f"{value} ({origin})") for name, value, origin in self.parameters.lines()),
+                *([("last seed", f"{self.seed} (drawn)")] if self.seed is not None else []),
+            ]
+        )
+
+    def _set(self, rest: str) -> str:
+        name, _, value = rest.partition(" ")
+        if not value.strip():
+            raise RequestError(
+                f"/set wants NAME VALUE, such as /set temperature 0.8; names: {', '.join(FIELDS)}"
+            )
+        self.parameters.set(name, value.strip())
+        return ""
+
+    def _system(self, rest: str) -> str:
+        if not rest:
+            return self.conversation.system or "there is no system message"
+        self.conversation.system = unquoted(rest) if rest != '""' else None
+        return ""
+
+    def _clear(self, _: str) -> str:
+        self.conversation.clear()
+        return "the conversation is forgotten"
+
+    def _save(self, rest: str) -> str:
+        self.conversation.save(_file("/save", rest))
+        return f"{len(self.conversation.whole)} messages written to {rest}"
+
+    def _load(self, rest: str) -> str:
+        self.conversation.load(_file("/load", rest))
+        return f"{len(self.conversation.messages)} messages read from {rest}"
+
+    def _stats(self, _: str) -> str:
+        self.stats = not self.stats
+        return f"statistics are {'on' if self.stats else 'off'}"
+
+    def _bye(self, _: str) -> str:
+        self.left = True
+        return ""
+
+
+def is_command(text: str) -> bool:
+    """Whether a line is for forerun; two slashes are for the model."""
+    return text.lstrip().startswith("/") and not text.lstrip().startswith("//")
+
+
+def message(text: str) -> str:
+    """What a line that is no command says to the model."""
+    return text.lstrip()[1:] if text.lstrip().startswith("//") else unquoted(text)
+
+
+def unquoted(text: str) -> str:
+    '''A text without the """ around it, where they are.'''
+    inside = text.strip()
+    if len(inside) >= 2 * len(QUOTES) and inside.startswith(QUOTES) and inside.endswith(QUOTES):
+        return inside.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+    return text
+
+
+def unfinished(text: str) -> bool:
+    """Whether a message, or a command's text, has opened its quotes and not closed them."""
+    name, _, rest = text.lstrip().partition(" ")
+    inside = (rest if name.startswith("/") else text).strip()
+    return inside.startswith(QUOTES) and not (
+        len(inside) >= 2 * len(QUOTES) and inside.endswith(QUOTES)
+    )
+
+
+def _file(command: str, rest: str) -> str:
+    if not rest:
+        raise RequestError(f"{command} wants the name of a file, such as {command} talk.json")
+    return rest
+
+
+def _columns(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)

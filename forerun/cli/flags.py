@@ -1,0 +1,192 @@
+"""Command-line flags made from dataclasses: one option a field, its help taken from the docstring.
+No torch here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli.completion import draft_names, model_names
+from forerun.config import Config
+from forerun.draft_spec import joined
+from forerun.errors import ConfigError
+from forerun.sampling.params import DEFAULT, SamplingParams
+
+SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
+COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The flags of one dataclass, collected into the keyword argument `name` of a verb.
+
+    `types` are the kinds of fields whose default does not show them; `leave_out` the fields without
+    a flag. With `model` the field of that name can also be given as the verb's first argument.
+    `defaults` are the verb's, where they are not the dataclass's own.
+    """
+
+    name: str
+    cls: type
+    panel: str | None  # the heading in --help; None puts them among the verb's own
+    types: dict[str, Any] = field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+    model: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def without(self, *names: str) -> Group:
+        """The same flags but for these."""
+        return replace(self, leave_out=(*self.leave_out, *names))
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One command-line option a field; None means that the flag was not given."""
+        texts, parameters = _help_of(self.cls), [MODEL] if self.model else []
+        for f in fields(self.cls):
+            if f.name in self.leave_out:
+                continue
+            kind = self.types.get(f.name, type(f.default))
+            names = [f"--{f.name.replace('_', '-')}", *([SHORT[f.name]] if f.name in SHORT else [])]
+            unset = "" if f.name in self.types else f.default
+            usual = self.defaults.get(f.name, unset)
+            default = "" if usual == "" else f" [dim](default: {usual})[/dim]"
+            text = texts[f.name].replace("[", "\\[") + (default if kind is not bool else "")
+            offers = COMPLETION.get(f.name)
+            option = typer.Option(
+                *names,
+                help=text,
+                rich_help_panel=self.panel,
+                show_default=False,
+                autocompletion=offers,
+            )
+            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+            parameters.append(
+                inspect.Parameter(
+                    f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+                )
+            )
+        return parameters
+
+
+def model_as_argument(text: str) -> Any:
+    """What makes a parameter of a verb an argument that names a model."""
+    return typer.Argument(
+        help=text, metavar="MODEL", show_default=False, autocompletion=model_names
+    )
+
+
+MODEL_HELP = (
+    "The same as --model: a GGUF file, a directory, ollama:NAME, lmstudio:NAME or a Hub id."
+)
+MODEL = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, model_as_argument(MODEL_HELP)],
+)
+CONFIG_TYPES = {
+    "model": str,
+    "draft": list[str],
+    "quantization": str,
+    "draft_shortlist": str,
+    "depth": str,
+    "context": int,
+    "kv_tokens": int,
+}
+SAMPLING_TYPES = {
+    "logit_bias": list[str],
+    "stop": list[str],
+    "stop_token_ids": list[int],
+    "seed": int,
+    "logprobs": int,
+    **{name: type(value) for name, value in DEFAULT.items()},
+}
+ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
+ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
+ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
+NO_FLAGS = ("grammar", "prompt_logprobs")
+USUAL = ANSWER | {
+    name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()
+}
+SAMPLING = Group(
+    "sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=NO_FLAGS, defaults=USUAL
+)
+
+
+def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """The options of an engine with the model, given as an argument or by --model. Raises
+    ConfigError for both."""
+    if argument is None:
+        return config
+    if "model" in config:
+        raise ConfigError(
+            f"the model is given twice, {argument} and --model {config['model']}: give it once"
+        )
+    return config | {"model": argument}
+
+
+def in_flags(message: str, options: Mapping[str, str]) -> str:
+    """An error message in the words of a command line.
+
+    Args:
+        message: with names as the library has them: "max_tokens=0 is out of range", "lower
+            max_tokens".
+        options: {"max_tokens": "--max-tokens"} of those that can be given.
+    """
+
+    def as_option(match: re.Match[str]) -> str:
+        name, value = match["name"], match["quoted"] or match["bare"]
+        if name not in options or (
+            value is None and "_" not in name
+        ):  # without a value only what can be no word
+            return match[0]
+        return options[name] if value is None else f"{options[name]} {value}"
+
+    named = r"(?<![\w-])(?P<name>[a-z][a-z_]*)\b(?:=(?:'(?P<quoted>[^']*)'|(?P<bare>[^\s,:;]+)))?"
+    return re.sub(named, as_option, message)
+
+
+def _help_of(cls: type) -> dict[str, str]:
+    """The help of each field: its entry under Args in the docstring of the class that has it."""
+    helps: dict[str, str] = {}
+    for part in reversed(cls.__mro__[:-1]):
+        section = inspect.cleandoc(part.__doc__ or "").split("Args:\n")[1]
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.M)
+        helps |= {name: " ".join(text.split()) for name, text in entries}
+    return helps
+
+
+def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the flags of each group; it receives one dict a group, with what was given on the
+    command line."""
+    flags = {group.name: group.parameters() for group in groups}
+
+    def wrap(verb: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(verb, eval_str=True)
+        own = [
+            p
+            for p in signature.parameters.values()
+            if p.name not in flags and p.kind is not p.VAR_KEYWORD
+        ]
+
+        def run(**given: Any) -> None:
+            taken = {}
+            for name, parameters in flags.items():
+                values = {p.name: given.pop(p.name) for p in parameters}
+                values = {key: value for key, value in values.items() if value not in (None, [])}
+                if isinstance(values.get("draft"), list):
+                    values["draft"] = joined(values["draft"])
+                taken[name] = with_model(values.pop(MODEL.name, None), values)
+            verb(**taken, **given)
+
+        run.__name__, run.__doc__ = verb.__name__, verb.__doc__
+        made = [p for parameters in flags.values() for p in parameters]
+        made.sort(key=lambda p: p is not MODEL)  # an argument stands before options
+        run.__signature__ = inspect.Signature(sorted([*made, *own], key=lambda p: p.kind))  # type: ignore[attr-defined]
+        return run
+
+    return wrap

@@ -1,0 +1,165 @@
+"""The verb `forerun generate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli.flags import (
+    ANSWER,
+    ENGINE_FLAGS,
+    SAMPLING,
+    model_as_argument,
+    with_flags,
+    with_model,
+)
+from forerun.cli.terminal import Clock, as_dict, load, sampling_params, say, show, summary
+from forerun.errors import LoadError, RequestError
+from forerun.models.hub import find_model
+from forerun.models.places import names_model
+from forerun.sampling.grammar import Grammar
+from forerun.sampling.params import DEFAULT, SamplingParams
+from forerun.utils import BYTE_ORDER_MARK, UnreadableError, json_line, text_of
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM, Prompt
+
+
+@with_flags(ENGINE_FLAGS, SAMPLING)
+def generate(
+    first: Annotated[str | None, model_as_argument("A model, if a prompt comes behind it.")] = None,
+    second: Annotated[
+        str | None,
+        typer.Argument(
+            help="What to answer or continue; without it, or as -, it is read from stdin.",
+            metavar="PROMPT",
+            show_default=False,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Continue the text as it is, without the chat template of a chat model."
+        ),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="A system message for a chat model.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a completion.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats/--no-stats", help="A line of statistics after the text.")
+    ] = True,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON that fits this schema, a file or the schema itself.", metavar="SCHEMA"
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A text that this regular expression matches.")
+    ] = None,
+    *,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Answer a question, or continue a text where the model is none for chats. Accepted drafted
+    tokens are coloured on a terminal."""
+    asked = sampling | _grammar(json_schema, regex)
+    sampling_params(ANSWER | asked)  # whatever is wrong is told before a model is loaded
+    if raw and system is not None:
+        raise RequestError(
+            "--raw and --system contradict each other: a system message is part of a chat"
+        )
+    if second is not None:
+        config = with_model(_named(first), config)
+    elif first is not None and names_model(first):
+        raise RequestError(
+            f"{first!r} is a model, and there is no prompt: write the prompt behind it, or pipe it into -m {first}"
+        )
+    text = _text(first if second is None else second)
+    llm = load(config, as_json)
+    params = sampling_params(ANSWER | asked).resolved(llm.recommended)
+    prompt = llm.tokens(_prompt(llm, text, raw, system))
+    params = _that_fits(llm, prompt, params, "max_tokens" in sampling)
+    clock = Clock()
+    if params.n == 1 and not as_json:
+        completion = show(llm.stream(prompt, params), clock)
+        if stats:
+            say(summary(completion, llm.room, clock.plain))
+        return
+    for completion in llm.generate(prompt, params):
+        used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
+        print(
+            json_line(as_dict(completion) | used, ascii_only=True) if as_json else completion.text
+        )
+        if stats and not as_json:
+            say(summary(completion, llm.room, None))
+
+
+def _named(model: str | None) -> str | None:
+    """The first of two arguments, which is a model unless somebody forgot the quotes around a
+    prompt."""
+    try:
+        find_model(model)
+    except LoadError as error:
+        raise LoadError(
+            f"{error}; if {model!r} begins the prompt, put the prompt in quotes"
+        ) from None
+    return model
+
+
+def _text(given: str | None) -> str:
+    """The prompt of the command line, or what comes in, without the newline that ends it."""
+    if given not in (None, "-"):
+        return str(given)
+    if given is None and sys.stdin.isatty():
+        raise RequestError("there is no prompt: write it behind generate, or pipe it in")
+    return sys.stdin.read().removeprefix(BYTE_ORDER_MARK).removesuffix("\n")
+
+
+def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
+    """A prompt for this model: a chat of one turn where it has a template for chats."""
+    if llm.tokenizer is not None and llm.tokenizer.has_chat_template and not raw:
+        said = [{"role": "system", "content": system}] if system else []
+        return [*said, {"role": "user", "content": text}]
+    if system is not None:
+        raise RequestError(
+            "--system needs a chat model, and this one has no chat template: put it into the prompt"
+        )
+    return text
+
+
+def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams, asked: bool) -> SamplingParams:
+    """The parameters with as many tokens as there is room for; somebody who asked for more is
+    told."""
+    most = llm.room - len(prompt)
+    if not 0 < most < params.max_tokens:
+        return params
+    if asked:
+        print(
+            f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes {len(prompt)} of the"
+            f" {llm.room} tokens there is room for (--context, --kv-tokens)",
+            file=sys.stderr,
+        )
+    return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+
+def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
+    """The sampling parameters of --json-schema and --regex."""
+    if schema is not None and regex is not None:
+        raise RequestError("--json-schema and --regex contradict each other: give one")
+    if regex is not None:
+        return {"grammar": Grammar.of("regex", regex)}
+    if schema is None:
+        return {}
+    if not schema.lstrip().startswith("{"):
+        try:
+            schema = text_of(Path(schema))
+        except UnreadableError as error:
+            why = f"is neither a JSON object nor a text file with one: {error}"
+            raise RequestError(f"--json-schema {schema!r} {why}") from None
+    return {"grammar": Grammar.of("json_schema", schema)}

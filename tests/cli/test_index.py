@@ -1,0 +1,142 @@
+"""`forerun index`: what of files gets into an index, what is left alone, and one line for what
+cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forerun import RequestError
+from forerun.cli.index import build
+from forerun.cli.main import app
+from forerun.cli.progress import nothing
+from forerun.draft.corpus import LIST, Index
+from forerun.models.tokenizer import Tokenizer
+from tests import tiny
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tiny.spoken())
+
+
+def files(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "a.py").write_text("def add(a, b):\n    return a + b\n")
+    (directory / "b.md").write_text("# Words\n")
+    (directory / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    (directory / "image.png").write_bytes(b"x")
+    (directory / ".hidden").mkdir()
+    (directory / ".hidden" / "c.py").write_text("secret")
+    line = {
+        "messages": [
+            {"role": "user", "content": "Hello?"},
+            {"role": "assistant", "content": "def add(a, b):"},
+        ]
+    }
+    (directory / "log.JSONL").write_text(
+        json.dumps(line) + "\n\n" + json.dumps({"text": "return b"}) + "\n"
+    )
+    return directory
+
+
+def said(index: Index, tokenizer: Tokenizer) -> str:
+    return "|".join(
+        tokenizer.decode([t for t in segment.tokens.tolist() if t < index.vocab])
+        for segment in index.segments
+    )
+
+
+def test_texts_code_and_answers_get_in_and_nothing_else(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    made = build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing)
+    assert (made.files, made.unchanged, made.unreadable) == (
+        3,
+        0,
+        1,
+    ) and made.tokens == made.total > 10
+    text = said(Index(tmp_path / "out"), tokenizer)
+    assert text == "def add(a, b):\n    return a + b\n# Words\ndef add(a, b):return b"
+
+
+def test_files_that_have_not_changed_are_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source, out = files(tmp_path / "in"), tmp_path / "out"
+    first = build([source, source / "a.py"], out, tokenizer, 1 << 16, nothing)
+    again = build([source], out, tokenizer, 1 << 16, nothing)
+    assert (again.files, again.unchanged, again.total) == (0, 3, first.total) and len(
+        Index(out).segments
+    ) == 1
+    (source / "b.md").write_text("# Other words\n")
+    third = build([source], out, tokenizer, 1 << 16, nothing)
+    assert (third.files, third.unchanged) == (1, 2) and "Other words" in said(Index(out), tokenizer)
+
+
+def test_what_a_killed_build_has_left_is_no_obstacle(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0001.tokens").write_bytes(b"1234")
+    assert build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing).files == 3
+    assert Index(tmp_path / "out").count > 10
+
+
+@pytest.mark.parametrize("wrong", ["missing", "json", "no index", "a file"])
+def test_what_cannot_be_is_one_line_and_leaves_nothing(
+    wrong: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source, out = files(tmp_path / "in"), tmp_path / "out"
+    if wrong == "json":
+        (source / "log.jsonl").write_text("{]")
+    if wrong == "no index":
+        out.mkdir()
+        (out / "mine").write_text("precious")
+    if wrong == "a file":
+        out.write_text("precious")
+    with pytest.raises(RequestError):
+        build(
+            [tmp_path / "nowhere" if wrong == "missing" else source],
+            out,
+            tokenizer,
+            1 << 16,
+            nothing,
+        )
+    assert not (out / LIST).exists() and (wrong in ("no index", "a file")) == out.exists()
+
+
+def test_the_verb_says_what_it_did(tmp_path: Path) -> None:
+    arguments = [
+        "index",
+        str(files(tmp_path / "in")),
+        "--out",
+        str(tmp_path / "out"),
+        "--model",
+        str(tiny.spoken()),
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["files"] == 3
+    again = CliRunner().invoke(app, arguments)
+    assert (
+        again.exit_code == 0
+        and "--draft retrieval:" in again.stdout
+        and "3 unchanged" in again.output
+    )
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    source = files(tmp_path / "in")
+    for i in range(7):
+        (source / f"empty{i}.txt").write_text("")
+    done = CliRunner().invoke(
+        app, ["index", str(source), "--out", str(tmp_path / "out"), "-m", str(tiny.spoken())]
+    )
+    assert done.exit_code == 0, done.output
+    line = next(
+        line for line in done.stderr.splitlines() if line.startswith("not UTF-8 text, or empty: ")
+    )
+    assert (
+        str(source / "bytes.py") in line
+        and str(source / "empty3.txt") in line
+        and line.endswith(" and 3 more")
+    )

@@ -1,0 +1,430 @@
+"""The command line: output where it belongs, one line and the right exit code for any bad input,
+quick help."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun.cli import main as cli
+from forerun.models.places import names_model
+from tests import tiny
+
+MODEL = ["--model", str(tiny.spoken())]
+SMALL = [*MODEL, "--max-tokens", "8", "--kv-tokens", "2048"]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["forerun", *args])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+@pytest.fixture
+def forerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    return lambda *args: run(monkeypatch, capsys, *args)
+
+
+def test_generate_prints_text_and_a_summary(forerun) -> None:
+    code, out, err = forerun("generate", "def add(a, b):\n", *SMALL)
+    assert code == 0 and out.strip()
+    assert " · context " in err and " per pass" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.default_model
+def test_generate_without_a_model_takes_the_default(forerun) -> None:
+    """Without a flag there is a model, and it knows something: its weights and its tokenizer are
+    read as they are."""
+    flags = ["--json", "--temperature", "0", "--kv-tokens", "2048"]
+    code, out, err = forerun(
+        "generate", "The capital of France is", "--raw", "--max-tokens", "4", *flags
+    )
+    assert code == 0 and not err and "Paris" in json.loads(out)["text"]
+    code, out, _ = forerun(
+        "generate", "What is the capital of France?", "--max-tokens", "20", *flags
+    )
+    answer = json.loads(out)
+    assert (
+        code == 0
+        and answer["finish_reason"] == "stop"
+        and answer["text"] == "The capital of France is Paris."
+    )
+
+
+def test_json_is_one_object_and_nothing_else(forerun) -> None:
+    code, out, err = forerun(
+        "generate",
+        "def add(a, b):\n",
+        "--json",
+        "--logprobs",
+        "2",
+        "--depth",
+        "3",
+        "-t",
+        "0",
+        *SMALL,
+    )
+    answer = json.loads(out)
+    assert code == 0 and not err
+    assert len(answer["token_ids"]) == 8 and answer["finish_reason"] == "length"
+    assert answer["stats"]["completion_tokens"] == 8 and len(answer["logprobs"]) == 8
+    plain = json.loads(
+        forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", "-t", "0", *SMALL)[1]
+    )
+    assert plain["token_ids"] == answer["token_ids"]
+
+
+def test_n_prints_one_line_of_json_each(forerun) -> None:
+    _, out, _ = forerun("generate", "x = ", "--json", "--n", "3", "-t", "1", "--seed", "4", *SMALL)
+    assert len({json.loads(line)["seed"] for line in out.splitlines()}) == 3
+
+
+def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
+    properties = '{"a": {"enum": ["x", "yy"]}}'
+    schema = f'{{"type": "object", "properties": {properties}, "required": ["a"], "additionalProperties": false}}'
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    for given in (schema, str(file)):
+        flags = ["--json", "--json-schema", given, "--kv-tokens", "2048", *MODEL]
+        answer = json.loads(forerun("generate", "a = ", *flags)[1])
+        assert answer["finish_reason"] == "stop" and json.loads(answer["text"])["a"] in ("x", "yy")
+    assert forerun("generate", "a = ", "--regex", "[0-9]{3}", *SMALL)[1].strip().isdigit()
+
+
+def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With - and without; the newline that ends a file is none of the prompt's."""
+    import io
+
+    found = []
+    for text, given in (
+        ("def add(a, b):", ["-"]),
+        ("def add(a, b):\n", []),
+        ("def add(a, b):\n\n", []),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        found.append(
+            json.loads(forerun("generate", *given, "--json", *SMALL)[1])["stats"]["prompt_tokens"]
+        )
+    assert found[0] == found[1] > 3 and found[2] == found[0] + 1
+
+
+def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.spoken(), model)
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 11, "eos_token_id": 2}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    small = [
+        "generate",
+        "ab",
+        "--json",
+        "--model",
+        str(model),
+        "--max-tokens",
+        "2",
+        "--kv-tokens",
+        "2048",
+    ]
+    used = json.loads(forerun(*small)[1])["sampling"]
+    assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 0.95
+    used = json.loads(forerun(*small, "--temperature", "0")[1])["sampling"]
+    assert used["temperature"] == 0.0 and used["top_k"] == 11
+
+
+def test_a_chat_model_is_asked_in_its_template(forerun, tmp_path: Path) -> None:
+    """With a system message if there is one; --raw continues the text; a model without a template
+    is no chat model."""
+    model = tmp_path / "chat"
+    shutil.copytree(tiny.spoken(), model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    )
+    small = ["--json", "--model", str(model), "--max-tokens", "2", "--kv-tokens", "2048"]
+
+    def read(*given: str) -> int:
+        return json.loads(forerun("generate", *given, *small)[1])["stats"]["prompt_tokens"]
+
+    assert read("ab") == read("<user>ab:", "--raw") != read("ab", "--raw")
+    assert read("ab", "--system", "cd") == read("<system>cd<user>ab:", "--raw")
+    for flags, why in ((["--raw", *small], "contradict"), (SMALL, "no chat template")):
+        code, _, err = forerun("generate", "ab", "--system", "cd", *flags)
+        assert code == 2 and why in err and len(err.splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_one_line(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ok \udcff\udcfe"))
+    code, out, err = forerun("generate", "-", *SMALL)
+    assert (code, out) == (2, "") and "Unicode" in err and len(err.splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_one_line_in_a_strict_locale() -> None:
+    command = [sys.executable, "-m", "forerun", "generate", "-", "--max-tokens", "2", *MODEL]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"ok \xff", env=strict, capture_output=True)
+    assert done.returncode == 2 and b"Unicode" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    command = (
+        f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 8 {' '.join(MODEL)} > /dev/full"
+    )
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (
+        done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    )
+
+
+BAD = {
+    "no such path": (["--model", "./nowhere"], "no directory ./nowhere"),
+    "a file": (["--model", __file__], "is a file"),
+    "no model in it": (["--model", str(Path(__file__).parent)], "no config.json"),
+    "no Hub id": (["--model", "a b/c d"], "a b/c d"),
+    "unknown draft": (["--draft", "ngrm"], "did you mean 'ngram'"),
+    "draft without a model": (["--draft", "model"], "model:DIRECTORY"),
+    "draft model that is none": (["--draft", "model:./nowhere"], "no directory"),
+    "unknown rule": (["--rule", "mach"], "did you mean 'match'"),
+    "unknown dtype": (["--dtype", "float23"], "did you mean 'float32'"),
+    "unknown device": (["--device", "gpu"], "device"),
+    "depth": (["--depth", "many"], "--depth many is out of range"),
+    "draft threshold": (
+        ["--draft-threshold", "1.5"],
+        "--draft-threshold 1.5 is out of range: give a number",
+    ),
+    "width of a chain rule": (["--rule", "block", "--width", "2"], "--width 2"),
+    "context": (["--context", "100000"], f"at most {tiny.SPOKEN}"),
+    "temperature": (["--temperature", "-1"], "--temperature -1.0 is out of range"),
+    "top-p": (["--top-p", "0"], "--top-p 0.0 is out of range"),
+    "nan": (["--temperature", "nan"], "--temperature nan"),
+    "contradiction": (
+        ["--min-tokens", "9", "--max-tokens", "3"],
+        "--min-tokens 9 is over --max-tokens 3",
+    ),
+    "logit bias": (["--logit-bias", "42=-5", "--logit-bias", "4:1"], "'4:1' is not ID=AMOUNT"),
+    "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
+    "no schema": (["--json-schema", "nowhere.json"], "neither a JSON object nor a text file"),
+    "a broken schema": (["--json-schema", "{"], "not valid JSON"),
+    "a wrong schema": (["--json-schema", '{"type": "strin"}'], "grammar cannot be used"),
+    "a broken regex": (["--regex", "[a"], "regex"),
+    "two grammars": (["--regex", "a", "--json-schema", "{}"], "contradict"),
+    "unknown flag": (["--temprature", "1"], "--temperature"),
+    "not a number": (["--max-tokens", "ten"], "--max-tokens"),
+}
+
+
+@pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
+def test_bad_input(forerun, args: tuple[list[str], str]) -> None:
+    flags, says = args
+    model = [] if "--model" in flags else MODEL
+    code, out, err = forerun("generate", "def f():", *model, *flags)
+    assert code == 2 and out == "" and "Traceback" not in err
+    assert says in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
+
+
+def test_a_lossy_rule_says_so(forerun) -> None:
+    assert "lossy" in forerun("generate", "x = 1", "--rule", "typical", *SMALL)[2]
+    assert "lossy" not in forerun("generate", "x = 1", "--rule", "block", *SMALL)[2]
+
+
+def test_an_unknown_verb(forerun) -> None:
+    code, out, err = forerun("generat", "x")
+    assert (code, out) == (2, "") and "generate" in err and len(err.splitlines()) == 1
+
+
+def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_asked(forerun) -> None:
+    code, out, err = forerun(
+        "generate", "x = 1\n", "-n", "500", "--kv-tokens", "64", "--json", *MODEL
+    )
+    answer = json.loads(out)
+    most = 64 - answer["stats"]["prompt_tokens"]
+    assert code == 0 and answer["stats"]["completion_tokens"] <= most
+    assert (
+        err.startswith(f"note: --max-tokens 500 is cut to {most}: ") and len(err.splitlines()) == 1
+    )
+    code, out, err = forerun("generate", "x = 1\n", "--kv-tokens", "64", "--json", *MODEL)
+    assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= most
+
+
+def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
+    code, out, err = forerun("generate", "x = 1\n" * 40, "--kv-tokens", "64", *MODEL)
+    assert (code, out) == (2, "") and "lower --max-tokens or raise --kv-tokens" in err
+
+
+def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
+    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048", "-t", "0"]
+    one = forerun("generate", MODEL[1], "x = 1", *flags)
+    other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
+    assert (
+        one[0] == other[0] == 0
+        and json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]
+    )
+    for words, says in (
+        (["generate", MODEL[1], "x", "-m", MODEL[1]], "the model is given twice"),
+        (["check", MODEL[1], "-m", MODEL[1]], "the model is given twice"),
+        (["generate", "why", "is it"], "'why' begins the prompt, put the prompt in quotes"),
+    ):
+        code, out, err = forerun(*words)
+        assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
+
+
+def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
+    """One syntax: only those whose arguments are files take it by the flag alone."""
+
+    def verbs(command, path=()):
+        for name, sub in getattr(command, "commands", {}).items():
+            yield from verbs(sub, (*path, name))
+        yield path, command
+
+    for path, command in verbs(cli.command_line()):
+        by_flag = any("--model" in p.opts for p in command.params)
+        arguments = [
+            (p.metavar or p.name) for p in command.params if p.param_type_name == "argument"
+        ]
+        if by_flag and path not in (
+            ("batch",),
+            ("index",),
+            ("train",),
+            ("bench", "peers"),
+            ("bench", "serve"),
+        ):
+            assert arguments[:1] == ["MODEL"], path
+        assert not by_flag or any("-m" in p.opts for p in command.params), path
+
+
+def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
+    """What is wrong with a command is told at once, not after two seconds of imports."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wrong = [
+            (["generate", "x", "--draft", "ngrm"], "did you mean 'ngram'"),
+            (["generate", "x", "--temperature", "-1"], "--temperature"),
+            (["generate", "x", "--model", "./nowhere"], "no directory ./nowhere"),
+            (["chat", "./nowhere"], "no directory ./nowhere"),
+            (["serve", "./nowhere"], "no directory ./nowhere"),
+            (
+                ["serve", MODEL[1], "--port", str(port)],
+                f"{port}: address already in use; another program has it: give",
+            ),
+        ]
+        code = "import sys\nfrom forerun import cli\n"
+        for words, _ in wrong:
+            code += f"sys.argv = {['forerun', *words]!r}\ntry: cli.main()\nexcept SystemExit as e: assert e.code == 2\n"
+        code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wrong) and all(
+        says in line for line, (_, says) in zip(lines, wrong, strict=True)
+    ), lines
+
+
+def test_a_prompt_over_the_context(forerun) -> None:
+    code, out, err = forerun("generate", "x = 1\n" * 2000, "--json", *MODEL)
+    assert (code, out) == (2, "") and "context" in err
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    """What makes `forerun --help` quick, without a stopwatch."""
+    code = (
+        "import sys; from forerun import cli; sys.argv = ['forerun', 'generate', '--help']\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for flag in ("--temperature", "--draft", "--logit-bias", "--kv-tokens", "--json"):
+        assert flag in done.stdout
+
+
+def test_interrupting_is_clean() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "generate",
+        "x = 1",
+        "--max-tokens",
+        "8000",
+        "--ignore-eos",
+        *MODEL,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(1)  # it has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
+    """As dataclasses do while modules are imported: CPython would end `python -m` by the signal
+    whatever we say."""
+    verb = "from forerun import cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    (tmp_path / "stopped.py").write_text(verb)
+    done = subprocess.run(
+        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "forerun: interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_no_error_message() -> None:
+    command = f"{sys.executable} -m forerun generate 'x = 1' --max-tokens 3000 --ignore-eos {' '.join(MODEL)} | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", ["file", "file that is not there", "directory", "directory of GGUF", "name of Ollama's"]
+)
+def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str) -> None:
+    """Its name went to the default model as a prompt."""
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    given = {
+        "file": tmp_path / "x.gguf", "file that is not there": "models/Qwen3-0.6B-Q8_0.gguf",
+        "directory": tiny.spoken(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
+    }[kind]  # fmt: skip
+    code, out, err = forerun("generate", str(given))
+    assert (
+        (code, out) == (2, "")
+        and "is a model, and there is no prompt" in err
+        and len(err.splitlines()) == 1
+    )
+
+
+def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    prompts = [
+        "What is a .gguf",
+        "and/or",
+        str(tmp_path / "notes.txt"),
+        "TCP/IPv4",
+        "ollama",
+        "",
+        "x" * 9000,
+        "a\0b",
+    ]
+    assert [text for text in prompts if names_model(text)] == []
+
+
+def test_a_message_in_place_of_a_model_is_told(forerun) -> None:
+    code, out, err = forerun("chat", "hello there")
+    assert (
+        (code, out) == (2, "")
+        and "messages are typed or piped in" in err
+        and len(err.splitlines()) == 1
+    )

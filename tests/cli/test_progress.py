@@ -1,0 +1,207 @@
+"""What verbs show while they run: a bar on a terminal that leaves no trace, few lines in a pipe,
+none with JSON."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+
+import pytest
+from rich.console import Console
+
+from forerun.cli.progress import Bar, Lines, Part, Tell, progress
+from tests import tiny
+
+CURSOR = ("\x1b[?25l", "\x1b[?25h")  # hidden, shown
+CHECK = [
+    "check", str(tiny.family("llama")), "--texts", "1", "--tokens", "8", "--samples", "50", "--rule", "match",
+    "--draft", "suffix", "--kv-tokens", "2048", "--threads", "1",
+]  # fmt: skip
+
+
+class Heard(Tell):
+    """What was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float | None, float | None]] = []
+
+    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
+        self.told.append((what, done, total))
+
+
+def screen() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+
+
+def written(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines("loading")
+    for i in range(1000):
+        lines(f"round {i}", i, 1000)
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines() == [
+        "loading",
+        *(f"round {100 * tenth}" for tenth in range(10)),
+    ]
+
+
+def test_a_count_that_begins_anew_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    for what in ("short", "long"):
+        lines(what, 0, 2)
+        lines(what, 0.1, 2)
+        lines(what, 1, 2)
+    assert capsys.readouterr().err.split() == ["short", "short", "long", "long"]
+
+
+def test_nothing_beside_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(quiet=True) as tell:
+        tell("loading")
+        tell("round 1", 0, 9)
+        tell.note("found")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    """Of parts within parts too; what is not counted stands where the count stood."""
+    heard = Heard()
+    for i in range(2):
+        part = Part(heard, i, 2, "look, ")
+        part("loading")
+        for j in range(2):
+            Part(part, j, 2)("round", 1, 2)
+        part("loading")
+    shares = [done / total for _, done, total in heard.told if done is not None and total]
+    assert shares == [0, 0.125, 0.375, 0.375, 0.5, 0.625, 0.875, 0.875]
+    assert heard.told[0][0] == "look, loading"
+
+
+def test_a_bar_counts_and_tells_the_time_left() -> None:
+    console = screen()
+    bar = Bar(console, measuring=True)
+    bar("loading")
+    for i in range(3):
+        bar(f"round {i + 1} of 4", i, 4)
+    bar.note("[found] something")
+    bar("a new stage")
+    bar.end()
+    text = written(console)
+    assert "loading" in text and "round 3 of 4" in text and " 50%" in text and "a new stage" in text
+    assert "[found] something\n" in text
+    assert re.search(r"50% \d:\d\d:\d\d", text), "from two counts on the time left is known"
+    assert text.endswith("\x1b[2K") or text.rstrip().endswith("\x1b[2K"), "the line is cleared"
+    assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(
+        CURSOR[0]
+    )
+
+
+def test_lines_go_above_a_bar_and_other_bars_have_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a download, for one; the next stage has a bar again."""
+    console, real = screen(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", real)
+    bar = Bar(console, measuring=True)
+    bar("round 1", 0, 2)
+    print("a warning", file=sys.stderr)
+    assert "a warning\n" in written(console) and real.getvalue() == ""
+    held = sys.stderr
+    for text in ("\r10%", "\r20%", "\n"):
+        held.write(text)
+        held.flush()
+    assert real.getvalue() == "\r10%\r20%\n" and sys.stderr is real
+    assert written(console).count(CURSOR[0]) == written(console).count(CURSOR[1])
+    bar("round 2", 1, 2)
+    bar.end()
+    assert "round 2" in written(console) and sys.stderr is real
+
+
+def test_no_thread_turns_a_bar_while_something_is_timed() -> None:
+    """A spinner before it has one, which ends; bars of what is not timed have one too."""
+    before = set(threading.enumerate())
+    timed, other = Bar(screen(), measuring=True), Bar(screen(), measuring=False)
+    timed("loading")
+    (spinner,) = set(threading.enumerate()) - before
+    timed("round 1 of 4", 0, 4)
+    timed("round 2 of 4", 1, 4)
+    spinner.join(20)
+    assert set(threading.enumerate()) == before
+    other("claim 1 of 4", 0, 4)
+    (turning,) = set(threading.enumerate()) - before
+    timed.end()
+    other.end()
+    turning.join(20)
+    assert set(threading.enumerate()) == before
+
+
+def terminal(*args: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
+    """(exit code, what it wrote) of a command on a pseudo-terminal."""
+    end, inner = os.openpty()
+    termios.tcsetwinsize(inner, (40, 120))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun", *args], stdin=inner, stdout=inner, stderr=inner,
+        env=os.environ | {"TERM": "xterm-256color"} | environ,
+    )  # fmt: skip
+    os.close(inner)
+    text = b""
+    while True:
+        try:
+            data = os.read(end, 65536)
+        except OSError:  # what Linux says when nobody holds the other end any more
+            data = b""
+        if not data:
+            break
+        text += data
+        if interrupt_at and interrupt_at.encode() in text:
+            process.send_signal(signal.SIGINT)
+            interrupt_at = ""
+    os.close(end)
+    return process.wait(60), text.decode()
+
+
+def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
+    code, text = terminal(*CHECK, NO_COLOR="1")
+    assert code == 0
+    assert (
+        re.search(r"claim \d of 8, texts: match with suffix", text) and "━" in text and "%" in text
+    )
+    assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is back"
+    after = text[text.rfind(CURSOR[1]) :]
+    assert (
+        re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after)
+        and "claim " not in after
+    )
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m|\x1b\[38;", text), "NO_COLOR"
+
+
+def test_ctrl_c_leaves_a_clean_terminal() -> None:
+    endless = [
+        *CHECK,
+        "--texts",
+        "2000",
+        "--samples",
+        "100000",
+    ]  # it must not be over before it is interrupted
+    code, text = terminal(*endless, interrupt_at="claim 1 of")
+    assert code == 130
+    assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(
+        CURSOR[0]
+    )
+    assert "Traceback" not in text
+
+
+def test_check_in_a_pipe_gives_a_line_for_each_part() -> None:
+    done = subprocess.run([sys.executable, "-m", "forerun", *CHECK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "rules: 1 of 1 held", "passes: 1 of 1 held", "texts: 2 of 2 held", "law: 1 of 1 held", "faults: 3 of 3 held",
+    ]  # fmt: skip
+    assert done.stdout.startswith("certified: ") and "\x1b" not in done.stdout

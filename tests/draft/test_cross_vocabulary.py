@@ -1,0 +1,370 @@
+"""A draft model of another vocabulary proposes what it would say of the same text, and says truly
+how it drew.
+
+Protects: that a drafter whose tokens are the target's by other names drafts what a drafter of the
+target's vocabulary does; that going back over what was read is reading it afresh; that the law kept
+under the ratio rules is the one drawn from; and the promise, with drafters of several kinds of
+vocabularies."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.check import oracle
+from forerun.draft.cross_vocabulary import (
+    CrossVocabularyModel,
+    RetokenizedText,
+    Shared,
+    Words,
+    behind,
+    continued,
+    make_draft_model,
+)
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import DraftRequest
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.kernels import native
+from forerun.models import config
+from forerun.models.config import load_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Law
+from forerun.verify import Noise, block, token
+from tests import exact, other_words, tiny
+from tests.engine import build
+from tests.other_words import KINDS, shared, words
+
+GREEDY, WARM = SamplingParams(), SamplingParams(temperature=0.8)
+FILTERED = SamplingParams(temperature=0.8, top_k=12, top_p=0.9)
+SETTINGS = pytest.mark.parametrize(
+    "params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"]
+)
+PROMPTS = [
+    '{"name": "alpha", "sizes": [10',
+    "the name of the colour is",
+    "été 👍 and 数字",
+    "x",
+    "null}\n  grey ",
+]
+
+
+@functools.cache
+def decoder(kind: str) -> Decoder:
+    directory = tiny.spoken(0.05) if kind == "target" else other_words.drafter(kind)
+    return load_decoder(directory, torch.float64, torch.device("cpu"), 512)
+
+
+def runner(kind: str, tokens: int = 2048, page: int = 4, slots: int = 8) -> Runner:
+    return Runner(decoder(kind), tokens=tokens, page=page, slots=slots)
+
+
+def proposer(kind: str, **room: int) -> CrossVocabularyModel:
+    return CrossVocabularyModel(runner(kind, **room), shared(kind))
+
+
+def prompt(i: int) -> list[int]:
+    return words("target").tokenizer.encode(PROMPTS[i])
+
+
+def row(
+    tokens: Sequence[int],
+    params: SamplingParams = GREEDY,
+    depth: int = 4,
+    slot: int = 0,
+    **options: bool,
+) -> DraftRequest:
+    return DraftRequest(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
+
+
+def alike(one: Draft, other: Draft) -> None:
+    assert (one.tokens, one.parents, one.laws) == (other.tokens, other.parents, other.laws)
+    assert (one.probs is None) == (other.probs is None)
+    assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
+
+
+def drafts_of(drafter: DraftModel, rows: Sequence[DraftRequest]) -> list[Draft]:
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    return drafter.propose(rows)
+
+
+# ---------------------------------------------------------------- what is drafted
+
+
+@SETTINGS
+@pytest.mark.parametrize("coupled", [True, False])
+def test_the_target_s_tokens_by_other_names_draft_alike(
+    params: SamplingParams, coupled: bool
+) -> None:
+    """Whatever is drawn is drawn with the same noise, from the same laws. Text is spelled as
+    usual."""
+    texts = [prompt(i % len(PROMPTS)) + prompt(i // len(PROMPTS))[:i] for i in range(8)]
+    rows = [
+        row(text, params, 3 + i % 3, i, coupled=coupled, branching=False)
+        for i, text in enumerate(texts)
+    ]
+    theirs, same = drafts_of(proposer("shuffled"), rows), 0
+    for r, one, other in zip(
+        rows, theirs, drafts_of(DraftModel(runner("target"), tiny.WORDED), rows), strict=True
+    ):
+        assert len(one) > 1
+        before = behind(words("target"), r.tokens)
+        text = before + b"".join(words("target").meanings[token] for token in other.tokens[1:])
+        if not coupled or continued(words("target"), before, text) == other.tokens[1:]:
+            alike(one, other)
+            same += 1
+    assert same > 4
+
+
+@SETTINGS
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_going_back_is_reading_afresh(kind: str, coupled: bool, params: SamplingParams) -> None:
+    """Texts that grow by drafted tokens and by others, in batches, against one that begins with
+    each of them."""
+    chance, drafter = random.Random(5), proposer(kind)
+    texts = [prompt(i) for i in range(len(PROMPTS))]
+    for slot, text in enumerate(texts):
+        drafter.open(slot, text)
+    for _ in range(5):
+        asked = [i for i in range(len(texts)) if i == 0 or chance.random() < 0.7]
+        rows = [row(list(texts[i]), params, 4, i, coupled=coupled) for i in asked]
+        for r, draft in zip(rows, drafter.propose(rows), strict=True):
+            alike(draft, drafts_of(proposer(kind, slots=8), [r])[0])
+            keep = chance.randrange(len(draft) + 1)
+            texts[r.slot] += draft.tokens[1:keep] + chance.choices(
+                range(tiny.WORDED), k=chance.randrange(3)
+            )
+    for slot in range(len(texts)):
+        drafter.close(slot, texts[slot])
+    pages = drafter.runner.cache.pages
+    pages.check()
+    assert pages.available == pages.count
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposing_twice_gives_the_same_draft(kind: str, coupled: bool) -> None:
+    drafter, r = proposer(kind), row(prompt(0), WARM, coupled=coupled)
+    (first,) = drafts_of(drafter, [r])
+    drafter.propose([row(r.tokens, GREEDY, 2)])
+    alike(first, drafter.propose([r])[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefixes_are_what_will_not_change(kind: str) -> None:
+    """Two requests begin alike; where one goes on within a word, the other still reads what it
+    had."""
+    drafter, start = proposer(kind), prompt(1) * 4
+    on, other = (
+        words("target").tokenizer.encode("thing else"),
+        words("target").tokenizer.encode(" green"),
+    )
+    drafts_of(drafter, [row(start)])
+    drafter.open(1, start)
+    assert 0 < drafter.runner.cache.length[1] <= drafter.texts[1].settled
+    for tail in (on, other):
+        rows = [row([*start, *on], slot=0), row([*start, *tail], slot=1)]
+        drafter.close(1)
+        drafter.open(1, rows[1].tokens)
+        for r, draft in zip(rows, drafter.propose(rows), strict=True):
+            alike(draft, drafts_of(proposer(kind), [r])[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unfinished_characters(kind: str) -> None:
+    """Under the ratio rules no law is kept of a text that the drafter has not read to its end."""
+    text = prompt(2)
+    for end in range(1, len(text) + 1):
+        for coupled in (True, False):
+            (draft,) = drafts_of(proposer(kind), [row(text[:end], coupled=coupled)])
+            read = RetokenizedText(shared(kind))
+            read.read(text[:end])
+            if not coupled and read.pending:
+                assert draft.tokens == text[end - 1 : end]
+
+
+def test_text_without_room_or_tokens_has_no_draft() -> None:
+    drafter = proposer("bytes", tokens=16)
+    assert len(drafts_of(drafter, [row(prompt(0) * 3)])[0]) == 1
+    drafter.close(0)
+    pad = words("target").tokenizer.vocabulary()["<pad>"]
+    assert drafts_of(drafter, [row([pad])])[0].tokens == [pad]
+
+
+def test_what_cannot_be_said_in_the_target_s_tokens_ends_a_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A special token that the target has not got; one that both have is proposed, and is the
+    last."""
+    own, ours = words("bytes").tokenizer.vocabulary(), words("target").tokenizer.vocabulary()
+    for special, proposed in (("<end>", []), ("</s>", [ours["</s>"]])):
+        drafter, said = proposer("bytes"), [own[special]] * 3
+        monkeypatch.setattr(
+            drafter, "say", lambda segments, said=said: torch.eye(340)[said[: len(segments)]]
+        )
+        assert drafts_of(drafter, [row(prompt(0))])[0].tokens[1:] == proposed
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_chains_are_drafts_level_by_level(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.start(2)
+    shape = load_config(other_words.drafter(kind))
+    model, found = NativeDecoder(shape, other_words.drafter(kind), "float32", 256), []
+    for at_once in (True, False):
+        drafter = CrossVocabularyModel(Runner(model, tokens=1024, page=4, slots=8), shared(kind))
+        if not at_once:
+            monkeypatch.setattr(drafter.runner, "chain", lambda links, vocab: None)
+        found.append(
+            drafts_of(drafter, [row(prompt(i), GREEDY, 2 + i, i) for i in range(len(PROMPTS))])
+        )
+    for one, other in zip(*found, strict=True):
+        alike(one, other)
+
+
+# ---------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
+def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams) -> None:
+    """Over many seeds, how often each token is drawn is what `probs` says; others than shared ones
+    have no chance."""
+    drafter, text, drawn = proposer(kind), prompt(1), Counter[int]()
+    drafter.open(0, text)
+    for seed in range(120):
+        (draft,) = drafter.propose(
+            [DraftRequest(0, text, params, Noise(seed, 9), 1, coupled=False)]
+        )
+        assert draft.laws == [Law.DETERMINISTIC, Law.SAMPLED] and draft.probs is not None
+        drawn[draft.tokens[1]] += 1
+    law = draft.probs[0]
+    assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9
+    assert not law[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
+    expected = law * 120
+    assert all(
+        abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED)
+    )
+
+
+class Toy(Words):
+    """A vocabulary of letters."""
+
+    def __init__(self, letters: str) -> None:
+        self.meanings, self.special, self.letters = [c.encode() for c in letters], {}, letters
+
+    def by_meaning(self) -> dict[bytes | str, int]:
+        return {meaning: token for token, meaning in enumerate(self.meanings)}
+
+
+@pytest.mark.parametrize("letters", ["cab", "bxcy", "xya", "abcd"])
+@pytest.mark.parametrize("rule", [token.verify_chain, block.verify_chain], ids=["token", "block"])
+def test_the_law_across_is_exact_under_every_outcome(rule: object, letters: str) -> None:
+    """A drafter of other letters, in another order: what a round says has the target's law."""
+    both = Shared(Toy("abc"), Toy(letters))
+    target, _ = oracle.toy_models("float", 3, 2, 0)
+    generator = torch.Generator().manual_seed(1)
+    drafter = {
+        prefix: both.across(torch.randn(1, len(letters), generator=generator))[0]
+        .double()
+        .softmax(-1)
+        .numpy()
+        for prefix in target
+    }
+    assert exact.bias(rule, oracle.proposals(oracle.sampled, drafter, 2), target, 2) < 1e-12  # type: ignore[arg-type]
+
+
+def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.note.cache_clear()
+    target = Words(words("target").tokenizer, tiny.WORDED)
+    monkeypatch.setattr(target, "by_meaning", dict)
+    none = Shared(target, words("bytes"))
+    drafter = CrossVocabularyModel(runner("bytes"), none)
+    for _ in range(2):
+        (draft,) = drafts_of(drafter, [row(prompt(1), WARM, coupled=False)])
+        assert len(draft) == 1
+        drafter.close(0)
+    assert capsys.readouterr().err.count("shares no token") == 1
+    assert len(drafts_of(drafter, [row(prompt(1), WARM)])[0]) > 1
+
+
+# ---------------------------------------------------------------- the promise
+
+
+def engine(kind: str, rule: str = "match", tokens: int = 2048, chunk: int = 64) -> Engine:
+    target = load_decoder(tiny.spoken(), torch.float64, torch.device("cpu"), 512)
+    target_runner = Runner(target, tokens=tokens, page=4, slots=8)
+    return Engine(target_runner, {"model": proposer(kind, tokens=tokens)}, rule=rule, chunk=chunk)
+
+
+def run(engine: Engine, draft: str, temperature: float) -> list[Request]:
+    requests = []
+    for i in range(len(PROMPTS)):
+        requests.append(
+            engine.add(prompt(i), build.params(i, temperature, 22), draft=draft, depth=4)
+        )
+        engine.step_or_raise()
+    build.finish(engine)
+    accepted = sum(r.stats.accepted for r in requests)
+    assert accepted > 12 or draft == "off", "drafts that are never accepted prove nothing"
+    return requests
+
+
+@functools.cache
+def plain(temperature: float) -> list[list[int]]:
+    return [list(r.output) for r in run(engine("bytes"), "off", temperature)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_plain_decoding(kind: str, temperature: float) -> None:
+    requests = run(engine(kind), "model", temperature)
+    assert [list(r.output) for r in requests] == plain(temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_with_preemption(kind: str, temperature: float) -> None:
+    requests = run(engine(kind, tokens=80, chunk=3), "model", temperature)
+    assert [list(r.output) for r in requests] == plain(temperature)
+    assert sum(r.stats.preemptions for r in requests) > 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+@pytest.mark.parametrize("kind", ["pieces", "bytes"])
+def test_ratio_rules_are_greedy_at_temperature_zero(kind: str, rule: str) -> None:
+    requests = run(engine(kind, rule), "model", 0.0)
+    assert [list(r.output) for r in requests] == plain(0.0)
+
+
+# ---------------------------------------------------------------- which of the two
+
+
+def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config.note.cache_clear()
+    target, other = other_words.tokenizer("target"), other_words.tokenizer("bytes")
+    for tokenizer in (None, target):
+        made = make_draft_model(runner("target"), "m", target, tokenizer, tiny.WORDED, 2)
+        assert type(made) is DraftModel and made.width == 2
+    assert not capsys.readouterr().err
+    assert isinstance(
+        make_draft_model(runner("bytes"), "m", target, other, tiny.WORDED), CrossVocabularyModel
+    )
+    assert "another vocabulary: 275 of its 340 tokens (81 %)" in capsys.readouterr().err

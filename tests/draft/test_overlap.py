@@ -1,0 +1,273 @@
+"""Drafting ahead: the drafts of the model itself, whatever was foreseen, whenever the verdict
+comes.
+
+Protects: that what is drafted behind an outcome is what would be drafted later, under every kind of
+rule; that nothing of it outlives its round; that requests which end, are preempted or come anew in
+between lose nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.overlap import Ahead
+from forerun.draft.proposer import DraftRequest
+from forerun.kernels import native
+from forerun.runtime.torch_runner import Runner
+from forerun.types import Draft
+from forerun.verify import RULES, Noise
+from tests import tiny
+from tests.draft.test_cascade import KERNELS, say_the_same
+from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, text_of
+
+ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
+
+
+class Driven(Ahead):
+    """Goes so many passes ahead (None: as many as there are), at once."""
+
+    passes: int | None = None
+
+    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        run = self._thread.submit
+        self._thread.submit = lambda work, foresights: run(self._some, foresights)
+        super().begin_ahead(rows, drafts)
+        self.finish()
+        self.end_ahead()
+
+    def _some(self, foresights: Sequence[object]) -> None:
+        for count, _ in enumerate(self.steps(foresights), 1):
+            if count == self.passes:
+                break
+
+
+def models(kernels: str, count: int, width: int = 1, slots: int = 8) -> list[DraftModel]:
+    if kernels == "torch":
+        return [proposer(width, slots=slots) for _ in range(count)]
+    native.start(2)
+    decoder = tiny.native_decoder(tiny.drafter("llama"))
+    return [
+        DraftModel(Runner(decoder, tokens=2048, page=16, slots=slots), tiny.VOCAB, width)
+        for _ in range(count)
+    ]
+
+
+def same(found: Draft, expected: Draft) -> None:
+    """The same but for where it came from."""
+    assert (found.tokens, found.parents, found.laws) == (
+        expected.tokens,
+        expected.parents,
+        expected.laws,
+    )
+    assert (found.probs is None) == (expected.probs is None)
+    assert (
+        found.probs is None
+        or expected.probs is None
+        or np.allclose(found.probs, expected.probs, atol=1e-9)
+    )
+
+
+def verdict(draft: Draft, ahead: Ahead, slot: int, chance: random.Random) -> list[int]:
+    """What a target says of a draft: what was foreseen, or anything."""
+    foresight = ahead._foreseen.get(slot)
+    if foresight and foresight.branches and chance.random() < 0.7:
+        return list(chance.choice(foresight.branches).said)
+    path = draft.path_to(chance.randrange(len(draft)))
+    return [*(draft.tokens[node] for node in path[1:]), chance.randrange(tiny.VOCAB)]
+
+
+@pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_drafts_are_those_of_the_model_alone(
+    kernels: str, params: SamplingParams, how: str
+) -> None:
+    """Behind any verdict, and however far it has got, laws included; under rules that match tokens,
+    and those that keep laws, with chains and with trees."""
+    width = 2 if how == "trees" else 1
+    alone, model = models(kernels, 2, width)
+    ahead, chance, texts = (
+        Driven(model),
+        random.Random(3),
+        {s: text_of(4 + 3 * s, s) for s in range(4)},
+    )
+    options = {"coupled": how == "coupled", "branching": how != "chains"}
+    for slot, text in texts.items():
+        alone.open(slot, text)
+        ahead.open(slot, text)
+    for count in range(24):
+        rows = [
+            row(text, params, depth=2 + (count + s) % 3, slot=s, **options)
+            for s, text in texts.items()
+        ]
+        expected, found = alone.propose(rows), ahead.propose(rows)
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+        ahead.passes = [1, 2, 3, None][count % 4]
+        ahead.begin_ahead(rows, found)
+        for slot, text in texts.items():
+            text += verdict(found[slot], ahead, slot, chance)
+    assert ahead.hits > 10 and ahead.hits < ahead.asked
+    for slot in texts:
+        ahead.close(slot)
+    model.runner.cache.pages.check()
+    assert model.runner.cache.pages.available == model.runner.cache.pages.count
+
+
+def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, or as many levels as were left."""
+    (model,) = models("torch", 1)
+    passes, forward = list[int](), Runner.forward
+    monkeypatch.setattr(
+        Runner, "forward", lambda self, segments: (passes.append(1), forward(self, segments))[1]
+    )
+    for done, left in ((None, 0), (4, 1), (3, 2), (2, 3)):
+        ahead, text = Driven(model), text_of(9)
+        ahead.passes = done
+        ahead.open(0, text)
+        (draft,) = ahead.propose([row(text, depth=4)])
+        ahead.begin_ahead([row(text, depth=4)], [draft])
+        text += ahead._foreseen[0].branches[0].said
+        passes.clear()
+        (draft,) = ahead.propose([row(text, depth=4)])
+        assert len(draft) == 5 and len(passes) == left and ahead.hits == 1
+        assert draft.sources[1:] == ["ahead&model"] * (4 - left) + ["model"] * left
+        ahead.close(0)
+
+
+def test_outcomes_are_ranked_by_what_the_target_will_draw_with() -> None:
+    """A target that agrees with the model draws what the model draws, at any temperature, if the
+    noise is known."""
+    for params in (WARM, replace(WARM, temperature=1.5), FILTERED):
+        (model,) = models("torch", 1)
+        ahead, text = Driven(model, outcomes=4), text_of(9)
+        ahead.open(0, text)
+        (deep,) = ahead.propose([row(text, params, depth=4)])
+        ahead.begin_ahead([row(text, params, depth=3)], [deep.first(3)])
+        said = [b.said for b in ahead._foreseen[0].branches]
+        assert tuple(deep.tokens[1:]) in said, (
+            "the path goes on to the end, and then as the model would have said"
+        )
+        assert len(set(said)) == 4
+        children = {tuple(deep.tokens[1 : n + 1]) for n in range(1, 4)}
+        assert not children & set(said), "an outcome that was drafted is no end of a path"
+
+
+def test_where_there_is_no_room_it_is_the_model_alone() -> None:
+    """In the pool, in the context, after a token that the model has not got."""
+    small, text = proposer(tokens=32, page=4, slots=2), text_of(20)
+    for model, token in ((small, 5), (proposer(vocab=10**6), tiny.VOCAB + 3)):
+        ahead = Driven(model)
+        ahead.open(0, text)
+        (draft,) = ahead.propose([row(text)])
+        assert len(draft) == 5
+        ahead.begin_ahead([row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")])
+        assert not ahead._foreseen
+        (again,) = ahead.propose([row([*text, draft.tokens[1]])])
+        assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1
+        ahead.close(0)
+        model.runner.cache.pages.check()
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
+    """The other thread is stopped wherever it happens to be: after no pass, in one, when it is
+    through. Requests end and come anew in between."""
+    if native.library() is None:
+        pytest.skip(native.reason())
+    alone, model = models("native", 2)
+    ahead, chance = Ahead(model), random.Random(5)
+    texts = {slot: text_of(4 + slot, slot) for slot in range(3)}
+
+    def begin(slot: int, text: list[int]) -> None:
+        texts[slot] = text
+        for each in (alone, ahead):
+            each.open(slot, text)
+
+    for slot, text in texts.items():
+        begin(slot, text)
+    for count in range(ROUNDS):
+        asked = [slot for slot in texts if chance.random() < 0.8]
+        rows = [row(texts[slot], params, depth=chance.randint(1, 5), slot=slot) for slot in asked]
+        expected, found = alone.propose(rows), ahead.propose(rows)
+        assert [draft.tokens for draft in found] == [draft.tokens for draft in expected]
+        ahead.begin_ahead(rows, found)
+        for _ in range(chance.choice((0, 0, 200, 2000, 20_000))):
+            pass  # what a target may take
+        ahead.end_ahead()
+        for slot, draft in zip(asked, found, strict=True):
+            texts[slot] += verdict(draft, ahead, slot, chance)
+        for slot in [
+            slot for slot, text in texts.items() if len(text) > 150 or chance.random() < 0.02
+        ]:
+            for each in (alone, ahead):  # aborted, preempted, ended
+                each.close(slot)
+            begin(slot, text_of(4 + count % 7, count))
+    ahead.reset()
+    model.runner.cache.pages.check()
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ahead(model:{})",
+        "suffix|ahead(model:{})",
+        "ahead(suffix>model:{})",
+        "ahead(model:{})&recycle",
+    ],
+)
+def test_texts_are_the_same(rule: str, spec: str) -> None:
+    llm = LLM(
+        tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), rule=rule, max_rows=3, kv_tokens=192
+    )
+    say_the_same(llm, rule)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["ahead(suffix)", "ahead(model:{0}|suffix)", "ahead(ahead(model:{0}))", "ahead(self:window=9)"],
+)
+def test_what_cannot_draft_ahead(spec: str) -> None:
+    with pytest.raises(ConfigError, match="it takes a draft model") as error:
+        LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
+    assert "\n" not in str(error.value)
+
+
+def test_noise_of_the_next_round_is_that_of_its_place() -> None:
+    """An outcome of depth d is drafted behind with the noise of the round whose root is d + 1
+    places further on."""
+    (model,) = models("torch", 1)
+    ahead, text = Driven(model), text_of(9)
+    ahead.open(0, text)
+    (draft,) = ahead.propose([row(text, WARM)])
+    ahead.begin_ahead([row(text, WARM)], [draft])
+    for branch in ahead._foreseen[0].branches:
+        assert branch.tree.row.noise == Noise(11, len(text) - 1 + len(branch.said))
+
+
+def test_what_fails_ahead_is_told_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who asks for a draft next, once; closing a slot is none of that."""
+    (model,) = models("torch", 1)
+    ahead, text, rows = Ahead(model), text_of(9), [row(text_of(9))]
+    ahead.open(0, text)
+    ahead.open(1, text)
+    (draft,) = ahead.propose(rows)
+    with monkeypatch.context() as broken:
+        broken.setattr(ahead, "steps", lambda foresights: 1 / 0)
+        for _ in range(2):
+            ahead.begin_ahead(rows, [draft])
+            ahead.finish()
+            ahead.close(1)
+            ahead.open(1, text)
+        ahead.begin_ahead(rows, [draft])
+        with pytest.raises(ZeroDivisionError):
+            ahead.propose(rows)
+    assert ahead.propose(rows)[0].tokens == draft.tokens

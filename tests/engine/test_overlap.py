@@ -1,0 +1,106 @@
+"""What goes on beside a pass is paid by who drafts, and ends with the pass whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.engine.acceptance import Acceptance
+from forerun.engine.depth import DepthPolicy
+from forerun.engine.overlap import Overlap
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
+from forerun.verify import Noise
+
+
+class Busy(Proposer):
+    """Notes when it may draft ahead, and for whom."""
+
+    name, ahead, waited = "busy", True, 0.25
+
+    def __init__(self) -> None:
+        self.begun: list[list[int]] = []
+        self.ended = 0
+
+    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        self.begun.append([row.slot for row in rows])
+
+    def end_ahead(self) -> None:
+        self.ended += 1
+
+
+class Numbered:
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+def step(
+    policy: DepthPolicy, busy: Busy, drafted: Sequence[int] = (1, 2), stands: bool = True
+) -> Overlap:
+    """Two requests that it was asked for one after the other, as by turns of a composition."""
+    overlap = Overlap(policy, stands)
+    for number in (1, 2):
+        asked: Any = [Numbered(number)]
+        overlap.ask(busy, asked, [DraftRequest(number, [1], SamplingParams(), Noise(0, 0), 2)])
+    overlap.spend(busy, 2, 0.5, 2)
+    drafts = {number: Draft.chain(1, [2] * (number in drafted), "busy") for number in (1, 2)}
+    with overlap.during(drafts):
+        pass
+    return overlap
+
+
+def known() -> DepthPolicy:
+    """A policy that has seen passes of a second over five tokens."""
+    policy = DepthPolicy()
+    for _ in range(20):
+        policy.record_pass(5, 1.0)
+    return policy
+
+
+def test_all_whose_drafts_are_verified_are_drafted_for() -> None:
+    busy = Busy()
+    step(known(), busy)
+    step(known(), busy, drafted=[2])
+    step(known(), busy, drafted=[])
+    assert busy.begun == [[1, 2], [2]] and busy.ended == 2
+
+
+@pytest.mark.parametrize("stands", [True, False], ids=["thread", "wall"])
+def test_what_a_pass_takes_longer_is_a_cost_of_drafting(stands: bool) -> None:
+    """And what it waits for who drafts ahead, where the clock has not counted that already."""
+    policy = known()
+    for _ in range(20):
+        step(policy, Busy(), stands=stands).record(5, 1.4, measures=True)
+    passes, drafts = policy.costs()
+    assert passes[5] == pytest.approx(1.0, rel=0.02), "and no measure of passes"
+    assert drafts["busy"][2] == pytest.approx(0.5 + 0.25 * stands + 0.4, rel=0.05)
+
+
+def test_without_anybody_ahead_a_pass_is_measured() -> None:
+    policy = known()
+    for _ in range(20):
+        step(policy, Busy(), drafted=[]).record(5, 1.4, measures=True)
+    assert policy.costs()[0][5] > 1.1
+
+
+def test_it_ends_where_the_pass_fails() -> None:
+    busy, overlap = Busy(), Overlap(known())
+    asked: Any = [Numbered(1)]
+    overlap.ask(busy, asked, [DraftRequest(1, [1], SamplingParams(), Noise(0, 0), 2)])
+    with pytest.raises(ZeroDivisionError), overlap.during({1: Draft.chain(1, [2], "busy")}):
+        raise ZeroDivisionError
+    assert busy.ended == 1
+
+
+@pytest.mark.parametrize(("drafted", "measures"), [([1], True), ([], True), ([], False)])
+def test_rests_end_whatever_a_step_measures(drafted: list[int], measures: bool) -> None:
+    """Beside who drafts ahead, and beside prompts that come without an end, who rests is thought of
+    again as soon."""
+    policy, paused_steps = known(), Acceptance(rest=5)
+    for _ in range(5):
+        assert policy.rests(paused_steps)
+        step(policy, Busy(), drafted=drafted).record(5, 1.0, measures)
+    assert not policy.rests(paused_steps)

@@ -1,0 +1,571 @@
+"""Text in and out: tokens of a text and a conversation, and the text of tokens that arrive one at a
+time.
+
+Protects: round trips; TextStream shows exactly the text of the whole output whatever the token
+borders, never half a character, never part of a stop string, and survives bytes that are no text;
+the plain and the model's own chat layout; what is refused, and with which error.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from forerun.errors import LoadError, RequestError
+from forerun.models.tokenizer import LONG, MOST_PENDING, TextStream, Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. The dog sleeps, the fox does not.",
+    "Grüße aus Köln! Ça va très bien, merci. Ω ≈ 3 µm",
+    "日本語のテキストと中文文本、한국어 텍스트。日本語のテキスト。",
+    "Smile 😀😃 family 👨‍👩‍👧 flag 🇩🇪 thumbs 👍🏽 done 🎉🎉",
+    "def f(x):\n    return [i ** 2 for i in range(x)]\n\n\n",
+]
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|end|>"]
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def byte_level() -> Backend:
+    """Byte-level BPE, a few merges: many characters take several tokens. <s> stands before a
+    text."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return backend
+
+
+def byte_fallback() -> Backend:
+    """As Llama 2, Mistral and Gemma do it: words, and a token a byte for what is no word."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "▁a",
+        "▁b",
+    ]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=[("▁", "a"), ("▁", "b")],
+        byte_fallback=True,
+        unk_token="<unk>",
+        fuse_unk=True,
+    )
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def write(directory: Path, backend: Backend, **settings: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+PLAIN = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write(tmp_path_factory.mktemp("byte-level"), byte_level(), **PLAIN))
+
+
+def test_what_was_set_for_training_does_not_cut_or_fill_prompts(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    with_settings = Tokenizer(write(tmp_path / "with", backend, **PLAIN))
+    without = Tokenizer(write(tmp_path / "without", byte_level(), **PLAIN))
+    for text in ("one", "a text of more than three tokens"):
+        assert with_settings.encode(text) == without.encode(text)
+
+
+@pytest.fixture(params=["tokenizer", "fallback"])
+def either(request: pytest.FixtureRequest) -> Tokenizer:
+    one: Tokenizer = request.getfixturevalue(request.param)
+    return one
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write(tmp_path_factory.mktemp("byte-fallback"), byte_fallback(), **PLAIN))
+
+
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One token a byte."""
+    vocabulary = tokenizer.vocabulary()
+    if "<0x00>" in vocabulary:
+        return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    spelling = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(rest)
+    }
+    return [vocabulary[spelling[byte]] for byte in data]
+
+
+def shown(
+    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], stops: Sequence[str] = ()
+) -> str:
+    """All the text a stream shows, checking on the way that it shows only what is whole."""
+    stream, parts = TextStream(tokenizer, prompt, stops), []
+    for i, token in enumerate(output, start=1):
+        stream.append(token)
+        finished = stream.stopped or i == len(output)
+        parts.append(stream.take(finished))
+        if finished:
+            break
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------- encode, decode
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*CORPUS, "", " ", "\n", "\N{MATHEMATICAL FRAKTUR CAPITAL U}nseen \x00\x7f ☃"],
+    ids=range(9),
+)
+def test_round_trip(text: str, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.vocabulary()["<s>"]
+    assert tokenizer.encode(text, special=False) == ids[1:]
+    assert tokenizer.decode(ids) == tokenizer.decode(ids[1:]) == text
+
+
+def test_special_tokens_have_ids_but_no_text(tokenizer: Tokenizer) -> None:
+    vocabulary = tokenizer.vocabulary()
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    ids = [vocabulary[word] for word in SPECIAL]
+    assert tokenizer.decode(ids) == ""
+    assert tokenizer.encode("<|user|>", special=False) == [vocabulary["<|user|>"]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "GPT2Tokenizer"}],
+)
+def test_every_way_of_storing_it_reads_the_same(
+    settings: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = Tokenizer(write(tmp_path, byte_level(), **settings))
+    for text in CORPUS:
+        assert other.encode(text, special=False) == tokenizer.encode(text, special=False)
+        assert other.decode(other.encode(text)) == text
+
+
+# ---------------------------------------------------------------- one token at a time
+
+
+@pytest.mark.parametrize("text", CORPUS, ids=range(5))
+@pytest.mark.parametrize("cut", [0, 1, 3, 10])
+def test_stream_shows_the_decoded_whole(text: str, cut: int, tokenizer: Tokenizer) -> None:
+    """Whatever part of the text is the prompt."""
+    ids = tokenizer.encode(text)
+    prompt = ids[:cut]
+    before = tokenizer.decode(prompt)
+    if BROKEN in before:
+        pytest.skip("the prompt ends within a character")
+    assert shown(tokenizer, prompt, ids[cut:]) == text[len(before) :]
+
+
+@pytest.mark.parametrize("text", CORPUS, ids=range(5))
+def test_stream_of_single_bytes(text: str, either: Tokenizer) -> None:
+    stream, seen = TextStream(either, [], ()), ""
+    for token in byte_ids(either, text.encode()):
+        stream.append(token)
+        seen += stream.take(finished=False)
+        assert text.startswith(seen)
+    assert seen == text
+
+
+def test_spellings_are_the_bytes_behind_other_text(either: Tokenizer) -> None:
+    """Spaces that begin a token are kept, however many; special tokens have none."""
+    size = len(either.vocabulary())
+    spellings = either.spellings(size + 3)
+    text = "a  the  grün 😀 text"
+    assert (
+        b"".join(spellings[token] for token in either.encode(text, special=False)).strip()
+        == text.encode()
+    )
+    assert [spellings[token] for token in byte_ids(either, bytes(range(256)))] == [
+        bytes([i]) for i in range(256)
+    ]
+    assert not any(spellings[token] for token in either.special) and spellings[size:] == [b""] * 3
+
+
+def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, [], ())
+    for token in byte_ids(tokenizer, "a😀".encode()[:-1]):
+        stream.append(token)
+    assert stream.take(finished=False) == "a"
+    assert stream.take(finished=True) in ("", BROKEN)
+
+
+def test_whole_characters_before_an_unfinished_one(tokenizer: Tokenizer) -> None:
+    """A token may hold the end of one character and the beginning of another, which the end of the
+    output cuts."""
+    vocabulary = tokenizer.vocabulary()
+    beginnings = [i for i in vocabulary.values() if tokenizer.decode([i]) == " " + BROKEN]
+    assert beginnings
+    for token in beginnings:
+        assert shown(tokenizer, [], [vocabulary["a"], token]).rstrip(BROKEN) == "a "
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stream_of_random_tokens(seed: int, tokenizer: Tokenizer) -> None:
+    """No text at all: the stream still shows exactly what decoding the whole shows."""
+    chance, count = random.Random(seed), len(tokenizer.vocabulary())
+    high = byte_ids(tokenizer, bytes(range(0x80, 0x100)))
+    for _ in range(60):
+        output = [
+            chance.choice(high) if chance.random() < 0.5 else chance.randrange(count)
+            for _ in range(12)
+        ]
+        output += byte_ids(tokenizer, b"end")
+        prompt = tokenizer.encode("The quick")[: chance.randint(0, 4)]
+        whole = tokenizer.decode([*prompt, *output])[len(tokenizer.decode(prompt)) :]
+        assert shown(tokenizer, prompt, output) == whole
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_invalid_bytes_never_crash(seed: int, either: Tokenizer) -> None:
+    """Any bytes at all, split anywhere between prompt and output, and the text after them still
+    arrives."""
+    chance, ending = random.Random(seed), either.encode("abcab", special=False)
+    for _ in range(120):
+        data = bytes(
+            chance.choice(b"ab\xe2\x82\xac\xf0\x9f\x98\x80\xc3\xa9\xff") for _ in range(14)
+        )
+        cut = chance.randint(0, 14)
+        prompt, output = byte_ids(either, data[:cut]), byte_ids(either, data[cut:])
+        assert shown(either, prompt, output + ending).endswith("bcab")
+
+
+@pytest.mark.parametrize("end", [b"\xff", b"\xe2", b"\xe2\x82", b"\xac"], ids=repr)
+def test_a_stray_byte_after_a_whole_character(end: bytes, fallback: Tokenizer) -> None:
+    """Byte-fallback decoders judge a run of bytes as one: a bad byte spoils the good ones that were
+    shown before it."""
+    letters = fallback.vocabulary()
+    output = [letters["a"], *byte_ids(fallback, "€".encode() + end), letters["b"], letters["c"]]
+    text = shown(fallback, [], output)
+    assert text.startswith("a€")
+    assert text.endswith("bc")
+
+
+@pytest.mark.parametrize("end", [BROKEN.encode(), b"\xff", b"\xe2\x82", b"\xf0\x9f\x98"], ids=repr)
+def test_no_text_of_the_prompt_is_shown(end: bytes, either: Tokenizer) -> None:
+    """Not even where the prompt ends in something that is no whole character."""
+    text = shown(either, byte_ids(either, b"hello" + end), byte_ids(either, b"xyz"))
+    assert not set("hello") & set(text)
+    assert text.endswith("xyz")
+
+
+def test_a_character_that_ends_in_the_output(tokenizer: Tokenizer) -> None:
+    data = "hi 😀 there".encode()
+    text = shown(tokenizer, byte_ids(tokenizer, data[:5]), byte_ids(tokenizer, data[5:]))
+    assert text.endswith(" there")
+    assert "h" not in text.removesuffix(" there")
+
+
+def test_first_word_keeps_its_space_after_a_prompt(fallback: Tokenizer) -> None:
+    """Decoders of this kind strip the space before the first word of a text, which an output is
+    not."""
+    words = fallback.vocabulary()
+    assert shown(fallback, [words["▁a"]], [words["▁b"], words["▁a"]]) == " b a"
+    assert shown(fallback, [], [words["▁b"], words["▁a"]]) == "b a"
+
+
+def test_special_tokens_between_others_show_nothing(tokenizer: Tokenizer) -> None:
+    vocabulary, ids = tokenizer.vocabulary(), tokenizer.encode("fox dog", special=False)
+    output = [vocabulary["<s>"], *ids, vocabulary["<|end|>"], *ids, vocabulary["</s>"]]
+    assert shown(tokenizer, [vocabulary["<|user|>"]], output) == "fox dogfox dog"
+
+
+def test_streams_are_independent(tokenizer: Tokenizer) -> None:
+    texts = ["日本語 one 🎉", "two 한국어", "drei Köln"]
+    ids = [tokenizer.encode(text, special=False) for text in texts]
+    streams, seen = [TextStream(tokenizer, [], ()) for _ in texts], [""] * 3
+    for step in range(max(map(len, ids))):
+        for i, stream in enumerate(streams):
+            if step < len(ids[i]):
+                stream.append(ids[i][step])
+                seen[i] += stream.take(finished=False)
+    assert seen == texts
+
+
+def test_what_never_becomes_a_character_is_not_kept_for_ever(tokenizer: Tokenizer) -> None:
+    """Each token would take longer than the one before it; and the text behind it still arrives."""
+    bad, special = byte_ids(tokenizer, b"\xff"), tokenizer.vocabulary()["<|end|>"]
+    stream, text = TextStream(tokenizer, [], ()), ""
+    for token in [*bad * 1000, *[special] * 1000, *byte_ids(tokenizer, b"end")]:
+        stream.append(token)
+        text += stream.take(finished=False)
+        assert len(stream.stream.pending) + len(stream.stream.context) <= 2 * MOST_PENDING
+    assert text.strip(BROKEN) == "end"
+
+
+@pytest.mark.parametrize("length", [LONG - 1, LONG, 3 * LONG])
+def test_long_texts_are_read_and_spelled_as_short_ones_are(length: int, either: Tokenizer) -> None:
+    """As a batch of one, which takes another way through the library."""
+    text = ("".join(CORPUS) * length)[:length]
+    ids = either.encode(text)
+    assert ids == either._backend.encode(text).ids
+    assert (
+        either.encode(text, special=False)
+        == either._backend.encode(text, add_special_tokens=False).ids
+    )
+    assert either.decode(ids) == either._backend.decode(ids)
+    with pytest.raises(RequestError, match="Unicode"):
+        either.encode(text[:-1] + "\ud800")
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+class Spelled:
+    """A tokenizer whose tokens are the pieces themselves: token i of an output spells pieces[i]."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = pieces
+
+    def stream(self, prompt: Sequence[int]) -> Spelled:
+        return self
+
+    def append(self, token: int) -> str:
+        return self.pieces[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bool]:
+    """What is shown after each piece, the whole, and whether it stopped."""
+    stream, parts = TextStream(Spelled(pieces), [], stops), []  # type: ignore[arg-type]
+    for i in range(len(pieces)):
+        stream.append(i)
+        parts.append(stream.take(finished=stream.stopped or i == len(pieces) - 1))
+        if stream.stopped:
+            break
+    return parts, stream.text, stream.stopped
+
+
+def expected(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str, bool]:
+    """The same, the naive way: look through the whole text after every piece."""
+    text, total, parts = "", "", []
+    for i, piece in enumerate(pieces):
+        text += piece
+        at = [text.find(stop) for stop in stops if stop in text]
+        if at:
+            text = text[: min(at)]
+        last = bool(at) or i == len(pieces) - 1
+        held = [
+            n
+            for n in range(1, len(text) + 1)
+            for stop in stops
+            if stop.startswith(text[-n:]) and n < len(stop)
+        ]
+        end = len(text) if last else len(text) - max(held, default=0)
+        parts.append(text[len(total) : end])
+        total = text[:end] if end > len(total) else total
+        if at:
+            return parts, text, True
+    return parts, text, False
+
+
+@pytest.mark.parametrize(
+    "pieces, stops, text",
+    [
+        (["one ", "ST", "OP", " two"], ["STOP"], "one "),
+        (["one STOP two"], ["STOP"], "one "),
+        (["one S", "T", "O", "P"], ["STOP"], "one "),
+        (["STOP"], ["STOP"], ""),
+        (["STO", "STOP"], ["STOP"], "STO"),
+        (["STO", "ne"], ["STOP"], "STOne"),
+        (["aab", "aac"], ["aabaac"], ""),
+        (["aabaab", "aac"], ["aabaac"], "aab"),
+        (["x\n", "\n", "y"], ["\n\n"], "x"),
+        (["x", "日", "本", "y"], ["日本"], "x"),
+        (["ab", "cd"], ["bc", "d"], "a"),
+        (["ab", "cd"], ["cd", "abcde"], "ab"),
+        (["ab", "cd"], ["abcdefgh", "cx"], "abcd"),
+        (["ab", "", "cd", ""], ["bc"], "a"),
+        (["the end"], ["end", "the end"], ""),
+        (["no stop at all"], [], "no stop at all"),
+    ],
+)
+def test_stop_strings(pieces: list[str], stops: list[str], text: str) -> None:
+    parts, whole, stopped = run(pieces, stops)
+    assert "".join(parts) == whole == text
+    assert stopped == any(stop in "".join(pieces) for stop in stops)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    parts, _, _ = run(["one S", "TO", "ry ", "END", "ED"], ["STOP", "ENDING"])
+    assert parts == ["one ", "", "STOry ", "", "ENDED"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stop_strings_against_a_naive_search(seed: int) -> None:
+    """Short pieces and stops over two letters: overlapping prefixes and several stops at once are
+    the rule."""
+    chance = random.Random(seed)
+    for _ in range(500):
+        pieces = [
+            "".join(chance.choices("ab", k=chance.randint(0, 4)))
+            for _ in range(chance.randint(1, 8))
+        ]
+        stops = [
+            "".join(chance.choices("ab", k=chance.randint(1, 6)))
+            for _ in range(chance.randint(0, 3))
+        ]
+        found = run(pieces, stops)
+        assert found == expected(pieces, stops)
+        assert "".join(found[0]) == found[1]
+
+
+def test_stop_string_within_real_tokens(tokenizer: Tokenizer) -> None:
+    """Every place where a stop can stand in a text of several alphabets, byte by byte and in
+    trained tokens."""
+    text = CORPUS[2] + CORPUS[3]
+    for ids in (tokenizer.encode(text, special=False), byte_ids(tokenizer, text.encode())):
+        for start in range(0, len(text) - 3, 5):
+            stop = text[start : start + 3]
+            assert shown(tokenizer, [], ids, [stop]) == text[: text.index(stop)]
+
+
+def test_stop_is_not_looked_for_in_the_prompt(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the fox the dog", special=False)
+    before = tokenizer.encode("the fox", special=False)
+    assert ids[: len(before)] == before
+    assert shown(tokenizer, before, ids[len(before) :], ["fox", "x the"]) == " the dog"
+
+
+# ---------------------------------------------------------------- chat
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
+    "{% endif %}<|user|>{{ m.role }}/{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "hi 🎉"},
+    {"role": "assistant", "content": "yes?"},
+    {"role": "user", "content": "ok"},
+]
+
+
+def test_plain_layout(tokenizer: Tokenizer) -> None:
+    assert not tokenizer.has_chat_template
+    assert tokenizer.chat(TALK) == tokenizer.encode(
+        "user: hi 🎉\nassistant: yes?\nuser: ok\nassistant:"
+    )
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+def test_layout_of_the_model(place: str, tmp_path: Path) -> None:
+    settings = dict(PLAIN, chat_template=TEMPLATE) if place == "tokenizer_config.json" else PLAIN
+    write(tmp_path, byte_level(), **settings)
+    if place != "tokenizer_config.json":
+        (tmp_path / place).write_text(TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.has_chat_template
+    text = "<s><|user|>user/hi 🎉<|end|><|user|>assistant/yes?<|end|><|user|>user/ok<|end|><|user|>"
+    assert tokenizer.chat(TALK) == tokenizer.encode(text, special=False)
+    assert tokenizer.chat(TALK).count(tokenizer.vocabulary()["<s>"]) == 1
+
+
+def test_template_that_refuses(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, byte_level(), **PLAIN, chat_template=TEMPLATE))
+    with pytest.raises(RequestError, match="no system here") as caught:
+        tokenizer.chat([{"role": "system", "content": "be good"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_template_that_is_broken(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, byte_level(), **PLAIN, chat_template="{% for %}"))
+    with pytest.raises(RequestError, match="template"):
+        tokenizer.chat(TALK)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "hi",
+        None,
+        {},
+        {"role": "user"},
+        {"content": "hi"},
+        {"role": 3, "content": "hi"},
+        ["user", "hi"],
+    ],
+)
+def test_malformed_message(message: Any, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="role"):
+        tokenizer.chat([*TALK, message])
+
+
+# ---------------------------------------------------------------- what cannot be read
+
+
+def refused(directory: Path) -> None:
+    with pytest.raises(LoadError) as caught:
+        Tokenizer(directory)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere")
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    refused(tmp_path)
+
+
+def test_model_directory_without_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 64}))
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "Spell"}}', "null"])
+@pytest.mark.parametrize("settings", [PLAIN, {}], ids=["plain", "auto"])
+def test_broken_tokenizer(content: str, settings: Any, tmp_path: Path) -> None:
+    write(tmp_path, byte_level(), **settings)
+    (tmp_path / "tokenizer.json").write_text(content)
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3"])
+def test_broken_settings(content: str, tmp_path: Path) -> None:
+    write(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    refused(tmp_path)

@@ -1,0 +1,438 @@
+"""The native kernels: right against torch, and the same bits for a row whatever else is in the
+pass.
+
+That second property is what makes speculative text equal plain text in every precision, near ties
+included."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.cache.attention import Segment
+from forerun.cache.kv import KVCache
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import DraftRequest
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Packed, _sights
+from forerun.runtime.torch_runner import Runner
+from forerun.sampling.params import SamplingParams
+from forerun.verify import Noise
+from tests import tiny
+from tests.engine import build
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+FORMS = ("float32", "bfloat16", "int8", "int4")
+DRAFTERS = ["llama", "gemma2", "gpt2"]  # no windows, windows and a soft cap, learned positions
+NAMES = [*tiny.FAMILIES, *tiny.VARIANTS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    native.start(2)
+
+
+@functools.cache
+def decoder(name: str, form: str, draft: bool = False) -> NativeDecoder:
+    native.start(2)
+    directory = tiny.drafter(name) if draft else tiny.family(name)
+    return NativeDecoder(load_config(directory), directory, form, 256)
+
+
+def cache(model: NativeDecoder, tokens: int = 128, page: int = 4) -> KVCache:
+    """A cache whose slot 1 has room for `tokens` tokens, in pages that do not lie in a row."""
+    kv = KVCache(
+        model.config,
+        tokens=512,
+        page=page,
+        slots=3,
+        context=256,
+        dtype=model.dtype,
+        device=model.device,
+        native=True,
+    )
+    for upto in range(page, tokens + 1, page):
+        for slot in (0, 1):
+            kv.pages.grow(slot, upto)
+    return kv
+
+
+def ids(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(
+        3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+def chain(tokens: list[int]) -> Segment:
+    return Segment(1, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))))
+
+
+def one_at_a_time(model: NativeDecoder, tokens: list[int]) -> torch.Tensor:
+    kv, rows = cache(model), []
+    for token in tokens:
+        rows.append(model.forward([Segment(1, [token], [-1], [0])], kv).logits[0])
+        kv.commit(1, [0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_agrees_with_torch(name: str) -> None:
+    model, reference = decoder(name, "float32"), Runner(
+        tiny.decoder(tiny.family(name), torch.float32), tokens=256, page=4, slots=2
+    )  # fmt: skip
+    reference.cache.pages.grow(1, 60)
+    kv, tokens = cache(model), ids(30)
+    mine, theirs = (
+        model.forward([chain(tokens)], kv).logits,
+        reference.forward([chain(tokens)]).logits,
+    )
+    assert (mine - theirs).abs().max() < 2e-4
+    kv.commit(1, range(20))
+    reference.cache.commit(1, range(20))
+    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
+    mine, theirs = model.forward([tree], kv).logits, reference.forward([tree]).logits
+    assert (mine - theirs).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_gives_the_bits_of_one_token_passes(name: str, form: str) -> None:
+    model, tokens = decoder(name, form), ids(40)
+    single = one_at_a_time(model, tokens)
+    for size in (40, 7):
+        kv, rows = cache(model), []
+        for start in range(0, 40, size):
+            part = tokens[start : start + size]
+            rows.append(model.forward([chain(part)], kv).logits)
+            kv.commit(1, range(len(part)))
+        assert torch.equal(torch.cat(rows), single)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2"])
+def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
+    """Also beside another slot, and after a path that was not contiguous is committed."""
+    model, prompt = decoder(name, form), ids(21)
+    kv = cache(model)
+    model.forward([chain(prompt)], kv)
+    kv.commit(1, range(21))
+    tokens, parents = ids(12, 3), [-1, 0, 0, 1, 1, 2, 3, 6, 5, 7, 9, 2]
+    other = Segment(0, ids(5, 4), list(range(-1, 4)), [4])
+    logits = model.forward([other, Segment(1, tokens, parents, list(range(12)))], kv).logits[1:]
+    paths = {}
+    for node, parent in enumerate(parents):
+        paths[node] = [*paths.get(parent, []), node]
+        expected = one_at_a_time(model, prompt + [tokens[i] for i in paths[node]])[-1]
+        assert torch.equal(logits[node], expected)
+    kv.commit(1, paths[10])
+    after = model.forward([chain(ids(3, 5))], kv).logits
+    assert torch.equal(
+        after, one_at_a_time(model, prompt + [tokens[i] for i in paths[10]] + ids(3, 5))[-3:]
+    )
+
+
+def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
+    """Nodes need no order of levels: what a short path left out of a group of keys is read again
+    for a long one."""
+    model, prompt = decoder("llama", "float32"), ids(64)
+    kv = cache(model)
+    model.forward([chain(prompt)], kv)
+    kv.commit(1, range(64))
+    # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them,
+    # which take turns,
+    # are read together: one more of either path, one beside the fifth of the long one, one more of
+    # that
+    parents = [-1, *range(9), 0, 10, 11, 12, 0, 0, 9, 13, 4, 16]
+    tokens = ids(len(parents), 3)
+    logits = model.forward([Segment(1, tokens, parents, list(range(len(parents))))], kv).logits
+    for node in range(len(parents)):
+        path, at = [node], parents[node]
+        while at >= 0:
+            path, at = [at, *path], parents[at]
+        expected = one_at_a_time(model, prompt + [tokens[i] for i in path])[-1]
+        assert torch.equal(logits[node], expected), node
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
+    """Blocks of keys are read where they are, or gathered first; tokens that see the same blocks
+    share them."""
+    model, prompt = decoder(name, form), ids(75)
+    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
+    found = []
+    for page in (4, 8, 16, 32):
+        kv = cache(model, page=page)
+        first = model.forward([chain(prompt)], kv).logits
+        kv.commit(1, range(75))
+        found.append(torch.cat([first, model.forward([tree], kv).logits]))
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
+def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
+    """Freeing what lay behind it used to count down within its own numbers."""
+    large = Packed(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
+    before = large.data.copy()
+    small = [Packed(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
+    del small
+    assert np.array_equal(large.data, before)
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """Those of its parent are not there: it used to wait for them."""
+    model, tokens = decoder("llama", "int8"), ids(33)
+    native.start(2)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # rather than wait for ever
+        with suppress(BaseException):
+            same = torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+            native.start(3)
+            same &= torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+            os._exit(0 if same else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("threads_", [1, 2, 3])
+def test_threads_do_not_change_the_bits(threads_: int) -> None:
+    model, tokens = decoder("llama", "int8"), ids(33)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    native.start(threads_)
+    assert torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+    native.start(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
+    """Sums of integers are exact however they are made, and all else is the same code."""
+    model, tokens, logits = decoder("qwen3", form), ids(25), []
+    try:
+        for instructions in ("avx2", "avxvnni"):
+            native.start(2, instructions)
+            logits.append(model.forward([chain(tokens)], cache(model)).logits)
+    except ValueError as error:
+        pytest.skip(str(error))
+    finally:
+        native.start(2)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_instruction_set_computes_the_same_thing(instructions: str, form: str) -> None:
+    """The bits may differ between instruction sets, the values hardly; within one, rows are
+    invariant."""
+    model, tokens = decoder("qwen3", form), ids(25)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    try:
+        native.start(2, instructions)
+    except ValueError:
+        pytest.skip(f"this processor has no {instructions}")
+    try:
+        logits = model.forward([chain(tokens)], cache(model)).logits
+        assert (logits - expected).abs().max() < (1e-3 if form == "float32" else 0.6)
+        assert torch.equal(logits, one_at_a_time(model, tokens))
+    finally:
+        native.start(2)
+
+
+def product(
+    weight: torch.Tensor, x: torch.Tensor, form: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [m, K] times weight [N, K] transposed by the kernels, as a program of one operation."""
+    packed = Packed(weight, bias, form, gated=False)
+    op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
+    widths = np.array([x.shape[1], weight.shape[0]], dtype=np.int32)
+    program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
+    given, out = x.float().numpy().copy(), np.zeros((len(x), weight.shape[0]), np.float32)
+    pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
+    scratch = np.zeros(
+        len(x) * native.loaded().forerun_scratch_row_bytes(x.shape[1]) + 64, np.uint8
+    )
+    batch = native.CBatch(
+        tokens=len(x), buffers=pointers.ctypes.data, scratch=-(-scratch.ctypes.data // 64) * 64
+    )
+    native.loaded().forerun_run(program, batch)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 64), (70, 200), (256, 513)])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_against_float64_and_row_by_row(form: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    x = torch.randn(64, shape[1])
+    x[:, 0] *= 100  # an outlier channel, as real models have
+    whole = product(weight, x, form, bias)
+    exact = x.double() @ weight.double().T + bias
+    error = ((whole - exact).norm() / exact.norm()).item()
+    assert error < {"float32": 1e-6, "bfloat16": 6e-3, "int8": 2.5e-2, "int4": 0.12}[form]
+    single = torch.cat([product(weight, row[None], form, bias) for row in x])
+    assert torch.equal(whole, single)
+    for count in (2, 3, 5, 8, 9, 12, 13, 16, 25):
+        assert torch.equal(product(weight, x[:count], form, bias), single[:count])
+
+
+def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
+    """One activation a hundred times the rest costs precision in its group of 64 only."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(64, 512), torch.randn(4, 512)
+    x[:, 7] = 100.0
+    rest = weight.clone()
+    rest[:, :64] = 0  # what the other groups contribute
+    exact = x.double() @ rest.double().T
+    assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_chain_in_one_call_is_the_chain_level_by_level(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests, each with its own depth and temperature, in pages that do not lie in a
+    row."""
+    model = decoder(name, form, draft=True)
+    depths, temperatures, lengths = (5, 1, 7, 4), (0.8, 0.0, 1.3, 0.0), (9, 30, 1, 14)
+    drafts = []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(Runner, "chain", lambda *_: None)
+        drafter = DraftModel(Runner(model, tokens=256, page=4, slots=4), tiny.VOCAB - 3)
+        rows = [
+            DraftRequest(
+                slot,
+                ids(length, slot),
+                SamplingParams(temperature=temperature),
+                Noise(slot, length - 1),
+                depth,
+            )
+            for slot, (depth, temperature, length) in enumerate(
+                zip(depths, temperatures, lengths, strict=True)
+            )
+        ]
+        for round in range(3):
+            for row in rows:
+                if not round:
+                    drafter.open(row.slot, row.tokens)
+            drafts.append(drafter.propose(rows))
+            rows = [
+                replace(row, tokens=[*row.tokens, *draft.tokens[1:3], 5])
+                for row, draft in zip(rows, drafts[-1], strict=True)
+            ]
+        drafter.runner.cache.pages.check()
+    for mine, theirs in zip(drafts[:3], drafts[3:], strict=True):
+        assert [len(draft) - 1 for draft in mine] == list(depths)
+        assert mine == theirs
+        assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
+
+
+def test_filtered_draws_are_made_level_by_level() -> None:
+    """The native call knows temperatures only."""
+    drafter = DraftModel(
+        Runner(decoder("llama", "float32", draft=True), tokens=256, page=4, slots=1), tiny.VOCAB
+    )
+    tokens = ids(9)
+    drafter.open(0, tokens)
+    params = SamplingParams.pure(temperature=2.0, top_k=1)
+    greedy, filtered = (
+        drafter.propose([DraftRequest(0, tokens, each, Noise(3, 8), 6)])[0].tokens
+        for each in (SamplingParams(), params)
+    )
+    assert filtered == greedy
+    assert (
+        drafter.propose([DraftRequest(0, tokens, replace(params, top_k=0), Noise(3, 8), 6)])[
+            0
+        ].tokens
+        != greedy
+    )
+
+
+def test_sights() -> None:
+    assert _sights([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
+    assert _sights([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_speculative_text_equals_plain_text(family: str, form: str, temperature: float) -> None:
+    """Several requests, small chunks, preemption: equal without any tolerance in every
+    precision."""
+    outputs = {}
+    for draft in ("off", "suffix", "tree"):
+        small = Runner(decoder(family, "int8", draft=True), tokens=build.SMALL, page=4, slots=8)
+        proposers = {"suffix": Suffix(shortest=1), "tree": DraftModel(small, tiny.VOCAB, width=3)}
+        target = Runner(
+            decoder(family, form), tokens=1024 if draft == "off" else build.SMALL, page=4, slots=8
+        )
+        engine = Engine(target, proposers, chunk=64 if draft == "off" else 5)
+        requests = build.run(engine, draft, temperature)
+        outputs[draft] = [list(r.output) for r in requests]
+        assert draft == "off" or sum(r.stats.preemptions for r in requests) > 0
+    assert outputs["suffix"] == outputs["off"]
+    assert outputs["tree"] == outputs["off"]
+
+
+MEMORY = """
+import re, sys, torch
+from pathlib import Path
+from forerun import LLM, SamplingParams
+from forerun.runtime.native import NativeDecoder
+peak = lambda: 1024 * int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+llm = LLM(sys.argv[1], draft="off", quantization=sys.argv[2] or None, kv_tokens=256, context=128)
+llm.generate([[5] * 60], SamplingParams.pure(max_tokens=4))
+decoder = llm.decoder
+assert isinstance(decoder, NativeDecoder)
+print(peak() - before, decoder.weight_bytes + decoder.weights.embed.nbytes + llm.engine.target.cache.data.nbytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 MB of weights, in matrices of 8 to 47 MB."""
+    directory = tmp_path_factory.mktemp("large")
+    sizes = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, vocab_size=2048)
+    model = tiny.hf_model(
+        "llama", **sizes, num_attention_heads=16, num_key_value_heads=16, head_dim=128
+    )
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(
+    "FORERUN_NATIVE" in os.environ, reason="a build with sanitizers needs memory of its own"
+)
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_loading_takes_little_more_than_the_weights(
+    large: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second copy of them is alive at any time."""
+    monkeypatch.setenv("FORERUN_CACHE", "off")
+    command = [sys.executable, "-c", MEMORY, str(large), quantization]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    took, held = map(int, done.stdout.split())
+    assert took - held < 100e6, (took, held)
+
+
+def test_precision_is_that_of_the_matrices() -> None:
+    """Not of the embedding and the cache."""
+    assert decoder("llama", "int4").precision == f"int4 and int8, native {native.instructions()}"
+    assert decoder("llama", "bfloat16").precision == f"bfloat16, native {native.instructions()}"

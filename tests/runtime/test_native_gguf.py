@@ -1,0 +1,163 @@
+"""Native products on a GGUF file's own numbers: right to float32's last digits, and the same bits
+for a row whatever else is in the pass, in every format and instruction set. Speculative text equals
+plain text on such models."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.cache.attention import Segment
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.models.gguf.blocks import FORMS, stack_blocks
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.program import Packed, pack_blocks
+from tests import gguf_files
+from tests.runtime.test_native import cache, chain, ids, one_at_a_time
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+KINDS = tuple(kind for kind, form in FORMS.items() if form not in ("float32", "bfloat16"))
+MODELS = [("llama", kind) for kind in KINDS]
+MODELS += [
+    ("qwen2", "q4_k_m"),
+    ("smollm3", "q5_k"),
+    ("gemma3", "gemma"),
+    ("gpt2", KINDS),
+    ("phi3", KINDS),
+]
+
+
+@functools.cache
+def decoder(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
+    path = gguf_files.written(name, kinds).path
+    return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True)
+
+
+@pytest.mark.parametrize("name, kinds", MODELS, ids=str)
+def test_chunks_and_trees_give_the_bits_of_one_token_passes(
+    name: str, kinds: gguf_files.Kinds, instructions: str
+) -> None:
+    model, tokens = decoder(name, kinds), ids(22)
+    single = one_at_a_time(model, tokens)
+    for size in (22, 7):
+        kv, rows = cache(model), []
+        for start in range(0, 22, size):
+            part = tokens[start : start + size]
+            rows.append(model.forward([chain(part)], kv).logits)
+            kv.commit(1, range(len(part)))
+        assert torch.equal(torch.cat(rows), single)
+    kv, more, parents = cache(model), ids(8, 3), [-1, 0, 0, 1, 2, 2, 5, 4]
+    model.forward([chain(tokens[:9])], kv)
+    kv.commit(1, range(9))
+    logits = model.forward([Segment(1, more, parents, list(range(8)))], kv).logits
+    for node in (3, 6, 7):
+        path, at = [node], parents[node]
+        while at >= 0:
+            path, at = [at, *path], parents[at]
+        assert torch.equal(
+            logits[node], one_at_a_time(model, tokens[:9] + [more[i] for i in path])[-1]
+        )
+
+
+# ---------------------------------------------------------------- products
+
+
+def activations(rows: int, inputs: int) -> torch.Tensor:
+    """Numbers that int8 in groups of 64 holds exactly: whole ones up to 127, which each group has,
+    times a power."""
+    generator = torch.Generator().manual_seed(inputs)
+    whole = torch.randint(-127, 128, (rows, -(-inputs // 64), 64), generator=generator).float()
+    whole[..., 5] = 127
+    whole[0] = torch.where(whole[0] < 0, -127.0, 127.0)  # the largest sums there are
+    scale = 2.0 ** torch.randint(-8, 3, whole.shape[:2], generator=generator)
+    return (whole * scale[..., None]).flatten(1)[:, :inputs].contiguous()
+
+
+def product(packed: Packed, x: torch.Tensor, **options: object) -> torch.Tensor:
+    """x [m, K] times a packed matrix transposed, as a program of one operation; gated layers have
+    half the outputs."""
+    outputs = packed.matrix.outputs // (2 if options.get("gated") else 1)
+    op = (native.COp * 1)(
+        native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, **options)
+    )
+    widths = np.array([x.shape[1], outputs], dtype=np.int32)
+    program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
+    given, out = x.numpy().copy(), np.zeros((len(x), outputs), np.float32)
+    pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
+    scratch = np.zeros(
+        len(x) * native.loaded().forerun_scratch_row_bytes(x.shape[1]) + 64, np.uint8
+    )
+    batch = native.CBatch(
+        tokens=len(x), buffers=pointers.ctypes.data, scratch=-(-scratch.ctypes.data // 64) * 64
+    )
+    native.loaded().forerun_run(program, batch)
+    return torch.from_numpy(out)
+
+
+def close(found: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Within a millionth of what the terms of each sum amount to: minima may cancel most of it."""
+    exact, size = x.double() @ weight.T.double(), x.double().abs() @ weight.T.double().abs()
+    return bool(((found - exact).abs() <= 1e-6 * size).all())
+
+
+SHAPES = [(1, 256), (33, 512), (70, 1280)]  # outputs, inputs
+ODD = [(45, 32), (33, 96), (70, 416)]  # of types in blocks of 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: str) -> None:
+    """From one row to nine, in any company, with scales of both signs, zero, and the largest there
+    are."""
+    for outputs, inputs in SHAPES if kind in gguf_files.SUPER else ODD + SHAPES:
+        for rows in (
+            gguf_files.random_rows(kind, outputs, inputs, 0.1, seed=inputs),
+            gguf_files.extreme_rows(kind, outputs, inputs),
+        ):
+            weight = torch.from_numpy(gguf_files.values_of(kind, rows))
+            packed = Packed(gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False)
+            x = activations(9, inputs)
+            single = torch.cat([product(packed, row[None]) for row in x])
+            assert close(single, weight, x)
+            for count in range(2, 10):
+                assert torch.equal(product(packed, x[:count]), single[:count])
+
+
+@pytest.mark.parametrize("inner", [16, 23, 48])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_and_up_interleaved(kind: str, inner: int, instructions: str) -> None:
+    """A block holds 16 outputs of the gate and the 16 of what it lets through, wherever the file
+    has them."""
+    parts = [(kind, gguf_files.random_rows(kind, inner, 256, 0.05, seed)) for seed in (1, 2)]
+    both = stack_blocks([gguf_files.blocks_of([part]) for part in parts])
+    packed, x = Packed(both, None, FORMS[kind], gated=True), activations(5, 256) / 64
+    found = product(packed, x, gated=1, activation=native.ACTIVATIONS["silu"])[:, :inner]
+    gate, up = (
+        x.double() @ torch.from_numpy(gguf_files.values_of(*part)).T.double() for part in parts
+    )
+    exact = torch.nn.functional.silu(gate) * up
+    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_several_types_are_a_matrix_for_each(gated: bool) -> None:
+    """Values of another type than queries and keys; a gate of another type than what it lets
+    through."""
+    native.start(2)
+    parts = [
+        (kind, gguf_files.random_rows(kind, 48, 256, 0.1, seed=i))
+        for i, kind in enumerate(("Q4_K", "Q6_K"))
+    ]
+    made = pack_blocks(gguf_files.blocks_of(parts), torch.arange(96.0), gated)
+    assert [part.packed.form for part in made.parts] == ["q4_k", "q6_k"]
+    assert [(part.column, part.gate, part.gated) for part in made.parts] == (
+        [(0, True, False), (0, False, True)] if gated else [(0, False, False), (48, False, False)]
+    )
+    x = activations(3, 256)
+    for i, part in enumerate(made.parts):
+        found = product(part.packed, x) - torch.arange(48.0 * i, 48.0 * i + 48)
+        assert torch.allclose(
+            found, x @ torch.from_numpy(gguf_files.values_of(*parts[i])).T, atol=1e-2, rtol=1e-4
+        )

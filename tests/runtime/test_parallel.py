@@ -1,0 +1,190 @@
+"""A model divided between processes says what it says in one: passes, and texts with drafts and
+without."""
+
+import gc
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+
+from forerun import LLM, ConfigError, ForerunError, LoadError, SamplingParams
+from forerun.cache.attention import Segment
+from forerun.draft.proposer import view_of
+from forerun.models.config import load_config
+from forerun.models.decoder import load_decoder
+from forerun.models.sharding import Part, PartDecoder, divided
+from forerun.runtime.torch_runner import Runner
+from tests import tiny
+
+SIZES = dict(tokens=256, page=16, slots=2)
+TREE = Segment(0, [5, 9, 11, 7, 9], [-1, 0, 0, 1, 2], [0, 1, 2, 3, 4])
+
+
+def together(of: int, do: Callable[[int], Any]) -> list[Any]:
+    """What each of so many threads gives: they stand for processes, each with a group of its
+    own."""
+    found: list[Any] = [None] * of
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, do(rank)))
+        for rank in range(of)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def passes(runner: Runner) -> torch.Tensor:
+    """Logits of a prompt, a tree behind it, what comes behind a path of that, and another slot
+    beside it."""
+    for slot in (0, 1):
+        runner.cache.pages.grow(slot, 40)
+    prompt = Segment(0, list(range(3, 20)), list(range(-1, 16)), [16])
+    logits = [runner.forward([prompt]).logits]
+    runner.cache.commit(0, range(17))
+    logits.append(runner.forward([TREE]).logits)
+    runner.cache.commit(0, [0, 2, 4])
+    logits.append(
+        runner.forward([Segment(0, [13], [-1], [0]), Segment(1, [4, 6], [-1, 0], [1])]).logits
+    )
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [(name, 2) for name in (*tiny.FAMILIES, "llama-biased", "llama/q4_k_m")] + [("gpt2", 3)],
+)
+def test_its_passes_are_those_of_one_process(name: str, of: int, tmp_path: Path) -> None:
+    """Also where heads, channels and tokens do not divide evenly; each part is no larger than it
+    should be."""
+    directory, double, cpu = tiny.family(name), torch.float64, torch.device("cpu")
+    whole = load_decoder(directory, double, cpu, 64)
+
+    def do(rank: int) -> tuple[torch.Tensor, int]:
+        store = distributed.FileStore(str(tmp_path / "store"), of)
+        group = distributed.ProcessGroupGloo(store, rank, of, timedelta(seconds=60))
+        part = PartDecoder(
+            load_config(directory), directory, double, cpu, 64, Part(rank, of, group)
+        )
+        return passes(Runner(part, **SIZES)), part.weight_bytes
+
+    found = together(of, do)
+    expected = passes(Runner(whole, **SIZES))
+    for logits, _ in found:
+        assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
+    assert sum(size for _, size in found) == whole.weight_bytes
+    assert max(size for _, size in found) < 1.2 / of * whole.weight_bytes + 4096
+
+
+def test_more_processes_than_heads_are_refused() -> None:
+    config = load_config(tiny.family("llama"))
+    assert sum(divided(config, Part(rank, 2, None)).heads for rank in range(2)) == config.heads
+    with pytest.raises(ConfigError, match="this model has 2; give no more"):
+        divided(config, Part(0, 3, None))
+    with pytest.raises(ConfigError, match="computes with torch"):
+        LLM(tiny.family("llama"), tensor_parallel=2, quantization="int8")
+
+
+@pytest.fixture(scope="module")
+def parted() -> LLM:
+    return LLM(
+        tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024, max_rows=4,
+        draft=["suffix", f"model:{tiny.family('llama', seed=1)}"], width=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_it_says_the_same_with_drafts_and_without(parted: LLM, temperature: float) -> None:
+    """As one process does, in batches, with trees and copies, after prefixes that are shared and a
+    start anew."""
+    single = LLM(
+        tiny.family("llama"),
+        kernels="torch",
+        dtype="float64",
+        kv_tokens=1024,
+        max_rows=4,
+        draft="off",
+    )
+    prompts = [[3, 4, 5, 6] * 6, [7, 8, 9], [3, 4, 5, 6] * 6 + [11, 12]]
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    expected = [c.token_ids for c in single.generate(prompts, params)]
+    for draft, depth in (("off", "auto"), ("suffix", 4), ("model", 3), ("suffix&model", 4)):
+        done = parted.generate(prompts, replace(params), draft=draft, depth=depth)
+        assert [c.token_ids for c in done] == expected, draft
+    parted.engine.reset()
+    assert [c.token_ids for c in parted.generate(prompts, params)] == expected
+
+
+def test_what_needs_the_whole_model_is_refused(parted: LLM) -> None:
+    with pytest.raises(ConfigError, match="leave tensor_parallel out"):
+        LLM(
+            tiny.family("llama"),
+            tensor_parallel=2,
+            dtype="float64",
+            kv_tokens=1024,
+            draft="self:layers=2",
+        )
+    view = view_of(parted.decoder)  # what heads on its states would share
+    for use in (
+        lambda: view.embed(torch.tensor([1])),
+        lambda: view.head(torch.zeros(1, 32)),
+        lambda: view.table.shape,
+    ):
+        with pytest.raises(ConfigError, match="leave tensor_parallel out"):
+            use()
+
+
+def test_a_process_that_dies_is_one_line_and_the_others_end() -> None:
+    llm = LLM(tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024, draft="off")
+    (other,) = llm.decoder.tell.__self__.processes  # type: ignore[union-attr]
+    other.kill()
+    other.wait()
+    for _ in range(2):
+        with pytest.raises(ForerunError, match="load it again") as failed:
+            llm.generate([3, 4, 5], SamplingParams.pure(max_tokens=4))
+        assert "\n" not in str(failed.value)
+
+
+def test_a_part_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.runtime.parallel.ENTRY", "raise SystemExit(7)")
+    with pytest.raises(LoadError, match="exit code 7"):
+        LLM(tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024)
+
+
+def test_processes_end_with_the_first() -> None:
+    """However that ends."""
+    code = (
+        "import os, signal; from forerun import LLM\n"
+        f"llm = LLM({str(tiny.family('llama'))!r}, tensor_parallel=2, dtype='float64', kv_tokens=1024, draft='off')\n"
+        "print(llm.decoder.tell.__self__.processes[0].pid, flush=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as leader:
+        assert leader.stdout
+        other = os.pidfd_open(int(leader.stdout.readline()))
+        leader.kill()
+        waiting = select.poll()
+        waiting.register(other, select.POLLIN)
+        assert waiting.poll(20_000), "it goes on without the first"
+        os.close(other)
+
+
+def test_processes_end_with_their_model() -> None:
+    llm = LLM(tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024, draft="off")
+    (other,) = llm.decoder.tell.__self__.processes  # type: ignore[union-attr]
+    del llm
+    gc.collect()
+    assert other.wait(20) is not None
