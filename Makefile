@@ -16,8 +16,8 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) lint  ## lint, type-check and run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-cluster: $(VENV)/.cluster  ## whatever knows a server by its address alone, against two replicas behind a door on Ray
-	$(BIN)/python -m pytest tests/server tests/cluster/test_ray.py -k "door or test_ray"
+test-cluster: $(VENV)/.cluster  ## the tests of the cluster, and those of the server that need only an address, on Ray
+	$(BIN)/python -m pytest tests/server tests/cluster -k "door or cluster"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,9 +1,8 @@
-"""Two replicas on this machine: conversations stay where their beginning is known, and one replica
-may die.
+"""Two replicas on this machine: each conversation stays with the replica that read its beginning.
 
     make cluster-demo
 
-Starts `forerun deploy` with a file of its own, asks it over HTTP, and ends it.
+Starts `forerun deploy` with a file of its own, sends requests over HTTP, and ends it.
 """
 
 import json
@@ -23,7 +22,7 @@ name = "small"
 replicas = 2
 kv_tokens = 16384
 """
-PEOPLE = (
+PERSONAS = (
     "a pirate who answers in verse",
     "a lawyer who answers in clauses",
     "a cook",
@@ -32,7 +31,7 @@ PEOPLE = (
 
 
 def main() -> None:
-    """Start, ask, show where the answers came from, end."""
+    """Start the cluster, send requests, show which replica answered them, stop the cluster."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(PLAN)
@@ -40,56 +39,53 @@ def main() -> None:
         command = [sys.executable, "-m", "forerun", "deploy", str(file)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
-            address = started(process)
+            address = wait_for_address(process)
             print(f"serving on {address}")
-            show(address)
+            show_conversations(address)
         finally:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
 
 
-def started(process: subprocess.Popen[str]) -> str:
-    """The address, once it is there."""
-    said = []
+def wait_for_address(process: subprocess.Popen[str]) -> str:
+    """Return the address when the cluster has started."""
+    lines = []
     assert process.stderr is not None
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         found = re.search(r"serving replicas .* on (http://\S+)", line)
         if found:
             return found[1]
-    raise SystemExit("".join(said))
+    raise SystemExit("".join(lines))
 
 
-def show(address: str) -> None:
-    """Three rounds of four conversations with long beginnings, and what was reused of them."""
+def show_conversations(address: str) -> None:
+    """Send three turns of four conversations and print how many prompt tokens were cached."""
     for turn in range(3):
-        for person in PEOPLE:
-            system = f"You are {person}. " * 30
-            messages = [
-                {"role": "system", "content": system},
-                {"role": "user", "content": f"Question {turn}"},
+        for persona in PERSONAS:
+            messages = [{"role": "system", "content": f"You are {persona}. " * 30}]
+            messages += [
+                {"role": "user", "content": f"Question {i} for {persona}"} for i in range(turn + 1)
             ]
-            usage = post(address, {"model": "small", "messages": messages, "max_tokens": 8})[
-                "usage"
-            ]
+            body = {"model": "small", "messages": messages, "max_tokens": 8}
+            usage = post(f"{address}/v1/chat/completions", body)["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
+            total = usage["prompt_tokens"]
             print(
-                f"  round {turn + 1}, {person:32} {cached:4} of {usage['prompt_tokens']} prompt tokens were there"
+                f"  turn {turn + 1}, {persona:32} {cached:4} of {total} prompt tokens were cached"
             )
     with urllib.request.urlopen(f"{address}/metrics") as response:
         page = response.read().decode()
-    print("\nwhere they went, and why:")
+    print("\nrequests of each replica:")
     for line in page.splitlines():
-        if line.startswith("forerun_routed_total"):
+        if line.startswith("forerun_requests_total"):
             print(f"  {line}")
 
 
-def post(address: str, body: dict[str, object]) -> dict[str, dict[str, dict[str, int]]]:
-    """The answer to a conversation."""
+def post(url: str, body: dict[str, object]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the JSON answer to a JSON request."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(
-        f"{address}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as response:
         answer: dict[str, dict[str, dict[str, int]]] = json.load(response)
     return answer

@@ -1,22 +1,20 @@
 #!/usr/bin/env python3
-"""What the door of a cluster costs, and what its routing saves, beside servers that are asked
-directly.
+"""Measure what Ray Serve costs in front of replicas, compared with servers that are asked directly.
 
     python scripts/cluster_cost.py
 
-Starts two replicas behind `forerun deploy` and two `forerun serve` with the same options, on
-127.0.0.1, and asks both in turn, so that a slow moment of the machine is everybody's. Printed as
-JSON:
+Starts two replicas behind `forerun deploy` and two `forerun serve` with the same options on
+127.0.0.1 and sends requests to both in turn, so that a slow moment of the machine affects both.
+Prints JSON:
 
-- `prefixes`: the share of prompt tokens that were there already, over conversations of several
-  turns: of one server that has all of them, of the cluster, and of the cluster without affinity.
-- `small`: milliseconds of a request that costs a replica next to nothing, one at a time;
-  `added_ms`, those that it takes more through the door.
-- `first`: the same to the first piece of a stream.
-- `tokens`: tokens a second of several streams at once, and the processor time that each process
-  took for one token.
-- `ray`: milliseconds that Ray alone takes for a call that streams one object: there, back, and in
-  all.
+- `prefixes`: share of prompt tokens found in a prefix cache, in conversations of several turns, of
+  one server and of the cluster.
+- `small`: milliseconds of a request that costs a replica next to nothing; `added_ms` are those that
+  the cluster adds.
+- `first`: milliseconds to the first part of a stream.
+- `tokens`: tokens per second of concurrent streams, and processor time per token of each kind of
+  process.
+- `ray`: milliseconds of a call of Ray that streams one object: there, back, and in all.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ Stats = dict[str, float]
 Ask = Callable[[Any, int], Awaitable[float]]
 
 
-def plan(draft: str, routing: str = "") -> str:
-    """Two replicas in TOML."""
+def plan(draft: str) -> str:
+    """Return the TOML file of a cluster with two replicas."""
     options = "\n".join(f"{name} = {value}" for name, value in OPTIONS.items())
-    return f'{routing}\n[[models]]\nname = "m"\nreplicas = 2\ndraft = "{draft}"\n{options}\n'
+    return f'[[models]]\nname = "m"\nreplicas = 2\ndraft = "{draft}"\n{options}\n'
 
 
 @contextmanager
@@ -110,8 +108,8 @@ async def cached_share(url: str, at_once: int = 3) -> float:
     async def converse(client: Any, number: int) -> None:
         for turn in turns[number]:
             question = (
-                f"Question {turn} of conversation {number}: what about {'abcdefgh'[(number + turn) % 8] * 9}? "
-                * 3
+                f"Question {turn} of conversation {number}: "
+                f"what about {'abcdefgh'[(number + turn) % 8] * 9}? " * 3
             )
             told[number].append({"role": "user", "content": question})
             async with gate:
@@ -169,19 +167,18 @@ async def small(client: Any, number: int) -> float:
     return time.perf_counter() - start
 
 
-async def in_turn(ask: Ask, door: str, servers: Sequence[str], count: int) -> dict[str, Any]:
-    """Milliseconds of the door and of a server that is asked directly, one request after the
-    other."""
-    seconds: dict[str, list[float]] = {"door": [], "direct": []}
-    async with clients([door, *servers]) as (behind, *ahead):
+async def in_turn(ask: Ask, url: str, servers: Sequence[str], count: int) -> dict[str, Any]:
+    """Return milliseconds of the cluster and of a server, one request after the other."""
+    seconds: dict[str, list[float]] = {"cluster": [], "direct": []}
+    async with clients([url, *servers]) as (behind, *ahead):
         for i in range(count + 10):
-            for name, client in (("door", behind), ("direct", ahead[i % len(ahead)])):
+            for name, client in (("cluster", behind), ("direct", ahead[i % len(ahead)])):
                 taken = await ask(client, i)
                 if i >= 10:  # the first ones open connections and warm up
                     seconds[name].append(1e3 * taken)
     medians = {name: round(median(values), 2) for name, values in seconds.items()}
     added = [
-        behind - ahead for behind, ahead in zip(seconds["door"], seconds["direct"], strict=True)
+        behind - ahead for behind, ahead in zip(seconds["cluster"], seconds["direct"], strict=True)
     ]
     quarters = [round(each, 2) for each in quantiles(added, n=4)]
     return {
@@ -192,26 +189,25 @@ async def in_turn(ask: Ask, door: str, servers: Sequence[str], count: int) -> di
 
 
 async def tokens_a_second(
-    door: tuple[int, str], servers: Sequence[tuple[int, str]], rounds: int, at_once: int
+    proxied: tuple[int, str], servers: Sequence[tuple[int, str]], rounds: int, at_once: int
 ) -> dict[str, Any]:
-    """Of so many streams at once through the door, and of as many shared evenly by the servers, in
-    turn."""
-    speeds: dict[str, list[float]] = {"door": [], "direct": []}
-    spent: dict[str, list[Stats]] = {"door": [], "direct": []}
-    async with clients([door[1], *(url for _, url in servers)]) as (behind, *ahead):
+    """Measure concurrent streams through the cluster and shared by the servers, in turn."""
+    speeds: dict[str, list[float]] = {"cluster": [], "direct": []}
+    spent: dict[str, list[Stats]] = {"cluster": [], "direct": []}
+    async with clients([proxied[1], *(url for _, url in servers)]) as (behind, *ahead):
         for i in range(rounds + 1):
-            for name, those in (("door", [behind]), ("direct", ahead)):
-                before, start = processor(door[0], servers), time.perf_counter()
+            for name, those in (("cluster", [behind]), ("direct", ahead)):
+                before, start = processor(proxied[0], servers), time.perf_counter()
                 work = [stream(those[j % len(those)], 100 * i + j, 96) for j in range(3 * at_once)]
                 tokens = sum(await limited(work, at_once))
-                after, taken = processor(door[0], servers), time.perf_counter() - start
+                after, taken = processor(proxied[0], servers), time.perf_counter() - start
                 if i:  # the first round warms up
                     speeds[name].append(tokens / taken)
                     spent[name].append(
                         {who: 1e3 * (after[who] - before[who]) / tokens for who in after}
                     )
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
-    ratios = sorted(a / b for a, b in zip(speeds["door"], speeds["direct"], strict=True))
+    ratios = sorted(a / b for a, b in zip(speeds["cluster"], speeds["direct"], strict=True))
     processors = {
         name: {who: round(median(one[who] for one in rows), 2) for who in rows[0]}
         for name, rows in spent.items()
@@ -251,12 +247,12 @@ async def clients(urls: Sequence[str]) -> AsyncIterator[list[Any]]:
         ]
 
 
-def processor(door: int, servers: Sequence[tuple[int, str]]) -> Stats:
+def processor(cluster: int, servers: Sequence[tuple[int, str]]) -> Stats:
     """Seconds of processor time that each kind of process has taken so far."""
-    replicas = replicas_of(door)
-    rest = [pid for pid in below(door)[1:] if pid not in replicas]
+    replicas = replicas_of(cluster)
+    rest = [pid for pid in below(cluster)[1:] if pid not in replicas]
     kinds = {
-        "door": [door],
+        "deploy": [cluster],
         "replicas": replicas,
         "ray": rest,
         "servers": [pid for pid, _ in servers],
@@ -339,18 +335,16 @@ def main() -> None:
     print(found, file=sys.stderr, flush=True)
     with server(options.draft) as one:
         shares = {"one server": asyncio.run(cached_share(one[1]))}
-        with cluster(plan(options.draft)) as (process, door), server(options.draft) as other:
-            shares["cluster"] = asyncio.run(cached_share(door))
+        with cluster(plan(options.draft)) as (process, url), server(options.draft) as other:
+            shares["cluster"] = asyncio.run(cached_share(url))
             urls = [one[1], other[1]]
-            found["small"] = asyncio.run(in_turn(small, door, urls, options.requests))
-            found["first"] = asyncio.run(in_turn(first_piece, door, urls, options.requests))
+            found["small"] = asyncio.run(in_turn(small, url, urls, options.requests))
+            found["first"] = asyncio.run(in_turn(first_piece, url, urls, options.requests))
             speeds = tokens_a_second(
-                (process.pid, door), [one, other], options.rounds, options.streams
+                (process.pid, url), [one, other], options.rounds, options.streams
             )
             found["tokens"] = asyncio.run(speeds)
     print(found, file=sys.stderr, flush=True)
-    with cluster(plan(options.draft, "routing = { blocks = 0 }")) as (_, door):
-        shares["cluster without affinity"] = asyncio.run(cached_share(door))
     found["prefixes"] = shares | {
         "of one server's": round(shares["cluster"] / shares["one server"], 3)
     }

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Kill random replicas of a cluster under load, and check that no accepted request is left without
-an end.
+"""Kill random replicas of a cluster under load and check that every request has an end.
 
     python scripts/cluster_soak.py --minutes 10
 
-Starts `forerun deploy` on 127.0.0.1 with replicas of the default model (or of `--model`). Checked:
-every request ends with its answer or with one error, within two minutes; the same request with a
-seed has the same tokens, whichever replica answers, whole or streamed, before a death and after it;
-what was killed is replaced; memory does not grow; the cluster ends in order. Exit code 1 where one
-of these fails."""
+Starts `forerun deploy` on 127.0.0.1 with replicas of the default model (or of `--model`). Every
+request must end with its answer or one error within two minutes; the same request with a seed must
+have the same tokens from every replica, whole and streamed; killed replicas must be replaced;
+memory must not grow; the cluster must exit in order. The exit code is 1 if one of these fails.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ REQUESTS = 60  # different ones: few, so that each is asked again and again
 
 @contextmanager
 def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`forerun deploy` with this plan in TOML: its process and its address. It is ended as a
-    service manager would."""
+    """Run `forerun deploy` with a plan in TOML; yield its process and address."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(f'host = "127.0.0.1"\nport = 0\nshutdown_timeout = 5\n{plan}')
@@ -67,7 +65,7 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def below(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Return a process id and those of all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -81,20 +79,25 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def replicas_of(pid: int) -> list[int]:
-    """The processes of a cluster's replicas."""
+def named(pid: int, title: str) -> list[int]:
+    """Return the descendants of a process whose command line begins with a title."""
 
-    def words(one: int) -> bytes:
+    def command(one: int) -> bytes:
         try:
             return Path(f"/proc/{one}/cmdline").read_bytes()
         except OSError:
             return b""
 
-    return [one for one in below(pid) if words(one).startswith(b"ray::ServeReplica")]
+    return [one for one in below(pid) if command(one).startswith(title.encode())]
+
+
+def replicas_of(pid: int) -> list[int]:
+    """Return the processes of a cluster's replicas."""
+    return named(pid, "ray::ServeReplica:forerun:model")
 
 
 def memory(pids: list[int]) -> float:
-    """MiB of their own that processes hold: not the files that they share."""
+    """Return the anonymous memory of processes in MiB."""
     total = 0
     for pid in pids:
         try:
@@ -252,7 +255,7 @@ class Soak:
         end = time.monotonic() + patience
         while time.monotonic() < end:
             page = (await self.client.get("/metrics")).text
-            if f'forerun_replicas{{model="soak"}} {self.options.replicas:.1f}' in page:
+            if len(re.findall(r"^forerun_running\{", page, re.M)) == self.options.replicas:
                 return
             await asyncio.sleep(0.5)
         self.tally.failed["a replica that was killed was not replaced"] += 1
@@ -263,27 +266,25 @@ class Soak:
             await self._sample()
 
     async def _sample(self) -> None:
-        page = (await self.client.get("/metrics")).text
-        again = re.search(r"^forerun_sent_again_total\{.*\} (\S+)$", page, re.M)
-        there = replicas_of(self.pid)
-        rest = [pid for pid in below(self.pid)[1:] if pid not in there]
+        replicas, ingress = (
+            replicas_of(self.pid),
+            named(self.pid, "ray::ServeReplica:forerun:Ingress"),
+        )
+        rest = [pid for pid in below(self.pid) if pid not in (*replicas, *ingress)]
         sample = {
             "seconds": round(time.monotonic() - self.begun, 1),
-            "door_mib": memory([self.pid]),
+            "ingress_mib": memory(ingress),
         }
-        sample |= {
-            "ray_mib": memory(rest),
-            "files": len(os.listdir(f"/proc/{self.pid}/fd")),
-            "replicas": len(there),
-        }
-        if len(there) == self.options.replicas:
-            sample["replicas_mib"] = memory(there)
-        self.tally.samples.append(sample | {"sent_again": float(again[1]) if again else 0.0})
+        sample |= {"ray_mib": memory(rest), "replicas": len(replicas)}
+        sample["files"] = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in ingress)
+        if len(replicas) == self.options.replicas:
+            sample["replicas_mib"] = memory(replicas)
+        self.tally.samples.append(sample)
 
     def _failures(self) -> list[str]:
         failed = [f"{count} times: {kind}" for kind, count in self.tally.failed.items()]
         for name, most in (
-            ("door_mib", self.options.growth),
+            ("ingress_mib", self.options.growth),
             ("ray_mib", self.options.growth),
             ("files", 20),
         ):
@@ -295,7 +296,7 @@ class Soak:
     def report(self) -> dict[str, Any]:
         """The figures."""
         tally, seconds = self.tally, 60 * self.options.minutes
-        names = ("door_mib", "ray_mib", "replicas_mib", "files")
+        names = ("ingress_mib", "ray_mib", "replicas_mib", "files")
         return {
             "minutes": self.options.minutes,
             "kills": tally.kills,
@@ -327,13 +328,17 @@ def main() -> int:
         "--every", type=float, default=20.0, help="seconds from one death to the next (default: 20)"
     )
     parser.add_argument(
-        "--growth", type=float, default=64.0, help="most MiB that the door may grow (default: 64)"
+        "--growth",
+        type=float,
+        default=64.0,
+        help="most MiB that the ingress may grow (default: 64)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the requests and the deaths")
     parser.add_argument("--model", help="instead of the default one")
     options = parser.parse_args()
     model = f"model = {json.dumps(options.model)}\n" if options.model else ""
-    plan = f'[[models]]\nname = "soak"\nreplicas = {options.replicas}\nthreads = 1\nkv_tokens = 16384\n{model}'
+    model += f"replicas = {options.replicas}\nthreads = 1\nkv_tokens = 16384\n"
+    plan = f'[[models]]\nname = "soak"\n{model}'
     with cluster(plan) as (process, url):
         soak = Soak(process.pid, url, options)
         failed = asyncio.run(soak.run())

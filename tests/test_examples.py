@@ -103,7 +103,7 @@ def test_the_drafter_of_the_example_drafts() -> None:
 @pytest.mark.default_model
 def test_the_cluster_of_the_example_answers() -> None:
     said = started(CLUSTER)
-    assert said.count("prompt tokens were there") == 12 and "forerun_routed_total" in said
+    assert said.count("prompt tokens were cached") == 12 and "forerun_requests_total" in said
 
 
 def blocks(page: Path) -> list[str]:

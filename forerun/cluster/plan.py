@@ -1,210 +1,159 @@
-"""What `forerun deploy` is told: a TOML file with the models, their replicas, and what `forerun
-serve` can be told."""
+"""Configuration of `forerun deploy`: a TOML file with models, replicas and server settings."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.cluster.affinity import Routing
 from forerun.config import Config
 from forerun.errors import ConfigError, ForerunError, shown, suggest
+from forerun.hardware import free_ram
+from forerun.load import cache_needs, check_cache, fit_kv_tokens
+from forerun.models.hub import find_model
 from forerun.server.settings import Settings, read_toml
-from forerun.utils import check_integer
+from forerun.utils import check_integer, check_numbers
 
-LONGEST_NAME = 100  # characters
-MOST_REPLICAS = 10_000
-NOT_HERE = {
+BY_PROXY = "Ray's HTTP proxy has no such limit, but a reverse proxy in front of it can set one"
+UNSUPPORTED = {
     "served_name": "give each of [[models]] a name",
-    "indices": "a replica could not load them for the others: use forerun serve --indices",
+    "indices": "use forerun serve --indices",
+    "routing": "requests of one conversation go to one replica without options",
+    "retries": "a request is sent to up to two other replicas if its own dies",
+    **dict.fromkeys(("max_connections", "header_timeout", "write_timeout", "max_unread"), BY_PROXY),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many replicas a model has.
+    """Number of replicas of a model; Ray Serve scales between `min` and `max`."""
 
-    Args:
-        min: there are always so many; with 0 the last one ends when nothing is asked for long
-            enough.
-        max: never more; between the two Ray decides.
-        requests: that each replica works on before there is one more, on average.
-        idle: seconds without requests until the last one ends, where `min` is 0.
-    """
-
-    min: int = 1
+    min: int = 1  # with 0 the last replica ends when the model is idle
     max: int = 1
-    requests: int = 4
-    idle: int = 600
+    requests: int = 4  # average per replica above which Ray adds a replica
+    idle: int = 600  # seconds without requests until the last replica ends
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("min", 0, MOST_REPLICAS),
-            ("max", max(1, self.min), MOST_REPLICAS),
-            ("requests", 1, 1 << 20),
-            ("idle", 1, 1 << 20),
-        ):
-            check_integer(f"replicas.{name}", getattr(self, name), low, high)
+        check_numbers(self, {"max": 1, "requests": 1, "idle": 1})
+        check_integer("max", self.max, self.min)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of a cluster: what clients call it, how many replicas it has, and the engine of
-    each."""
+    """A model of the cluster: the name clients use, its replicas and the engine of each."""
 
     name: str
     replicas: Replicas
     engine: Config
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of the engine."""
-        return asdict(self.engine)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole cluster. The first model answers requests that name none.
-
-    `address` is that of a Ray cluster that runs already; without one, Ray is started here and ends
-    with the verb."""
+    """A whole cluster. The first model answers requests that name none."""
 
     models: tuple[Model, ...]
-    settings: Settings = field(default_factory=Settings)
-    routing: Routing = field(default_factory=Routing)
-    address: str = ""
-    retries: int = (
-        2  # other replicas that a request is given to when the one that worked on it dies
-    )
-
-    @property
-    def processors(self) -> int:
-        """CPU threads of as many replicas as there may be."""
-        return sum(self.threads(model) * model.replicas.max for model in self.models)
-
-    def threads(self, model: Model) -> int:
-        """CPU threads of each replica of a model: what was asked for, or an even share of this
-        machine's."""
-        most = sum(model.replicas.max for model in self.models)
-        return model.engine.threads or max(1, len(os.sched_getaffinity(0)) // most)
+    settings: Settings
+    address: str  # of a running Ray cluster; empty starts Ray on this machine
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a TOML file. Raises ConfigError, in one line that names the file."""
+    """Read a plan from a TOML file. Raises ConfigError, in one line that names the file."""
     given = read_toml(path, "cluster")
-    try:
+    with _prefixed(str(path)):
         return make_plan(given)
-    except ForerunError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def make_plan(given: Mapping[str, Any]) -> Plan:
-    """A plan from what a file holds. Raises ConfigError."""
-    given = _named(given)
-    server = {f.name for f in fields(Settings)} - set(NOT_HERE)
-    _check_names(given, server | {"models", "routing", "ray", "retries"}, "option")
-    tables = given.get("models")
+    """Build a plan from the content of a file. Raises ConfigError."""
+    given = _options(given, Settings, "option", "models", "ray")
+    tables = given.pop("models", None)
     if not isinstance(tables, list) or not tables:
         raise ConfigError("there is no model: write a [[models]] table with a name for each")
     models = tuple(_model(table) for table in tables)
-    names = [model.name.removesuffix(":latest") for model in models]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two models have the name {twice!r}: clients could not tell them apart")
-    ray = _table(given, "ray", {"address"})
-    if not isinstance(ray.get("address", ""), str):
-        raise ConfigError(f"ray.address={shown(ray['address'])} must be text: auto, or HOST:PORT")
-    retries = given.get("retries", 2)
-    check_integer("retries", retries, 0, 100)
-    return Plan(
-        models,
-        Settings(**{name: value for name, value in given.items() if name in server}),
-        Routing(**_table(given, "routing", {f.name for f in fields(Routing)})),
-        ray.get("address", ""),
-        retries,
-    )
+    names = sorted(model.name.removesuffix(":latest") for model in models)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two models have the same name: {', '.join(names)}")
+    ray = given.pop("ray", {"address": ""})
+    if not isinstance(ray, dict) or list(map(type, ray.values())) != [str] or "address" not in ray:
+        raise ConfigError(f"ray={shown(ray)} must be a table with an address: auto, or HOST:PORT")
+    return Plan(models, Settings(**given), ray["address"])
 
 
-def replica_settings(plan: Plan, model: Model) -> Settings:
-    """The settings of a replica: the door has already asked who it is, and whether its page may."""
-    return replace(
-        plan.settings,
-        served_name=model.name,
-        api_key=(),
-        api_keys="",
-        allowed_hosts=("*",),
-        allowed_origins=("*",),
-    )
+def _model(table: Any) -> Model:
+    name = table.get("name") if isinstance(table, dict) else None
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ConfigError(f"a model's name is {shown(name)}: give each of [[models]] a name")
+    options = _options(table, Config, "option of a model", "name", "replicas")
+    with _prefixed(f"model {name!r}"):
+        replicas = options.pop("replicas", 1)
+        if not isinstance(replicas, dict):
+            check_integer("replicas", replicas, 1)
+            replicas = {"min": replicas}
+        replicas = _options(replicas, Replicas, "option of replicas")
+        replicas.setdefault("max", replicas.get("min") or 1)
+        return Model(options.pop("name"), Replicas(**replicas), Config(**options))
 
 
-def _model(table: object) -> Model:
-    if not isinstance(table, dict):
-        raise ConfigError("models must be tables: write [[models]] before the options of each")
-    table = _named(table)
-    _check_names(
-        table, {f.name for f in fields(Config)} | {"name", "replicas"}, "option of a model"
-    )
-    name = table.pop("name", None)
-    if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
-        raise ConfigError(
-            f"a model's name is {shown(name)}: give what clients call it, in 1 to {LONGEST_NAME} letters"
-        )
-    try:
-        return Model(name, _replicas(table.pop("replicas", 1)), Config.of(**table))
-    except ConfigError as error:
-        raise ConfigError(f"model {name!r}: {error}") from None
-
-
-def _replicas(value: object) -> Replicas:
-    if isinstance(value, dict):
-        _check_names(value, {f.name for f in fields(Replicas)}, "option of replicas")
-        least = value.get("min", 1)
-        return Replicas(**{"max": least or 1} | value)
-    check_integer("replicas", value, 1, MOST_REPLICAS)
-    assert isinstance(value, int)
-    return Replicas(min=value, max=value)
-
-
-def _table(given: Mapping[str, Any], name: str, known: set[str]) -> dict[str, Any]:
-    table = given.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{name} must be a table: write [{name}] before its options")
-    table = _named(table)
-    _check_names(table, known, f"option of {name}")
-    return table
-
-
-def _named(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("-", "_"): value for name, value in table.items()}
-
-
-def _check_names(table: Mapping[str, Any], known: set[str], what: str) -> None:
-    for name in table:
-        if name in NOT_HERE and name not in known:
-            raise ConfigError(f"a cluster has no {name}: {NOT_HERE[name]}")
+def _options(table: Mapping[str, Any], kind: Any, what: str, *more: str) -> dict[str, Any]:
+    """Return the options of a table: fields of a dataclass, and `more`. Raises ConfigError."""
+    options = {name.replace("-", "_"): value for name, value in table.items()}
+    known = {f.name for f in fields(kind)}.union(more)
+    for name in options:
+        if kind is Settings and name in UNSUPPORTED:
+            raise ConfigError(f"a cluster has no {name}: {UNSUPPORTED[name]}")
         if name not in known:
             raise ConfigError(f"there is no {what} {shown(name)}: {suggest(name, known)}")
+    return options
 
 
-def summary(plan: Plan) -> list[str]:
-    """What would be started, a line each."""
+def divide_machine(plan: Plan) -> Plan:
+    """Set `threads` and `kv_tokens` of every model. Raises ForerunError.
+
+    Replicas that start together would each size their cache by the same free memory. Caches without
+    a configured size share a quarter of it instead, as much as the cache of a single server gets.
+    The memory of a running Ray cluster is unknown: there each replica sizes its own cache.
+    """
+    free = free_ram()
+    num_cpus = len(os.sched_getaffinity(0)) // sum(model.replicas.max for model in plan.models)
+    num_unsized = sum(model.replicas.max for model in plan.models if not model.engine.kv_tokens)
+    engines = {}
+    for model in sorted(plan.models, key=lambda model: not model.engine.kv_tokens):
+        engine, tokens, count = model.engine, model.engine.kv_tokens, model.replicas.max
+        with _prefixed(f"model {model.name!r}"):
+            token_bytes, context = cache_needs(engine, find_model(engine.model))
+            if tokens and not plan.address:
+                check_cache(tokens, token_bytes, free, count)
+                free -= tokens * token_bytes * count
+            elif not plan.address:
+                tokens = fit_kv_tokens(engine, context, token_bytes, free // 4 // num_unsized)
+        threads = engine.threads or max(1, num_cpus)
+        engines[model.name] = replace(engine, threads=threads, kv_tokens=tokens)
+    models = (replace(model, engine=engines[model.name]) for model in plan.models)
+    return replace(plan, models=tuple(models))
+
+
+@contextmanager
+def _prefixed(prefix: str) -> Iterator[None]:
+    """Put a prefix in front of the message of an error."""
+    try:
+        yield
+    except ForerunError as error:
+        raise type(error)(f"{prefix}: {error}") from None
+
+
+def summary(plan: Plan) -> str:
+    """Describe what would be started, one line for each model and one for the address."""
     lines = []
     for model in plan.models:
-        least, most = model.replicas.min, model.replicas.max
+        engine, replicas = model.engine, model.replicas
+        cache = f"{engine.kv_tokens or 'as many as fit'} tokens of KV cache"
         count = (
-            f"{least} to {most} replicas"
-            if most > least
-            else f"{least} replica{'s' * (least != 1)}"
+            f"{replicas.min} to {replicas.max} replicas of {engine.model or 'the default model'}"
         )
-        cache = (
-            f" and {model.engine.kv_tokens} tokens of KV cache" if model.engine.kv_tokens else ""
-        )
-        engine = f"{plan.threads(model)} threads{cache} each, draft {model.engine.draft}"
-        lines.append(
-            f"{model.name}: {count} of {model.engine.model or 'the default model'}, {engine}"
-        )
+        each = f"each with {engine.threads} threads, {cache}, draft {engine.draft}"
+        lines.append(f"{model.name}: {count}, {each}")
     ray = f"the Ray cluster at {plan.address}" if plan.address else "a Ray cluster of its own"
-    return [*lines, f"on {plan.settings.host}:{plan.settings.port}, on {ray}"]
+    return "\n".join([*lines, f"on {plan.settings.host}:{plan.settings.port}, on {ray}"])

@@ -1,65 +1,57 @@
-"""Ray's side of routing: it asks the ledger of the deployment which replica is to have a request.
+"""Conversation affinity: all turns of a conversation go to the replica that read the first ones.
 
-Ray copies this module by value wherever it routes, so it keeps nothing itself: the ledger is in
-another one."""
+Rendezvous hashing with bounded loads (Thaler and Ravishankar, 1998; Mirrokni et al., 2016): a key
+ranks all replicas, and the first that is not much busier than the least busy one gets the request.
+A wrong guess costs a prefill and never changes a text. Ray serializes this module by value.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from forerun.cluster.affinity import Routing
-from forerun.cluster.envelope import Envelope, Hold
-from forerun.cluster.ledger import Ledger, ledger_of
+KEY_LENGTH = 256  # characters of a prompt, which may grow from turn to turn
+MAX_LEAD = 2  # requests that a replica may run more than the least busy one
 
 
-class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has read most of its prompt, as `Affinity` says."""
+def affinity_key(body: Mapping[str, Any], tenant: str) -> str:
+    """Return a key that all turns of a conversation of a tenant share.
 
-    ledger: Ledger
-    named: dict[str, RunningReplica]
+    It is made of `prompt_cache_key`, or else of the first user message or the beginning of the
+    prompt. `body` is the body of a request to any endpoint.
+    """
+    prompt = body.get("messages") or body.get("input") or body.get("prompt")
+    if isinstance(prompt, list):
+        users = (each for each in prompt if isinstance(each, dict) and each.get("role") == "user")
+        prompt = next(users, prompt[:KEY_LENGTH])
+    text = json.dumps(body.get("prompt_cache_key") or prompt)[:KEY_LENGTH]
+    return blake2b(f"{tenant}\n{text}".encode(), digest_size=16).hexdigest()
 
-    def initialize_state(self, **kwargs: Any) -> None:
-        """What the plan says (`deployment`, a name, and `routing`, a dict); Ray calls it once."""
-        self.ledger = ledger_of(kwargs["deployment"], Routing(**kwargs["routing"]))
-        self.named = {}
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """There are other replicas now."""
-        super().update_replicas(replicas)
-        self._tell()
+def choose_replica(key: str, loads: Mapping[str, int]) -> str:
+    """Choose a replica for a key. `loads` are the running requests of each replica."""
+    bound = min(loads.values()) + MAX_LEAD
+    names = [name for name, load in loads.items() if load <= bound]
+    return max(names, key=lambda name: blake2b(f"{key}{name}".encode()).digest())
 
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """One of them is no more."""
-        super().on_replica_actor_died(replica_id)
-        self._tell()
 
-    def _tell(self) -> None:
-        self.named = {
-            replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()
-        }
-        self.ledger.set_live(tuple(self.named))
+class AffinityRouter(RequestRouter):
+    """Ray Serve request router that follows `choose_replica`; the key is the last argument."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The one replica for a request; asked again (its queue was full), another one."""
-        if pending_request is None:
+        """Return ranks of replicas; Ray takes the first that accepts the request."""
+        if pending_request is None or not pending_request.args:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = (
-            True  # where there is no place anywhere it asks again later
-        )
-        envelope: Any = pending_request.args[0] if pending_request.args else None
-        if isinstance(envelope, Hold) and envelope.replica in self.named:
-            return [[self.named[envelope.replica]]]
-        if not isinstance(
-            envelope, Envelope
-        ):  # or one that is held where nobody is any more: that is over anywhere
-            return [candidate_replicas]
-        wanted = envelope.replica or self.ledger.choose(
-            envelope.id, envelope.prefixes, envelope.avoid
-        )
-        return [[self.named[wanted]]] if wanted in self.named else []
+        pending_request.routing_context.should_backoff = True  # wait before all are asked again
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        running = self.replica_queue_len_cache.get
+        loads = {name: running(replica.replica_id) or 0 for name, replica in by_name.items()}
+        return [[by_name[choose_replica(pending_request.args[-1], loads)]], candidate_replicas]

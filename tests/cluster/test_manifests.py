@@ -1,5 +1,4 @@
-"""What lies in deploy/ says what forerun understands. Whether Docker and Kubernetes do is not
-tested."""
+"""The files in deploy/ agree with each other and with forerun. Docker and Kubernetes do not run."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
         model.replicas.max,
     )
     worker = workers["template"]["spec"]["containers"][0]
-    assert int(worker["resources"]["limits"]["cpu"]) == plan.threads(model)
+    assert int(worker["resources"]["limits"]["cpu"]) == model.engine.threads
     mounts = {mount["name"]: mount["mountPath"] for mount in head["volumeMounts"]}
     assert found["RayJob"]["spec"]["entrypoint"] == f"forerun deploy {mounts['plan']}/cluster.toml"
     assert (

@@ -1,167 +1,151 @@
-"""The whole of `forerun deploy` on Ray: two replicas of a tiny model, a stream, a death, an orderly
-end."""
+"""`forerun deploy` as a whole: one cluster on Ray with two models, asked over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import pytest
 
 from tests import tiny
-from tests.cluster.deployed import NEEDS_RAY, deployed
+from tests.cluster.deployed import NEEDS_RAY, deployed, descendants
 from tests.server.serving import sse, until
 
 pytestmark = NEEDS_RAY
+MODEL = f"model = '{tiny.spoken()}'\nthreads = 1\nkv_tokens = 8192\ncontext = 2048\n"
+KEY = {"authorization": "Bearer secret"}
+LONG = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
-    with deployed(
-        f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nreplicas = 2\nthreads = 1\nkv_tokens = 4096"
-    ) as running:
-        yield running
+    first = f"[[models]]\nname = 'small'\nreplicas = 2\n{MODEL}"
+    second = f"[[models]]\nname = 'other'\n{MODEL}"
+    with deployed(f"api_key = 'secret'\n{first}{second}") as (process, http):
+        http.headers.update(KEY)
+        yield process, http
 
 
-def where(http: httpx2.Client) -> dict[str, float]:
-    """Requests that each replica has answered, by its own counters."""
-    page = http.get("/metrics").text
-    counted = re.findall(r'^forerun_requests_total\{.*replica="(\w+)".*\} ([0-9.]+)$', page, re.M)
-    return {replica: float(count) for replica, count in counted}
+@pytest.fixture
+def http(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> httpx2.Client:
+    return cluster[1]
 
 
-def test_conversations_stay_where_they_began(
-    cluster: tuple[subprocess.Popen[str], httpx2.Client],
-) -> None:
-    _, http = cluster
-    prompts = [f"{name} is here " * 40 for name in ("ann", "bob", "eve", "joe")]
-    for prompt in prompts * 3:
-        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
-        assert answer.status_code == 200, answer.text
-    cached = [
-        http.post("/v1/completions", json={"prompt": p, "max_tokens": 1}).json()["usage"]
-        for p in prompts
-    ]
-    assert all(usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in cached)
-    assert sum(where(http).values()) == 16
+def metric(http: httpx2.Client, name: str, model: str = "small") -> dict[str, float]:
+    """Values of a metric by replica."""
+    found = re.findall(rf"^{name}{{(.*)}} (\S+)$", http.get("/metrics").text, re.M)
+    values: dict[str, float] = {}
+    for labels, value in found:
+        if f'model="{model}"' in labels:
+            replica = re.search(r'replica="(\w+)"', labels)
+            assert replica
+            values[replica[1]] = values.get(replica[1], 0.0) + float(value)
+    return values
 
 
-def test_a_stream_is_that_of_a_whole_answer(
-    cluster: tuple[subprocess.Popen[str], httpx2.Client],
-) -> None:
-    _, http = cluster
+def test_keys_are_needed_for_all_but_health(http: httpx2.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    without = httpx2.Client(base_url=http.base_url)
+    assert without.get("/health").status_code == 200
+    assert without.get("/v1/models").status_code == 401
+    assert without.post("/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert http.get("/ready").json() == {"status": "ready"}
+
+
+def test_a_stream_has_the_text_of_a_whole_answer(http: httpx2.Client) -> None:
     body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
-    whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    answer = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"] == "mine"
+    whole = answer.json()["choices"][0]["text"]
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert "".join(event["choices"][0]["text"] for event in sse(response)) == whole
+    other = http.post("/v1/completions", json=body | {"model": "other"}).json()
+    assert other["model"] == "other"
+    assert other["choices"][0]["text"] == whole
 
 
-def test_answers_come_over_sockets(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> None:
-    process, http = cluster
-    folder = Path(process.args[-1]).parent  # type: ignore[index]
-    body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    http.post("/v1/completions", json=body | {"max_tokens": 1, "stream": False})
-    until(lambda: len(sockets(folder)) == 2, "each replica listens, and nothing else is open")
+def test_models_are_listed_together_and_unknown_ones_refused(http: httpx2.Client) -> None:
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["small", "other"]
+    assert http.get("/v1/models/other").json()["id"] == "other"
+    answer = http.post("/v1/completions", json={"prompt": "x", "model": "absent"})
+    assert answer.status_code == 404
+    assert "'small', 'other'" in answer.json()["error"]["message"]
+
+
+def test_turns_of_a_conversation_find_their_prefix_in_the_cache(http: httpx2.Client) -> None:
+    before = metric(http, "forerun_requests_total")
+    for name in ("ann", "bob", "eve", "joe", "kim", "lea"):
+        prompt = f"{name} is here and asks for more. " * 20
+        for turn in range(3):
+            body = {"prompt": prompt, "max_tokens": 2}
+            usage = http.post("/v1/completions", json=body).json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 0) == (turn > 0), (name, turn)
+            prompt += f"turn {turn} "
+    after = metric(http, "forerun_requests_total")
+    assert sum(after.values()) - sum(before.values()) == 18
+    assert len(after) == 2  # the conversations are spread over both replicas
+
+
+def test_a_request_ends_when_its_client_goes_away(http: httpx2.Client) -> None:
+    body = LONG | {"n": 32, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
-        next(iter(response.iter_lines()))
-        assert len(sockets(folder)) == 3
+        lines = response.iter_lines()
+        next(lines)
+        assert sum(metric(http, "forerun_running").values()) > 0
+    until(lambda: not sum(metric(http, "forerun_running").values()), "the request has ended")
 
 
-def sockets(folder: Path) -> list[str]:
-    """Sockets of replicas, those that listen and those of a request."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return [line.split()[-1] for line in lines if f"{folder}/forerun-" in line]
-
-
-def test_a_hold_on_a_replica_that_has_died_waits_for_nobody() -> None:
-    """In Ray's queue it would keep all requests behind it from every replica."""
-    from forerun.cluster.envelope import Hold
-    from forerun.cluster.router import PrefixRouter
-
-    router = object.__new__(PrefixRouter)
-    router.named = {"here": "here"}  # type: ignore[dict-item]
-    for replica, chosen in (("here", ["here"]), ("gone", ["here", "there"])):
-        pending = SimpleNamespace(args=[Hold("one", replica)], routing_context=SimpleNamespace())
-        assert asyncio.run(router.choose_replicas(["here", "there"], pending)) == [chosen]  # type: ignore[arg-type]
-
-
-def test_a_model_that_nothing_is_asked_of_ends_and_starts_again() -> None:
-    model = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nthreads = 1\nkv_tokens = 1024"
-    with deployed(f"{model}\nreplicas = {{ min = 0, max = 2, idle = 1 }}") as (_, http):
-        body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
-        before = http.post("/v1/completions", json=body).json()["choices"]
-        end = time.monotonic() + 120
-        while 'forerun_replicas{model="tiny"} 0.0' not in http.get("/metrics").text:
-            assert time.monotonic() < end
-            time.sleep(0.5)
-        assert http.get("/health").status_code == 200
-        assert http.post("/v1/completions", json=body).json()["choices"] == before
-
-
-def test_a_new_file_replaces_all_replicas_and_costs_no_request(tmp_path: Path) -> None:
-    plan = f"[[models]]\nname = 'tiny'\nmodel = '{tiny.spoken()}'\nreplicas = 2\nthreads = 1\nkv_tokens = "
-    file = tmp_path / "plan.toml"
-    with deployed(f"{plan}1024", file) as (process, http):
-        before, after = there(http), set[str]()
-        file.write_text("no plan")
-        process.send_signal(signal.SIGUSR1)
-        assert process.stderr and next(
-            line for line in process.stderr if "replicas are not replaced" in line
-        )
-        assert there(http) == before
-        file.write_text(f"{plan}2048")
-        process.send_signal(signal.SIGUSR1)
-        end = time.monotonic() + 120
-        while before & after or len(after) < 2:
-            assert (
-                http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code
-                == 200
-            )
-            after = there(http)
-            assert time.monotonic() < end
-
-
-def there(http: httpx2.Client) -> set[str]:
-    """The replicas."""
-    return {*re.findall(r'^forerun_running\{.*replica="(\w+)"', http.get("/metrics").text, re.M)}
-
-
-def test_a_replica_that_is_killed_costs_no_request(
+def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
     cluster: tuple[subprocess.Popen[str], httpx2.Client],
 ) -> None:
     process, http = cluster
-    listed = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-
-    def ours(pid: int) -> bool:
-        while pid in parents and pid != process.pid:
-            pid = parents[pid]
-        return pid == process.pid
-
-    replicas = [
-        int(pid)
-        for pid, _, words in rows
-        if words.startswith("ray::ServeReplica") and ours(int(pid))
-    ]
+    replicas = descendants(process.pid, "ray::ServeReplica:forerun:model-0")
     assert len(replicas) == 2
-    os.kill(replicas[0], signal.SIGKILL)
-    for _ in range(6):
-        assert (
-            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
-        )
-    end = time.monotonic() + 60
-    while (
-        'forerun_replicas{model="tiny"} 2.0' not in http.get("/metrics").text
-    ):  # and another one takes its place
-        assert time.monotonic() < end
+
+    def ask(number: int) -> dict[str, Any]:
+        body = LONG | {"prompt": f"question {number}", "stream": number % 2 == 0}
+        with http.stream("POST", "/v1/completions", json=body, timeout=60) as response:
+            assert response.status_code == 200
+            if number % 2:
+                response.read()
+                return dict(response.json())
+            *_, last = sse(response)
+            return last
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, number) for number in range(8)]
+        until(lambda: sum(metric(http, "forerun_running").values()) > 4, "a stream is running")
+        for pid in replicas:
+            os.kill(pid, signal.SIGKILL)
+        last = [answer.result() for answer in answers]
+    whole, streamed = last[1::2], last[0::2]
+    assert all(answer["usage"]["completion_tokens"] == 1900 for answer in whole)
+    errors = [event["error"]["message"] for event in streamed if "error" in event]
+    assert errors
+    assert all("has died" in error for error in errors)
+    assert all("error" in event or event["choices"][0]["finish_reason"] for event in streamed)
+    until(lambda: len(metric(http, "forerun_running")) == 2, "new replicas are up", patience=90)
+
+
+def test_a_signal_lets_requests_end_and_refuses_new_ones() -> None:
+    """The fixture `deployed` checks that the exit code is 0 and no process is left."""
+    with deployed(f"[[models]]\nname = 'small'\n{MODEL}") as (process, http):
+        with ThreadPoolExecutor(2) as pool:
+            short = LONG | {"max_tokens": 300}
+            running = [
+                pool.submit(http.post, "/v1/completions", json=body) for body in (short, LONG)
+            ]
+            until(lambda: sum(metric(http, "forerun_running").values()) == 2, "both are running")
+            process.send_signal(signal.SIGTERM)
+            until(lambda: http.get("/health").status_code == 503, "health reports the shutdown")
+            first, second = (answer.result() for answer in running)
+        assert first.json()["usage"]["completion_tokens"] == 300
+        assert second.status_code in (200, 503)  # it has ended, or was ended with an error

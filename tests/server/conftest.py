@@ -1,8 +1,8 @@
 """One server with a tiny model for most tests, and a second model for those that mistreat theirs.
 
 Tests that know a server by its address alone have it as `front`, and run twice: with the server of
-this process, and with the door of two replicas where Ray is (`pytest tests/server -k door`).
-Modules of such tests say `server = front`."""
+this process, and with a cluster of two replicas if Ray is installed (`pytest tests/server -k
+door`). Their modules say `server = front`."""
 
 from collections.abc import Iterator
 

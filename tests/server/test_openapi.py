@@ -49,7 +49,7 @@ def server(front: Front) -> Front:
 
 @pytest.fixture(scope="module")
 def schema(server: Front) -> Any:
-    server.complete()  # a door counts nothing before the first answer
+    server.complete()  # a replica counts nothing before its first answer
     server.rest()
     server.logged.clear()
     import schemathesis  # takes seconds, and only who runs these tests should wait
