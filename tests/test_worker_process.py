@@ -162,8 +162,8 @@ def test_a_call_waits_for_a_place_only_so_long(
 PARENT = """
 import threading
 from forerun.errors import BusyError
-from forerun.worker_process import Sandbox
-box = Sandbox("tests.boxed:act", seconds=60, memory=1 << 26)
+from forerun.worker_process import WorkerProcess
+box = WorkerProcess("tests.boxed:act", seconds=60, memory=1 << 26)
 def start(): print(box.call("pid"), flush=True)
 first = threading.Thread(target=start); first.start(); first.join()
 threading.Thread(target=box.call, args=("compute",), daemon=True).start()

@@ -18,7 +18,7 @@ import httpx2
 from forerun.llm import LLM
 from forerun.server.app import make_app
 from forerun.server.run import Server
-from forerun.server.service import Service
+from forerun.server.jobs import EngineService as Service
 from forerun.server.settings import Settings
 from forerun.types import Event
 
@@ -74,7 +74,7 @@ class Serving(Front):
     def rest(self) -> None:
         """Wait until nothing runs; then no page may be held and every page accounted for."""
         engine = self.service.llm.engine
-        until(lambda: not engine.busy and not self.service.tickets, "the engine is at rest")
+        until(lambda: not engine.busy and not self.service.jobs, "the engine is at rest")
         until(lambda: engine.target.cache.pages.used == 0, "no page is held", patience=3)
         engine.target.cache.pages.check()
 

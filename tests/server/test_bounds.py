@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.server.bounds import DEPTH, ENTRIES, FIELDS, OBJECTS, VALUES, characters_of, parse
+from forerun.server.limits import DEPTH, ENTRIES, FIELDS, OBJECTS, VALUES, count_characters, parse
 from forerun.server.errors import ApiError
 from forerun.server.writing import written
 
@@ -90,7 +90,7 @@ def test_as_deep_and_as_many_as_may_be() -> None:
     assert len(parse(json.dumps(dict.fromkeys(map(str, range(ENTRIES)))).encode())) == ENTRIES
 
 
-def test_characters_of_all_texts() -> None:
-    assert characters_of([{"role": "user", "n": 5, "parts": [{"text": "abc"}, None]}]) == len(
+def test_count_characters_all_texts() -> None:
+    assert count_characters([{"role": "user", "n": 5, "parts": [{"text": "abc"}, None]}]) == len(
         "roleusernpartstextabc"
     )

@@ -139,7 +139,7 @@ def test_a_request_in_work_has_no_deadline_for_headers(spare: LLM) -> None:
     with serving(spare, header_timeout=SOON) as s, connected(s) as other:
         with held(s.service), connected(s, post(ASKED)) as connection:
             assert rest(other) == b""  # which came before it, so its time would be up as well
-            until(lambda: s.service.tickets, "it is taken")
+            until(lambda: s.service.jobs, "it is taken")
         with connected(s, post(ASKED)) as connection:
             assert connection.recv(12) == b"HTTP/1.1 200"
 
@@ -446,7 +446,7 @@ def test_a_body_is_held_as_long_as_its_request(spare: LLM, monkeypatch: pytest.M
             held(s.service),
             connected(s, post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})) as connection,
         ):
-            until(lambda: s.service.tickets, "it is taken")
+            until(lambda: s.service.jobs, "it is taken")
             assert s.http.post("/tokenize", json={"prompt": "x " * 2400}).status_code == 503
         assert connection.fileno() < 0
         until(
@@ -469,7 +469,7 @@ def test_a_connection_that_is_answered_is_left_alone_though_it_is_to_close_then(
         slow(s.service, 0.003),
         connected(s, asked) as connection,
     ):
-        until(lambda: s.service.tickets, "it is taken")
+        until(lambda: s.service.jobs, "it is taken")
         for _ in range(4):
             with connected(s):
                 until(lambda: len(s.server.server_state.connections) <= 2, "there is room")
@@ -522,7 +522,7 @@ def test_connections_without_a_request_make_room_for_those_that_come_later(
 def test_where_all_are_answered_one_more_is_told_so(spare: LLM) -> None:
     with serving(spare, max_connections=2) as s:
         with held(s.service), connected(s, post(ASKED)) as a, connected(s, post(ASKED)) as b:
-            until(lambda: len(s.service.tickets) == 2, "two are in work")
+            until(lambda: len(s.service.jobs) == 2, "two are in work")
             with connected(s, post(ASKED)) as more:
                 answer = rest(more)
                 assert (
@@ -533,7 +533,7 @@ def test_where_all_are_answered_one_more_is_told_so(spare: LLM) -> None:
             assert s.http.get("/health").status_code == 200, (
                 "who watches the server is not shut out"
             )
-            assert {a.fileno(), b.fileno()} and len(s.service.tickets) == 2
+            assert {a.fileno(), b.fileno()} and len(s.service.jobs) == 2
         assert s.complete()["choices"]
 
 
@@ -596,12 +596,12 @@ def test_a_stream_that_is_not_read_pauses_and_goes_on(
         expected = s.complete(**asked)["choices"][0]["text"]
         said = post(asked | {"stream": True, "logprobs": 20})
         with connected(s, said, 4096) as one, connected(s, said, 4096) as two:
-            until(lambda: len(s.service.tickets) == 2, "they are taken")
-            tickets = list(s.service.tickets)
+            until(lambda: len(s.service.jobs) == 2, "they are taken")
+            tickets = list(s.service.jobs)
             until(lambda: all(ticket.desk.paused for ticket in tickets), "they pause", patience=20)
             until(lambda: not s.service.llm.engine.busy, "nothing is done for them", patience=5)
             assert all(
-                ticket.request.produced < 1000 and ticket.desk.unread < 500_000
+                job.request.produced < 1000 and ticket.desk.unread < 500_000
                 for ticket in tickets
             )
             assert s.complete()["choices"], "their places are free"
@@ -646,8 +646,8 @@ def held_by(s: Serving) -> int:
 
 
 def until_ticket(s: Serving) -> Ticket:
-    until(lambda: s.service.tickets, "it is taken")
-    return next(iter(s.service.tickets))
+    until(lambda: s.service.jobs, "it is taken")
+    return next(iter(s.service.jobs))
 
 
 def rest_until(connection: socket.socket, end: bytes) -> bytes:
@@ -671,7 +671,7 @@ def test_what_comes_at_once_is_not_what_nobody_takes(
     ):
         ticket = until_ticket(s)
         s.service._post(
-            lambda: until(lambda: ticket.request.produced > 500 or ticket.desk.paused, "many wait")
+            lambda: until(lambda: job.request.produced > 500 or ticket.desk.paused, "many wait")
         )
         answer = rest_until(connection, b"[DONE]")
         assert answer.count(b'"text"') == 1000 and b"error" not in answer

@@ -174,12 +174,12 @@ def test_a_full_queue_is_told_to_come_back(spare: LLM) -> None:
     with serving(spare, max_queue=1) as s, ThreadPoolExecutor(3) as pool:
         with held(s.service):
             taken = [pool.submit(s.http.post, "/v1/completions", json=ASKED) for _ in range(3)]
-            until(lambda: len(s.service.tickets) == 3, "three are taken")
+            until(lambda: len(s.service.jobs) == 3, "three are taken")
             for more in ({}, {"stream": True}, {"n": 2}):
                 response = s.http.post("/v1/completions", json=ASKED | more)
                 assert error_of(response, 429)["type"] == "rate_limit_error"
                 assert int(response.headers["retry-after"]) >= 1
-            assert len(s.service.tickets) == 3
+            assert len(s.service.jobs) == 3
         assert [t.result().status_code for t in taken] == [200] * 3
         assert s.complete()["usage"]["completion_tokens"] == 8
         s.rest()
@@ -189,7 +189,7 @@ def test_without_a_queue_there_are_only_places(spare: LLM) -> None:
     with serving(spare, max_queue=0) as s, ThreadPoolExecutor(2) as pool:
         with held(s.service):
             taken = [pool.submit(s.http.post, "/v1/chat/completions", json=CHAT) for _ in range(2)]
-            until(lambda: len(s.service.tickets) == 2, "two are taken")
+            until(lambda: len(s.service.jobs) == 2, "two are taken")
             error_of(s.http.post("/v1/responses", json={"input": "hi"}), 429)
         assert [t.result().status_code for t in taken] == [200] * 2
 
@@ -410,7 +410,7 @@ def test_a_client_that_goes_away_frees_its_request(here: Serving, path: str, str
             lambda: any(r.produced > 2 for r in list(engine.requests.values())),
             "tokens are produced",
         )
-        (ticket,) = here.service.tickets
+        (ticket,) = here.service.jobs
         connection.close()
         here.rest()
     assert (
@@ -425,7 +425,7 @@ def test_clients_that_go_away_before_they_are_taken(here: Serving) -> None:
         connections = [
             raw(here, "/v1/completions", LONG | {"stream": i % 2 == 0}) for i in range(2)
         ]
-        until(lambda: len(here.service.tickets) == 2, "both wait")
+        until(lambda: len(here.service.jobs) == 2, "both wait")
         for connection in connections:
             connection.close()
         time.sleep(0.2)  # let the server see it; it must free them whether it has by now or not

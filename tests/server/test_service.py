@@ -19,9 +19,9 @@ from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
 from forerun.sampling import filters
 from forerun.sampling.params import SamplingParams
-from forerun.server.errors import told
-from forerun.server.service import Service, UnavailableError
-from forerun.server.tickets import Group, Order
+from forerun.server.errors import logged_body as told
+from forerun.server.jobs import EngineService as Service, Job as Order, RequestHandle as Group
+from forerun.server.errors import UnavailableError
 from forerun.types import Event
 from tests import tiny
 from tests.engine.build import check_idle
@@ -61,7 +61,7 @@ def play(llm: LLM, body: Body, queue: int = 1000) -> None:
         async with asyncio.timeout(60), serving(llm, queue) as service:
             await body(llm, service)
             await until(
-                lambda: not service.tickets and not service._running and not llm.engine.busy
+                lambda: not service.jobs and not service._running and not llm.engine.busy
             )
         check_idle(llm.engine)
 
@@ -93,7 +93,7 @@ async def soon(work: Awaitable[Any]) -> Any:
 async def result(group: Group) -> list[tuple[list[int], str | None]]:
     """(tokens, finish reason) of each request of a group."""
     await group.accepted()
-    tokens: list[list[int]] = [[] for _ in group.tickets]
+    tokens: list[list[int]] = [[] for _ in group.jobs]
     reasons: list[str | None] = [None] * len(tokens)
     async for ticket, event in group.events():
         tokens[ticket.index] += event.token_ids
@@ -128,12 +128,12 @@ def test_the_deadline_ends_the_events_and_not_whoever_takes_them(waits: bool) ->
         loop = asyncio.get_running_loop()
         group = Group([order()], timeout=0.05)
         event = Event(0, [1], [""], ["a"])
-        group.desk.tell(group.tickets[0], event)
+        group.put(group.jobs[0], event)
         events = group.events()
         assert (await anext(events))[1] is event
         if not waits:
-            group.desk.tell(group.tickets[0], event)
-            await until(lambda: loop.time() > (group.end or 0.0))
+            group.put(group.jobs[0], event)
+            await until(lambda: loop.time() > (group.deadline or 0.0))
         with pytest.raises(TimeoutError):
             await soon(anext(events))
 
@@ -149,12 +149,12 @@ def test_a_group_that_is_not_read_pauses_and_goes_on_with_the_same_tokens(
         expected = await soon(result(service.submit(orders)))
         service.unread_each = 2000
         group = service.submit(orders)
-        await until(lambda: group.desk.paused and not llm.engine.busy)
-        assert group.desk.unread > 4000 and llm.engine.scheduler.running == []
+        await until(lambda: group.paused and not llm.engine.busy)
+        assert group.unread > 4000 and llm.engine.scheduler.running == []
         assert await soon(result(service.submit([order(3)]))), "others have its places"
         assert await soon(result(group)) == expected
         late = service.submit(orders)
-        await until(lambda: late.desk.paused)
+        await until(lambda: late.paused)
         service.cancel(late)
 
     play(llm, body)
@@ -166,10 +166,10 @@ def test_a_group_that_stays_unread_ends(llm: LLM) -> None:
     async def body(llm: LLM, service: Service) -> None:
         service.unread_each, service.write_timeout = 2000, 0.05
         group = service.submit([order(1, 40), order(2, 40)])
-        await until(lambda: group.desk.paused and not service.tickets)
+        await until(lambda: group.paused and not service.jobs)
         with pytest.raises(RequestError, match=r"has not read its answer for 0\.05 s"):
             await soon(result(group))
-        assert group.desk.unread == 0
+        assert group.unread == 0
 
     play(llm, body)
 
@@ -180,7 +180,7 @@ def test_cancelled_before_it_is_taken(llm: LLM) -> None:
             group = service.submit([order(seed), order(seed + 1)])
             service.cancel(group)
             service.cancel(group)
-            assert not service.tickets
+            assert not service.jobs
         assert (await soon(result(service.submit([order()]))))[0][1] == "length"
 
     play(llm, body)
@@ -203,7 +203,7 @@ def test_a_group_is_taken_whole_or_not_at_all(llm: LLM) -> None:
         group = service.submit([order(1), order(2), order(3, prompt=400), order(4)])
         with pytest.raises(RequestError):
             await soon(group.accepted())
-        assert not service.tickets & set(group.tickets)
+        assert not service.jobs & set(group.jobs)
         assert len((await soon(result(other)))[0][0]) == 20
 
     play(llm, body)
@@ -343,9 +343,9 @@ def test_a_failure_behind_the_last_event_of_a_request_does_not_take_it_back(
 
 async def _items(group: Group) -> AsyncIterator[tuple[int, Any]]:
     """Everything that is put into a group's inbox, errors included, until each ticket has ended."""
-    left = len(group.tickets)
+    left = len(group.jobs)
     while left:
-        ticket, item = await soon(group.desk.inbox.get())
+        ticket, item = await soon(group._queue.get())
         left -= item is None or isinstance(item, BaseException)
         yield ticket.index, item
 
@@ -359,7 +359,7 @@ def test_an_accident_while_a_request_is_taken_is_told(
             group = service.submit([order(1), order(2)])
             with pytest.raises(UnavailableError):
                 await soon(result(group))
-        assert not service.tickets
+        assert not service.jobs
         assert (await soon(result(service.submit([order()]))))[0][1] == "length"
 
     play(llm, body)
@@ -408,7 +408,7 @@ def test_the_end_of_the_engine_thread_is_told(llm: LLM, monkeypatch: pytest.Monk
             group = service.submit([order(i) for i in range(5)])
             with pytest.raises(UnavailableError):
                 await soon(result(group))
-            assert not service.tickets
+            assert not service.jobs
 
     asyncio.run(main())
 
@@ -424,7 +424,7 @@ def test_an_engine_that_cannot_start_over_is_told(
                 patch.setattr(llm.engine, "reset", lambda: 1 / 0)
                 with pytest.raises(UnavailableError):
                     await soon(result(service.submit([order()])))
-                assert not service.tickets
+                assert not service.jobs
                 with pytest.raises(UnavailableError):
                     await soon(result(service.submit([order()])))
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
-from forerun.server import bounds
-from forerun.server.kitchen import Kitchen
+from forerun.server import limits
+from forerun.server.state import ServerState
 from tests.server.serving import PATIENCE, Serving, serving, until
 from tests.server.test_connections import ASKED, connected, post
 
@@ -26,7 +26,7 @@ def test_one_goes_on_in_a_round() -> None:
     passed: list[int] = []
 
     async def main() -> None:
-        kitchen, number = Kitchen(nothing, "", "", 0.0, 0), 0
+        kitchen, number = ServerState(nothing, "", "", 0.0, 0), 0
 
         async def one() -> None:
             await kitchen.turn()
@@ -47,9 +47,9 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
     parsed: list[bytes] = []
     asked: list[asyncio.Event] = []
     serves: list[bool] = []
-    parse = bounds.parse
+    parse = limits.parse
 
-    async def wait(_: Kitchen) -> None:
+    async def wait(_: ServerState) -> None:
         if not serves:  # it asks itself for some pages as it starts
             return
         asked.append(asyncio.Event())
@@ -59,9 +59,9 @@ def test_whoever_leaves_before_its_turn_is_not_worked_for(
     async def let_go() -> None:
         asked[-1].set()
 
-    monkeypatch.setattr(Kitchen, "turn", wait)
+    monkeypatch.setattr(ServerState, "turn", wait)
     with serving(spare) as s:
-        monkeypatch.setattr(bounds, "parse", lambda body: (parsed.append(body), parse(body))[1])
+        monkeypatch.setattr(limits, "parse", lambda body: (parsed.append(body), parse(body))[1])
         serves.append(True)
         with connected(s, post(ASKED)):
             until(lambda: len(asked) == 1, "it waits for its turn")
