@@ -35,7 +35,7 @@ ADMISSION_SECONDS = 0.01  # time for admitting jobs between two steps
 MIN_UNREAD = 16 << 10  # bytes of unread events that every job may have
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Job:
     """One generation request to the engine, and its progress.
 
