@@ -17,8 +17,8 @@ import httpx2
 
 from forerun.llm import LLM
 from forerun.server.app import make_app
-from forerun.server.run import Server
 from forerun.server.jobs import EngineService
+from forerun.server.run import Server
 from forerun.server.settings import Settings
 from forerun.types import Event
 

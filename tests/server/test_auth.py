@@ -322,7 +322,9 @@ def test_foreign_pages_start_no_work(server: Serving) -> None:
     assert server.http.post(COMPLETIONS, json=body_json, headers=own).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS, "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", COMPLETIONS, "/v1/responses", "/tokenize"]
+)
 def test_bodies_need_a_content_type_that_no_page_sends_unasked(server: Serving, path: str) -> None:
     """Old browsers send forms without an Origin; only scripts leave the content type out."""
     prompt: dict[str, Any] = {"prompt": "x"}

@@ -183,11 +183,11 @@ def test_trailers_are_ignored_and_bounded(shared: Serving) -> None:
 
 
 def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
-    with serving(spare, api_key=("k",)) as s:
-        with connected(s, CHUNKED + b"\r\n5\r\nhello\r\n") as connection:
-            assert connection.recv(12) == b"HTTP/1.1 401"
-            connection.sendall(b"1\r\nx\r\n" * 20_000)
-            until(lambda: not num_open(s), "it is closed", patience=5)
+    half = CHUNKED + b"\r\n5\r\nhello\r\n"
+    with serving(spare, api_key=("k",)) as s, connected(s, half) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 401"
+        connection.sendall(b"1\r\nx\r\n" * 20_000)
+        until(lambda: not num_open(s), "it is closed", patience=5)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,9 @@ def test_an_upgrade_is_ignored(shared: Serving, chunked: bool) -> None:
     """Java's client asks for HTTP/2 in its first request, and the parser would skip its body."""
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAA\r\n"
     body = chunks(padded(0), 1000) if chunked else padded(0)
-    framing = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
+    framing = (
+        b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
+    )
     with connected(shared, HEAD + upgrade + framing + b"\r\n" + body) as connection:
         assert b"HTTP/1.1 200" in received(connection, b"usage")
         connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
@@ -377,13 +379,16 @@ def test_connections_without_a_request_make_room(spare: LLM, sent: bytes) -> Non
 def test_a_request_in_work_keeps_its_connection(spare: LLM) -> None:
     """`Connection: close` does not mean that more of the request will come."""
     asked = post(LONG | {"max_tokens": 300}).replace(b"\r\n\r\n", b"\r\n" + CLOSE + b"\r\n", 1)
-    with serving(spare, max_connections=2) as s, slow(s.service, 0.003):
-        with connected(s, asked) as connection:
-            until(lambda: s.service.jobs, "it is taken")
-            for _ in range(4):
-                with connected(s):
-                    until(lambda: num_open(s) <= 2, "there is room")
-            assert received(connection, b"[DONE]").count(b'"text"') == 300
+    with (
+        serving(spare, max_connections=2) as s,
+        slow(s.service, 0.003),
+        connected(s, asked) as connection,
+    ):
+        until(lambda: s.service.jobs, "it is taken")
+        for _ in range(4):
+            with connected(s):
+                until(lambda: num_open(s) <= 2, "there is room")
+        assert received(connection, b"[DONE]").count(b'"text"') == 300
 
 
 def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
@@ -455,14 +460,14 @@ def test_events_that_gather_at_once_are_not_unread(
 ) -> None:
     """While the event loop is busy, more of them gather than a client may leave unread."""
     monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
-    with serving(spare, max_unread=1) as s:
-        with connected(s, post(LONG | {"max_tokens": 1000})) as connection:
-            until(lambda: s.service.jobs, "it is taken")
-            job, handle = next(iter(s.service.jobs.items()))
-            busy = lambda: job.request.produced > 500 or handle.paused  # noqa: E731
-            s.service._post(lambda: until(busy, "many wait"))
-            answer = received(connection, b"[DONE]")
-            assert answer.count(b'"text"') == 1000 and b"error" not in answer
+    sent = post(LONG | {"max_tokens": 1000})
+    with serving(spare, max_unread=1) as s, connected(s, sent) as connection:
+        until(lambda: s.service.jobs, "it is taken")
+        job, handle = next(iter(s.service.jobs.items()))
+        busy = lambda: job.request.produced > 500 or handle.paused  # noqa: E731
+        s.service._post(lambda: until(busy, "many wait"))
+        answer = received(connection, b"[DONE]")
+        assert answer.count(b'"text"') == 1000 and b"error" not in answer
 
 
 def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,13 +482,15 @@ def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.Monk
     with serving(spare) as s:
         size = len(s.http.get("/docs").content)
     limit = int(2.5 * size)
-    with serving(spare, listener=narrow(), write_timeout=0, max_unread=limit) as s:
-        with ExitStack() as stack:
-            for _ in range(6):
-                stack.enter_context(connected(s, sent, 4096))
-            until(lambda: unsent(s) > 0, "responses are written")
-            assert len(s.http.get("/docs").content) == size
-            until(lambda: 0 < unsent(s) <= limit, "the others were dropped", patience=5)
+    with (
+        serving(spare, listener=narrow(), write_timeout=0, max_unread=limit) as s,
+        ExitStack() as stack,
+    ):
+        for _ in range(6):
+            stack.enter_context(connected(s, sent, 4096))
+        until(lambda: unsent(s) > 0, "responses are written")
+        assert len(s.http.get("/docs").content) == size
+        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", patience=5)
 
 
 # ------------------------------------------------------------ before the first request

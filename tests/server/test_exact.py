@@ -24,7 +24,9 @@ SCHEMA = {
     "required": ["names", "size"],
     "additionalProperties": False,
 }
-DRAFTS = [{"draft": draft, "depth": depth} for draft in ("ngram", "suffix") for depth in (0, 1, 4, 64)]
+DRAFTS = [
+    {"draft": draft, "depth": depth} for draft in ("ngram", "suffix") for depth in (0, 1, 4, 64)
+]
 
 
 def ids(server: Serving, **options: Any) -> list[int]:

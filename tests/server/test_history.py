@@ -25,11 +25,11 @@ from forerun.server.answers import Answer
 from forerun.server.api import chat_orders
 from forerun.server.dialects import Chat
 from forerun.server.errors import ApiError
-from forerun.server.state import ServerState
 from forerun.server.ollama import Ollama
 from forerun.server.ollama_protocol import OllamaChat, chat_of
 from forerun.server.protocol import Body, ChatRequest, ResponsesRequest, TokenizeRequest
 from forerun.server.responses import Responses, as_chat
+from forerun.server.state import ServerState
 from forerun.server.translate import plain
 from forerun.types import Event
 from tests.server.serving import Front, Serving
@@ -250,7 +250,9 @@ def check(kitchen: ServerState, path: str, messages: list[Json]) -> list[Json]:
 @given(CONVERSATIONS)
 @example([(['<tool_call>{"name": "w", "arguments": "Paris"}</tool_call>'], True)])
 @example([([WRITTEN[2]], False), ([WRITTEN[4]], True), ([WRITTEN[5]], False)])
-def test_what_the_server_said_is_accepted_in_the_next_request(kitchen: ServerState, turns: Any) -> None:
+def test_what_the_server_said_is_accepted_in_the_next_request(
+    kitchen: ServerState, turns: Any
+) -> None:
     """Dumped by the clients' own models, whatever the model wrote, streamed and whole."""
     talks: dict[str, list[Json]] = {
         name: [] for name in ("openai", "anthropic", "responses", "ollama")
@@ -626,7 +628,9 @@ def test_thoughts_reach_the_template(path: str, messages: list[Json]) -> None:
     ]
 
 
-def test_thoughts_are_rendered(kitchen: ServerState, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_are_rendered(
+    kitchen: ServerState, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
         type(llm.tokenizer), "chat", lambda self, messages, *_, **__: given.extend(messages) or [5]

@@ -17,9 +17,9 @@ import httpx2
 import pytest
 
 from forerun.server import limits
-from forerun.server.limits import DIGITS, ENTRIES, OBJECTS, VALUES
 from forerun.server.errors import ApiError
 from forerun.server.jobs import EngineService
+from forerun.server.limits import DIGITS, ENTRIES, OBJECTS, VALUES
 from tests.server.serving import PATIENCE, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"

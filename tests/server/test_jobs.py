@@ -45,7 +45,9 @@ def llm(shared: LLM) -> LLM:
     return shared
 
 
-def job(seed: int = 1, tokens: int = 20, draft: str = "suffix", prompt: int = 6, **more: Any) -> Job:
+def job(
+    seed: int = 1, tokens: int = 20, draft: str = "suffix", prompt: int = 6, **more: Any
+) -> Job:
     params = SamplingParams.pure(
         temperature=0.8, seed=seed, max_tokens=tokens, ignore_eos=True, **more
     )
@@ -171,14 +173,14 @@ def test_what_has_ended_is_freed_at_once(llm: LLM) -> None:
 
     async def body(llm: LLM, service: EngineService) -> None:
         service.unread_each, service.write_timeout = 2000, 60
-        handle = service.submit([job(1, 40)])
-        kept = weakref.ref(handle), weakref.ref(handle.jobs[0])
-        await until(lambda: handle.paused)
-        service.cancel(handle)
+        handles = [service.submit([job(1, 40)])]
+        kept = weakref.ref(handles[0]), weakref.ref(handles[0].jobs[0])
+        await until(lambda: handles[0].paused)
+        service.cancel(handles[0])
         await soon(service.call(lambda: None))
         gc.disable()
         try:
-            del handle
+            handles.clear()
             await until(lambda: not any(reference() for reference in kept))
         finally:
             gc.enable()

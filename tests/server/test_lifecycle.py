@@ -256,7 +256,9 @@ def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
     with serving("--shutdown-timeout", "0") as server, ExitStack() as stack:
         for _ in range(5):
             stack.enter_context(server.connect(head(100) + b'{"prompt"'))
-        idle = stack.enter_context(server.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        idle = stack.enter_context(
+            server.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        )
         assert idle.recv(4096)
         server.process.send_signal(signal.SIGTERM)
         assert server.end(8) == 0
@@ -404,9 +406,7 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [("prot = 1", "did you mean 'port'"), (None, "read")])
-def test_a_bad_configuration_file_is_one_line(
-    tmp_path: Path, text: str | None, says: str
-) -> None:
+def test_a_bad_configuration_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
     file = tmp_path / "serve.toml"
     if text is not None:
         file.write_text(text)

@@ -59,7 +59,14 @@ def test_all_paths_but_health_and_pages_need_a_key(
             headers = {"authorization": key.encode("latin-1")}
             return s.http.get(path, headers=headers).status_code
 
-        for path in ("/v1/models", "/metrics", "/version", "/server_info", "/ready", "/openapi.json"):
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/version",
+            "/server_info",
+            "/ready",
+            "/openapi.json",
+        ):
             assert error_of(s.http.get(path), 401)["code"] == "invalid_api_key"
         for path in (*BODIES, "/v1/embeddings", "/tokenize", "/nowhere"):
             error_of(s.http.post(path, json=ASKED), 401)
@@ -70,7 +77,14 @@ def test_all_paths_but_health_and_pages_need_a_key(
         assert s.http.get("/health").status_code == 200
         for path in ("/", "/playground/nothing.js", "/docs"):
             assert s.http.get(path).status_code != 401
-        wrong = ("first", "Bearer", "Bearer firs", "Bearer first second", "Basic first", "Bearer \xe9")
+        wrong = (
+            "first",
+            "Bearer",
+            "Bearer firs",
+            "Bearer first second",
+            "Basic first",
+            "Bearer \xe9",
+        )
         assert {status(key) for key in wrong} == {401}
         for key in ("first", "second", "third"):
             assert status(f"Bearer {key}") == status(f"bearer  {key}") == 200
@@ -489,11 +503,10 @@ def test_running_requests_are_cut_short_after_the_shutdown_timeout(spare: LLM) -
 
 
 def test_a_second_signal_ends_the_server_at_once(spare: LLM) -> None:
-    with serving(spare, shutdown_timeout=1000) as s, slow(s.service):
-        with connected(s, post(LONG)):
-            until(lambda: s.service.llm.engine.requests, "it runs")
-            s.server.handle_exit(signal.SIGTERM, None)
-            assert not s.server.should_exit
-            s.server.handle_exit(signal.SIGINT, None)
-            assert s.server.should_exit
-            until(lambda: not s.thread.is_alive(), "it ends while a client waits", patience=3)
+    with serving(spare, shutdown_timeout=1000) as s, slow(s.service), connected(s, post(LONG)):
+        until(lambda: s.service.llm.engine.requests, "it runs")
+        s.server.handle_exit(signal.SIGTERM, None)
+        assert not s.server.should_exit
+        s.server.handle_exit(signal.SIGINT, None)
+        assert s.server.should_exit
+        until(lambda: not s.thread.is_alive(), "it ends while a client waits", patience=3)
