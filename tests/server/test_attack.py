@@ -16,7 +16,19 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import attack  # noqa: E402
 import attack_corpus  # noqa: E402
 
-SHORT = ["--json", "--warm-up", "--once", "--seconds", "1.5", "--scale", "0.01", "--patience", "0.5", "--attackers", "6"]
+SHORT = [
+    "--json",
+    "--warm-up",
+    "--once",
+    "--seconds",
+    "1.5",
+    "--scale",
+    "0.01",
+    "--patience",
+    "0.5",
+    "--attackers",
+    "6",
+]
 
 
 def test_the_corpus_is_not_refused_by_size_alone() -> None:
