@@ -362,6 +362,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         Innocents(server.host, server.port, options.innocents).watch(
             within(options.seconds / 30)
         )  # first calls
+        if options.warm_up:
+            warm_up(server, options)
         if not options.each:
             return measure(server, options, last=True)
         kinds: dict[str, Any] = {}
@@ -373,6 +375,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {"kinds": kinds, "failed": failed}
     finally:
         server.stop()
+
+
+def warm_up(server: Server, options: argparse.Namespace) -> None:
+    """Run every attack once without judging it, and wait until the memory has settled.
+
+    What a fresh process allocates at the first use of a feature then no longer counts as growth.
+    """
+    once = argparse.Namespace(**vars(options) | {"once": True})
+    with beside(attacker, server, once) as (_, done):
+        while not done():
+            time.sleep(0.2)
+    last, now = float("inf"), server.memory()
+    end = time.monotonic() + 30
+    while abs(last - now) > 1 and time.monotonic() < end:
+        time.sleep(2)
+        last, now = now, server.memory()
 
 
 def row(report: dict[str, Any]) -> str:
@@ -511,6 +529,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--once", action="store_true", help="each attack once, however long it takes"
+    )
+    parser.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="run each attack once before the measured ones, so that only leaks count as growth",
     )
     parser.add_argument(
         "--each", action="store_true", help="one kind after the other, each for --seconds"

@@ -20,7 +20,7 @@ NOT_LINES = {
     *(
         "jsonl.py",
         "server/writing.py",
-        "server/bounds.py",
+        "server/limits.py",
         "server/reference.py",
         "server/tools.py",
     ),

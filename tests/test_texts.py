@@ -21,9 +21,9 @@ from forerun.models.chat_template import recommended
 from forerun.models.config import load_config
 from forerun.models.files import POINTER, read_header, read_json, read_text
 from forerun.models.tokenizer import Tokenizer
+from forerun.server.auth import read_keys
 from forerun.server.batch import read_jobs
 from forerun.server.settings import read_file
-from forerun.server.tenants import read_keys
 from forerun.utils import UnreadableError, decoded, text_of
 from tests import tiny
 from tests.cli.test_main import MODEL, SMALL, forerun  # noqa: F401

@@ -10,8 +10,8 @@ from typing import Any
 
 from forerun.engine.stats import RequestStats
 from forerun.models.tokenizer import Tokenizer
-from forerun.server.tenants import CALLER
-from forerun.server.tickets import Ticket
+from forerun.server.auth import CALLER
+from forerun.server.jobs import Job
 from forerun.types import OTHERS, Event, PromptLogprobs, Round, TokenLogprobs
 
 SPELLED = (
@@ -22,9 +22,9 @@ LEAST = -9999.0  # stands for minus infinity, which JSON has no number for
 
 @dataclass(slots=True)
 class Answer:
-    """The output of one ticket as far as it has come."""
+    """The output of one job as far as it has come."""
 
-    ticket: Ticket
+    job: Job
     characters: int = 0
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -47,13 +47,13 @@ class Answer:
 
     @property
     def stats(self) -> RequestStats:
-        assert self.ticket.request is not None
-        return self.ticket.request.stats
+        assert self.job.request is not None
+        return self.job.request.stats
 
     @property
     def has_logprobs(self) -> bool:
         """Whether log-probabilities were asked for."""
-        return self.ticket.order.params.logprobs is not None
+        return self.job.params.logprobs is not None
 
 
 def finish(reason: str | None) -> str | None:
@@ -67,7 +67,7 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
     prompt = sum(a.stats.prompt_tokens for a in answers[::n])
     completion = sum(len(a.token_ids) for a in answers)
     details: dict[str, Any] = {}
-    given = [r for a in answers for r in a.ticket.order.references if r.name == "prediction"]
+    given = [r for a in answers for r in a.job.references if r.name == "prediction"]
     if given:
         accepted = sum(a.stats.by_source["prediction"].accepted for a in answers)
         details["accepted_prediction_tokens"] = accepted

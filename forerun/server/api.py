@@ -13,16 +13,15 @@ from forerun.server import fields, sizes, tools, translate
 from forerun.server.answers import Answer
 from forerun.server.dialects import Chat, Completions, Dialect
 from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
+from forerun.server.jobs import EngineService, Job, RequestHandle
 from forerun.server.numbers import FILL
 from forerun.server.protocol import ChatRequest, CompletionRequest
-from forerun.server.service import Service
-from forerun.server.tickets import Group, Order
+from forerun.server.state import ServerState
 
 GONE = 499  # nginx's status for a client that did not wait
 
 
-async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) -> Response:
+async def completions(kitchen: ServerState, body: CompletionRequest, http: Request) -> Response:
     """Answer /v1/completions."""
     kitchen.check(body.model)
     written = translate.completion_prompts(body)
@@ -33,8 +32,8 @@ async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) 
 
 
 def completion_orders(
-    kitchen: Kitchen, body: CompletionRequest, written: Sequence[str | list[int]]
-) -> tuple[Completions, list[Order]]:
+    kitchen: ServerState, body: CompletionRequest, written: Sequence[str | list[int]]
+) -> tuple[Completions, list[Job]]:
     """Prompts as orders for the engine, and the dialect their answer is written in."""
     llm = kitchen.service.llm
     wanted = translate.COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -45,7 +44,7 @@ def completion_orders(
     return Completions(kitchen, body, params.n, params.seed, prompts), orders
 
 
-async def chat(kitchen: Kitchen, body: ChatRequest, http: Request) -> Response:
+async def chat(kitchen: ServerState, body: ChatRequest, http: Request) -> Response:
     """Answer /v1/chat/completions."""
     kitchen.check(body.model)
     dialect, orders = await kitchen.prepare(chat_orders, kitchen, body, count=max(1, body.n or 1))
@@ -53,8 +52,8 @@ async def chat(kitchen: Kitchen, body: ChatRequest, http: Request) -> Response:
 
 
 def chat_orders(
-    kitchen: Kitchen, body: ChatRequest, prompt: list[int] | None = None
-) -> tuple[Chat, list[Order]]:
+    kitchen: ServerState, body: ChatRequest, prompt: list[int] | None = None
+) -> tuple[Chat, list[Job]]:
     """A chat as orders for the engine, and the dialect its answer is written in. `prompt` stands
     for its messages."""
     llm = kitchen.service.llm
@@ -89,7 +88,7 @@ def chat_orders(
 
 
 async def answer(
-    kitchen: Kitchen, dialect: Dialect, orders: Sequence[Order], http: Request
+    kitchen: ServerState, dialect: Dialect, orders: Sequence[Job], http: Request
 ) -> Response:
     """Have the orders done and write the answer; the requests end when the client goes away."""
     service = kitchen.service
@@ -112,29 +111,31 @@ async def answer(
     return warned(response, dialect.left_out)
 
 
-async def whole(kitchen: Kitchen, dialect: Dialect, group: Group) -> Response:
+async def whole(kitchen: ServerState, dialect: Dialect, group: RequestHandle) -> Response:
     """The answer in one piece."""
-    answers = [Answer(ticket) for ticket in group.tickets]
+    answers = [Answer(job) for job in group.jobs]
     characters = 0
     await group.accepted()
-    async for ticket, event in group.events():
-        answers[ticket.index].add(event)
+    async for job, event in group.events():
+        answers[job.index].add(event)
         characters += len(event.text)
         sizes.check(characters, "its tokens are longer than usual: give a lower max_tokens or n")
-    orders = [answer.ticket.order for answer in answers]
+    orders = [answer.job for answer in answers]
     size = dialect.weight(orders, [len(answer.token_ids) for answer in answers])
     return await kitchen.write(lambda: dialect.whole(answers), size)
 
 
-async def stream(service: Service, dialect: Dialect, group: Group) -> AsyncIterator[str]:
+async def stream(
+    service: EngineService, dialect: Dialect, group: RequestHandle
+) -> AsyncIterator[str]:
     """The answer event by event. An error on the way is a line too."""
-    answers = [Answer(ticket) for ticket in group.tickets]
+    answers = [Answer(job) for job in group.jobs]
     try:
         for line in dialect.begin(answers):
             yield line
-        async for ticket, event in group.events():
-            answers[ticket.index].add(event)
-            for i, line in enumerate(dialect.lines(answers, ticket.index, event)):
+        async for job, event in group.events():
+            answers[job.index].add(event)
+            for i, line in enumerate(dialect.lines(answers, job.index, event)):
                 if i:
                     await asyncio.sleep(
                         0

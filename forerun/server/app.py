@@ -1,4 +1,4 @@
-"""The application: routes, and around them keys, limits and request ids."""
+"""The FastAPI application: routes, middleware, and the start of the engine's service."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
 from forerun.server import api, errors, ollama, sizes, translate
 from forerun.server.answers import started
-from forerun.server.bodies import BoundedRoute
+from forerun.server.auth import CALLER, ApiKeys, add_access_control
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
-from forerun.server.gate import guard
 from forerun.server.indices import Indices, mount
-from forerun.server.journal import Journal
-from forerun.server.kitchen import Kitchen
-from forerun.server.metrics import Metrics
+from forerun.server.jobs import EngineService
+from forerun.server.limits import LimitedRoute
+from forerun.server.metrics import Metrics, RequestLog
 from forerun.server.ollama_card import Card
 from forerun.server.protocol import (
     ChatRequest,
@@ -43,16 +42,15 @@ from forerun.server.protocol import (
 )
 from forerun.server.reference import add_page
 from forerun.server.responses import responses
-from forerun.server.service import Service
 from forerun.server.settings import Settings
-from forerun.server.tenants import CALLER, Callers
+from forerun.server.state import ServerState
 from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
-STRETCH = 2.0  # prompts may make a pass this many times as long as the decoding requests alone
-PAGES = Path(str(files("forerun.server") / "playground"))
-FAILURES = {
+STRETCH = 2.0  # prompts may make a step this many times as long as decoding alone
+PLAYGROUND = Path(str(files("forerun.server") / "playground"))
+STATUS_TEXTS = {
     400: "Bad request",
     401: "No valid key",
     403: "Not for pages of that origin",
@@ -65,21 +63,31 @@ FAILURES = {
 }
 
 
-def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> FastAPI:
-    """The server's application around a loaded model. `app.state.service` is its service;
-    `callers`, unless somebody else knows them, are those of the settings."""
+def make_app(llm: LLM, settings: Settings, keys: ApiKeys | None = None) -> FastAPI:
+    """Build the server's application around a loaded model, without a listening socket.
+
+    Args:
+        llm: the model; its engine runs on a thread of its own while the application is up.
+        settings: options of the server.
+        keys: API keys; by default those of the settings.
+
+    Returns:
+        The application. `app.state.service` is its `EngineService`, `app.state.server` its
+        `ServerState`.
+    """
+    keys = ApiKeys.of(settings) if keys is None else keys
     name = served_name(llm, settings)
     llm.engine.stretch = STRETCH
-    service = Service(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
+    service = EngineService(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
     metrics = Metrics(service, settings.metrics_compat)
-    service.watchers = (metrics, Journal(name))
-    kitchen = Kitchen(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)
+    service.observers = (metrics, RequestLog(name))
+    state = ServerState(service, name, fingerprint(llm), settings.timeout, settings.max_prompt)
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         started()
-        await asyncio.create_task(ask_first(_app))
+        await asyncio.create_task(warm_up(app))
         yield
         await asyncio.to_thread(service.stop)
 
@@ -87,37 +95,78 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
         title="forerun",
         version=__version__,
         lifespan=lifespan,
-        responses={status: {"description": text} for status, text in FAILURES.items()},
+        responses={status: {"description": text} for status, text in STATUS_TEXTS.items()},
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )
-    app.state.service, app.state.kitchen = service, kitchen
-    app.router.route_class = BoundedRoute
+    app.state.service = service
+    app.state.server = state
+    app.router.route_class = LimitedRoute
     for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
-    embedder, card = Embedder(kitchen), Card(kitchen)
-    _generation(app, kitchen, embedder)
-    ollama.mount(app, kitchen, embedder, card)
-    _texts(app, kitchen)
-    _operation(app, kitchen, metrics)
-    _models(app, kitchen, card.modified)
-    _playground(app)
-    callers = Callers.of(settings) if callers is None else callers
+    embedder = Embedder(state)
+    card = Card(state)
+    _add_generation(app, state, embedder)
+    ollama.mount(app, state, embedder, card)
+    _add_tokenization(app, state)
+    _add_operation(app, state, metrics)
+    _add_models(app, state, card.modified)
+    _add_playground(app)
     if settings.indices:
-        indices = Indices(service, Path(settings.indices).expanduser(), callers.clients)
+        indices = Indices(service, Path(settings.indices).expanduser(), keys.clients)
         indices.load_all()
         if f"{RETRIEVAL}+{llm.draft}" in llm.engine.proposers:
             llm.draft = f"{RETRIEVAL}+{llm.draft}"
         mount(app, indices)
-    add_page(app, name, bool(callers))
-    app.add_middleware(HeadsAsPages)
-    guard(app, settings, callers)
+    add_page(app, name, bool(keys))
+    app.add_middleware(HeadAsGet)
+    add_access_control(app, settings, keys)
     return app
 
 
-class HeadsAsPages:
-    """Answers HEAD as GET; the HTTP server leaves the body out."""
+def describe(llm: LLM, settings: Settings) -> dict[str, Any]:
+    """Return what is served, for the line that a starting server prints.
+
+    A missing chat template is mentioned, a present one is not.
+    """
+    facts = {
+        "model": served_name(llm, settings),
+        "draft": llm.draft,
+        "depth": llm.config.depth,
+        "rule": llm.config.rule,
+    }
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        facts["chat_template"] = False
+    return facts
+
+
+def public_name(llm: LLM) -> str:
+    """Return the name of the model; of a path only the part that reveals no other folders."""
+    model = llm.config.model or DEFAULT
+    path = Path(model).expanduser()
+    return title(str(path.absolute())) if path.exists() else model
+
+
+def served_name(llm: LLM, settings: Settings) -> str:
+    """Return the name of the model in the API."""
+    return settings.served_name or title(public_name(llm))
+
+
+def fingerprint(llm: LLM) -> str:
+    """Return a name of all that the tokens of a seed depend on: version, model, kernels, rule."""
+    facts = (
+        __version__,
+        public_name(llm),
+        llm.decoder.weight_bytes,
+        llm.decoder.precision,
+        llm.config.rule,
+    )
+    return f"forerun-{__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+
+
+class HeadAsGet:
+    """Middleware that answers HEAD as GET; the HTTP server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -129,140 +178,112 @@ class HeadsAsPages:
         await self.app(scope, receive, send)
 
 
-async def ask_first(app: FastAPI) -> None:
-    """Ask an application for some pages, before anybody else does.
+async def warm_up(app: FastAPI) -> None:
+    """Send the application some requests before clients can.
 
-    Libraries import modules and read files when they are first used: when a client has taken all
-    file descriptors, that would fail.
+    Libraries import modules and read files at their first use, which would fail while clients hold
+    all file descriptors.
     """
 
+    async def discard(message: Message) -> None:
+        pass
+
     await to_thread.run_sync(lambda: None)  # anyio imports its backend with the first thread
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     for method, path, body in (
         ("GET", "/", b""),
         ("GET", "/openapi.json", b""),
         ("POST", "/tokenize", b'{"prompt": "x"}'),
         ("POST", "/v1/completions", b"{}"),
     ):
-        where = {
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "scheme": "http",
             "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "scheme": "http",
-            "headers": headers,
-            **where,
-        }
-        said: asyncio.Queue[Message] = asyncio.Queue()
-        said.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        with suppress(Exception):  # the same request of a client will say it
-            await app(scope, said.get, _drop)
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        with suppress(Exception):  # a client's request will show the same error
+            await app(scope, messages.get, discard)
 
 
-async def _drop(message: Message) -> None:
-    """Send a message of an answer to nobody."""
-
-
-def public_name(llm: LLM) -> str:
-    """What the model is known by; of a path only what says nothing of this machine."""
-    model = llm.config.model or DEFAULT
-    path = Path(model).expanduser()
-    return title(str(path.absolute())) if path.exists() else model
-
-
-def served_name(llm: LLM, settings: Settings) -> str:
-    """What the model is called in the API."""
-    return settings.served_name or title(public_name(llm))
-
-
-def fingerprint(llm: LLM) -> str:
-    """Names everything the tokens of a seed depend on, besides the seed: version, model, precision,
-    kernels."""
-    facts = (
-        __version__,
-        public_name(llm),
-        llm.decoder.weight_bytes,
-        llm.decoder.precision,
-        llm.config.rule,
-    )
-    return f"forerun-{__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
-
-
-def _generation(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
+def _add_generation(app: FastAPI, state: ServerState, embedder: Embedder) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, as OpenAI's API does."""
-        return await api.completions(kitchen, body, request)
+        return await api.completions(state, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as OpenAI's API does."""
-        return await api.chat(kitchen, body, request)
+        return await api.chat(state, body, request)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
-        """OpenAI's Responses, without memory."""
-        return await responses(kitchen, body, request)
+        """Answer as OpenAI's Responses API does, without stored conversations."""
+        return await responses(state, body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingsRequest, request: Request) -> Response:
-        """Vectors of texts: the mean of the last hidden states, of length 1."""
-        return await embeddings(kitchen, embedder, body, request)
+        """Embed texts: the mean of the last hidden states, of length 1."""
+        return await embeddings(state, embedder, body, request)
 
 
-def _texts(app: FastAPI, kitchen: Kitchen) -> None:
-    llm = kitchen.service.llm
+def _add_tokenization(app: FastAPI, state: ServerState) -> None:
+    llm = state.service.llm
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """A text or a conversation as token ids."""
-        kitchen.check(body.model)
-        tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
+        """Convert a text or a conversation to token ids."""
+        state.check(body.model)
+        tokens = await state.prepare(translate.tokenized, llm, body, state.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        response = await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
+        response = await state.write(lambda: content, sizes.TOKEN_ID * len(tokens))
         return api.warned(response, body.left_out)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Token ids as text."""
-        kitchen.check(body.model)
-        text = await kitchen.prepare(translate.detokenized, llm, body.tokens)
+        """Convert token ids to text."""
+        state.check(body.model)
+        text = await state.prepare(translate.detokenized, llm, body.tokens)
         sizes.check(len(text), "send fewer tokens at once")
-        return await kitchen.write(lambda: {"prompt": text}, len(text))
+        return await state.write(lambda: {"prompt": text}, len(text))
 
 
-def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
-    service, llm = kitchen.service, kitchen.service.llm
+def _add_operation(app: FastAPI, state: ServerState, metrics: Metrics) -> None:
+    service, llm = state.service, state.service.llm
+
+    def check_alive() -> None:
+        if not service.alive:
+            raise ApiError(503, service.reason)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the server is up. It needs no key."""
-        if not service.alive:
-            raise ApiError(503, service.reason)
+        """Tell whether the server is up. It needs no key."""
+        check_alive()
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Whether the engine does its steps: it answers between two of them."""
-        if not service.alive:
-            raise ApiError(503, service.reason)
+        """Tell whether the engine works: it answers between two steps."""
+        check_alive()
         async with asyncio.timeout(60):
             await service.call(lambda: None)
         return {"status": "ready"}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The version of forerun."""
+        """Return the version of forerun."""
         return {"version": __version__}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        """Counters for Prometheus."""
+        """Return Prometheus metrics."""
         if not CALLER.get().operator:
             raise ApiError(
                 403, "this counts everybody's requests: it needs a key of the operator (--api-key)"
@@ -271,24 +292,19 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
 
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
-        """What is served and how."""
-        passes, drafts = llm.engine.policy.cost_table() if CALLER.get().operator else ({}, {})
+        """Return what is served and how."""
+        # Costs depend on the requests of all clients, so only the operator sees them.
+        step_costs, draft_costs = llm.engine.policy.cost_table() if CALLER.get().operator else ({}, {})
+        drafts = [name for name in llm.engine.proposers if "reference" not in name]
         return {
             "version": __version__,
-            "model": kitchen.name,
+            "model": state.name,
             "isolation": True,
             "context": llm.decoder.context,
             "chat": llm.tokenizer is not None and llm.tokenizer.has_chat_template,
             "sampling": llm.recommended,
             "default_sampling": dict(DEFAULT_SAMPLING),
-            "drafts": [
-                "off",
-                *(
-                    name
-                    for name in llm.engine.proposers
-                    if "reference" not in name and name != "auto"
-                ),
-            ],
+            "drafts": ["off", *(name for name in drafts if name != "auto")],
             "draft": llm.draft,
             "depth": llm.config.depth,
             "rules": list(RULES),
@@ -296,18 +312,22 @@ def _operation(app: FastAPI, kitchen: Kitchen, metrics: Metrics) -> None:
             "kernels": llm.decoder.precision,
             "threads": llm.config.threads or len(os.sched_getaffinity(0)),
             "costs": {
-                "pass_ms": _in_ms(passes),
-                "draft_ms": {name: _in_ms(c) for name, c in drafts.items()},
+                "pass_ms": _milliseconds(step_costs),
+                "draft_ms": {name: _milliseconds(costs) for name, costs in draft_costs.items()},
             },
         }
 
 
-def _models(app: FastAPI, kitchen: Kitchen, created: int) -> None:
-    llm = kitchen.service.llm
+def _milliseconds(costs: dict[int, float]) -> dict[str, float]:
+    return {str(size): round(1e3 * seconds, 4) for size, seconds in sorted(costs.items())}
+
+
+def _add_models(app: FastAPI, state: ServerState, created: int) -> None:
+    llm = state.service.llm
     card = {
-        "id": kitchen.name,
+        "id": state.name,
         "object": "model",
-        "created": created,  # of its file: all replicas say the same, before and after a restart
+        "created": created,  # time of the model's file: the same for all replicas and restarts
         "owned_by": "forerun",
         "max_model_len": llm.decoder.context,
         "root": public_name(llm),
@@ -315,26 +335,21 @@ def _models(app: FastAPI, kitchen: Kitchen, created: int) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """List the one model that is served."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model of this name, with or without `:latest`."""
+        """Describe the model of this name, with or without `:latest`."""
         if not name:
             return await models()
-        kitchen.check(name.removesuffix("/"))
+        state.check(name.removesuffix("/"))
         return card
 
 
-def _in_ms(costs: dict[int, float]) -> dict[str, float]:
-    return {str(size): round(1e3 * seconds, 4) for size, seconds in sorted(costs.items())}
-
-
-def _playground(app: FastAPI) -> None:
-    pages = {
-        path.name: path.read_bytes() for path in PAGES.iterdir() if path.is_file()
-    }  # a request opens no file
+def _add_playground(app: FastAPI) -> None:
+    # Read now, since a request must not need a file descriptor.
+    pages = {path.name: path.read_bytes() for path in PLAYGROUND.iterdir() if path.is_file()}
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -346,11 +361,3 @@ def _playground(app: FastAPI) -> None:
             raise ApiError(404, "there is no such page")
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
         return Response(pages[name], media_type=guess_type(name)[0], headers=headers)
-
-
-def describe(llm: LLM, settings: Settings) -> dict[str, Any]:
-    """What is served and how; that a model has no chat template is said where it is so, since it
-    may not chat then."""
-    facts = {"model": served_name(llm, settings), "draft": llm.draft, "depth": llm.config.depth}
-    lacking = llm.tokenizer is None or not llm.tokenizer.has_chat_template
-    return facts | {"rule": llm.config.rule} | ({"chat_template": False} if lacking else {})

@@ -22,20 +22,20 @@ from starlette.responses import Response
 from forerun.cli.progress import Tell, progress
 from forerun.errors import RequestError
 from forerun.llm import LLM
-from forerun.server import api, bounds, errors
+from forerun.server import api, errors, limits
 from forerun.server.app import fingerprint, served_name
 from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
+from forerun.server.jobs import EngineService
 from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from forerun.server.responses import responses
-from forerun.server.service import Service
 from forerun.server.settings import Settings
+from forerun.server.state import ServerState
 from forerun.server.writing import content_of
 from forerun.utils import UnreadableError, json_line, text_of
 
 AGAIN = (429, 500, 503, 504)  # failures of the moment: such lines are done again
 OURS = b'{"id": "batch_req_'
-Handler = Callable[[Kitchen, Any, Request], Awaitable[Response]]
+Handler = Callable[[ServerState, Any, Request], Awaitable[Response]]
 ROUTES: dict[str, tuple[type[BaseModel], Handler]] = {
     "/v1/completions": (CompletionRequest, api.completions),
     "/v1/chat/completions": (ChatRequest, api.chat),
@@ -120,8 +120,8 @@ def resume(target: Path) -> set[str]:
 
 async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path, tell: Tell) -> None:
     settings = Settings()
-    service = Service(llm, max_queue=1 << 20)
-    kitchen = Kitchen(service, served_name(llm, settings), fingerprint(llm), 0, 0)
+    service = EngineService(llm, max_queue=1 << 20)
+    kitchen = ServerState(service, served_name(llm, settings), fingerprint(llm), 0, 0)
     service.start()
     places = asyncio.Semaphore(2 * llm.config.max_rows)
     try:
@@ -147,7 +147,7 @@ async def _work(llm: LLM, jobs: list[dict[str, Any]], target: Path, tell: Tell) 
         await asyncio.to_thread(service.stop)
 
 
-async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
+async def _answer(kitchen: ServerState, job: dict[str, Any]) -> dict[str, Any]:
     """One line of output: the response as the server would have given it."""
     request_id = secrets.token_hex(8)
     try:
@@ -157,7 +157,7 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(job.get("body"), dict):
             raise ApiError(400, "a request needs a body that is an object", "body")
         body = job["body"] | {"stream": False}
-        request = kind.model_validate(bounds.parse(json.dumps(body).encode()))
+        request = kind.model_validate(limits.parse(json.dumps(body).encode()))
         response = await handler(kitchen, request, _nobody(job["url"]))
         status, content = response.status_code, json.loads(content_of(response))
     except RecursionError:
@@ -167,7 +167,7 @@ async def _answer(kitchen: Kitchen, job: dict[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         status, content = errors.body(RequestValidationError(error.errors()))
     except Exception as error:
-        status, content = errors.told(error)
+        status, content = errors.logged_body(error)
     return {
         "id": f"batch_req_{request_id}",
         "custom_id": job["custom_id"],

@@ -1,4 +1,4 @@
-"""The verbs `serve` and `batch`. What they import is imported when they run."""
+"""The verbs `serve` and `batch`; the server itself is imported when they run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from forerun.errors import ConfigError
 from forerun.models.hub import find_model
 from forerun.server.listen import listen
 from forerun.server.settings import Settings, read_file
-from forerun.server.tenants import Callers
 
 LISTS = dict.fromkeys(("api_key", "allowed_hosts", "allowed_origins"), list[str])
 SERVER = Group("server", Settings, "Server", LISTS)
 FILE = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file with any of the options below.")
+    Path | None, typer.Option("--config", help="TOML file with any of the options below.")
 ]
 
 
@@ -31,13 +30,15 @@ def serve(
     config: dict[str, Any],
     server: dict[str, Any],
 ) -> None:
-    """Serve a model over OpenAI's API, with a page at / where one can watch it speculate."""
+    """Serve a model through OpenAI's API, with a playground at / that shows the speculation."""
     engine, settings = read_file(file) if file else ({}, {})
     options = engine | config
     chosen = Settings(**(settings | server))
     find_model(Config.of(**options).model)
-    Callers.of(chosen)  # a file with keys that cannot be read is told now
-    _need_extra()
+    _require_extra()
+    from forerun.server.auth import ApiKeys
+
+    ApiKeys.of(chosen)  # reports an unreadable file of keys before the model loads
     listener = listen(chosen)
     from forerun.server.run import run
 
@@ -46,25 +47,23 @@ def serve(
 
 @with_flags(ENGINE_FLAGS)
 def batch(
-    source: Annotated[
-        Path, typer.Argument(help="Requests, a line each, in OpenAI's batch format.")
-    ],
+    source: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one a line.")],
     target: Annotated[
         Path,
-        typer.Argument(help="Where answers go; those that are there already are not done again."),
+        typer.Argument(help="File for the answers; requests answered in it already are skipped."),
     ],
     *,
     config: dict[str, Any],
 ) -> None:
-    """Work through a file of requests. Interrupted, it goes on where it was when started again."""
+    """Answer a file of requests; after an interruption, the same command continues."""
     find_model(Config.of(**config).model)
-    _need_extra()
+    _require_extra()
     from forerun.server.batch import run
 
     run(source, target, config)
 
 
-def _need_extra() -> None:
+def _require_extra() -> None:
     try:
         import fastapi  # noqa: F401
         import httptools  # noqa: F401

@@ -1,9 +1,15 @@
-"""HTTP connections with bounded work and memory: limits for headers, framing and unread answers,
-deadlines, and a bound on their number.
+"""HTTP connections with bounded work and memory.
 
-uvicorn's connection parses whatever a read brings, at once. Here what comes is kept until it is
-this connection's turn (`Turns`), and the parser (llhttp, in C) is given at most one request's
-headers, or a slice of one body, at a time."""
+A connection goes through two classes:
+
+1. `Acceptor` reads the headers of its first request on a plain socket. asyncio and uvicorn take
+   100 microseconds for a connection and several hundred for a request, so that hundreds at once
+   would delay all clients behind them; a plain socket takes about 20. A connection that sends
+   nothing, half a request or too many headers never becomes more than that.
+2. `Connection`, uvicorn's HTTP protocol with limits and timeouts. It keeps what it receives until
+   its turn (`ConnectionPool`), and gives the parser (llhttp) at most the headers of one request or
+   a slice of one body at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,73 +18,68 @@ import enum
 import json
 import logging
 import re
+import selectors
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from forerun.server import errors
-from forerun.server.errors import ApiError
+from forerun.server.errors import ApiError, is_out_of_descriptors
 from forerun.server.settings import Settings
 
 log = logging.getLogger("forerun.server")
 MAX_HEADER_BYTES = 16 << 10  # of one request, its first line included
 MAX_HEADERS = 100  # lines
-MAX_FRAMING = (
-    32 << 10
-)  # bytes that say where chunks begin and end, and a sixteenth of what is in the chunks
-SLICE = 16 << 10  # bytes of a body that are parsed in one turn
+MAX_FRAMING = 32 << 10  # bytes of chunk framing, besides a sixteenth of the content
+BODY_SLICE = 16 << 10  # bytes of a chunked body that are parsed in one turn
 READ_AHEAD = 64 << 10  # bytes that are kept before they are parsed; then reading pauses
-TURN_SECONDS = (
-    0.002,
-    0.001,
-)  # for headers and for bodies, of all connections, in one round of the event loop
-BLANK_LINES = (b"\n\r\n", b"\n\n")  # the parser refuses the second
-FIRST = b"GET /health "  # goes before all other requests
+LARGE_WRITE = 64 << 10  # bytes; streams write less, and are not counted in the pool
+HEADER_SECONDS, BODY_SECONDS = 0.002, 0.001  # for parsing, in one iteration of the event loop
+BLANK_LINES = (b"\n\r\n", b"\n\n")  # ends of headers; the parser refuses the second
+HEALTH = b"GET /health "  # served before all other requests
+UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)  # the parser would skip the body
 INVALID = "this is no HTTP/1.1 request"
 FULL = "this server has as many connections as it takes (--max-connections)"
-UPGRADE = re.compile(
-    rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE
-)  # the parser would leave out the request's body
-LINGER_SECONDS, LINGER_BYTES = (
-    1.0,
-    1 << 20,
-)  # in which a client that was refused may read why: a reset would lose it
-LARGE_WRITE = 64 << 10  # bytes; what streams write is less, and is not added up
+LATE = "the headers did not come within {:g} s (--header-timeout)"
+# After a refusal the connection stays open for reading: a reset would lose the error message.
+LINGER_SECONDS = 1.0
+LINGER_BYTES = 1 << 20
 
-
-class Phase(enum.Enum):
-    """What a connection expects next of its client."""
-
-    HEADERS = enum.auto()
-    BODY = enum.auto()
-    NOTHING = enum.auto()  # a whole request is there, and not answered yet
-    END = enum.auto()  # it was refused, and what it still sends is thrown away
+ACCEPT_SECONDS = 0.004  # for accepting, and again for reading, in one iteration of the event loop
+RECEIVE_BYTES = 4 << 10  # read from a pending connection at once
+MAX_STARTS = 8  # requests handed on in one iteration; at most one of them is not for /health
+MIN_TIMER_SECONDS = 0.01  # between two checks for expired connections
+RETRY_SECONDS = 0.1  # until the next accept when no file descriptor was left
 
 
 def headers_length(received: bytearray, searched: int = 0) -> int:
-    """Return the number of bytes of a request's headers, their blank line included; 0 if they are
-    not complete.
+    """Return the number of bytes of a request's headers, or 0 if they are incomplete.
 
-    The end is not in the first `searched` bytes. Empty lines before the request are removed from
-    `received`, since some clients end a body with one. Raises ApiError for headers that are too
-    long, too many or no HTTP."""
+    The blank line counts; it is not within the first `searched` bytes. Empty lines before the
+    request are removed from `received`, since some clients end a body with one. Raises ApiError for
+    headers that are too long, too many or not HTTP.
+    """
     if received.startswith((b"\r", b"\n")):
         received[:] = received.lstrip(b"\r\n")
+    start = max(0, searched - 3)
     ends = [
-        (received.find(blank, max(0, searched - 3), MAX_HEADER_BYTES), len(blank))
+        at + len(blank)
         for blank in BLANK_LINES
+        if (at := received.find(blank, start, MAX_HEADER_BYTES)) >= 0
     ]
-    found = min((at + size for at, size in ends if at >= 0), default=0)
+    found = min(ends, default=0)
     length = found or len(received)
     if length > MAX_HEADER_BYTES or received.count(b"\n", 0, length) > MAX_HEADERS + 2:
-        most = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
-        raise ApiError(431, f"a request has at most {most}: send fewer or shorter ones")
+        limit = f"{MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
+        raise ApiError(431, f"a request has at most {limit}: send fewer or shorter ones")
     if not found and received and received[0] < ord("A"):
         raise ApiError(400, INVALID)
     return found
@@ -86,246 +87,480 @@ def headers_length(received: bytearray, searched: int = 0) -> int:
 
 @lru_cache(64)
 def refusal(status: int, message: str) -> bytes:
-    """Build the whole response to a request that does not reach the application; the connection
-    ends after it."""
+    """Build the response to a request that does not reach the application."""
     body = json.dumps(errors.body(ApiError(status, message))[1]).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),
         "connection": "close",
     }
-    headers |= {"retry-after": "1"} if status == 503 else {}
+    if status == 503:
+        headers["retry-after"] = "1"
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return STATUS_LINE[status] + lines.encode() + b"\r\n" + body
 
 
-def late(seconds: float) -> str:
-    """Return the message for a client whose headers did not arrive in time."""
-    return f"the headers did not come within {seconds:g} s (--header-timeout)"
-
-
-class Clock:
-    """Calls back after some seconds, unless it is stopped before; after 0 seconds never."""
+class Timer:
+    """Calls a function once after some seconds, unless it is stopped before."""
 
     def __init__(self) -> None:
-        self.handle: asyncio.TimerHandle | None = None  # while it will call back
+        self.handle: asyncio.TimerHandle | None = None  # None if the timer is not running
 
     def start(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call back after so many seconds from now, and not when it was to before."""
+        """Restart the timer; after 0 seconds it never calls."""
         self.stop()
         if seconds:
-            self.handle = asyncio.get_running_loop().call_later(seconds, self._ring, call)
+            self.handle = asyncio.get_running_loop().call_later(seconds, self._run, call)
 
     def stop(self) -> None:
-        """Do not call back."""
+        """Stop the timer."""
         if self.handle is not None:
             self.handle.cancel()
             self.handle = None
 
-    def _ring(self, call: Callable[[], None]) -> None:
+    def _run(self, call: Callable[[], None]) -> None:
         self.handle = None
         call()
 
 
-class Turns:
-    """Lets connections parse what has come, one piece each in turn, for a bounded time in each
-    round of the event loop.
+# ------------------------------------------------------------ before the first request
 
-    Headers come before bodies, and one request begins in each round, so that /health and running
-    streams do not wait for all the requests of a burst.
+
+@dataclass(eq=False, slots=True)
+class PendingConnection:
+    """A connection that has not sent the headers of a request.
+
+    Attributes:
+        end: when it expires (`time.monotonic`).
+        received: bytes of its headers.
+        discarded: bytes that came after it was refused; None if it was not.
     """
 
-    def __init__(self) -> None:
-        self._queues: tuple[deque[Connection], deque[Connection]] = (deque(), deque())
-        self._scheduled = False
+    sock: socket.socket
+    end: float
+    received: bytearray = field(default_factory=bytearray)
+    discarded: int | None = None
 
-    def add(self, connection: Connection) -> None:
+    @property
+    def is_health(self) -> bool:
+        """Return True if its request goes before all others."""
+        return self.received.startswith(HEALTH)
+
+    def has_gone(self) -> bool:
+        """Return True if the client has closed the connection."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+
+class Acceptor:
+    """Accepts connections and reads the headers of their first requests."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[..., asyncio.Protocol],
+        header_timeout: float,
+        max_pending: int,
+    ) -> None:
+        """Start to accept.
+
+        Args:
+            listener: listening socket.
+            make: makes the protocol of a connection; its argument `received` has the bytes that
+                were read already.
+            header_timeout: seconds that a connection may wait for a request; 0 for no limit.
+            max_pending: number of connections that may wait; above it the oldest is closed.
+        """
+        self.listener = listener
+        self.make = make
+        self.header_timeout = header_timeout
+        self.max_pending = max_pending
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[PendingConnection, None] = {}  # in order of arrival
+        self._refused: dict[PendingConnection, None] = {}  # answered; their input is discarded
+        self._complete: deque[PendingConnection] = deque()  # with the headers of a request
+        self._selector = selectors.DefaultSelector()
+        self._readable: deque[PendingConnection] = deque()
+        self._timer = Timer()
+        self._scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+        self._loop.add_reader(self._selector.fileno(), self._read)
+
+    def close(self) -> None:
+        """Stop accepting, and close the pending connections."""
+        self._timer.stop()
+        self._loop.remove_reader(self.listener)
+        self._loop.remove_reader(self._selector.fileno())
+        for pending in [*self._waiting, *self._refused, *self._complete]:
+            pending.sock.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        end = time.perf_counter() + ACCEPT_SECONDS
+        while time.perf_counter() < end:
+            try:
+                sock, _ = self.listener.accept()
+                sock.setblocking(False)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                if is_out_of_descriptors(error):
+                    self._free_descriptor()
+                    break
+                continue  # the client has gone
+            timeout = self.header_timeout or float("inf")
+            pending = PendingConnection(sock, time.monotonic() + timeout)
+            self._waiting[pending] = None
+            self._selector.register(sock, selectors.EVENT_READ, pending)
+            if len(self._waiting) > self.max_pending:
+                self._close(next(iter(self._waiting)))
+        self._start_timer()
+
+    def _free_descriptor(self) -> None:
+        """Close the oldest connection; if there is none, accept again later."""
+        log.error(
+            "no file descriptor is left for another connection: raise the limit with ulimit -n"
+        )
+        if self._waiting:
+            self._close(next(iter(self._waiting)))
+            return
+        self._loop.remove_reader(self.listener)
+        self._loop.call_later(RETRY_SECONDS, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self.listener.fileno() >= 0:
+            self._loop.add_reader(self.listener, self._accept)
+
+    def _read(self) -> None:
+        if not self._readable:
+            self._readable += (key.data for key, _ in self._selector.select(0))
+        end = time.perf_counter() + ACCEPT_SECONDS
+        while self._readable and time.perf_counter() < end:
+            pending = self._readable.popleft()
+            if pending.sock.fileno() < 0:  # closed meanwhile
+                continue
+            try:
+                data = pending.sock.recv(RECEIVE_BYTES)
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._close(pending)
+            elif pending.discarded is not None:
+                pending.discarded += len(data)
+                if pending.discarded > LINGER_BYTES:
+                    self._close(pending)
+            else:
+                self._receive(pending, data)
+
+    def _receive(self, pending: PendingConnection, data: bytes) -> None:
+        searched = len(pending.received)
+        pending.received += data
+        try:
+            complete = headers_length(pending.received, searched) > 0
+        except ApiError as error:
+            self._refuse(pending, error.status, str(error))
+            return
+        if not complete:
+            return
+        if len(self._complete) >= self.max_pending and not pending.is_health:
+            self._refuse(pending, 503, FULL)
+            return
+        del self._waiting[pending]
+        self._selector.unregister(pending.sock)
+        if pending.is_health:
+            self._complete.appendleft(pending)
+        else:
+            self._complete.append(pending)
+        self._schedule()
+
+    def _refuse(self, pending: PendingConnection, status: int, message: str) -> None:
+        del self._waiting[pending]
+        pending.received.clear()
+        pending.discarded = 0
+        pending.end = time.monotonic() + LINGER_SECONDS
+        self._refused[pending] = None
+        if len(self._refused) > self.max_pending:
+            self._close(next(iter(self._refused)))
+        try:
+            pending.sock.send(refusal(status, message))
+            pending.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._close(pending)
+        self._start_timer()
+
+    def _close(self, pending: PendingConnection) -> None:
+        self._waiting.pop(pending, None)
+        self._refused.pop(pending, None)
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
+
+    def _start_timer(self) -> None:
+        """Start the timer for the connection that expires next."""
+        ends = [next(iter(group)).end for group in (self._waiting, self._refused) if group]
+        if ends:
+            seconds = max(min(ends) - time.monotonic(), MIN_TIMER_SECONDS)
+            self._timer.start(seconds, self._expire)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._refused and (oldest := next(iter(self._refused))).end <= now:
+            self._close(oldest)
+        while self._waiting and (oldest := next(iter(self._waiting))).end <= now:
+            if oldest.received:
+                self._refuse(oldest, 408, LATE.format(self.header_timeout))
+            else:
+                self._close(oldest)
+        self._start_timer()
+
+    def _schedule(self) -> None:
+        if self._complete and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        """Hand one complete request to the server, after requests of /health."""
+        self._scheduled = False
+        num_started = 0
+        end = time.perf_counter() + ACCEPT_SECONDS
+        while self._complete and num_started < MAX_STARTS and time.perf_counter() < end:
+            pending = self._complete.popleft()
+            if pending.has_gone():
+                pending.sock.close()
+                continue
+            num_started += 1
+            task = self._loop.create_task(self._connect(pending))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            if not pending.is_health:
+                break
+        self._schedule()
+
+    async def _connect(self, pending: PendingConnection) -> None:
+        def make() -> asyncio.Protocol:
+            return self.make(received=bytes(pending.received))
+
+        try:
+            await self._loop.connect_accepted_socket(make, pending.sock)
+        except OSError:  # the client has gone
+            pending.sock.close()
+
+
+# ------------------------------------------------------------ from the first request on
+
+
+class Phase(enum.Enum):
+    """What a connection expects next from its client."""
+
+    HEADERS = enum.auto()
+    BODY = enum.auto()
+    COMPLETE = enum.auto()  # nothing: a whole request is there, and not answered yet
+    REFUSED = enum.auto()  # nothing: further input is discarded
+
+
+class ConnectionPool:
+    """What the connections of a server share: turns for parsing, and the bytes they write.
+
+    Connections parse one piece each in turn, for a bounded time in each iteration of the event
+    loop. Headers come before bodies, and one request starts in each iteration, so that /health and
+    running streams do not wait for all the requests of a burst.
+
+    Attributes:
+        waiting: connections that wait for their clients, the longest first.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.waiting: dict[Connection, None] = {}
+        self._header_queue: deque[Connection] = deque()
+        self._body_queue: deque[Connection] = deque()
+        self._scheduled = False
+        self._unread: set[Connection] = set()
+
+    def schedule(self, connection: Connection) -> None:
         """Let a connection parse when it is its turn."""
         if connection.queued:
             return
         connection.queued = True
-        queue = self._queues[connection.phase is not Phase.HEADERS]
-        (queue.appendleft if connection.first else queue.append)(connection)
+        if connection.is_health:
+            self._header_queue.appendleft(connection)
+        elif connection.phase is Phase.HEADERS:
+            self._header_queue.append(connection)
+        else:
+            self._body_queue.append(connection)
+        self._schedule_turns(connection)
+
+    def _schedule_turns(self, connection: Connection) -> None:
         if not self._scheduled:
             self._scheduled = True
-            connection.loop.call_soon(self._round)
+            connection.loop.call_soon(self._run_turns)
 
-    def _round(self) -> None:
+    def _run_turns(self) -> None:
         self._scheduled = False
-        for queue, seconds in zip(self._queues, TURN_SECONDS, strict=True):
-            end, begun = time.perf_counter() + seconds, False
-            while queue and time.perf_counter() < end and (queue[0].first or not begun):
+        for queue, seconds in (
+            (self._header_queue, HEADER_SECONDS),
+            (self._body_queue, BODY_SECONDS),
+        ):
+            end = time.perf_counter() + seconds
+            started = False
+            while queue and time.perf_counter() < end and (queue[0].is_health or not started):
                 connection = queue.popleft()
                 connection.queued = False
-                counts = connection.phase is Phase.HEADERS and not connection.first
+                may_start = connection.phase is Phase.HEADERS and not connection.is_health
                 try:
                     connection.parse()
                 except OSError:  # the client has gone
                     connection.transport.abort()
-                except (
-                    Exception
-                ):  # one connection's fault must not keep the others from their turns
+                except Exception:  # a fault of one connection must not stop the others
                     log.exception("a connection failed")
                     connection.transport.abort()
-                begun = begun or (counts and connection.phase is not Phase.HEADERS)
-        for queue in self._queues:
-            if queue and not self._scheduled:
-                self._scheduled = True
-                queue[0].loop.call_soon(self._round)
+                started = started or (may_start and connection.phase is not Phase.HEADERS)
+        for queue in (self._header_queue, self._body_queue):
+            if queue:
+                self._schedule_turns(queue[0])
 
+    def add_unread(self, connection: Connection) -> None:
+        """Count what a connection has written and its client has not taken.
 
-class Unread:
-    """Bytes of answers that are written and not taken by their clients, of all connections; over
-    the bound, the connection with the most of them ends."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._connections: set[Connection] = set()
-
-    def add(self, connection: Connection) -> None:
-        """Count a connection that has more to send than its client takes now."""
-        self._connections.add(connection)
-        sizes = {one: one.transport.get_write_buffer_size() for one in self._connections}
-        while sum(sizes.values()) > self.most:
+        If all of them exceed --max-unread, the connection with the most is closed.
+        """
+        self._unread.add(connection)
+        sizes = {one: one.transport.get_write_buffer_size() for one in self._unread}
+        while sum(sizes.values()) > self.settings.max_unread:
             largest = max(sizes, key=lambda one: sizes[one])
             log.warning(
                 "clients have not taken %d bytes of their answers: the largest of them ends",
-                self.most,
+                self.settings.max_unread,
             )
             del sizes[largest]
-            self.discard(largest)
+            self.discard_unread(largest)
             largest.transport.abort()
 
-    def discard(self, connection: Connection) -> None:
-        """A connection has nothing more to send."""
-        self._connections.discard(connection)
+    def discard_unread(self, connection: Connection) -> None:
+        """Stop counting a connection."""
+        self._unread.discard(connection)
 
 
 class ReadControl(FlowControl):
-    """uvicorn's flow control, which leaves it to the connection when to read."""
+    """uvicorn's flow control, which leaves reading to the connection."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
     def pause_reading(self) -> None:
-        """The request holds as much of its body as it may before it asks for it."""
+        """Parse no more: the application has not taken what it was given of the body."""
         self.read_paused = True
 
     def resume_reading(self) -> None:
-        """The request asks for more of its body."""
+        """Parse on: the application asks for more of the body."""
         if self.read_paused:
             self.read_paused = False
-            self._connection.go_on()
+            self._connection.proceed()
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which by itself waits without end for a request's headers and for a
-    client to read, and parses without end what comes."""
+    """uvicorn's HTTP protocol with limits on size, framing and time.
 
-    settings: ClassVar[Settings]
-    waiting: ClassVar[
-        dict[Connection, None]
-    ]  # for their clients: for a request or the rest of one, the longest first
-    turns: ClassVar[Turns]
-    unread: ClassVar[Unread]
+    uvicorn's own waits without limit for headers and for clients that do not read, and parses all
+    that a read brings.
 
-    def __init__(self, *args: Any, received: bytes = b"", **options: Any) -> None:
-        """`received` is what the client has sent already."""
+    Attributes:
+        queued: it waits for its turn to parse.
+    """
+
+    def __init__(
+        self, pool: ConnectionPool, *args: Any, received: bytes = b"", **options: Any
+    ) -> None:
+        """Start with the bytes `received` already; other arguments are uvicorn's."""
         super().__init__(*args, **options)
-        self.request_clock, self.reader_clock = Clock(), Clock()
+        self.pool = pool
+        self.settings = pool.settings
+        self.request_timer = Timer()
+        self.reader_timer = Timer()
         self.phase = Phase.HEADERS
-        self.queued = False  # for its turn to parse
-        self._received = bytearray(received)  # and not parsed yet
-        self._searched = 0  # bytes of it that do not hold the end of the headers
-        self._stopped = False  # reading
-        self._left: int | None = (
-            None  # bytes of the body that are to come; None where chunks say so
-        )
-        self._wire, self._content = (
-            0,
-            0,
-        )  # bytes of the body as it was sent, and without its framing
+        self.queued = False
+        self._received = bytearray(received)  # not parsed yet
+        self._searched = 0  # bytes of `_received` without the end of the headers
+        self._reading_paused = False
+        self._body_left: int | None = None  # bytes to come; None for a chunked body
+        self._raw_bytes = 0  # of the body with its framing, or after a refusal
+        self._content_bytes = 0  # of the body
 
     @property
     def answering(self) -> bool:
-        """Whether a request is being worked on."""
+        """Return True while the application works on a request."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def first(self) -> bool:
-        """Whether the next request goes before all others."""
-        return self.phase is Phase.HEADERS and self._received.startswith(FIRST)
+    def is_health(self) -> bool:
+        """Return True if the next request goes before all others."""
+        return self.phase is Phase.HEADERS and self._received.startswith(HEALTH)
 
     @property
     def incomplete(self) -> bool:
-        """Whether it waits for the client: for a request, or the rest of one."""
-        return self.phase is not Phase.NOTHING and not self.transport.is_closing()
+        """Return True if it waits for its client to send a request or the rest of one."""
+        return self.phase is not Phase.COMPLETE and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection if there is room. Where all are used, the one that waits longest for
-        its client ends."""
+        """Start, in place of the connection that waits longest for its client if all are used."""
         super().connection_made(transport)
         self.flow = ReadControl(self)
-        transport.set_write_buffer_limits(
-            0
-        )  # writing pauses as soon as the client does not keep up
-        if len(self.connections) > self.settings.max_connections and not self.first:
-            oldest = next(iter(self.waiting), None)
+        transport.set_write_buffer_limits(0)  # writing pauses as soon as the client is behind
+        if len(self.connections) > self.settings.max_connections and not self.is_health:
+            oldest = next(iter(self.pool.waiting), None)
             if oldest is None:
                 self._refuse(503, FULL)
                 return
             oldest.drop()
-        self._wait()
-        self.go_on()
+        self._start_waiting()
+        self.proceed()
 
     def drop(self) -> None:
-        """Make room for another one."""
+        """Close the connection at once to make room for another."""
         self.transport.abort()
-        self.waiting.pop(self, None)
+        self.pool.waiting.pop(self, None)
         self.connections.discard(self)
 
-    def _wait(self) -> None:
-        """From now on it waits for its client, unless a whole request has come already."""
-        self.waiting.pop(self, None)
-        if self.incomplete:
-            self.waiting[self] = None
-        self._watch_request()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
+        """Release everything."""
         super().connection_lost(exc)
         self._received.clear()
-        self.waiting.pop(self, None)
-        self.unread.discard(self)
-        self.request_clock.stop()
-        self.reader_clock.stop()
+        self.pool.waiting.pop(self, None)
+        self.pool.discard_unread(self)
+        self.request_timer.stop()
+        self.reader_timer.stop()
 
-    # ------------------------------------------------------------ requests
+    # Reading requests
 
     def data_received(self, data: bytes) -> None:
-        """Keep something of a request until it is parsed."""
+        """Keep input until it is parsed."""
         self._unset_keepalive_if_required()
-        if self.phase is Phase.END:
-            self._wire += len(data)
-            if self._wire > LINGER_BYTES:
+        if self.phase is Phase.REFUSED:
+            self._raw_bytes += len(data)
+            if self._raw_bytes > LINGER_BYTES:
                 self.transport.abort()
         elif not self.transport.is_closing():
             self._received += data
-            self.go_on()
+            self.proceed()
 
-    def go_on(self) -> None:
-        """Parse what is there when it is this connection's turn, and read no more than is
-        parsed."""
+    def proceed(self) -> None:
+        """Ask for a turn if there is something to parse, and pause reading if there is enough."""
         ready = self.phase in (Phase.HEADERS, Phase.BODY) and not self.flow.read_paused
         if ready and len(self._received) > self._searched:
-            self.turns.add(self)
-        stop = len(self._received) > READ_AHEAD or (
-            not ready and bool(self._received or self.flow.read_paused)
-        )
-        if stop != self._stopped and not self.transport.is_closing():
-            self._stopped = stop
-            (self.transport.pause_reading if stop else self.transport.resume_reading)()
+            self.pool.schedule(self)
+        blocked = not ready and bool(self._received or self.flow.read_paused)
+        pause = blocked or len(self._received) > READ_AHEAD
+        if pause != self._reading_paused and not self.transport.is_closing():
+            self._reading_paused = pause
+            (self.transport.pause_reading if pause else self.transport.resume_reading)()
 
     def parse(self) -> None:
         """Parse the headers of one request, or a slice of its body."""
@@ -335,15 +570,14 @@ class Connection(HttpToolsProtocol):
             self._parse_headers()
         elif self.phase is Phase.BODY:
             self._parse_body()
-        if self.transport.is_closing() or self.phase is Phase.END:
+        if self.transport.is_closing() or self.phase is Phase.REFUSED:
             return
         if not self.incomplete:
-            self.waiting.pop(self, None)
+            self.pool.waiting.pop(self, None)
         self._watch_request()
-        self.go_on()
+        self.proceed()
 
     def _parse_headers(self) -> None:
-        """Give the parser the headers of one request, if they are whole and within the limits."""
         try:
             length = headers_length(self._received, self._searched)
         except ApiError as error:
@@ -355,61 +589,66 @@ class Connection(HttpToolsProtocol):
             self._searched = len(self._received)
 
     def _parse_body(self) -> None:
-        piece = self._take(SLICE if self._left is None else min(self._left, HIGH_WATER_LIMIT))
-        self._wire += len(piece)
+        left = self._body_left
+        piece = self._take(BODY_SLICE if left is None else min(left, HIGH_WATER_LIMIT))
+        self._raw_bytes += len(piece)
         self._feed(piece)
-        if self._left is None and self._wire - self._content > MAX_FRAMING + self._content // 16:
-            most = f"{MAX_FRAMING} bytes and a sixteenth of the body"
-            self._refuse(
-                400,
-                f"the body comes in too many small chunks, whose framing is over {most}: send larger ones",
-            )
+        framing = self._raw_bytes - self._content_bytes
+        if self._body_left is None and framing > MAX_FRAMING + self._content_bytes // 16:
+            limit = f"{MAX_FRAMING} bytes and a sixteenth of the body"
+            message = f"the body comes in too many small chunks, whose framing is over {limit}"
+            self._refuse(400, f"{message}: send larger ones")
 
     def _take(self, size: int) -> bytes:
-        """The first bytes of what has come."""
+        """Remove and return the first bytes of what was received."""
         piece = bytes(self._received[:size])
         del self._received[:size]
         self._searched = 0
         return piece
 
     def _feed(self, piece: bytes) -> None:
-        """Let the parser have something, which calls the `on_` methods."""
+        """Give bytes to the parser, which calls the `on_` methods."""
         try:
             self.parser.feed_data(piece)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if (
-                self.phase is Phase.NOTHING and self.answering
-            ):  # a request behind one whose end only its chunks told
-                self.cycle.keep_alive = False  # its client sends it again, on another connection
+            if self.phase is Phase.COMPLETE and self.answering:
+                # The fault is in a request pipelined behind a chunked body. The client will send
+                # that request again on another connection.
+                self.cycle.keep_alive = False
                 self._received.clear()
             else:
                 self._refuse(400, INVALID)
 
     def on_message_begin(self) -> None:
-        """A request begins. Raises ValueError where the one before it is not answered yet."""
-        if self.phase is Phase.NOTHING:
+        """Start a request. Raises ValueError if the previous one is not answered yet."""
+        if self.phase is Phase.COMPLETE:
             raise ValueError("the request before is not answered yet")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; what comes behind a body (trailers) is none."""
+        """Keep a header; trailers after the body are ignored."""
         if self.phase is Phase.HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to work on a request."""
+        """Let the application work on the request."""
         super().on_headers_complete()
-        self.phase, self._wire, self._content = Phase.BODY, 0, 0
-        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
-        chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        self._left = None if chunked else lengths[0] if lengths else 0
+        self.phase = Phase.BODY
+        self._raw_bytes = 0
+        self._content_bytes = 0
+        self._body_left = 0
+        for name, value in self.headers:
+            if name == b"transfer-encoding":
+                self._body_left = None
+                return
+            if name == b"content-length":
+                self._body_left = int(value)
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of a body. The request is woken when the body is whole, or when there is much
-        of it."""
-        self._content += len(body)
-        if self._left is not None:
-            self._left -= len(body)
+        """Keep a part of a body; the application wakes up for the whole body or a large part."""
+        self._content_bytes += len(body)
+        if self._body_left is not None:
+            self._body_left -= len(body)
         if self.cycle.response_complete:
             return
         self.cycle.body += body
@@ -418,58 +657,63 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """A whole request is there."""
+        """End a request."""
         super().on_message_complete()
-        self.phase = Phase.NOTHING if self.answering else Phase.HEADERS
+        self.phase = Phase.COMPLETE if self.answering else Phase.HEADERS
 
     def on_response_complete(self) -> None:
-        """An answer is written. What is left of its request, and the next one, may take as long as
-        the first."""
+        """Wait for the next request."""
         super().on_response_complete()
-        if self.phase is Phase.NOTHING:
+        if self.phase is Phase.COMPLETE:
             self.phase = Phase.HEADERS
         if self._received:
             self._unset_keepalive_if_required()
-        self._wait()
-        self.go_on()
+        self._start_waiting()
+        self.proceed()
+
+    def _start_waiting(self) -> None:
+        """Become the newest connection that waits for its client, unless its request is whole."""
+        self.pool.waiting.pop(self, None)
+        if self.incomplete:
+            self.pool.waiting[self] = None
+        self._watch_request()
 
     def _watch_request(self) -> None:
-        """The clock runs from the start and from the end of each answer until the next request has
-        its headers."""
+        """Run the timer from the last response until the next request has its headers."""
         if self.answering or self.transport.is_closing():
-            self.request_clock.stop()
-        elif self.request_clock.handle is None:
-            self.request_clock.start(self.settings.header_timeout, self._no_request)
+            self.request_timer.stop()
+        elif self.request_timer.handle is None:
+            self.request_timer.start(self.settings.header_timeout, self._expire)
 
-    def _no_request(self) -> None:
+    def _expire(self) -> None:
         if self.phase is Phase.HEADERS and self._received:
-            self._refuse(408, late(self.settings.header_timeout))
+            self._refuse(408, LATE.format(self.settings.header_timeout))
         else:
             self.transport.close()
 
-    # ------------------------------------------------------------ answers
+    # Writing responses
 
     def pause_writing(self) -> None:
-        """The client does not keep up: the clock runs until all that was written is on its way."""
+        """Start the timer: the client does not read as fast as the application writes."""
         super().pause_writing()
-        left = self.transport.get_write_buffer_size()
-        self._watch_reader(left)
-        if left > LARGE_WRITE:
-            self.unread.add(self)
+        unread = self.transport.get_write_buffer_size()
+        self._watch_reader(unread)
+        if unread > LARGE_WRITE:
+            self.pool.add_unread(self)
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Stop the timer: the client has read everything."""
         super().resume_writing()
-        self.reader_clock.stop()
-        self.unread.discard(self)
+        self.reader_timer.stop()
+        self.pool.discard_unread(self)
 
-    def _watch_reader(self, left: int) -> None:
-        self.reader_clock.start(self.settings.write_timeout, lambda: self._still_reading(left))
+    def _watch_reader(self, unread: int) -> None:
+        self.reader_timer.start(self.settings.write_timeout, lambda: self._check_reader(unread))
 
-    def _still_reading(self, before: int) -> None:
-        left = self.transport.get_write_buffer_size()
-        if left < before:
-            self._watch_reader(left)
+    def _check_reader(self, before: int) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread < before:
+            self._watch_reader(unread)
             return
         log.info(
             "a client took nothing of its answer for %g s: its connection ends",
@@ -478,7 +722,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in place of the application, and end the connection."""
+        """Respond in place of the application, and end the connection."""
         if self.answering:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -486,10 +730,8 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
                 return
         self.transport.write(refusal(status, message))
-        if (
-            self.phase is Phase.HEADERS and not self._received
-        ):  # nothing was sent that a reset could be the answer to
-            self.transport.close()
+        if self.phase is Phase.HEADERS and not self._received:
+            self.transport.close()  # the client has sent nothing that could cause a reset
             return
         try:
             self.transport.write_eof()
@@ -497,20 +739,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         self._received.clear()
-        self.phase, self._wire = Phase.END, 0
-        if self._stopped:
-            self._stopped = False
+        self.phase = Phase.REFUSED
+        self._raw_bytes = 0
+        if self._reading_paused:
+            self._reading_paused = False
             self.transport.resume_reading()
-        self.request_clock.start(LINGER_SECONDS, self.transport.abort)
-
-
-def connections(limits: Settings) -> type[Connection]:
-    """The connections of a server with these settings, for uvicorn to make."""
-
-    class Limited(Connection):
-        settings = limits
-        waiting: ClassVar[dict[Connection, None]] = {}
-        turns = Turns()
-        unread = Unread(limits.max_unread)
-
-    return Limited
+        self.request_timer.start(LINGER_SECONDS, self.transport.abort)

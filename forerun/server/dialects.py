@@ -22,9 +22,9 @@ from forerun.server.answers import (
     trace,
     usage,
 )
-from forerun.server.kitchen import Kitchen
+from forerun.server.jobs import Job
 from forerun.server.protocol import ChatRequest, CompletionRequest, Generation, StreamOptions
-from forerun.server.tickets import Order
+from forerun.server.state import ServerState
 from forerun.types import Event
 from forerun.utils import json_line
 
@@ -48,7 +48,7 @@ class Dialect:
     def __init__(self, streams: bool, left_out: Sequence[str]) -> None:
         self.streams, self.left_out = streams, left_out
 
-    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+    def weight(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
         """About how many bytes the answer has, with so many tokens for each order."""
         return sum(
             sizes.of_choice(o, count, self.entry, False)
@@ -82,7 +82,7 @@ class Choices(Dialect):
     closing = "data: [DONE]\n\n"
     prefix, kind, chunk_kind = "", "", ""
 
-    def __init__(self, kitchen: Kitchen, body: Generation, n: int, seed: int | None) -> None:
+    def __init__(self, kitchen: ServerState, body: Generation, n: int, seed: int | None) -> None:
         super().__init__(bool(body.stream), body.left_out)
         self.body, self.n, self.options = body, n, body.stream_options or StreamOptions()
         self.tokenizer, self.sampling = kitchen.service.llm.tokenizer, kitchen.service.llm.sampling
@@ -94,7 +94,7 @@ class Choices(Dialect):
             "seed": seed,
         }
 
-    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+    def weight(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
         ids, scores = bool(self.body.return_token_ids), self.body.prompt_logprobs is not None
         size = sum(
             sizes.of_choice(o, count, self.entry, ids)
@@ -122,7 +122,7 @@ class Choices(Dialect):
             yield self.chunk([], usage=usage(answers, self.n), metrics=metrics(answers))
 
     def failed(self, error: Exception) -> str:
-        return event_line(errors.told(error)[1])
+        return event_line(errors.logged_body(error)[1])
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
         """One chunk of a streamed answer."""
@@ -158,7 +158,7 @@ class Completions(Choices):
 
     def __init__(
         self,
-        kitchen: Kitchen,
+        kitchen: ServerState,
         body: CompletionRequest,
         n: int,
         seed: int | None,
@@ -173,7 +173,7 @@ class Completions(Choices):
             self.spelled = [_pieces(tokenizer, prompt) for prompt in prompts]
             self.echoes = ["".join(pieces) for pieces in self.spelled]
 
-    def weight(self, orders: Sequence[Order], lengths: Sequence[int]) -> int:
+    def weight(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
         size = super().weight(orders, lengths)
         size += self.n * sum(len(echo.encode()) for echo in self.echoes)
         return size + (
@@ -247,7 +247,7 @@ class Chat(Choices):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     entry = sizes.LONG_ENTRY
 
-    def __init__(self, kitchen: Kitchen, body: ChatRequest, n: int, seed: int | None) -> None:
+    def __init__(self, kitchen: ServerState, body: ChatRequest, n: int, seed: int | None) -> None:
         super().__init__(kitchen, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
         # of each choice that is streamed: what looks for calls in it, and how many there were

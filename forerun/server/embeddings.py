@@ -23,10 +23,9 @@ from forerun.llm import LLM
 from forerun.runtime.torch_runner import Runner
 from forerun.server import sizes
 from forerun.server.api import unless_gone
-from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
+from forerun.server.errors import ApiError, UnavailableError
 from forerun.server.protocol import EmbeddingsRequest
-from forerun.server.service import UnavailableError
+from forerun.server.state import ServerState
 
 log = logging.getLogger("forerun.server")
 MOST_TEXTS = 2048  # of one request, as with OpenAI
@@ -40,7 +39,7 @@ Content = Callable[
 class Embedder:
     """Makes vectors of texts, for one request after the other."""
 
-    def __init__(self, kitchen: Kitchen) -> None:
+    def __init__(self, kitchen: ServerState) -> None:
         self.kitchen, self.service, self.llm = kitchen, kitchen.service, kitchen.service.llm
         self.waiting, self._turn = 0, asyncio.Lock()
 
@@ -164,7 +163,7 @@ def _groups(llm: LLM, texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]
     return groups
 
 
-def tokens_of(kitchen: Kitchen, given: str | list[Any], cut: bool = False) -> list[list[int]]:
+def tokens_of(kitchen: ServerState, given: str | list[Any], cut: bool = False) -> list[list[int]]:
     """What is to be embedded, as token ids; `cut` shortens texts to what the model takes. Raises
     ApiError."""
     llm = kitchen.service.llm
@@ -202,7 +201,7 @@ def check_size(llm: LLM, wanted: int | None) -> None:
 
 
 async def embeddings(
-    kitchen: Kitchen, embedder: Embedder, body: EmbeddingsRequest, http: Request
+    kitchen: ServerState, embedder: Embedder, body: EmbeddingsRequest, http: Request
 ) -> Response:
     """Answer /v1/embeddings."""
     kitchen.check(body.model)

@@ -1,8 +1,11 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; under /api in
-Ollama's."""
+"""Map exceptions to responses in OpenAI's error format, or Ollama's for paths under `/api`.
+
+OpenAI's format is {"error": {"message", "type", "param", "code"}}, Ollama's {"error": message}.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import traceback
@@ -15,21 +18,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from forerun.errors import BusyError, CapacityError, ConfigError, RequestError
-from forerun.server.descriptors import is_out_of_descriptors
-from forerun.server.service import UnavailableError
 
 log = logging.getLogger("forerun.server")
-
-
-class ApiError(Exception):
-    """An answer that is an error."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
 
 TYPES = {
     400: "invalid_request_error",
@@ -37,38 +27,58 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+INTERNAL_ERROR = "the server failed while it worked on this request; its log says why"
+MAX_MESSAGE_INPUT = 4096  # characters of a message that are processed: it may quote the request
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+PYDANTIC_UNION_MEMBERS = ("str", "int", "bool", "float")
 
-OURS = (
-    RequestError,
-    CapacityError,
-    ConfigError,
-)  # what a request got wrong; a LoadError may name files of the server
-MOST_READ = 4096  # characters of a message that are looked at: it may repeat what was sent
 
-KINDS = (
-    *(
-        ApiError,
-        RequestValidationError,
-        HTTPException,
-        *OURS,
-        BusyError,
-        UnavailableError,
-        TimeoutError,
-        OSError,
-    ),
-    Exception,  # what is in no other kind is logged with a traceback, and its connection closed
+class ApiError(Exception):
+    """An error response with a chosen HTTP status."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class UnavailableError(Exception):
+    """The server is shutting down, or the engine failed while it worked on this request."""
+
+
+# Errors of the request. A LoadError is none of them: its message may name files of the server.
+CLIENT_ERRORS = (RequestError, CapacityError, ConfigError)
+# Exception comes last: Starlette logs what reaches it with a traceback and closes the connection.
+KINDS: tuple[type[Exception], ...] = (
+    ApiError,
+    RequestValidationError,
+    HTTPException,
+    *CLIENT_ERRORS,
+    BusyError,
+    UnavailableError,
+    TimeoutError,
+    OSError,
+    Exception,
 )
 
 
+def is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Return True if an error means that no file descriptor is left."""
+    return isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS
+
+
 def body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """(HTTP status, body) of any error."""
-    status, param, code = 500, None, None
-    message = "the server failed while it worked on this request; its log says why"
+    """Return the HTTP status and the body, in OpenAI's format, of any error."""
+    status, message, param, code = 500, INTERNAL_ERROR, None, None
     if isinstance(error, ApiError):
         status, message, param, code = error.status, str(error), error.param, error.code
-    elif isinstance(error, OURS):
+    elif isinstance(error, CLIENT_ERRORS):
         status, message = 400, str(error)
-        code = "context_length_exceeded" if "context" in message and "prompt" in message else None
+        if "context" in message and "prompt" in message:
+            code = "context_length_exceeded"
     elif isinstance(error, BusyError):
         status, message = 429, str(error)
     elif isinstance(error, UnavailableError):
@@ -76,70 +86,67 @@ def body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif is_out_of_descriptors(error):
         status, message = 503, "this server has no file descriptor left: try again in a moment"
     elif isinstance(error, TimeoutError):
-        status, message, code = (
-            504,
-            "the request took longer than this server allows (--timeout)",
-            "timeout",
-        )
+        status, code = 504, "timeout"
+        message = "the request took longer than this server allows (--timeout)"
     elif isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
-        # where a field may be of several kinds, the error that went furthest into it says most, or
-        # names a field
+        # For a union, the most specific error is the one with the longest path.
         first = max(error.errors(), key=lambda e: (len(e["loc"]), e["type"] == "field"))
-        status, param = 400, _where(first["loc"]) if first["type"] != "json_invalid" else None
-        message = f"{param}: {first['msg']}" if param else str(first["msg"])
+        status, message = 400, str(first["msg"])
+        if first["type"] != "json_invalid" and (param := _field_path(first["loc"])):
+            message = f"{param}: {message}"
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message, param = " ".join(message[:MOST_READ].split())[:500], param and param[:100]
+    message = " ".join(message[:MAX_MESSAGE_INPUT].split())[:500]
+    param = param and param[:100]
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _where(loc: Sequence[Any]) -> str | None:
-    """The path of a field, without what pydantic adds for the alternatives of a union."""
-    parts = [str(part) for part in loc if part != "body"]
-    fields = [
-        part
-        for part in parts
-        if part.isdigit() or (re.fullmatch(r"[a-z_]+", part) and part not in UNION)
-    ]
-    return ".".join(fields or parts[:1]) or None
-
-
-UNION = ("str", "int", "bool", "float")
-
-
-def told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """`body` of an error that is told within a stream or a batch; a fault of ours is logged, as
-    elsewhere."""
+def logged_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return `body` of an error reported within a stream or a batch, and log internal errors."""
     status, content = body(error)
     if status == 500:
         log.error("a request failed", exc_info=error)
     return status, content
 
 
-def answer(error: Exception, path: str = "") -> JSONResponse:
-    """The response of any error of a request for `path`."""
+def response(error: Exception, path: str = "") -> JSONResponse:
+    """Build the response for an error of a request for `path`."""
     status, content = body(error)
     if path.startswith("/api/"):
         content = {"error": content["error"]["message"]}
     headers = dict(getattr(error, "headers", None) or {})
-    return JSONResponse(
-        content, status, headers=headers | ({"Retry-After": "1"} if status in (429, 503) else {})
-    )
+    if status in (429, 503):
+        headers["Retry-After"] = "1"
+    return JSONResponse(content, status, headers=headers)
 
 
 async def handle(request: Request, error: Exception) -> JSONResponse:
-    """The handler of every exception of the application."""
-    response = answer(error, request.url.path)
-    if isinstance(error, OSError) and response.status_code == 500:
+    """Answer any exception of the application."""
+    answer = response(error, request.url.path)
+    if isinstance(error, OSError) and answer.status_code == 500:
         log.error("a request failed", exc_info=error)
-    _forget(error)
-    return response
+    _clear_frames(error)
+    return answer
 
 
-def _forget(error: BaseException | None) -> None:
-    """Free what the frames of an error hold. Some of them hold the error: the request's body, of
-    which there may be megabytes, would stay with them until cycles are looked for."""
+def _field_path(location: Sequence[str | int]) -> str | None:
+    """Return the dotted path of a field without the names pydantic adds for union members."""
+    parts = [str(part) for part in location if part != "body"]
+    fields = [
+        part
+        for part in parts
+        if part.isdigit() or (re.fullmatch(r"[a-z_]+", part) and part not in PYDANTIC_UNION_MEMBERS)
+    ]
+    return ".".join(fields or parts[:1]) or None
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free the local variables of an error's frames.
+
+    Frames and error refer to each other, so a request body of megabytes would otherwise stay in
+    memory until the garbage collector runs.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

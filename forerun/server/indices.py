@@ -18,10 +18,10 @@ from forerun.draft.corpus import LIST, Index
 from forerun.draft.retrieval import Retrieval
 from forerun.errors import LoadError
 from forerun.llm import LLM
+from forerun.server.auth import CALLER
 from forerun.server.errors import ApiError
+from forerun.server.jobs import EngineService
 from forerun.server.protocol import Body
-from forerun.server.service import Service
-from forerun.server.tenants import CALLER
 from forerun.types import RETRIEVAL
 
 log = logging.getLogger("forerun.server")
@@ -46,7 +46,7 @@ class IndexRequest(Body):
 class Indices:
     """The indices of a folder, of which some are in use."""
 
-    def __init__(self, service: Service, folder: Path, clients: Collection[str]) -> None:
+    def __init__(self, service: EngineService, folder: Path, clients: Collection[str]) -> None:
         self.service, self.folder, self.clients = service, folder, clients
         self._turn = asyncio.Lock()  # changes come one after the other
 

@@ -1,5 +1,4 @@
-"""The address a server listens on, taken before a model is loaded: one that is in use is known at
-once."""
+"""The listening socket, which is bound before the model loads: a used port is known at once."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an address and no name."""
+    """Return True if a host is an IP address rather than a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -24,22 +23,22 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on a host."""
+    """Return True if a host is reachable from this machine only."""
     return host == "localhost" or (is_address(host) and ip_address(host).is_loopback)
 
 
 def listen(settings: Settings) -> socket.socket:
-    """A socket bound to the host and port of the settings. Raises ConfigError."""
+    """Bind a socket to the host and port of the settings. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # by this asyncio knows to set TCP_NODELAY
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        where = f"cannot listen on {settings.host}:{settings.port}: {(error.strerror or str(error)).lower()}"
+        reason = (error.strerror or str(error)).lower()
+        where = f"cannot listen on {settings.host}:{settings.port}: {reason}"
         raise ConfigError(f"{where}; {_advice(error)}") from None
     return listener
 

@@ -1,42 +1,32 @@
-"""Prometheus metrics of one server: counters and histograms of our own, and on wish under vLLM's
-names."""
+"""Prometheus metrics, and a log line and an OpenTelemetry span for each job."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from forerun.server.service import Service, Watcher
-from forerun.server.tickets import Ticket
+from forerun.server.jobs import EngineService, Job, JobObserver
+from forerun.server.logs import REQUEST_ID
 from forerun.types import Event
 
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-    600,
-)
+try:
+    from opentelemetry import trace
+except ImportError:  # optional: without it there are no spans
+    trace = None  # type: ignore[assignment]
+
+log = logging.getLogger("forerun.server")
+MILLISECOND_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
+SECONDS = (*MILLISECOND_BUCKETS, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
+# vLLM's name: (name here, labels)
 VLLM_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:spec_decode_num_drafts": ("forerun_draft_rounds", ()),
     "vllm:spec_decode_num_draft_tokens": ("forerun_drafted_tokens", ()),
@@ -57,85 +47,63 @@ VLLM_HISTOGRAMS = {
 }
 
 
-class Metrics(Watcher):
-    """Counts what tickets of a service do. Everything is in `registry`; nothing is global."""
+class Metrics(JobObserver):
+    """Metrics of one service, collected in `registry` rather than in the global one."""
 
-    def __init__(self, service: Service, compat: str) -> None:
-        self.registry, r = CollectorRegistry(), CollectorRegistry()
-        self.requests = Counter("forerun_requests", "Requests that ended", ["reason"], registry=r)
-        self.prompt = Counter("forerun_prompt_tokens", "Prompt tokens read", registry=r)
-        self.cached = Counter(
-            "forerun_cached_tokens", "Prompt tokens found in the cache", registry=r
-        )
-        self.completion = Counter("forerun_completion_tokens", "Tokens produced", registry=r)
-        self.passes = Counter(
-            "forerun_target_passes", "Target passes that produced tokens", registry=r
-        )
-        self.rounds = Counter(
-            "forerun_draft_rounds", "Target passes that verified a draft", registry=r
-        )
-        self.drafted = Counter(
-            "forerun_drafted_tokens", "Drafted tokens verified", ["drafter"], registry=r
-        )
-        self.accepted = Counter(
-            "forerun_accepted_tokens", "Drafted tokens accepted", ["drafter"], registry=r
-        )
-        self.positions = Counter(
-            "forerun_accepted_at", "Accepted tokens by depth", ["position"], registry=r
-        )
-        self.draft_seconds = Counter(
-            "forerun_draft_seconds", "Seconds of drafting, as requests saw it", registry=r
-        )
-        self.verify_seconds = Counter(
-            "forerun_verify_seconds", "Seconds of verifying, as requests saw it", registry=r
-        )
-        self.plain = Counter(
-            "forerun_plain_passes", "Target passes without a draft", ["reason"], registry=r
-        )
-        self.first = Histogram(
-            "forerun_time_to_first_token_seconds", "From arrival", buckets=SECONDS, registry=r
-        )
-        self.between = Histogram(
-            "forerun_inter_token_seconds",
-            "Between tokens, a step's time shared",
-            buckets=SECONDS,
-            registry=r,
-        )
-        self.length = Histogram(
-            "forerun_accepted_length", "Tokens of a target pass", buckets=TOKENS, registry=r
-        )
-        self.total = Histogram(
-            "forerun_request_seconds", "From arrival to end", buckets=SECONDS, registry=r
-        )
-        r.register(_Now(service))
-        self.registry.register(r)
+    def __init__(self, service: EngineService, compat: str) -> None:
+        """Register the metrics; `compat` is "vllm" to add vLLM's names."""
+        registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"forerun_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"forerun_{name}", text, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests that ended", "reason")
+        self.prompt = counter("prompt_tokens", "Prompt tokens read")
+        self.cached = counter("cached_tokens", "Prompt tokens found in the cache")
+        self.completion = counter("completion_tokens", "Tokens produced")
+        self.passes = counter("target_passes", "Target passes that produced tokens")
+        self.rounds = counter("draft_rounds", "Target passes that verified a draft")
+        self.drafted = counter("drafted_tokens", "Drafted tokens verified", "drafter")
+        self.accepted = counter("accepted_tokens", "Drafted tokens accepted", "drafter")
+        self.positions = counter("accepted_at", "Accepted tokens by depth", "position")
+        self.draft_seconds = counter("draft_seconds", "Seconds of drafting, as requests saw it")
+        self.verify_seconds = counter("verify_seconds", "Seconds of verifying, as requests saw it")
+        self.plain = counter("plain_passes", "Target passes without a draft", "reason")
+        self.first = histogram("time_to_first_token_seconds", "From arrival")
+        self.between = histogram("inter_token_seconds", "Between tokens, a step's time shared")
+        self.length = histogram("accepted_length", "Tokens of a target pass", TOKENS)
+        self.total = histogram("request_seconds", "From arrival to end")
+        registry.register(_Gauges(service))
+        self.registry = CollectorRegistry()
+        self.registry.register(registry)
         if compat == "vllm":
-            self.registry.register(_Vllm(r, service))
+            self.registry.register(_VllmNames(registry, service))
 
-    def event(self, ticket: Ticket, event: Event, now: float) -> None:
-        """Times between tokens and lengths of steps."""
+    def on_event(self, job: Job, event: Event, now: float) -> None:
+        """Record the time between tokens and the length of a step."""
         count = len(event.token_ids)
         if not count:
             return
-        if not ticket.first:
-            self.first.observe(now - ticket.arrived)
-        else:
+        if job.first:
             for _ in range(count):
-                self.between.observe((now - ticket.last) / count)
+                self.between.observe((now - job.last) / count)
+        else:
+            self.first.observe(now - job.arrived)
         self.length.observe(count)
 
-    def end(self, ticket: Ticket, error: BaseException | None) -> None:
-        """Everything a request's own statistics say."""
-        request = ticket.request
-        reason = (
-            "failed"
-            if error
-            else "cancelled"
-            if ticket.cancelled
-            else (request and request.finish_reason) or "?"
-        )
+    def on_end(self, job: Job, error: BaseException | None) -> None:
+        """Record the statistics of a job."""
+        request = job.request
+        reason = (request and request.finish_reason) or "?"
+        if error:
+            reason = "failed"
+        elif job.cancelled:
+            reason = "cancelled"
         self.requests.labels(reason).inc()
-        self.total.observe(time.perf_counter() - ticket.arrived)
+        self.total.observe(time.perf_counter() - job.arrived)
         if request is None:
             return
         stats = request.stats
@@ -148,49 +116,99 @@ class Metrics(Watcher):
         for name, source in stats.by_source.items():
             self.drafted.labels(name).inc(source.drafted)
             self.accepted.labels(name).inc(source.accepted)
-        rounds = [r for r in stats.rounds if r[0]]
-        self.rounds.inc(len(rounds))
-        for depth in range(1, max((accepted for _, accepted in rounds), default=0) + 1):
-            self.positions.labels(str(depth)).inc(sum(accepted >= depth for _, accepted in rounds))
-        self.plain.labels("off" if request.draft == "off" else "no draft paid or matched").inc(
-            len(stats.rounds) - len(rounds)
-        )
+        accepted_counts = [accepted for drafted, accepted in stats.rounds if drafted]
+        self.rounds.inc(len(accepted_counts))
+        for depth in range(1, max(accepted_counts, default=0) + 1):
+            reached = sum(accepted >= depth for accepted in accepted_counts)
+            self.positions.labels(str(depth)).inc(reached)
+        plain_reason = "off" if request.draft == "off" else "no draft paid or matched"
+        self.plain.labels(plain_reason).inc(len(stats.rounds) - len(accepted_counts))
 
 
-class _Now(Collector):
-    """Gauges read when asked for."""
+class RequestLog(JobObserver):
+    """Writes one log line and one span for each job, in the context of its HTTP request."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def on_end(self, job: Job, error: BaseException | None) -> None:
+        """Log a job that has ended."""
+        job.context.run(self._write, job, error)
+
+    def _write(self, job: Job, error: BaseException | None) -> None:
+        now = time.perf_counter()
+        facts: dict[str, Any] = {
+            "request_id": REQUEST_ID.get(),
+            "seconds": round(now - job.arrived, 4),
+            "error": type(error).__name__ if error else None,
+        }
+        if job.request is not None:
+            stats = job.request.stats
+            facts |= {
+                "finish_reason": job.request.finish_reason,
+                "prompt_tokens": stats.prompt_tokens,
+                "completion_tokens": stats.completion_tokens,
+                "draft": job.request.draft,
+                "accepted_length": round(stats.accepted_length, 3),
+                "first_token_seconds": round(job.first - job.arrived, 4) if job.first else None,
+                "draft_seconds": round(stats.draft_seconds, 4),
+                "verify_seconds": round(stats.verify_seconds, 4),
+            }
+        log.info("request", extra={"facts": facts})
+        if trace is not None:
+            self._trace(job, facts, now, error)
+
+    def _trace(
+        self, job: Job, facts: dict[str, Any], now: float, error: BaseException | None
+    ) -> None:
+        """Record a span, with the names of OpenTelemetry's conventions for generative models."""
+        end = time.time_ns()
+        start = end - int(1e9 * (now - job.arrived))
+        span = trace.get_tracer("forerun").start_span("generate", start_time=start)
+        span.set_attribute("gen_ai.request.model", self.model)
+        names = {
+            "prompt_tokens": "gen_ai.usage.input_tokens",
+            "completion_tokens": "gen_ai.usage.output_tokens",
+        }
+        for name, value in facts.items():
+            if value is not None:
+                span.set_attribute(names.get(name, f"forerun.{name}"), value)
+        if error is not None:
+            span.record_exception(error)
+        span.end(end_time=end)
+
+
+class _Gauges(Collector):
+    """Values that are read from the engine when a client asks for the metrics."""
+
+    def __init__(self, service: EngineService) -> None:
         self.service = service
 
     def collect(self) -> Iterator[Metric]:
         engine = self.service.llm.engine
-        scheduler, pages = engine.scheduler, engine.target.cache.pages
-        yield GaugeMetricFamily("forerun_running", "Requests in the engine", len(scheduler.running))
-        yield GaugeMetricFamily(
-            "forerun_waiting", "Requests that wait for a place", len(scheduler.waiting)
-        )
-        yield GaugeMetricFamily(
-            "forerun_kv_used", "Share of the KV pages in use", pages.used / pages.count
-        )
-        yield CounterMetricFamily(
-            "forerun_engine_failures", "Times the engine started over", self.service.failures
-        )
-        guard = engine.guard
-        yield GaugeMetricFamily(
-            "forerun_worth", "Speed where drafted lately, as a share of plain", guard.speedup
-        )
-        yield CounterMetricFamily(
-            "forerun_rests", "Times speculation was slower and was stopped", guard.pauses
-        )
+        scheduler, guard, pages = engine.scheduler, engine.guard, engine.target.cache.pages
+        gauges = {
+            "running": ("Requests in the engine", len(scheduler.running)),
+            "waiting": ("Requests that wait for a place", len(scheduler.waiting)),
+            "kv_used": ("Share of the KV pages in use", pages.used / pages.count),
+            "worth": ("Recent speed with drafts, relative to plain decoding", guard.speedup),
+        }
+        counters = {
+            "engine_failures": ("Times the engine started over", self.service.failures),
+            "rests": ("Times speculation was slower and was stopped", guard.pauses),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"forerun_{name}", text, value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"forerun_{name}", text, value)
 
 
-class _Vllm(Collector):
-    """The names vLLM has for the same things, so that dashboards and schedulers made for it
-    work."""
+class _VllmNames(Collector):
+    """vLLM's names for the same metrics, for dashboards and schedulers made for vLLM."""
 
-    def __init__(self, registry: CollectorRegistry, service: Service) -> None:
-        self.registry, self.service = registry, service
+    def __init__(self, registry: CollectorRegistry, service: EngineService) -> None:
+        self.registry = registry
+        self.service = service
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in self.registry.collect()}
@@ -199,18 +217,15 @@ class _Vllm(Collector):
             totals: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
             for sample in families[ours].samples:
                 if sample.name.endswith("_total"):
-                    key = tuple(
-                        str(int(sample.labels[name]) - 1) for name in labels
-                    )  # vLLM counts positions from 0
+                    # vLLM counts positions from 0
+                    key = tuple(str(int(sample.labels[name]) - 1) for name in labels)
                     totals[key] = totals.get(key, 0.0) + sample.value
             for key, value in totals.items():
                 family.add_metric(list(key), value)
             yield family
         for theirs, ours in VLLM_GAUGES.items():
             yield GaugeMetricFamily(theirs, f"As {ours}", families[ours].samples[0].value)
-        pages = (
-            self.service.llm.engine.target.cache.pages
-        )  # schedulers learn from it what a cache can hold
+        pages = self.service.llm.engine.target.cache.pages
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache", labels=["block_size", "num_gpu_blocks"]
         )
@@ -219,7 +234,6 @@ class _Vllm(Collector):
         for theirs, ours in VLLM_HISTOGRAMS.items():
             renamed = Metric(theirs, families[ours].documentation, "histogram")
             for sample in families[ours].samples:
-                renamed.add_sample(
-                    sample.name.replace(ours, theirs, 1), sample.labels, sample.value
-                )
+                name = sample.name.replace(ours, theirs, 1)
+                renamed.add_sample(name, sample.labels, sample.value)
             yield renamed

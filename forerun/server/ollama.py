@@ -20,7 +20,7 @@ from forerun.server.api import answer, chat_orders, warned
 from forerun.server.dialects import Chat, Dialect
 from forerun.server.embeddings import Content, Embedder, check_size
 from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
+from forerun.server.jobs import Job
 from forerun.server.ollama_card import Card, stamp
 from forerun.server.ollama_protocol import (
     OllamaChat,
@@ -33,7 +33,7 @@ from forerun.server.ollama_protocol import (
     chat_of_prompt,
 )
 from forerun.server.protocol import ChatRequest
-from forerun.server.tickets import Order
+from forerun.server.state import ServerState
 from forerun.server.translate import THOUGHTS
 from forerun.types import Event
 from forerun.utils import json_line
@@ -51,7 +51,7 @@ ACTIONS = (
 Json = dict[str, Any]
 
 
-def mount(app: FastAPI, kitchen: Kitchen, embedder: Embedder, card: Card) -> None:
+def mount(app: FastAPI, kitchen: ServerState, embedder: Embedder, card: Card) -> None:
     """Add the routes under /api."""
     _generation(app, kitchen)
     _embedding(app, kitchen, embedder)
@@ -65,7 +65,7 @@ async def _not_here() -> None:
     raise ApiError(501, NOT_HERE)
 
 
-def _generation(app: FastAPI, kitchen: Kitchen) -> None:
+def _generation(app: FastAPI, kitchen: ServerState) -> None:
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Answer a conversation, as Ollama's API does."""
@@ -84,7 +84,7 @@ def _generation(app: FastAPI, kitchen: Kitchen) -> None:
         )
 
 
-def _loaded(kitchen: Kitchen, body: OllamaGeneration, said: Json) -> Response:
+def _loaded(kitchen: ServerState, body: OllamaGeneration, said: Json) -> Response:
     """The answer to a request that says nothing: it asks for the model to be loaded, or
     unloaded."""
     kitchen.check(body.model)
@@ -95,7 +95,7 @@ def _loaded(kitchen: Kitchen, body: OllamaGeneration, said: Json) -> Response:
 
 
 async def _answer(
-    kitchen: Kitchen,
+    kitchen: ServerState,
     body: OllamaGeneration,
     http: Request,
     read: Callable[[], ChatRequest],
@@ -104,7 +104,7 @@ async def _answer(
     """The answer to a chat; `raw` is a prompt that stands for its messages."""
     kitchen.check(body.model)
 
-    def ordered() -> tuple[Chat, list[Order]]:
+    def ordered() -> tuple[Chat, list[Job]]:
         return chat_orders(kitchen, read(), None if raw is None else kitchen.tokens(raw))
 
     chat, orders = await kitchen.prepare(ordered)
@@ -137,7 +137,7 @@ class Ollama(Dialect):
         yield _json_line(self._line({}) | self._end(answers[0]))
 
     def failed(self, error: Exception) -> str:
-        return _json_line({"error": errors.told(error)[1]["error"]["message"]})
+        return _json_line({"error": errors.logged_body(error)[1]["error"]["message"]})
 
     def _line(self, said: Json) -> Json:
         text = said.get("content") or ""
@@ -161,17 +161,17 @@ class Ollama(Dialect):
 
     def _end(self, answer: Answer) -> Json:
         """What the last line says: why it ended, and times in nanoseconds."""
-        ticket, now = answer.ticket, time.perf_counter()
-        first = ticket.first or now
+        job, now = answer.job, time.perf_counter()
+        first = job.first or now
         return {
             "done": True,
             "done_reason": finish(answer.finish_reason),
-            "total_duration": _nanoseconds(now - ticket.arrived),
+            "total_duration": _nanoseconds(now - job.arrived),
             "load_duration": 0,
             "prompt_eval_count": answer.stats.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first - ticket.arrived),
+            "prompt_eval_duration": _nanoseconds(first - job.arrived),
             "eval_count": len(answer.token_ids),
-            "eval_duration": _nanoseconds((ticket.last or now) - first),
+            "eval_duration": _nanoseconds((job.last or now) - first),
         }
 
 
@@ -184,7 +184,7 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else {}
 
 
-def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
+def _embedding(app: FastAPI, kitchen: ServerState, embedder: Embedder) -> None:
     llm = kitchen.service.llm
 
     async def answered(
@@ -228,7 +228,7 @@ def _embedding(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
         )
 
 
-def _models(app: FastAPI, kitchen: Kitchen, card: Card) -> None:
+def _models(app: FastAPI, kitchen: ServerState, card: Card) -> None:
     @app.get("/api/tags")
     async def ollama_tags() -> Json:
         """The one model that is served."""

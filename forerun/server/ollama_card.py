@@ -13,7 +13,7 @@ from forerun.llm import LLM
 from forerun.models.hub import find_model
 from forerun.models.places import Found
 from forerun.server.answers import started
-from forerun.server.kitchen import Kitchen
+from forerun.server.state import ServerState
 
 Json = dict[str, Any]
 FOR_GOOD = 36500 * 86400  # seconds that the model stays loaded
@@ -22,7 +22,7 @@ FOR_GOOD = 36500 * 86400  # seconds that the model stays loaded
 class Card:
     """The one model of a server, in the shapes that Ollama's clients read."""
 
-    def __init__(self, kitchen: Kitchen) -> None:
+    def __init__(self, kitchen: ServerState) -> None:
         self.llm: LLM = kitchen.service.llm
         self.name = kitchen.name if ":" in kitchen.name else f"{kitchen.name}:latest"
         self.digest = hashlib.sha256(kitchen.fingerprint.encode()).hexdigest()

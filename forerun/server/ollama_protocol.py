@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from forerun.server import bounds, fields, message_fields
+from forerun.server import fields, limits, message_fields
 from forerun.server.errors import ApiError
 from forerun.server.numbers import List, Number, TokenIds, Whole
 from forerun.server.protocol import (
@@ -51,7 +51,7 @@ def _object(value: Any) -> Any:
     have kept it."""
     if isinstance(value, str):
         try:
-            value = bounds.parse(value.encode()) if value.strip() else {}
+            value = limits.parse(value.encode()) if value.strip() else {}
         except ValueError:
             return value  # it is refused, as no object
     return {} if value is None else value

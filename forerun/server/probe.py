@@ -1,4 +1,4 @@
-"""A few tokens that tell whether a drafter with weights is one for its target at all."""
+"""Check at the start of a server whether a drafter with weights fits its target."""
 
 from __future__ import annotations
 
@@ -6,46 +6,50 @@ from forerun.draft_spec import LOADED, kind_of_name, names_in
 from forerun.llm import LLM, Prompt
 from forerun.sampling.params import SamplingParams
 
-ASKED = "The sea is salty because rivers carry"
-TOKENS, DEPTH = 24, 2
-LEAST = 0.06  # accepted tokens a round; drafters that are for their target reach 0.5 and more
-MODEL = "it says something else than this target: best is a smaller model of the same family, fine-tuned alike"
-HEAD = "it was trained for another target, or for this one before it was fine-tuned"
-READS_LAYERS = (
-    "eagle3",
-    "block",
-)  # of the target, whose numbers mean another one in each of their dialects
+PROMPT = "The sea is salty because rivers carry"
+NUM_TOKENS = 24
+DEPTH = 2
+MIN_ACCEPTED = 0.06  # accepted tokens a step; drafters that fit reach 0.5 and more
+MODEL_CAUSE = (
+    "it says something else than this target: best is a smaller model of the same family,"
+    " fine-tuned alike"
+)
+HEAD_CAUSE = "it was trained for another target, or for this one before it was fine-tuned"
+LAYER_CAUSE = ", or the layers it reads are counted otherwise in its config.json"
+READS_LAYERS = ("eagle3", "block")  # drafters whose config.json numbers layers of the target
 
 
 def probe(llm: LLM) -> str:
-    """Let it say a few tokens at temperature 0, drafted by each drafter with weights that it has;
-    what is likely wrong with the first of which next to nothing is accepted, and empty otherwise.
-    Nothing of it is remembered."""
-    names = [part for part in names_in(llm.draft) if kind_of_name(part) in LOADED]
-    return next(filter(None, [_probe(llm, name) for name in names or ["off"]]), "")
+    """Generate some tokens greedily with each drafter that has weights.
+
+    Returns a warning for the first drafter of which almost nothing is accepted, or "". The engine
+    remembers nothing of it.
+    """
+    names = [name for name in names_in(llm.draft) if kind_of_name(name) in LOADED]
+    for name in names or ["off"]:
+        warning = _probe(llm, name)
+        if warning:
+            return warning
+    return ""
 
 
 def _probe(llm: LLM, name: str) -> str:
-    params = SamplingParams.pure(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    (said,) = llm.generate(_prompt(llm), params, draft=name, depth=None if name == "off" else DEPTH)
+    prompt: Prompt = PROMPT
+    if llm.tokenizer is None:
+        prompt = [i % llm.decoder.config.vocab for i in range(8)]
+    params = SamplingParams.pure(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    (output,) = llm.generate(prompt, params, draft=name, depth=None if name == "off" else DEPTH)
     llm.forget()
-    counts = said.stats.by_source[name]
-    if name == "off" or counts.accepted >= LEAST * said.stats.steps:
+    counts = output.stats.by_source[name]
+    if name == "off" or counts.accepted >= MIN_ACCEPTED * output.stats.steps:
         return ""
-    what = f"of {counts.drafted} tokens that it drafted {counts.accepted} were accepted"
-    if not counts.drafted:
-        what = "it drafted nothing"
+    result = "it drafted nothing"
+    if counts.drafted:
+        result = f"of {counts.drafted} tokens that it drafted {counts.accepted} were accepted"
     kind = kind_of_name(name)
-    cause = MODEL if kind == "model" else HEAD
-    cause += (
-        ", or the layers it reads are counted otherwise in its config.json"
-        if kind in READS_LAYERS
-        else ""
+    cause = MODEL_CAUSE if kind == "model" else HEAD_CAUSE
+    if kind in READS_LAYERS:
+        cause += LAYER_CAUSE
+    return (
+        f"the draft {name} does not pay with this target: {result} of a probe. Most likely {cause}"
     )
-    return f"the draft {name} does not pay with this target: {what} of a probe. Most likely {cause}"
-
-
-def _prompt(llm: LLM) -> Prompt:
-    """A sentence without a template, which may be anybody's; whatever tokens there are, where there
-    is no tokenizer."""
-    return ASKED if llm.tokenizer else [i % llm.decoder.config.vocab for i in range(8)]

@@ -100,7 +100,7 @@ def _without_nulls(value: dict[str, Any], known: Collection[str]) -> dict[str, A
 
 
 class Body(Strict):
-    """A whole request, of a value that `bounds` has parsed: it is not too large, and can be written
+    """A whole request, of a value that `limits` has parsed: it is not too large, and can be written
     as JSON again."""
 
     _left_out: tuple[str, ...] = PrivateAttr(())

@@ -14,7 +14,6 @@ from forerun.server.answers import Answer, finish, usage
 from forerun.server.api import answer, chat_orders
 from forerun.server.dialects import Chat, Dialect, event_line
 from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
 from forerun.server.protocol import (
     ChatRequest,
     Content,
@@ -23,13 +22,14 @@ from forerun.server.protocol import (
     ResponsesRequest,
     Sampled,
 )
+from forerun.server.state import ServerState
 from forerun.server.translate import text_of, thoughts_of
 from forerun.types import Event
 
 SAME = {*Sampled.__annotations__, "chat_template_kwargs"}  # as in a chat
 
 
-async def responses(kitchen: Kitchen, body: ResponsesRequest, http: Request) -> Response:
+async def responses(kitchen: ServerState, body: ResponsesRequest, http: Request) -> Response:
     """Answer /v1/responses."""
     if body.previous_response_id is not None:
         raise ApiError(
@@ -203,7 +203,8 @@ class Responses(Dialect):
 
     def failed(self, error: Exception) -> str:
         return self._event(
-            "error", **{k: v for k, v in errors.told(error)[1]["error"].items() if k != "type"}
+            "error",
+            **{k: v for k, v in errors.logged_body(error)[1]["error"].items() if k != "type"},
         )
 
     def _event(self, kind: str, **values: Any) -> str:

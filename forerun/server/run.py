@@ -1,5 +1,4 @@
-"""A server process from its beginning to its end: logs, the port, signals and a bounded
-shutdown."""
+"""The server process: start, signals, and a bounded shutdown."""
 
 from __future__ import annotations
 
@@ -10,129 +9,114 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from forerun.llm import LLM
 from forerun.server.app import describe, make_app
-from forerun.server.arrivals import Arrivals
-from forerun.server.connections import connections
-from forerun.server.descriptors import (
-    is_out_of_descriptors,
-    most_arrivals,
-    raise_limit,
-    within_limit,
+from forerun.server.auth import ApiKeys
+from forerun.server.connections import Acceptor, Connection, ConnectionPool
+from forerun.server.errors import is_out_of_descriptors
+from forerun.server.jobs import EngineService
+from forerun.server.limits import (
+    fit_connections,
+    max_pending_connections,
+    raise_descriptor_limit,
 )
 from forerun.server.listen import is_loopback
-from forerun.server.logs import LimitedHandler, settle, shortened
+from forerun.server.logs import report_omitted, start_logging
 from forerun.server.probe import probe
 from forerun.server.settings import Settings
-from forerun.server.tenants import Callers
 from forerun.utils import json_line
 from forerun.worker_process import stop_all
 
 log = logging.getLogger("forerun.server")
-SWITCH_SECONDS = (
-    0.001  # the engine's thread yields the interpreter to the event loop after this time
-)
+SWITCH_SECONDS = 0.001  # after which the engine's thread yields the interpreter to the event loop
 BACKLOG = 2048  # connections that wait to be accepted
 
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
-    """Serve a model on a socket of `listen` until a signal ends it. Returns the exit code, as
-    `serve` does."""
-    start_logging(verbose, sys.stderr.isatty())
-    raise_limit()
+    """Load a model and serve it on a bound socket until a signal. Returns the exit code."""
+    terminal = sys.stderr.isatty()
+    start_logging(verbose, terminal)
+    raise_descriptor_limit()
     try:
         llm = LLM(**options)
-        fault = probe(llm)  # and the first client does not pay for first calls
+        warning = probe(llm)  # also runs the first forward passes, before a client waits for them
         app = make_app(llm, settings)
         gc.collect()
-        gc.freeze()  # what is loaded stays: looking through it for cycles would hold up everybody
+        gc.freeze()  # keeps garbage collections from traversing the model, which takes long
     except BaseException:
         listener.close()
         raise
-    if fault:
-        log.warning("%s", fault)
-    if not is_loopback(settings.host) and not Callers.of(settings):
+    if warning:
+        log.warning("%s", warning)
+    if not is_loopback(settings.host) and not ApiKeys.of(settings):
         log.warning(
             "everybody who reaches %s may use this server: give --api-key or --api-keys",
             settings.host,
         )
-    say = greeting if sys.stderr.isatty() else announcement
-    return serve(app, settings, listener, partial(say, describe(llm, settings)))
+    announce = greeting if terminal else announcement
+    return serve(app, settings, listener, partial(announce, describe(llm, settings)))
 
 
 def serve(
     app: Starlette,
     settings: Settings,
     listener: socket.socket,
-    say: Callable[[str], str],
-    descriptors: int = 1,
+    announce: Callable[[str], str],
 ) -> int:
-    """Serve an application on a socket of `listen` until a signal ends it; `say` makes of the
-    address what is printed first, and a connection takes so many `descriptors`. Returns the exit
-    code: 0 after an orderly shutdown."""
+    """Serve an application of `make_app` on a bound socket until a signal.
+
+    `announce` makes the text to print from the server's URL. Returns the exit code: 0 after an
+    orderly shutdown.
+    """
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)
-    settings = within_limit(settings, descriptors)
-    print(say(f"http://{f'[{host}]' if ':' in host else host}:{port}"), file=sys.stderr, flush=True)
+    settings = fit_connections(settings)
+    authority = f"[{host}]" if ":" in host else host
+    print(announce(f"http://{authority}:{port}"), file=sys.stderr, flush=True)
     sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, settings)
     server.run(sockets=[listener])
-    # a second signal leaves its thread running, under which Python may abort as it ends
+    # After a second signal the engine's thread still runs, and Python could abort at its exit.
     server.service.stop()
     return 0 if server.started else 1
 
 
-def greeting(facts: dict[str, Any], where: str) -> str:
-    """What a person is told who has started a server."""
+def greeting(facts: dict[str, Any], url: str) -> str:
+    """Return the text for a terminal that the server has started."""
     draft = "no draft" if facts["draft"] == "off" else f"draft {facts['draft']}"
     template = "" if facts.get("chat_template", True) else ", which has no chat template"
     return (
         f"Serving {facts['model']} ({draft}){template}; Ctrl-C ends it\n"
-        f"  API         {where}/v1\n"
-        f"  Playground  {where}/\n"
-        f"  Docs        {where}/docs"
+        f"  API         {url}/v1\n"
+        f"  Playground  {url}/\n"
+        f"  Docs        {url}/docs"
     )
 
 
-def announcement(facts: dict[str, Any], where: str) -> str:
-    """The same for a program: one line that ends with the address."""
-    return f"forerun: serving {json_line(facts, ascii_only=True)} on {where}"
-
-
-class Drainable(Protocol):
-    """What a server must know of the service behind it, to end in order."""
-
-    draining: bool  # new requests are told 503
-
-    @property
-    def tickets(self) -> Collection[object]:
-        """Requests that have not ended."""
-
-    def end_all(self) -> None:
-        """End every request as it is."""
-
-    def stop(self) -> None:
-        """Nothing is asked of it any more."""
+def announcement(facts: dict[str, Any], url: str) -> str:
+    """Return the same for a program: one line that ends with the URL."""
+    return f"forerun: serving {json_line(facts, ascii_only=True)} on {url}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but the first signal lets running requests end while new ones are told 503."""
+    """uvicorn's server with its own connections, which drains at the first signal.
+
+    Draining means that running requests may end while new ones get 503.
+    """
 
     def __init__(self, app: Starlette, settings: Settings) -> None:
-        self.connection = connections(settings)
         super().__init__(
             uvicorn.Config(
                 app,
-                # the loop that `Arrivals` was tested on, also where uvloop is installed
-                loop="asyncio",
+                loop="asyncio",  # also where uvloop is installed: Acceptor is tested with asyncio
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -140,32 +124,37 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.service: Drainable = app.state.service
+        self.service: EngineService = app.state.service
         self.settings = settings
-        self.arrivals: list[Arrivals] = []
+        self.pool = ConnectionPool(settings)
+        self.acceptors: list[Acceptor] = []
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and accept connections from then on."""
-        asyncio.get_running_loop().set_exception_handler(_unhandled)
+        """Start the application, then accept connections."""
+        asyncio.get_running_loop().set_exception_handler(_handle_exception)
         await super().startup([])
-        make = partial(self.connection, self.config, self.server_state, self.lifespan.state)
-        most = min(most_arrivals(), self.settings.max_connections)
+        make = partial(Connection, self.pool, self.config, self.server_state, self.lifespan.state)
+        max_pending = min(max_pending_connections(), self.settings.max_connections)
         for listener in sockets or ():
             listener.listen(BACKLOG)
-            self.arrivals.append(Arrivals(listener, make, self.settings.header_timeout, most))
+            acceptor = Acceptor(listener, make, self.settings.header_timeout, max_pending)
+            self.acceptors.append(acceptor)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and end the application."""
-        for arrivals in self.arrivals:
-            arrivals.close()
+        """Stop accepting connections, and shut the application down."""
+        for acceptor in self.acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins to drain, the second ends at once. Neither ends the process by
-        itself."""
+        """Start to drain at the first signal, and end at once at the second one.
+
+        uvicorn's method would re-raise the signal after the shutdown.
+        """
         if self.service.draining or not self.started:
-            self.should_exit = self.force_exit = True
+            self.should_exit = True
+            self.force_exit = True
             stop_all()
             return
         log.info(
@@ -176,80 +165,29 @@ class Server(uvicorn.Server):
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Every tenth of a second: go on, or end."""
-        settle()
+        """Do the periodic work every 0.1 s; return True to end."""
+        report_omitted()
         if self.service.draining and self._drain is None:
-            self._drain = asyncio.create_task(self._drained())
+            self._drain = asyncio.create_task(self._wait_for_jobs())
         return await super().on_tick(counter)
 
-    async def _drained(self) -> None:
+    async def _wait_for_jobs(self) -> None:
         end = time.monotonic() + self.settings.shutdown_timeout
-        while self.service.tickets and time.monotonic() < end:
+        while self.service.jobs and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.service.end_all()
         stop_all()
-        while self.service.tickets and time.monotonic() < end + 5:
+        while self.service.jobs and time.monotonic() < end + 5:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)  # the last words of the streams
+        await asyncio.sleep(0.1)  # for the last events of streams
         self.should_exit = True
 
 
-def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what no task and no callback handles."""
+def _handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an exception that no task and no callback handles."""
     if is_out_of_descriptors(context.get("exception")):
         log.error(
             "no file descriptor is left for another connection: raise the limit with ulimit -n"
         )
     else:
         loop.default_exception_handler(context)
-
-
-def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Drop what uvicorn says of requests that the end of the server has cut off."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)) and (
-        "CancelledError" not in record.getMessage()
-    )
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname.lower()}
-        entry |= {"message": shortened(record.getMessage())} | getattr(record, "facts", {})
-        if record.exc_info:
-            entry["error"] = shortened(self.formatException(record.exc_info))
-        return json_line(entry, ascii_only=True)
-
-
-class PlainLines(logging.Formatter):
-    """A line for a person; facts of a request behind it."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        return shortened(super().format(record))
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        facts = {
-            name: value for name, value in getattr(record, "facts", {}).items() if value is not None
-        }
-        return " ".join(
-            [super().formatMessage(record), *(f"{name}={value}" for name, value in facts.items())]
-        )
-
-
-def start_logging(verbose: bool, person: bool) -> None:
-    """Log to stderr: plain lines for a person, JSON for a program; of many that are alike some."""
-    handler = LimitedHandler()
-    handler.setFormatter(PlainLines() if person else JsonLines())
-    handler.addFilter(_not_cancelled)
-    logging.getLogger("forerun").handlers = [handler]
-    logging.getLogger("forerun").setLevel(logging.INFO if verbose else logging.WARNING)
-    logging.getLogger("uvicorn.error").handlers = [handler]
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").handlers = [handler]
-    logging.getLogger("asyncio").setLevel(
-        logging.ERROR
-    )  # its warnings are of writes to clients that have gone

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forerun.server.errors import ApiError
-from forerun.server.tickets import Order
+from forerun.server.jobs import Job
 
 MOST = 32 << 20  # of one answer
 CHOICE = 400  # of a choice without its tokens
@@ -22,23 +22,23 @@ LONG_ENTRY = 80  # the same as chats and vLLM write it, with the bytes of the to
 FLOAT, BASE64_FLOAT = 22, 6  # a number of a vector
 FEWEST = 16  # tokens that a request without a limit must have room for
 Weight = Callable[
-    [Sequence[Order], Sequence[int]], int
+    [Sequence[Job], Sequence[int]], int
 ]  # bytes of an answer with so many tokens for each order
 
 
-def of_choice(order: Order, count: int, entry: int, ids: bool) -> int:
+def of_choice(order: Job, count: int, entry: int, ids: bool) -> int:
     """Bytes of a choice with `count` tokens and `entry` bytes for each log-probability."""
     each, asked = TOKEN + (TOKEN_ID if ids else 0), order.params.logprobs
     return CHOICE + count * (each + (0 if asked is None else entry * (1 + asked)))
 
 
-def of_prompt(order: Order, entry: int) -> int:
+def of_prompt(order: Job, entry: int) -> int:
     """Bytes of the log-probabilities of a prompt."""
     asked = order.params.prompt_logprobs
     return 0 if asked is None else len(order.tokens) * entry * (1 + asked)
 
 
-def fitted(orders: Sequence[Order], room: int, weight: Weight) -> Sequence[Order]:
+def fitted(orders: Sequence[Job], room: int, weight: Weight) -> Sequence[Job]:
     """The orders of an answer that is not too long: those without a limit have one then. Raises
     ApiError."""
     lengths = [max(0, min(order.params.max_tokens, room - len(order.tokens))) for order in orders]

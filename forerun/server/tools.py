@@ -16,7 +16,7 @@ from typing import Any
 
 from forerun.errors import shorten
 from forerun.sampling.grammar import Grammar
-from forerun.server import bounds
+from forerun.server import limits
 from forerun.server.errors import ApiError
 from forerun.server.protocol import NamedTool, Tool
 
@@ -227,7 +227,7 @@ class ValueScan:
         """Read a character between strings; True for the one that ends the value."""
         if mark == '"':
             self._in_string = True
-        elif mark in "{[" and self._depth < bounds.DEPTH:
+        elif mark in "{[" and self._depth < limits.DEPTH:
             self._depth += 1
         elif mark in "]}":
             self._depth -= 1
@@ -272,7 +272,7 @@ def _arguments(value: Any) -> str | None:
         text = text.encode("utf-16", "surrogatepass").decode(
             "utf-16", "replace"
         )  # half a character is none
-        bounds.parse(f"{'[' * LEVELS}{text}{']' * LEVELS}".encode())
+        limits.parse(f"{'[' * LEVELS}{text}{']' * LEVELS}".encode())
     except (ApiError, ValueError, RecursionError):
         return None
     return text if isinstance(value, dict) else None

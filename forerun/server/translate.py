@@ -13,8 +13,10 @@ from forerun.llm import LLM, separate
 from forerun.models.tokenizer import Tokenizer
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
-from forerun.server import bounds
+from forerun.server import limits
+from forerun.server.auth import tenant_of
 from forerun.server.errors import ApiError
+from forerun.server.jobs import Job
 from forerun.server.numbers import FILL, whole_of_text
 from forerun.server.protocol import (
     CallPart,
@@ -30,8 +32,6 @@ from forerun.server.protocol import (
     TokenizeRequest,
     ToolCall,
 )
-from forerun.server.tenants import tenant_of
-from forerun.server.tickets import Order
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 UNENDED_TOKENS = 512  # of an answer without a limit, where nothing says that the model will end it
@@ -170,7 +170,7 @@ def _conversation(
 ) -> list[int]:
     """Messages as token ids, unless they are longer than any prompt."""
     said = [message.model_dump(exclude_none=True) for message in messages]
-    check(bounds.characters_of([said, list(tools), dict(options or {})]))
+    check(limits.count_characters([said, list(tools), dict(options or {})]))
     laid_out = [values for message in messages for values in plain(message)]
     return tokenizer.chat(laid_out, tools, **(options or {}))
 
@@ -216,7 +216,7 @@ def _values(call: ToolCall) -> Any:
     """The arguments of a call; none are an empty object."""
     text = call.function.arguments
     try:
-        value = bounds.parse(text.encode()) if text and text.strip() else None
+        value = limits.parse(text.encode()) if text and text.strip() else None
     except ValueError:
         raise ApiError(
             400, f"the arguments of {shorten(call.function.name)} are not JSON", "messages"
@@ -332,7 +332,7 @@ def orders(
     prediction: str | None = None,
     *,
     fill: bool = False,
-) -> list[Order]:
+) -> list[Job]:
     """One order for each of the n completions of every prompt; `fill`: the request gives no limit,
     so that each may be as long as there is room for."""
     draft, depth, rule = speculation(llm, request.speculative)
@@ -346,7 +346,7 @@ def orders(
         room = max(1, llm.room - len(tokens))
         fitted = replace(params, max_tokens=min(params.max_tokens, room)) if fill else params
         found += [
-            Order(tokens, own, draft, depth, rule, mine, trace, tenant, fill)
+            Job(tokens, own, draft, depth, rule, mine, trace, tenant, fill)
             for own in separate(fitted)
         ]
     return found

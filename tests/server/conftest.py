@@ -1,8 +1,9 @@
-"""One server with a tiny model for most tests, and a second model for those that mistreat theirs.
+"""One server with a tiny model for most tests, and a second model for tests that damage theirs.
 
-Tests that know a server by its address alone have it as `front`, and run twice: with the server of
-this process, and with a cluster of two replicas if Ray is installed (`pytest tests/server -k
-door`). Their modules say `server = front`."""
+Tests that need only the address of a server use `front`, and run twice: with the server of this
+process, and with a cluster of two replicas where Ray is installed (`pytest tests/server -k door`).
+Modules of such tests define `server = front`.
+"""
 
 from collections.abc import Iterator
 
@@ -33,7 +34,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def spare() -> LLM:
-    """A model for servers that are started, hurt and stopped."""
+    """A model for servers that a test starts, damages and stops."""
     return LLM(tiny.spoken(), context=2048, kv_tokens=2048, max_rows=2)
 
 

@@ -1,4 +1,4 @@
-"""A real server in a thread, and what to ask of it when it should be at rest."""
+"""A real server in a thread of the test process, and helpers to talk to it."""
 
 from __future__ import annotations
 
@@ -17,40 +17,38 @@ import httpx2
 
 from forerun.llm import LLM
 from forerun.server.app import make_app
+from forerun.server.jobs import EngineService
 from forerun.server.run import Server
-from forerun.server.service import Service
 from forerun.server.settings import Settings
 from forerun.types import Event
 
-PATIENCE = 30.0  # seconds until a test says that what it waits for does not come
-
-
+PATIENCE = 30.0  # seconds until a test fails that waits for something
+ASKED = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
 IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M)
 
 
 @dataclass(kw_only=True)
 class Front:
-    """What answers at an address, known by nothing else. `http` is a client of it, `logged` what
-    was logged as an error while it ran, where that can be seen."""
+    """A server known only by its address; `logged` has its errors if it runs in this process."""
 
     url: str
     http: httpx2.Client
     logged: list[logging.LogRecord] = field(default_factory=list)
 
     def complete(self, **options: Any) -> dict[str, Any]:
-        """The answer to a completion that must succeed."""
+        """Return the answer to a completion, which must succeed."""
         return self.answer(
             "/v1/completions", {"prompt": "def add(a, b):", "max_tokens": 8} | options
         )
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to any request that must succeed."""
+        """Return the answer to a request, which must succeed."""
         answer = self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def rest(self) -> None:
-        """Wait until nothing runs nor waits, and no page is held, by what it counts."""
+        """Wait until the metrics tell that nothing runs or waits and no KV page is held."""
 
         def idle() -> bool:
             page = self.http.get("/metrics").text
@@ -68,35 +66,35 @@ class Serving(Front):
     """A server in this process."""
 
     server: Server
-    service: Service
+    service: EngineService
     thread: threading.Thread
 
     def rest(self) -> None:
-        """Wait until nothing runs; then no page may be held and every page accounted for."""
+        """Wait until nothing runs; then no KV page may be held or lost."""
         engine = self.service.llm.engine
-        until(lambda: not engine.busy and not self.service.tickets, "the engine is at rest")
+        until(lambda: not engine.busy and not self.service.jobs, "the engine is at rest")
         until(lambda: engine.target.cache.pages.used == 0, "no page is held", patience=3)
         engine.target.cache.pages.check()
 
 
 def until(true: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait for something that must come."""
+    """Wait until a condition holds, which must happen within `patience` seconds."""
     end = time.monotonic() + patience
     while not true():
-        assert time.monotonic() < end, f"it never came that {what}"
+        assert time.monotonic() < end, f"timed out: {what}"
         time.sleep(0.005)
 
 
 def sse(response: httpx2.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream, [DONE] left out."""
+    """Yield the events of a stream without [DONE]."""
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
 
 
 @contextmanager
-def held(service: Service) -> Iterator[None]:
-    """The engine does nothing meanwhile: what is asked of it waits."""
+def held(service: EngineService) -> Iterator[None]:
+    """Block the engine's thread."""
     begun, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -112,9 +110,8 @@ def held(service: Service) -> Iterator[None]:
 
 
 @contextmanager
-def slow(service: Service, seconds: float = 0.01) -> Iterator[None]:
-    """Each step takes so long: a request of hundreds of tokens does not end while a test looks at
-    it."""
+def slow(service: EngineService, seconds: float = 0.01) -> Iterator[None]:
+    """Make each step of the engine take `seconds`, so that long requests do not end by themselves."""
     engine = service.llm.engine
     step = engine.step
 
@@ -129,8 +126,52 @@ def slow(service: Service, seconds: float = 0.01) -> Iterator[None]:
         del engine.step
 
 
+def head(length: int | None, path: str = "/v1/completions", more: str = "") -> bytes:
+    """Return the headers of a POST request; without a length the headers are not complete."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    text = "\r\n".join(lines) + f"\r\n{more}"
+    return (text if length is None else f"{text}Content-Length: {length}\r\n\r\n").encode()
+
+
+def post(body: dict[str, Any], length: int | None = None, path: str = "/v1/completions") -> bytes:
+    """Return a POST request, which announces `length` bytes if that is given."""
+    content = json.dumps(body).encode()
+    return head(length or len(content), path) + content
+
+
+@contextmanager
+def connected(s: Front, sent: bytes = b"", receive_buffer: int = 0) -> Iterator[socket.socket]:
+    """Open a connection and send something."""
+    host, port = s.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(20)
+        connection.connect((host, int(port)))
+        connection.sendall(sent)
+        yield connection
+
+
+def received(connection: socket.socket, end: bytes = b"") -> bytes:
+    """Return what the server sends until `end`, or until it closes the connection."""
+    data = b""
+    while part := connection.recv(1 << 16):
+        data += part
+        if end and end in data:
+            return data
+    assert not end, data[-300:]
+    return data
+
+
+def narrow() -> socket.socket:
+    """Return a listener with a small send buffer, so that a client that stops reading is noticed."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+
+
 class Errors(logging.Handler):
-    """Keeps what is logged as an error, or with a traceback."""
+    """Keeps records of errors and those with a traceback."""
 
     def __init__(self, records: list[logging.LogRecord]) -> None:
         super().__init__(logging.DEBUG)
@@ -148,8 +189,7 @@ def serving(
     headers: dict[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
-    """A server with these settings on a free port (or on a listener of the caller's), shut down at
-    the end."""
+    """Run a server with these settings on a free port, or on the given listener."""
     settings = Settings(**({"port": 0, "shutdown_timeout": 1.0} | options))
     app = make_app(llm, settings)
     listener = listener or socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

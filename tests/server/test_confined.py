@@ -1,5 +1,4 @@
-"""Grammars and templates that never end: a server refuses them in time, serves others meanwhile,
-and ends when told."""
+"""Endless grammars and templates: a server refuses them in time, and serves others meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import pytest
 
 from forerun.errors import BusyError
 from forerun.llm import LLM
-from forerun.models import chat_template as chat
+from forerun.models import chat_template
 from forerun.sampling import compiler
 from forerun.worker_process import WORKERS
 from tests import tiny
@@ -30,7 +29,7 @@ from tests.server.serving import PATIENCE, Serving, held, serving, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MANY = "range(99999)"
-ENDLESS = (
+TEMPLATE = (
     "{% if messages[0].content == 'loop' %}"
     f"{{% for a in {MANY} %}}{{% for b in {MANY} %}}{{% endfor %}}{{% endfor %}}"
     "{% elif messages[0].content == 'grow' %}{{ 'x' * 10 ** 10 }}"
@@ -40,13 +39,14 @@ ENDLESS = (
     "{% endif %}{{ messages[-1].content }}"
 )
 ENDLESS_GRAMMAR = 'start: %json {"type": "integer", "multiple\\u004ff": 100000007}'
+EXPLODING = r"(.|\n)*[aeiou](.|\n){30}x"  # the number of lexer states doubles with each character
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("endless") / "tiny"
     shutil.copytree(tiny.spoken(), directory)
-    (directory / "chat_template.jinja").write_text(ENDLESS)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
 
@@ -56,20 +56,14 @@ def server(model: Path) -> Iterator[Serving]:
         yield running
 
 
-def talk(text: str, **options: object) -> dict[str, object]:
-    return {
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 2,
-        "chat_template_kwargs": options,
-    }
+def talk(text: str, **options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": 2, "chat_template_kwargs": options}
 
 
-def shaped(grammar: str) -> dict[str, object]:
-    return {
-        "prompt": "x",
-        "max_tokens": 2,
-        "response_format": {"type": "grammar", "grammar": grammar},
-    }
+def shaped(grammar: str) -> dict[str, Any]:
+    form = {"type": "grammar", "grammar": grammar}
+    return {"prompt": "x", "max_tokens": 2, "response_format": form}
 
 
 @pytest.mark.parametrize(
@@ -81,17 +75,9 @@ def shaped(grammar: str) -> dict[str, object]:
         (talk("flood"), "too long"),
         (talk("refuse"), "I will not"),
     ],
-    ids=[
-        "a loop of the template",
-        "a loop of an option",
-        "memory",
-        "a long text",
-        "what the template raises",
-    ],
+    ids=["loop of the template", "loop of an option", "memory", "long text", "an exception"],
 )
-def test_a_template_that_does_not_end_is_refused(
-    body: dict[str, object], says: str, server: Serving
-) -> None:
+def test_an_endless_template_is_refused(body: dict[str, Any], says: str, server: Serving) -> None:
     start = time.monotonic()
     answer = server.http.post(CHAT, json=body)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
@@ -99,15 +85,21 @@ def test_a_template_that_does_not_end_is_refused(
     assert server.http.post(CHAT, json=talk("hi")).status_code == 200
 
 
-def test_others_are_served_while_grammars_are_refused(
+def test_others_are_served_while_grammars_are_compiled(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than the server has threads for what blocks."""
-    box, bodies = compiler.SANDBOX, [shaped(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
+    """There are more of them than the server has threads for blocking calls."""
+
+    class Full:
+        def call(self, *_: object) -> None:
+            raise BusyError("no place")
+
+    workers = compiler.SANDBOX
+    bodies = [shaped(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
     with ThreadPoolExecutor(len(bodies)) as clients:
         post = partial(httpx2.post, server.url + COMPLETIONS, timeout=PATIENCE)
         refused = [clients.submit(post, json=body) for body in bodies]
-        until(lambda: len(box._busy) == WORKERS, "grammars are compiled")
+        until(lambda: len(workers._busy) == WORKERS, "grammars are compiled")
         for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, talk("hi"))):
             assert server.http.post(path, json=body).status_code == 200
         assert not all(future.done() for future in refused)
@@ -115,54 +107,36 @@ def test_others_are_served_while_grammars_are_refused(
         assert {future.result().status_code for future in refused} == {400, 429}
 
 
-class Full:
-    """A sandbox that has no place."""
-
-    def call(self, *_: object) -> None:
-        raise BusyError("no place")
-
-
 def test_the_engines_thread_never_compiles(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many grammars are in flight."""
+    """Even if more grammars are in flight than are cached."""
     names: list[str] = []
-    compile_ = compiler.GrammarCompiler.compiled_each
+    compile_each = compiler.GrammarCompiler.compiled_each
 
-    def recorded(self: compiler.GrammarCompiler, *given: Any) -> object:
+    def recorded(self: compiler.GrammarCompiler, *arguments: Any) -> object:
         names.append(threading.current_thread().name)
-        return compile_(self, *given)
+        return compile_each(self, *arguments)
 
     monkeypatch.setattr(compiler.GrammarCompiler, "compiled_each", recorded)
     count = 40
     bodies = [shaped(f'start: /[ab]{{5}}/ "{i}" /.*/') for i in range(count)]
     with ThreadPoolExecutor(count) as clients:
-        with held(server.service):  # the first are no longer kept when it comes to them
+        with held(server.service):
             answers = [clients.submit(server.http.post, COMPLETIONS, json=body) for body in bodies]
-            until(lambda: len(server.service.tickets) == count, "all are handed over")
+            until(lambda: len(server.service.jobs) == count, "all are submitted")
         assert [answer.result().status_code for answer in answers] == [200] * count
     assert len(names) == count and "forerun-engine" not in names
 
 
-EXPLODING = r"(.|\n)*[aeiou](.|\n){30}x"  # the number of lexer states doubles with each character
-
-
-def test_what_others_do_with_a_grammar_changes_nothing(
+def test_requests_with_the_same_grammar_do_not_affect_each_other(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request filled the lexer that all with that grammar shared: their answers ended with the
-    first token."""
+    """One request filled the lexer that all of them shared, which ended their answers."""
     monkeypatch.setattr(compiler, "STATES", 3000)
-    form = {"response_format": {"type": "regex", "regex": EXPLODING}}
-    asked = {
-        "prompt": "x",
-        "max_tokens": 20,
-        "seed": 5,
-        "temperature": 100,
-        "top_k": 0,
-        "top_p": 1,
-        "min_p": 0,
-    } | form
+    asked = {"prompt": "x", "max_tokens": 20, "seed": 5, "temperature": 100}
+    asked |= {"top_k": 0, "top_p": 1, "min_p": 0}
+    asked |= {"response_format": {"type": "regex", "regex": EXPLODING}}
     before = server.answer(COMPLETIONS, asked)["choices"][0]
     for seed in range(3):
         server.answer(COMPLETIONS, asked | {"max_tokens": 100, "seed": seed})
@@ -171,65 +145,54 @@ def test_what_others_do_with_a_grammar_changes_nothing(
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in file.read_text().split()
-    ]
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def computing(pid: int) -> float:
-    with suppress(OSError):  # it has ended
+    """Return the seconds of processor time of a process; 0 if it has ended."""
+    with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_leaves_no_work_behind(sign: signal.Signals, model: Path) -> None:
-    with processes.start(
-        "serve", str(model), "--port", "0", "--shutdown-timeout", "0.2"
-    ) as process:
-        mine = processes.Server(process)
+def test_a_server_that_ends_leaves_no_workers(sign: signal.Signals, model: Path) -> None:
+    flags = ("--port", "0", "--shutdown-timeout", "0.2")
+
+    def ask(server: processes.Server, body: dict[str, Any], path: str) -> None:
+        with suppress(OSError, http.client.HTTPException, ValueError):  # the server ends
+            server.post(body, path)
+
+    with processes.start("serve", str(model), *flags) as process:
+        server = processes.Server(process)
         try:
-            mine.wait_until_up()
+            server.wait_until_up()
             for request in ((talk("loop"), CHAT), (shaped(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
-                threading.Thread(target=ask, args=(mine, *request), daemon=True).start()
-            until(
-                lambda: any(computing(pid) > 0.5 for pid in children(process.pid)),
-                "they are worked on",
-            )
+                threading.Thread(target=ask, args=(server, *request), daemon=True).start()
+            busy = lambda: any(computing(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
+            until(busy, "workers compute")
             workers = children(process.pid)
             process.send_signal(sign)
             assert process.wait(6) == (0 if sign == signal.SIGTERM else -sign)
         finally:
             process.kill()
-    until(
-        lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers),
-        "its processes have ended",
-        5,
-    )
+    ended = lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)  # noqa: E731
+    until(ended, "its workers have ended", 5)
 
 
-def ask(server: processes.Server, body: dict[str, object], path: str) -> None:
-    with suppress(
-        OSError, http.client.HTTPException, ValueError
-    ):  # whatever a server that ends still says
-        server.post(body, path)
-
-
-def test_a_command_line_refuses_what_does_not_end(model: Path) -> None:
-    """And needs no more memory for it than that process may have."""
+def test_the_command_line_refuses_an_endless_template(model: Path) -> None:
     for text, says in (("loop", "takes over 2 seconds"), ("hi", None)):
-        code, said = processes.run("generate", "--model", str(model), "--max-tokens", "2", text)
-        assert (code == 0) == (says is None) and (says or "") in said, said
+        code, errors = processes.run("generate", "--model", str(model), "--max-tokens", "2", text)
+        assert (code == 0) == (says is None) and (says or "") in errors, errors
 
 
-def test_workers_are_light(server: Serving) -> None:
+def test_workers_need_little_memory(server: Serving) -> None:
     for path, body in ((CHAT, talk("hi")), (COMPLETIONS, shaped("start: /[a-z]+/"))):
         assert server.http.post(path, json=body).status_code == 200
-    for sandbox in (chat.SANDBOX, compiler.SANDBOX):
-        for pid in sandbox.processes:
+    for workers in (chat_template.SANDBOX, compiler.SANDBOX):
+        for pid in workers.processes:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             (resident,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
             assert resident < 80 << 10

@@ -1,254 +1,197 @@
-"""Clients that hold connections for nothing: slow headers, bodies and readers, and too many of
-them."""
+"""Clients that hold connections for nothing: slow headers, bodies and readers, and too many."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
 import json
+import logging
 import socket
 import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from forerun.llm import LLM
-from forerun.server import bodies, connections, service
-from forerun.server.tickets import Ticket
-from tests.server.serving import Serving, held, serving, slow, until
-
-ASKED = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
-STREAM = {
-    "prompt": "x = 1\n",
-    "max_tokens": 1900,
-    "ignore_eos": True,
-    "speculative": False,
-    "stream": True,
-}
-SOON = 0.1
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@contextmanager
-def connected(s: Serving, said: bytes = b"", room: int = 0) -> Iterator[socket.socket]:
-    """A connection on which this was said. `room` bounds what may be on its way to it."""
-    host, port = s.url.removeprefix("http://").split(":")
-    with socket.socket() as connection:
-        if room:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-        connection.settimeout(20)
-        connection.connect((host, int(port)))
-        connection.sendall(said)
-        yield connection
-
-
-def narrow() -> socket.socket:
-    """A listener that lets little be on its way, so that a reader that stops is noticed at once."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return listener
-
-
-def rest(connection: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    parts = []
-    while part := connection.recv(1 << 16):
-        parts.append(part)
-    return b"".join(parts)
-
-
-def trickled(connection: socket.socket, drop: bytes) -> bytes:
-    """The answer to a client that says a little again and again."""
-    connection.settimeout(SOON / 10)
-    drops = 0
-    while drops < 1000:
-        try:
-            connection.sendall(drop)
-            drops += 1
-            first = connection.recv(4096)
-            assert drops > 5, "it was told before its time"
-            connection.settimeout(20)
-            return first + rest(connection)  # its head may come before its body
-        except TimeoutError:
-            pass
-    raise AssertionError("it was never told to stop")
-
-
-def post(body: dict[str, Any], length: int | None = None) -> bytes:
-    content = json.dumps(body).encode()
-    return HEAD + f"Content-Length: {length or len(content)}\r\n\r\n".encode() + content
-
-
-def message(answer: bytes) -> str:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    error = json.loads(body)["error"]
-    assert len(error["message"].splitlines()) == 1, head
-    return f"{head.split()[1].decode()} {error['message']}"
-
-
-# ------------------------------------------------------------ headers
-
-
-@pytest.fixture(scope="module")
-def front_of_limits(spare: LLM) -> Iterator[Serving]:
-    """One server for clients that are refused, or that ask once."""
-    with serving(spare) as s:
-        yield s
-
-
-@pytest.mark.parametrize(
-    "said", [b"GET /hea", HEAD, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 9000]
+from forerun.server import connections, jobs, limits
+from forerun.server.connections import Acceptor, ConnectionPool, Phase
+from forerun.server.settings import Settings
+from tests.server.serving import (
+    ASKED,
+    Serving,
+    connected,
+    head,
+    held,
+    narrow,
+    post,
+    received,
+    serving,
+    slow,
+    until,
 )
-def test_headers_that_do_not_come_whole(spare: LLM, said: bytes) -> None:
-    with serving(spare, header_timeout=SOON) as s, connected(s, said) as connection:
-        assert message(rest(connection)).startswith("408 ") and s.complete()["choices"]
 
-
-def test_a_connection_that_says_nothing_is_closed(spare: LLM) -> None:
-    with serving(spare, header_timeout=SOON) as s, connected(s) as connection:
-        assert rest(connection) == b""
-
-
-def test_headers_that_trickle_do_not_move_the_deadline(spare: LLM) -> None:
-    with serving(spare, header_timeout=3 * SOON) as s, connected(s, HEAD) as connection:
-        assert message(trickled(connection, b"X: y\r\n")).startswith("408 ")
-
-
-def test_the_next_request_has_a_deadline_too(spare: LLM) -> None:
-    with serving(spare, header_timeout=SOON) as s:
-        for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):
-            with connected(
-                s, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + more
-            ) as connection:
-                answers = rest(connection)
-                assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
-
-
-def test_what_nobody_asked_for_is_not_read_for_ever(spare: LLM) -> None:
-    """The rest of a body whose request is answered already."""
-    begun = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-    with serving(spare, header_timeout=SOON) as s, connected(s, begun) as connection:
-        assert connection.recv(12) == b"HTTP/1.1 404"
-        until(lambda: not s.server.server_state.connections, "it is closed", patience=5)
-
-
-def test_a_request_in_work_has_no_deadline_for_headers(spare: LLM) -> None:
-    with serving(spare, header_timeout=SOON) as s, connected(s) as other:
-        with held(s.service), connected(s, post(ASKED)) as connection:
-            assert rest(other) == b""  # which came before it, so its time would be up as well
-            until(lambda: s.service.tickets, "it is taken")
-        with connected(s, post(ASKED)) as connection:
-            assert connection.recv(12) == b"HTTP/1.1 200"
-
-
-# ------------------------------------------------------------ headers and framing without end
-
+LONG = {"prompt": "x = 1\n", "ignore_eos": True, "speculative": False, "stream": True}
+STREAM = LONG | {"max_tokens": 1900}
+SOON = 0.1
+HEAD = head(None)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
 CLOSE = b"Connection: close\r\n"
 
 
+def error_of(answer: bytes) -> str:
+    """Return status and message of an error response."""
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    message = json.loads(body)["error"]["message"]
+    assert len(message.splitlines()) == 1, headers
+    return f"{headers.split()[1].decode()} {message}"
+
+
+def answer_to(s: Serving, sent: bytes) -> bytes:
+    with connected(s, sent) as connection:
+        return received(connection)
+
+
+def trickled(connection: socket.socket, piece: bytes) -> bytes:
+    """Return the answer to a client that sends a piece again and again."""
+    connection.settimeout(SOON / 10)
+    for count in range(1000):
+        connection.sendall(piece)
+        try:
+            first = connection.recv(4096)
+        except TimeoutError:
+            continue
+        assert count > 5, "it was refused before its time"
+        connection.settimeout(20)
+        return first + received(connection)
+    raise AssertionError("it was never refused")
+
+
+def num_open(s: Serving) -> int:
+    return len(s.server.server_state.connections)
+
+
+@pytest.fixture(scope="module")
+def shared(spare: LLM) -> Iterator[Serving]:
+    """A server for clients that are refused, or that ask once."""
+    with serving(spare) as s:
+        yield s
+
+
+# ------------------------------------------------------------ deadlines of headers and bodies
+
+
+def test_incomplete_headers_expire(spare: LLM) -> None:
+    with serving(spare, header_timeout=SOON) as s:
+        long = HEALTH + b"X: " + b"a" * 9000
+        for sent in (b"GET /hea", HEAD, long):
+            assert error_of(answer_to(s, sent)).startswith("408 ")
+        assert answer_to(s, b"") == b"" and s.complete()["choices"]
+        for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):  # the second request expires too
+            answers = answer_to(s, HEALTH + b"\r\n" + more)
+            assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
+        with connected(s, head(1_000_000, "/nowhere")) as connection:  # answered before its body
+            assert connection.recv(12) == b"HTTP/1.1 404"
+            until(lambda: not num_open(s), "the rest of the body expires", patience=5)
+        with connected(s) as other:
+            with held(s.service), connected(s, post(ASKED)) as connection:
+                assert received(other) == b"", "a request in work would have expired by now"
+                until(lambda: s.service.jobs, "it is taken")
+            with connected(s, post(ASKED)) as connection:
+                assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_trickling_does_not_move_the_deadlines(spare: LLM) -> None:
+    with serving(spare, header_timeout=3 * SOON, body_timeout=3 * SOON) as s:
+        for sent, piece in ((HEAD, b"X: y\r\n"), (head(9999), b" ")):
+            with connected(s, sent) as connection:
+                assert error_of(trickled(connection, piece)).startswith("408 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/api/chat"])
+def test_incomplete_bodies_expire(spare: LLM, path: str) -> None:
+    with serving(spare, body_timeout=SOON, header_timeout=SOON) as s:
+        answer = answer_to(s, post(ASKED, 1000, path))
+        assert b"HTTP/1.1 408" in answer and b"--body-timeout" in answer
+        assert s.complete()["choices"] and not s.logged
+
+
+# ------------------------------------------------------------ size of headers and framing
+
+
 def chunks(content: bytes, size: int, extension: bytes = b"") -> bytes:
     pieces = [content[at : at + size] for at in range(0, len(content), size)]
-    return (
-        b"".join(b"%x%s\r\n%s\r\n" % (len(piece), extension, piece) for piece in pieces)
-        + b"0\r\n\r\n"
-    )
+    lines = [b"%x%s\r\n%s\r\n" % (len(piece), extension, piece) for piece in pieces]
+    return b"".join(lines) + b"0\r\n\r\n"
 
 
-def answer_to(s: Serving, said: bytes) -> bytes:
-    with connected(s, said) as connection:
-        return rest(connection)
+def padded(length: int) -> bytes:
+    return json.dumps(ASKED | {"user": "x" * length}).encode()
 
 
 @pytest.mark.parametrize(
     "more",
-    [
-        b"X: y\r\n" * 2000,
-        b":\r\n" * 5000,
-        b"A:\r\n " * 3000,
-        b"X: " + b"a" * 20_000 + b"\r\n",
-        b"X: y\r\n" * 101,
-    ],
+    [b"X: y\r\n" * 2000, b":\r\n" * 5000, b"A:\r\n " * 3000, b"X: " + b"a" * 20_000, b"X: y\r\n" * 101],
     ids=["many", "without names", "folded", "long", "one too many"],
-)
-@pytest.mark.parametrize("end", [b"\r\n", b""], ids=["whole", "without an end"])
+)  # fmt: skip
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b""], ids=["complete", "without an end"])
 def test_headers_are_bounded_before_they_are_parsed(
-    front_of_limits: Serving, more: bytes, end: bytes
+    shared: Serving, more: bytes, end: bytes
 ) -> None:
-    """Thousands of headers, for which no key is needed, held up everybody while they were
-    parsed."""
-    assert message(answer_to(front_of_limits, HEALTH + more + end)).startswith(
-        "431 a request has at most 100 headers"
-    )
+    answer = answer_to(shared, HEALTH + more + end)
+    assert error_of(answer).startswith("431 a request has at most 100 headers")
 
 
-def test_as_many_headers_as_clients_send(front_of_limits: Serving) -> None:
-    said = (
-        HEALTH
-        + CLOSE
-        + b"X-Trace: 0123456789abcdef\r\n" * 90
-        + b"Cookie: "
-        + b"a" * 8000
-        + b"\r\n\r\n"
-    )
-    assert answer_to(front_of_limits, said).startswith(b"HTTP/1.1 200")
+def test_headers_as_clients_send_them(shared: Serving) -> None:
+    more = b"X-Trace: 0123456789abcdef\r\n" * 90 + b"Cookie: " + b"a" * 8000 + b"\r\n\r\n"
+    assert answer_to(shared, HEALTH + CLOSE + more).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "extension"),
+    ("length", "size", "extension", "fits"),
     [
-        (40_000, 1, b""),
-        (40_000, 2, b""),
-        (4_000, 1, b";x=" + b"y" * 200),
-        (40_000, 64, b";" + b"y" * 300),
+        (40_000, 1, b"", False),
+        (40_000, 2, b"", False),
+        (4_000, 1, b";x=" + b"y" * 200, False),
+        (40_000, 64, b";" + b"y" * 300, False),
+        (8_000, 8, b"", True),
+        (90_000, 128, b"", True),
+        (90_000, 16_384, b"", True),
     ],
 )
 def test_the_framing_of_chunks_is_bounded(
-    front_of_limits: Serving, length: int, size: int, extension: bytes
+    shared: Serving, length: int, size: int, extension: bytes, fits: bool
 ) -> None:
-    """258 KB in chunks of one byte took a second of the event loop; so do long chunk extensions."""
-    content = json.dumps(ASKED | {"user": "x" * length}).encode()
-    said = CHUNKED + b"\r\n" + chunks(content, size, extension)
-    assert message(answer_to(front_of_limits, said)).startswith(
-        "400 the body comes in too many small chunks"
-    )
-    assert front_of_limits.complete()["choices"] and not front_of_limits.logged
+    answer = answer_to(shared, CHUNKED + CLOSE + b"\r\n" + chunks(padded(length), size, extension))
+    if fits:
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+    else:
+        assert error_of(answer).startswith("400 the body comes in too many small chunks")
+        assert shared.complete()["choices"] and not shared.logged
 
 
-@pytest.mark.parametrize(("size", "length"), [(8, 8_000), (128, 90_000), (16_384, 90_000)])
-def test_chunks_as_clients_send_them(front_of_limits: Serving, size: int, length: int) -> None:
-    content = json.dumps(ASKED | {"user": "x" * length}).encode()
-    answer = answer_to(front_of_limits, CHUNKED + CLOSE + b"\r\n" + chunks(content, size))
-    assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+def test_trailers_are_ignored_and_bounded(shared: Serving) -> None:
+    sent = CHUNKED + CLOSE + b"\r\n" + chunks(padded(0), 1000).removesuffix(b"\r\n")
+    answer = answer_to(shared, sent + b"Host: elsewhere.example\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert error_of(answer_to(shared, sent + b"X: y\r\n" * 8000)).startswith("400 ")
 
 
-def test_trailers_are_no_headers_and_are_bounded(front_of_limits: Serving) -> None:
-    content = chunks(json.dumps(ASKED).encode(), 1000).removesuffix(b"\r\n")
-    said = CHUNKED + CLOSE + b"\r\n" + content
-    assert answer_to(front_of_limits, said + b"Host: elsewhere.example\r\n\r\n").startswith(
-        b"HTTP/1.1 200"
-    )
-    assert message(answer_to(front_of_limits, said + b"X: y\r\n" * 8000)).startswith("400 ")
-
-
-def test_keys_are_asked_for_before_a_body_is_read(spare: LLM) -> None:
-    """Chunks of a client without a key are not waited for, and are counted though nobody wants
-    them."""
-    with (
-        serving(spare, api_key=("k",)) as s,
-        connected(s, CHUNKED + b"\r\n5\r\nhello\r\n") as connection,
-    ):
+def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
+    half = CHUNKED + b"\r\n5\r\nhello\r\n"
+    with serving(spare, api_key=("k",)) as s, connected(s, half) as connection:
         assert connection.recv(12) == b"HTTP/1.1 401"
         connection.sendall(b"1\r\nx\r\n" * 20_000)
-        until(lambda: not s.server.server_state.connections, "it is closed", patience=5)
+        until(lambda: not num_open(s), "it is closed", patience=5)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"GET /health HTTP/1.1\nHost: localhost\n\n",
@@ -261,243 +204,148 @@ def test_keys_are_asked_for_before_a_body_is_read(spare: LLM) -> None:
         CHUNKED + b"\r\nx\r\n",
     ],
 )
-def test_what_is_no_http_is_told_so_at_once(front_of_limits: Serving, said: bytes) -> None:
-    assert message(answer_to(front_of_limits, said)) == "400 this is no HTTP/1.1 request"
-    assert not front_of_limits.logged
+def test_what_is_not_http_is_refused_at_once(shared: Serving, sent: bytes) -> None:
+    assert error_of(answer_to(shared, sent)) == "400 this is no HTTP/1.1 request"
+    assert not shared.logged
 
 
-def test_requests_of_one_connection_are_answered_in_turn(front_of_limits: Serving) -> None:
-    """Sent at once, with an empty line between them, as some old clients do."""
-    content = post(ASKED)
-    both = answer_to(
-        front_of_limits, content + b"\r\n" + content + b"GET /nowhere HTTP/1.0\r\n\r\n"
-    )
+def test_pipelined_requests_are_answered_in_turn(shared: Serving) -> None:
+    """With an empty line between them, as some old clients send; none behind a chunked body."""
+    both = answer_to(shared, post(ASKED) + b"\r\n" + post(ASKED) + b"GET /nowhere HTTP/1.0\r\n\r\n")
     assert both.count(b"HTTP/1.1 200") == 2 and both.count(b"HTTP/1.1 404") == 1
+    answer = answer_to(shared, CHUNKED + b"\r\n" + chunks(padded(0), 1000) + HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer and not shared.logged
 
 
-def test_a_request_behind_chunks_is_not_taken_with_them(front_of_limits: Serving) -> None:
-    """Where only its chunks tell where a body ends, the request behind it has to be sent again."""
-    said = CHUNKED + b"\r\n" + chunks(json.dumps(ASKED).encode(), 1000)
-    answer = answer_to(front_of_limits, said + HEALTH + b"\r\n")
-    assert (
-        answer.count(b"HTTP/1.1") == 1
-        and answer.startswith(b"HTTP/1.1 200")
-        and b"connection: close" in answer
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_upgrade_is_ignored(shared: Serving, chunked: bool) -> None:
+    """Java's client asks for HTTP/2 in its first request, and the parser would skip its body."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAA\r\n"
+    body = chunks(padded(0), 1000) if chunked else padded(0)
+    framing = (
+        b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
     )
-    assert not front_of_limits.logged
-
-
-@pytest.mark.parametrize("framing", [b"", b"Transfer-Encoding: chunked\r\n"])
-def test_an_upgrade_that_is_not_done_changes_nothing(
-    front_of_limits: Serving, framing: bytes
-) -> None:
-    """Java's client asks for HTTP/2 in its first request."""
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\n"
-    content = json.dumps(ASKED).encode()
-    body = chunks(content, 1000) if framing else content
-    head = HEAD + upgrade + (framing or b"Content-Length: %d\r\n" % len(content)) + b"\r\n"
-    with connected(front_of_limits, head + body) as connection:
-        assert b"HTTP/1.1 200" in rest_until(connection, b"usage")
+    with connected(shared, HEAD + upgrade + framing + b"\r\n" + body) as connection:
+        assert b"HTTP/1.1 200" in received(connection, b"usage")
         connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
-        assert b"HTTP/1.1 200" in rest(connection)
+        assert b"HTTP/1.1 200" in received(connection)
 
 
-def test_one_connection_that_fails_keeps_no_other_from_its_turn() -> None:
-    """Where clients reset their connections while they are refused, all others waited for ever."""
-    parsed, later = list[str](), list[Callable[[], None]]()
-
-    class One:
-        def __init__(self, name: str) -> None:
-            self.name, self.phase, self.queued, self.first = (
-                name,
-                connections.Phase.HEADERS,
-                False,
-                False,
-            )
-            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
-            self.transport = type("Transport", (), {"abort": lambda _: parsed.append("aborted")})()
-
-        def parse(self) -> None:
-            if self.name == "first":
-                raise OSError("not connected")
-            parsed.append(self.name)
-
-    turns: Any = connections.Turns()
-    for name in ("first", "second"):
-        turns.add(One(name))
-    while later:
-        later.pop(0)()
-    assert parsed == ["aborted", "second"]
+# ------------------------------------------------------------ turns
 
 
-def test_clients_that_reset_what_is_refused_hold_up_nobody(front_of_limits: Serving) -> None:
-    for _ in range(100):
-        with connected(front_of_limits, HEALTH + b"X: y\r\n" * 2000) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert front_of_limits.http.get("/health").status_code == 200
-    assert [record.exc_info for record in front_of_limits.logged] == []
+class FakeConnection:
+    """A connection that has something to parse."""
+
+    def __init__(self, name: str, phase: Phase, later: list[Any], parse: Callable[[Any], None]):
+        self.name, self.phase, self.queued = name, phase, False
+        self.is_health = name.startswith("health")
+        self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
+        self.aborted = False
+        self.transport = self
+        self.parse = lambda: parse(self)
+
+    def abort(self) -> None:
+        self.aborted = True
 
 
-def test_parsing_takes_a_bounded_time_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many connections have something to parse; headers come first."""
-    now, parsed, later = [0.0], list[str](), list[Callable[[], None]]()
-    monkeypatch.setattr(connections.time, "perf_counter", lambda: now[0])
-
-    class Busy:
-        def __init__(self, name: str, phase: connections.Phase) -> None:
-            self.name, self.phase, self.queued, self.first = name, phase, False, False
-            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
-
-        def parse(self) -> None:
-            now[0] += 0.0005
-            parsed.append(self.name)
-            turns.add(self)
-
-    turns: Any = connections.Turns()
-    for i in range(100):
-        turns.add(Busy(f"body {i}", connections.Phase.BODY))
-    for i in range(100):
-        turns.add(Busy(f"head {i}", connections.Phase.HEADERS))
-    for at in range(50):
-        assert len(later) == at + 1, "one round asks for the next"
-        begun = now[0]
-        later[at]()
-        assert now[0] - begun <= 0.0045
-    assert set(parsed) == {f"{kind} {i}" for kind in ("body", "head") for i in range(100)}, (
-        "everybody has a turn"
-    )
-
-
-def test_one_request_begins_in_a_round_and_health_before_it() -> None:
-    begun, later = list[str](), list[Callable[[], None]]()
-
-    class Whole:
-        def __init__(self, name: str) -> None:
-            self.name, self.phase, self.queued = name, connections.Phase.HEADERS, False
-            self.first = name.startswith("health")
-            self.loop = type("Loop", (), {"call_soon": staticmethod(later.append)})
-
-        def parse(self) -> None:
-            self.phase = connections.Phase.NOTHING
-            begun.append(self.name)
-
-    turns: Any = connections.Turns()
-    for name in ("a", "b", "c", "health 1", "health 2"):
-        turns.add(Whole(name))
+def rounds_of(pool: Any, later: list[Callable[[], None]], parsed: list[str]) -> list[list[str]]:
+    """Run the iterations of an event loop; return what was parsed in each."""
     rounds = []
     while later:
-        begun.clear()
+        parsed.clear()
         later.pop(0)()
-        rounds.append(list(begun))
-    assert rounds == [["health 2", "health 1", "a"], ["b"], ["c"]]
+        rounds.append(list(parsed))
+    return rounds
 
 
-# ------------------------------------------------------------ bodies
+def test_one_request_starts_in_an_iteration_after_health() -> None:
+    """A connection that fails keeps none of the others from their turns."""
+    parsed: list[str] = []
+    later: list[Callable[[], None]] = []
+    pool: Any = ConnectionPool(Settings())
+
+    def parse(connection: Any) -> None:
+        if connection.name == "gone":
+            raise OSError("not connected")
+        connection.phase = Phase.COMPLETE
+        parsed.append(connection.name)
+
+    names = ("a", "gone", "b", "health 1", "health 2")
+    fakes = [FakeConnection(name, Phase.HEADERS, later, parse) for name in names]
+    for fake in fakes:
+        pool.schedule(fake)
+    assert rounds_of(pool, later, parsed) == [["health 2", "health 1", "a"], ["b"]]
+    assert [fake.name for fake in fakes if fake.aborted] == ["gone"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/api/chat"])
-def test_bodies_that_stop_half_way(spare: LLM, path: str) -> None:
-    begun = post(ASKED, 1000).replace(b"/v1/completions", path.encode())
-    with (
-        serving(spare, body_timeout=SOON, header_timeout=SOON) as s,
-        connected(s, begun) as connection,
-    ):
-        assert b"HTTP/1.1 408" in (answer := rest(connection)) and b"--body-timeout" in answer
-        assert s.complete()["choices"] and not s.logged
+def test_parsing_takes_a_bounded_time_in_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    parsed: list[str] = []
+    later: list[Callable[[], None]] = []
+    pool: Any = ConnectionPool(Settings())
+    monkeypatch.setattr(connections.time, "perf_counter", lambda: now[0])
+
+    def parse(connection: Any) -> None:
+        now[0] += 0.0005
+        parsed.append(connection.name)
+        pool.schedule(connection)
+
+    for phase in (Phase.BODY, Phase.HEADERS):
+        for i in range(100):
+            pool.schedule(FakeConnection(f"{phase.name} {i}", phase, later, parse))
+    for _ in range(50):
+        start = now[0]
+        (run_turns,) = later
+        later.clear()
+        run_turns()
+        assert now[0] - start <= 0.0045
+    assert len(set(parsed)) == 200, "each has its turn"
 
 
-def test_bodies_that_trickle_do_not_move_the_deadline(spare: LLM) -> None:
-    with (
-        serving(spare, body_timeout=3 * SOON) as s,
-        connected(s, HEAD + b"Content-Length: 9999\r\n\r\n") as connection,
-    ):
-        assert message(trickled(connection, b" ")).startswith("408 ")
+def test_clients_that_reset_refused_connections_hold_up_nobody(shared: Serving) -> None:
+    for _ in range(100):
+        with connected(shared, HEALTH + b"X: y\r\n" * 2000) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert shared.http.get("/health").status_code == 200
+    assert [record.exc_info for record in shared.logged] == []
 
 
-def test_bodies_over_all_are_bounded_and_small_ones_pass(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is refused is the body that would be too much; when another ends there is room again."""
-    monkeypatch.setattr(bodies, "SMALL", 1000)
+# ------------------------------------------------------------ memory of bodies
+
+
+def test_the_memory_of_all_bodies_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small bodies pass, and a body counts as long as its request lasts."""
+    monkeypatch.setattr(limits, "UNCOUNTED", 1000)
     monkeypatch.setattr(connections, "HIGH_WATER_LIMIT", 1000)
     large = {"prompt": "x " * 2400}
     with serving(spare, max_body=5000, max_bodies=6000) as s:
-        refused: list[str] = []
+
+        def full() -> str:
+            answer = s.http.post("/tokenize", json=large)
+            if answer.status_code != 503:
+                return ""
+            assert answer.headers["retry-after"]
+            return str(answer.json()["error"]["message"])
+
         with connected(s, post(large, 4990)), connected(s, post(large, 4990)):
-            until(lambda: full(s, large, refused), "they have come", patience=5)
-            assert refused[0].startswith("the requests in work hold 6000 bytes")
-            assert s.complete()["choices"], "small ones pass"
-        until(lambda: not full(s, large, refused), "there is room again", patience=5)
+            until(full, "they have arrived", patience=5)
+            assert full().startswith("the requests in work hold 6000 bytes")
+            assert s.complete()["choices"]
+        until(lambda: not full(), "there is room again", patience=5)
+        body = post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})
+        with held(s.service), connected(s, body):
+            until(lambda: s.service.jobs, "it is taken")
+            assert full()
+        until(lambda: not full(), "the request has ended", patience=5)
 
 
-def full(s: Serving, body: dict[str, Any], said: list[str]) -> bool:
-    """Whether there is no room for a body; what is said of it goes into a list."""
-    answer = s.http.post("/tokenize", json=body)
-    if answer.status_code == 503:
-        assert answer.headers["retry-after"]
-        said.append(answer.json()["error"]["message"])
-    return answer.status_code == 503
-
-
-def test_a_body_is_held_as_long_as_its_request(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SMALL", 1000)
-    with serving(spare, max_body=5000, max_bodies=5000) as s:
-        with (
-            held(s.service),
-            connected(s, post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})) as connection,
-        ):
-            until(lambda: s.service.tickets, "it is taken")
-            assert s.http.post("/tokenize", json={"prompt": "x " * 2400}).status_code == 503
-        assert connection.fileno() < 0
-        until(
-            lambda: s.http.post("/tokenize", json={"prompt": "x " * 2400}).status_code == 200,
-            "it ends",
-            patience=5,
-        )
-
-
-# ------------------------------------------------------------ how many
-
-
-def test_a_connection_that_is_answered_is_left_alone_though_it_is_to_close_then(spare: LLM) -> None:
-    """`Connection: close` is no sign that more of the request will come."""
-    asked = post(STREAM | {"max_tokens": 300}).replace(
-        b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1
-    )
-    with (
-        serving(spare, max_connections=2) as s,
-        slow(s.service, 0.003),
-        connected(s, asked) as connection,
-    ):
-        until(lambda: s.service.tickets, "it is taken")
-        for _ in range(4):
-            with connected(s):
-                until(lambda: len(s.server.server_state.connections) <= 2, "there is room")
-        assert rest_until(connection, b"[DONE]").count(b'"text"') == 300
-
-
-def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
-    """Whoever holds all of them with half a request shuts nobody out."""
-    unfinished = post(ASKED, 999)
-    with (
-        serving(spare, max_connections=3) as s,
-        connected(s, unfinished) as a,
-        connected(s, unfinished) as b,
-        connected(s, unfinished) as c,
-    ):
-        until(lambda: len(s.server.server_state.connections) == 3, "they are there")
-        assert s.complete()["choices"]
-        assert rest(a) == b"", "the one that has waited longest made room"
-        for _ in range(3):
-            with connected(
-                s, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            ) as other:
-                assert rest(other).startswith(b"HTTP/1.1 200")
-        assert len(s.server.server_state.connections) <= 3 and b.fileno() > 0 and c.fileno() > 0
+# ------------------------------------------------------------ number of connections
 
 
 def gone(connection: socket.socket) -> bool:
-    """Whether the server has ended a connection without a word."""
+    """Return True if the server has closed a connection without an answer."""
     connection.setblocking(False)
     try:
         return connection.recv(1) == b""
@@ -507,171 +355,271 @@ def gone(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("said", [b"", HEAD], ids=["nothing", "half of its headers"])
-def test_connections_without_a_request_make_room_for_those_that_come_later(
-    spare: LLM, said: bytes
-) -> None:
+def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
     with serving(spare, max_connections=3) as s, ExitStack() as stack:
-        silent = [stack.enter_context(connected(s, said)) for _ in range(5)]
-        for longest in silent[:2]:
-            until(lambda longest=longest: gone(longest), "those that have waited longest made room")
+        unfinished = [stack.enter_context(connected(s, post(ASKED, 999))) for _ in range(3)]
+        until(lambda: num_open(s) == 3, "they are open")
         assert s.complete()["choices"]
-        assert len(s.server.arrivals[0]._waiting) <= 3
+        assert received(unfinished[0]) == b"", "the one that waited longest made room"
+        for _ in range(3):
+            assert answer_to(s, HEALTH + CLOSE + b"\r\n").startswith(b"HTTP/1.1 200")
+        assert num_open(s) <= 3
 
 
-def test_where_all_are_answered_one_more_is_told_so(spare: LLM) -> None:
+@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half of the headers"])
+def test_connections_without_a_request_make_room(spare: LLM, sent: bytes) -> None:
+    with serving(spare, max_connections=3) as s, ExitStack() as stack:
+        silent = [stack.enter_context(connected(s, sent)) for _ in range(5)]
+        for oldest in silent[:2]:
+            until(lambda oldest=oldest: gone(oldest), "the oldest made room")
+        assert s.complete()["choices"]
+        assert len(s.server.acceptors[0]._waiting) <= 3
+
+
+def test_a_request_in_work_keeps_its_connection(spare: LLM) -> None:
+    """`Connection: close` does not mean that more of the request will come."""
+    asked = post(LONG | {"max_tokens": 300}).replace(b"\r\n\r\n", b"\r\n" + CLOSE + b"\r\n", 1)
+    with (
+        serving(spare, max_connections=2) as s,
+        slow(s.service, 0.003),
+        connected(s, asked) as connection,
+    ):
+        until(lambda: s.service.jobs, "it is taken")
+        for _ in range(4):
+            with connected(s):
+                until(lambda: num_open(s) <= 2, "there is room")
+        assert received(connection, b"[DONE]").count(b'"text"') == 300
+
+
+def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
     with serving(spare, max_connections=2) as s:
-        with held(s.service), connected(s, post(ASKED)) as a, connected(s, post(ASKED)) as b:
-            until(lambda: len(s.service.tickets) == 2, "two are in work")
-            with connected(s, post(ASKED)) as more:
-                answer = rest(more)
-                assert (
-                    message(answer).startswith("503 ")
-                    and b"retry-after" in answer
-                    and b"--max-connections" in answer
-                )
-            assert s.http.get("/health").status_code == 200, (
-                "who watches the server is not shut out"
-            )
-            assert {a.fileno(), b.fileno()} and len(s.service.tickets) == 2
+        with held(s.service), connected(s, post(ASKED)), connected(s, post(ASKED)):
+            until(lambda: len(s.service.jobs) == 2, "two are in work")
+            answer = answer_to(s, post(ASKED))
+            assert error_of(answer).startswith("503 ")
+            assert b"retry-after" in answer and b"--max-connections" in answer
+            assert s.http.get("/health").status_code == 200 and len(s.service.jobs) == 2
         assert s.complete()["choices"]
 
 
 # ------------------------------------------------------------ readers
 
 
-def test_a_client_that_does_not_read_its_stream(spare: LLM) -> None:
-    """Its request ends and what it was sent is forgotten; others get their text."""
-    expected = spare_text(spare)
+def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
+    """Its events are freed, and other clients get their text."""
     with serving(spare, listener=narrow(), write_timeout=SOON) as s:
-        body = STREAM | {"logprobs": 20, "n": 2}
-        with connected(s, post(body), room=4096) as connection:
+        expected = s.complete(seed=1)["choices"][0]["text"]
+        body = post(STREAM | {"logprobs": 20, "n": 2})
+        with connected(s, body, receive_buffer=4096) as connection:
             assert connection.recv(12) == b"HTTP/1.1 200"
-            desk = weakref.ref(until_ticket(s).desk)
-            until(
-                lambda: not s.server.server_state.connections,
-                "the server ends the connection",
-                patience=20,
-            )
+            until(lambda: s.service.jobs, "it is taken")
+            handle = weakref.ref(next(iter(s.service.jobs.values())))
+            until(lambda: not num_open(s), "the server closes the connection")
             s.rest()
-            until(
-                lambda: gc.collect() >= 0 and desk() is None, "its events are forgotten", patience=5
-            )
+            until(lambda: gc.collect() >= 0 and handle() is None, "its events are freed")
             assert s.complete(seed=1)["choices"][0]["text"] == expected
         assert not s.logged
 
 
-def spare_text(llm: LLM) -> str:
-    with serving(llm) as s:
-        return str(s.complete(seed=1)["choices"][0]["text"])
-
-
-def test_a_slow_reader_gets_all(spare: LLM) -> None:
-    """It takes longer than the limit for the whole, but never that long for a piece."""
+def test_a_slow_reader_gets_everything(spare: LLM) -> None:
+    """It takes longer than the limit for the whole stream, but never that long for a piece."""
     with serving(spare, listener=narrow(), write_timeout=5 * SOON) as s:
-        with connected(s, post(STREAM | {"max_tokens": 100}), room=4096) as connection:
-            pieces = [connection.recv(2048)]
+        with connected(s, post(LONG | {"max_tokens": 100}), receive_buffer=4096) as connection:
             for _ in range(12):
-                time.sleep(SOON / 2)
-                pieces.append(connection.recv(2048))
-            assert b"[DONE]" in rest_until(connection, b"[DONE]") and all(pieces)
+                assert connection.recv(2048)
+                time.sleep(SOON / 2)  # the client's pace, which is what is tested
+            assert b"[DONE]" in received(connection, b"[DONE]")
         assert s.http.get("/health").status_code == 200
 
 
-def test_a_stream_that_is_not_read_pauses_and_goes_on(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What nobody takes was bounded in events of any size, 8,192 of them, and then ended. It is
-    bounded in bytes, the request leaves its place to others meanwhile, and whoever reads at last
-    gets the same text."""
-    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
-    asked = {
-        "prompt": "x = 1\n",
-        "seed": 5,
-        "temperature": 0.8,
-        "max_tokens": 1000,
-        "ignore_eos": True,
-    }
+def test_an_unread_stream_pauses_and_continues(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events are bounded in bytes, and meanwhile other requests use its place."""
+    monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
+    asked = {"prompt": "x = 1\n", "seed": 5, "temperature": 0.8, "ignore_eos": True}
+    asked["max_tokens"] = 1000
     with serving(spare, listener=narrow(), write_timeout=0, max_unread=1) as s:
         expected = s.complete(**asked)["choices"][0]["text"]
-        said = post(asked | {"stream": True, "logprobs": 20})
-        with connected(s, said, 4096) as one, connected(s, said, 4096) as two:
-            until(lambda: len(s.service.tickets) == 2, "they are taken")
-            tickets = list(s.service.tickets)
-            until(lambda: all(ticket.desk.paused for ticket in tickets), "they pause", patience=20)
-            until(lambda: not s.service.llm.engine.busy, "nothing is done for them", patience=5)
-            assert all(
-                ticket.request.produced < 1000 and ticket.desk.unread < 500_000
-                for ticket in tickets
-            )
+        sent = post(asked | {"stream": True, "logprobs": 20})
+        with connected(s, sent, 4096) as one, connected(s, sent, 4096) as two:
+            until(lambda: len(s.service.jobs) == 2, "they are taken")
+            taken = dict(s.service.jobs)
+            until(lambda: all(handle.paused for handle in taken.values()), "they pause")
+            until(lambda: not s.service.llm.engine.busy, "the engine rests", patience=5)
+            for job, handle in taken.items():
+                assert job.request and job.request.produced < 1000 and handle.unread < 500_000
             assert s.complete()["choices"], "their places are free"
             for connection in (one, two):
-                text = "".join(
-                    choice["text"] for choice in choices(rest_until(connection, b"[DONE]"))
-                )
-                assert text == expected
+                lines = received(connection, b"[DONE]").splitlines()
+                chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+                assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == expected
         assert not s.logged
 
 
-def choices(stream: bytes) -> Iterator[dict[str, Any]]:
-    """The choices of the lines of a stream, whose chunks of HTTP end where they do."""
-    for line in stream.splitlines():
-        if line.startswith(b"data: {"):
-            yield from json.loads(line[6:])["choices"]
-
-
-def test_written_answers_that_are_not_taken_are_bounded_in_all(
+def test_events_that_gather_at_once_are_not_unread(
     spare: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole answers the largest that waits for its client ends; those that are read are
-    whole."""
+    """While the event loop is busy, more of them gather than a client may leave unread."""
+    monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
+    sent = post(LONG | {"max_tokens": 1000})
+    with serving(spare, max_unread=1) as s, connected(s, sent) as connection:
+        until(lambda: s.service.jobs, "it is taken")
+        job, handle = next(iter(s.service.jobs.items()))
+        busy = lambda: job.request.produced > 500 or handle.paused  # noqa: E731
+        s.service._post(lambda: until(busy, "many wait"))
+        answer = received(connection, b"[DONE]")
+        assert answer.count(b'"text"') == 1000 and b"error" not in answer
+
+
+def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest unread response is dropped; clients that read get theirs."""
     monkeypatch.setattr(connections, "LARGE_WRITE", 1000)
-    said = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving(spare, listener=narrow(), write_timeout=0) as s:
+    sent = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def unsent(s: Serving) -> int:
+        open_connections = list(s.server.server_state.connections)
+        return sum(one.transport.get_write_buffer_size() for one in open_connections)
+
+    with serving(spare) as s:
         size = len(s.http.get("/docs").content)
+    limit = int(2.5 * size)
     with (
-        serving(spare, listener=narrow(), write_timeout=0, max_unread=int(2.5 * size)) as s,
+        serving(spare, listener=narrow(), write_timeout=0, max_unread=limit) as s,
         ExitStack() as stack,
     ):
         for _ in range(6):
-            stack.enter_context(connected(s, said, 4096))
-        until(lambda: held_by(s) > 0, "answers are written")
+            stack.enter_context(connected(s, sent, 4096))
+        until(lambda: unsent(s) > 0, "responses are written")
         assert len(s.http.get("/docs").content) == size
-        until(lambda: 0 < held_by(s) <= 2.5 * size, "the others ended", patience=5)
+        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", patience=5)
 
 
-def held_by(s: Serving) -> int:
-    """Bytes that connections of a server have to send."""
-    return sum(c.transport.get_write_buffer_size() for c in list(s.server.server_state.connections))
+# ------------------------------------------------------------ before the first request
 
 
-def until_ticket(s: Serving) -> Ticket:
-    until(lambda: s.service.tickets, "it is taken")
-    return next(iter(s.service.tickets))
+class Clients:
+    """A listening socket, its clients, and the paths of requests that were handed on."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        self.handed_on: list[str] = []
+
+    def accept(self, most: int = 64) -> Acceptor:
+        acceptor = Acceptor(self.listener, self.make, 10.0, most)
+        self.stack.callback(acceptor.close)
+        return acceptor
+
+    def make(self, received: bytes) -> asyncio.Protocol:
+        self.handed_on.append(received.split()[1].decode())
+        return asyncio.Protocol()
+
+    def connect(self, sent: bytes) -> socket.socket:
+        client = self.stack.enter_context(socket.create_connection(self.listener.getsockname()))
+        client.sendall(sent)
+        return client
+
+    def get(self, path: str) -> socket.socket:
+        return self.connect(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
 
-def rest_until(connection: socket.socket, end: bytes) -> bytes:
-    said = b""
-    while end not in said:
-        part = connection.recv(1 << 16)
-        assert part, said[-300:]
-        said += part
-    return said
+def with_clients(scenario: Callable[[Clients], Any]) -> None:
+    async def main() -> None:
+        with ExitStack() as stack:
+            await scenario(Clients(stack))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_comes_at_once_is_not_what_nobody_takes(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
+async def soon(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def sent_to(client: socket.socket) -> bytes:
+    """Return all that a client receives until its connection ends."""
+    client.setblocking(False)
+    data = b""
+    while part := await asyncio.get_running_loop().sock_recv(client, 4096):
+        data += part
+    return data
+
+
+def test_complete_requests_are_handed_on_in_order_after_health() -> None:
+    async def scenario(c: Clients) -> None:
+        c.get("/left").close()  # nothing is done for a client that has gone
+        for path in ("/a", "/b", "/health"):
+            c.get(path)
+        acceptor = c.accept()
+        await soon(lambda: len(c.handed_on) == 3)
+        assert c.handed_on == ["/health", "/a", "/b"] and not acceptor._complete
+        padding = b"x" * 3 * connections.RECEIVE_BYTES
+        client = c.connect(b"GET /pieces HTTP/1.1\r\nX: ")
+        await soon(lambda: any(pending.received for pending in acceptor._waiting))
+        client.sendall(padding + b"\r\n\r\n")
+        await soon(lambda: c.handed_on[-1] == "/pieces")
+
+    with_clients(scenario)
+
+
+def test_more_requests_than_may_wait_are_refused_except_health() -> None:
+    async def scenario(c: Clients) -> None:
+        acceptor = c.accept(most=2)
+        acceptor._scheduled = True  # hand nothing on for now
+        c.get("/a")
+        c.get("/b")
+        await soon(lambda: len(acceptor._complete) == 2)
+        refused = await sent_to(c.get("/c"))
+        assert refused.startswith(b"HTTP/1.1 503") and b"--max-connections" in refused
+        c.get("/health")
+        await soon(lambda: len(acceptor._complete) == 3)
+        acceptor._hand_on()
+        await soon(lambda: len(c.handed_on) == 3)
+        assert c.handed_on == ["/health", "/a", "/b"]
+
+    with_clients(scenario)
+
+
+def test_pending_connections_expire_and_are_closed_at_the_end() -> None:
+    async def scenario(c: Clients) -> None:
+        silent, half = c.connect(b""), c.connect(b"GET / HTTP/1.1\r\nHost")
+        acceptor = Acceptor(c.listener, c.make, header_timeout=0.05, max_pending=64)
+        assert await sent_to(silent) == b""
+        assert (await sent_to(half)).startswith(b"HTTP/1.1 408")
+        silent = c.connect(b"")
+        await soon(lambda: acceptor._waiting)
+        acceptor.close()
+        assert await sent_to(silent) == b""
+
+    with_clients(scenario)
+
+
+def test_without_descriptors_the_oldest_connection_makes_room(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Events that gather while the event loop is busy with something else are read as soon as it is
-    not."""
-    monkeypatch.setattr(service, "LEAST_UNREAD", 4096)
-    with (
-        serving(spare, max_unread=1) as s,
-        connected(s, post(STREAM | {"max_tokens": 1000})) as connection,
-    ):
-        ticket = until_ticket(s)
-        s.service._post(
-            lambda: until(lambda: ticket.request.produced > 500 or ticket.desk.paused, "many wait")
-        )
-        answer = rest_until(connection, b"[DONE]")
-        assert answer.count(b'"text"') == 1000 and b"error" not in answer
+    async def scenario(c: Clients) -> None:
+        oldest = c.connect(b"")
+        acceptor = c.accept()
+        await soon(lambda: acceptor._waiting)
+        real, failures = acceptor.listener, [2]
+
+        class Exhausted:
+            """Fails once while a client waits, and once while none does."""
+
+            def fileno(self) -> int:
+                return real.fileno()
+
+            def accept(self) -> Any:
+                if failures[0]:
+                    failures[0] -= 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return real.accept()
+
+        acceptor.listener = Exhausted()  # type: ignore[assignment]
+        c.get("/later")
+        assert await sent_to(oldest) == b""
+        await soon(lambda: c.handed_on)
+        assert c.handed_on == ["/later"] and failures == [0]
+
+    with caplog.at_level(logging.ERROR):
+        with_clients(scenario)
+    assert caplog.text.count("no file descriptor") == 2

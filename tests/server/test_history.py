@@ -20,16 +20,16 @@ from pydantic import ValidationError
 
 from forerun.engine.stats import RequestStats
 from forerun.llm import LLM
-from forerun.server import bounds
+from forerun.server import limits
 from forerun.server.answers import Answer
 from forerun.server.api import chat_orders
 from forerun.server.dialects import Chat
 from forerun.server.errors import ApiError
-from forerun.server.kitchen import Kitchen
 from forerun.server.ollama import Ollama
 from forerun.server.ollama_protocol import OllamaChat, chat_of
 from forerun.server.protocol import Body, ChatRequest, ResponsesRequest, TokenizeRequest
 from forerun.server.responses import Responses, as_chat
+from forerun.server.state import ServerState
 from forerun.server.translate import plain
 from forerun.types import Event
 from tests.server.serving import Front, Serving
@@ -59,8 +59,8 @@ def server(front: Front) -> Front:
 
 
 @pytest.fixture
-def kitchen(serve: Serving) -> Kitchen:
-    found: Kitchen = serve.server.config.app.state.kitchen  # type: ignore[union-attr]
+def kitchen(serve: Serving) -> ServerState:
+    found: ServerState = serve.server.config.app.state.server  # type: ignore[union-attr]
     return found
 
 
@@ -68,7 +68,7 @@ def request(path: str, messages: list[Json], **more: Any) -> Any:
     """A request with this conversation as the server reads it from its bytes."""
     name = "input" if path == RESPONSES else "messages"
     body = {"model": "tiny", name: messages, "tools": TOOLS[path]} | more
-    return PATHS[path].model_validate(bounds.parse(json.dumps(body).encode()))
+    return PATHS[path].model_validate(limits.parse(json.dumps(body).encode()))
 
 
 def chat_from(body: Any) -> ChatRequest:
@@ -94,7 +94,7 @@ class Said:
     """An answer of this server that says a given text, in pieces, as each API writes it and its
     client reads it."""
 
-    def __init__(self, kitchen: Kitchen, path: str, pieces: list[str], stream: bool) -> None:
+    def __init__(self, kitchen: ServerState, path: str, pieces: list[str], stream: bool) -> None:
         self.body = request(path, [HI], stream=stream)
         chat = Chat(kitchen, chat_from(self.body), 1, 0)
         dialects: dict[str, Callable[[], Any]] = {
@@ -105,10 +105,11 @@ class Said:
         self.dialect, self.pieces = dialects[path](), pieces
 
     def answer(self) -> Answer:
-        order = SimpleNamespace(params=SimpleNamespace(logprobs=None), references=[])
-        ticket: Any = SimpleNamespace(order=order, request=SimpleNamespace(stats=RequestStats()))
-        ticket.arrived = ticket.first = ticket.last = 0.0
-        return Answer(ticket)
+        params, stats = SimpleNamespace(logprobs=None), RequestStats()
+        request = SimpleNamespace(stats=stats)
+        job: Any = SimpleNamespace(params=params, references=[], request=request)
+        job.arrived = job.first = job.last = 0.0
+        return Answer(job)
 
     def events(self) -> Iterator[Event]:
         for i, piece in enumerate(self.pieces):
@@ -138,7 +139,7 @@ class Said:
         return [json.loads(text.removeprefix("data: ")) for text in texts]
 
 
-def openai_message(kitchen: Kitchen, pieces: list[str], stream: bool) -> Json:
+def openai_message(kitchen: ServerState, pieces: list[str], stream: bool) -> Json:
     """The message of an answer as the openai client's own models dump it."""
     said = Said(kitchen, CHAT, pieces, stream)
     if not stream:
@@ -149,14 +150,14 @@ def openai_message(kitchen: Kitchen, pieces: list[str], stream: bool) -> Json:
     return state.get_final_completion().choices[0].message.model_dump()
 
 
-def openai_items(kitchen: Kitchen, pieces: list[str], stream: bool) -> list[Json]:
+def openai_items(kitchen: ServerState, pieces: list[str], stream: bool) -> list[Json]:
     """The output of a response as the openai client's own models dump it."""
     said = Said(kitchen, RESPONSES, pieces, stream)
     response = said.lines()[-1]["response"] if stream else said.whole()
     return [item.model_dump() for item in Response.model_validate(response).output]
 
 
-def ollama_message(kitchen: Kitchen, pieces: list[str], stream: bool) -> Json:
+def ollama_message(kitchen: ServerState, pieces: list[str], stream: bool) -> Json:
     """The message of an answer as the ollama client's own models dump it."""
     said = Said(kitchen, OLLAMA, pieces, stream)
     lines = said.lines() if stream else [said.whole()]
@@ -237,7 +238,7 @@ USUAL = settings(
 )
 
 
-def check(kitchen: Kitchen, path: str, messages: list[Json]) -> list[Json]:
+def check(kitchen: ServerState, path: str, messages: list[Json]) -> list[Json]:
     """The server accepts a conversation: it is read, laid out and tokenized. How a template gets
     it."""
     chat = chat_from(request(path, messages))
@@ -249,7 +250,9 @@ def check(kitchen: Kitchen, path: str, messages: list[Json]) -> list[Json]:
 @given(CONVERSATIONS)
 @example([(['<tool_call>{"name": "w", "arguments": "Paris"}</tool_call>'], True)])
 @example([([WRITTEN[2]], False), ([WRITTEN[4]], True), ([WRITTEN[5]], False)])
-def test_what_the_server_said_is_accepted_in_the_next_request(kitchen: Kitchen, turns: Any) -> None:
+def test_what_the_server_said_is_accepted_in_the_next_request(
+    kitchen: ServerState, turns: Any
+) -> None:
     """Dumped by the clients' own models, whatever the model wrote, streamed and whole."""
     talks: dict[str, list[Json]] = {
         name: [] for name in ("openai", "anthropic", "responses", "ollama")
@@ -445,7 +448,7 @@ def test_what_clients_add_is_ignored_by_name(place: str, name: str) -> None:
     ],
 )
 def test_items_of_a_response_are_read(
-    kitchen: Kitchen, item: Json, ignored: tuple[str, ...]
+    kitchen: ServerState, item: Json, ignored: tuple[str, ...]
 ) -> None:
     body = request(RESPONSES, [HI, item, HI])
     assert body.left_out == ignored
@@ -625,7 +628,9 @@ def test_thoughts_reach_the_template(path: str, messages: list[Json]) -> None:
     ]
 
 
-def test_thoughts_are_rendered(kitchen: Kitchen, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_are_rendered(
+    kitchen: ServerState, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
         type(llm.tokenizer), "chat", lambda self, messages, *_, **__: given.extend(messages) or [5]

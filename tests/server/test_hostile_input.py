@@ -16,10 +16,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from forerun.server import bounds
-from forerun.server.bounds import DIGITS, ENTRIES, OBJECTS, VALUES
+from forerun.server import limits
 from forerun.server.errors import ApiError
-from forerun.server.service import Service
+from forerun.server.jobs import EngineService
+from forerun.server.limits import DIGITS, ENTRIES, OBJECTS, VALUES
 from tests.server.serving import PATIENCE, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -130,7 +130,7 @@ class Watch:
     """How long the event loop and the engine let those wait who ask for nothing but a sign of
     life."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: EngineService) -> None:
         self.service, self.loop_held, self.engine_held = service, 0.0, 0.0
         self._asked: float | None = None
         self._ended = threading.Event()
@@ -154,7 +154,7 @@ class Watch:
 
 
 @contextmanager
-def watched(service: Service) -> Iterator[Watch]:
+def watched(service: EngineService) -> Iterator[Watch]:
     """The service's event loop and engine with somebody who asks every few milliseconds."""
     watch, loop = Watch(service), service._loop
     assert loop is not None
@@ -362,7 +362,7 @@ def test_what_a_refused_body_held_is_free_at_once(
         found.append(weakref.ref(large))
         raise ApiError(400, f"{len(large)} fields are too few")
 
-    monkeypatch.setattr(bounds, "parse", parse)
+    monkeypatch.setattr(limits, "parse", parse)
     gc.disable()
     try:
         for _ in range(3):

@@ -15,7 +15,7 @@ from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from forerun.server import batch, sizes
 from forerun.server.errors import ApiError
-from forerun.server.tickets import Order
+from forerun.server.jobs import Job
 from forerun.server.writing import TEXT, LongResponse, content_of, slices
 from tests.server.serving import Serving
 
@@ -141,8 +141,8 @@ def test_the_estimate_is_about_what_is_written(
 def test_usual_requests_of_large_models_are_let_in() -> None:
     """A context of 131,072 tokens, filled; sixteen answers; log-probabilities of a long one."""
 
-    def order(count: int, logprobs: int | None = None) -> Order:
-        return Order([1] * 8192, SamplingParams(max_tokens=count, logprobs=logprobs), "off", 0)
+    def order(count: int, logprobs: int | None = None) -> Job:
+        return Job([1] * 8192, SamplingParams(max_tokens=count, logprobs=logprobs), "off", 0)
 
     def weight(orders: Any, lengths: Any) -> int:
         return sum(

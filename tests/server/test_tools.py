@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 from forerun.errors import RequestError
 from forerun.llm import LLM
 from forerun.sampling.grammar import Grammar
-from forerun.server import bounds, tools
+from forerun.server import limits, tools
 from forerun.server.errors import ApiError
 from forerun.server.protocol import NamedTool, Tool
 
@@ -267,7 +267,7 @@ def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
 @given(PIECES)
 def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
     for call in tools.find("".join(pieces), W)[1]:
-        assert isinstance(bounds.parse(call["function"]["arguments"].encode()), dict)
+        assert isinstance(limits.parse(call["function"]["arguments"].encode()), dict)
 
 
 NOWHERE = [
