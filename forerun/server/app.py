@@ -22,8 +22,7 @@ from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
-from forerun.server import api, errors, ollama, sizes, translate
-from forerun.server.answers import started
+from forerun.server import conversation, errors, ollama, openai
 from forerun.server.bodies import BoundedRoute
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
@@ -31,8 +30,8 @@ from forerun.server.gate import guard
 from forerun.server.indices import Indices, mount
 from forerun.server.journal import Journal
 from forerun.server.kitchen import Kitchen
+from forerun.server.large_responses import TOKEN_ID_BYTES, check_size
 from forerun.server.metrics import Metrics
-from forerun.server.ollama_card import Card
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -45,6 +44,7 @@ from forerun.server.reference import add_page
 from forerun.server.responses import responses
 from forerun.server.service import Service
 from forerun.server.settings import Settings
+from forerun.server.streaming import with_ignored
 from forerun.server.tenants import CALLER, Callers
 from forerun.types import RETRIEVAL
 from forerun.verify import RULES
@@ -78,7 +78,6 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        started()
         await asyncio.create_task(ask_first(_app))
         yield
         await asyncio.to_thread(service.stop)
@@ -96,7 +95,7 @@ def make_app(llm: LLM, settings: Settings, callers: Callers | None = None) -> Fa
     app.router.route_class = BoundedRoute
     for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
-    embedder, card = Embedder(kitchen), Card(kitchen)
+    embedder, card = Embedder(kitchen), ollama.ModelCard(kitchen)
     _generation(app, kitchen, embedder)
     ollama.mount(app, kitchen, embedder, card)
     _texts(app, kitchen)
@@ -197,12 +196,12 @@ def _generation(app: FastAPI, kitchen: Kitchen, embedder: Embedder) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, as OpenAI's API does."""
-        return await api.completions(kitchen, body, request)
+        return await openai.completions(kitchen, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as OpenAI's API does."""
-        return await api.chat(kitchen, body, request)
+        return await openai.chat(kitchen, body, request)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -222,17 +221,17 @@ def _texts(app: FastAPI, kitchen: Kitchen) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """A text or a conversation as token ids."""
         kitchen.check(body.model)
-        tokens = await kitchen.prepare(translate.tokenized, llm, body, kitchen.check_characters)
+        tokens = await kitchen.prepare(conversation.tokenize, llm, body, kitchen.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        response = await kitchen.write(lambda: content, sizes.TOKEN_ID * len(tokens))
-        return api.warned(response, body.left_out)
+        response = await kitchen.write(lambda: content, TOKEN_ID_BYTES * len(tokens))
+        return with_ignored(response, body.ignored)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Token ids as text."""
         kitchen.check(body.model)
-        text = await kitchen.prepare(translate.detokenized, llm, body.tokens)
-        sizes.check(len(text), "send fewer tokens at once")
+        text = await kitchen.prepare(conversation.detokenize, llm, body)
+        check_size(len(text), "send fewer tokens at once")
         return await kitchen.write(lambda: {"prompt": text}, len(text))
 
 

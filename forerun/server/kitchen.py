@@ -19,9 +19,9 @@ from forerun.llm import CHARACTERS
 from forerun.server import bounds
 from forerun.server.errors import ApiError
 from forerun.server.lanes import Lane
+from forerun.server.large_responses import LargeResponse
 from forerun.server.service import Service
 from forerun.server.tickets import Group, Order
-from forerun.server.writing import LongResponse
 from forerun.types import SALT
 from forerun.worker_process import WORKERS
 
@@ -133,4 +133,4 @@ class Kitchen:
         loop."""
         if size < SHORT:
             return JSONResponse(content())
-        return await to_thread.run_sync(lambda: LongResponse(content()), limiter=self.writing)
+        return await to_thread.run_sync(lambda: LargeResponse(content()), limiter=self.writing)

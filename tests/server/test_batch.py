@@ -235,7 +235,7 @@ def test_separators_inside_texts_end_no_line(work) -> None:
 
 
 def test_nobody_goes_away() -> None:
-    request = batch._nobody("/v1/completions")
+    request = batch._http("/v1/completions")
 
     async def gone() -> bool:
         return await asyncio.wait_for(request.is_disconnected(), 5)

@@ -14,7 +14,7 @@ import torch
 
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.server.embeddings import CHUNK, Reading
+from forerun.server.embeddings import CHUNK, EmbeddingBatch as Reading
 from tests import tiny
 from tests.server.serving import Front, serving, slow, sse
 

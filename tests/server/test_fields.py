@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.server.fields import TABLE, Idle, Mapped, Only
+from forerun.server.fields import TABLE, NoEffect as Idle, Alias as Mapped, Restricted as Only
 from forerun.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.server.serving import Front
 

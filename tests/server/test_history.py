@@ -21,16 +21,16 @@ from pydantic import ValidationError
 from forerun.engine.stats import RequestStats
 from forerun.llm import LLM
 from forerun.server import bounds
-from forerun.server.answers import Answer
-from forerun.server.api import chat_orders
-from forerun.server.dialects import Chat
+from forerun.server.outputs import Output as Answer
+from forerun.server.openai import prepare_chat as chat_orders
+from forerun.server.openai import Chat
 from forerun.server.errors import ApiError
 from forerun.server.kitchen import Kitchen
 from forerun.server.ollama import Ollama
-from forerun.server.ollama_protocol import OllamaChat, chat_of
+from forerun.server.ollama import OllamaChat, to_chat as chat_of
 from forerun.server.protocol import Body, ChatRequest, ResponsesRequest, TokenizeRequest
-from forerun.server.responses import Responses, as_chat
-from forerun.server.translate import plain
+from forerun.server.responses import Responses, to_chat as as_chat
+from forerun.server.conversation import template_messages as plain
 from forerun.types import Event
 from tests.server.serving import Front, Serving
 
@@ -120,14 +120,14 @@ class Said:
         answer = self.answer()
         for event in self.events():
             answer.add(event)
-        return json.loads(json.dumps(self.dialect.whole([answer])))
+        return json.loads(json.dumps(self.dialect.full([answer])))
 
     def lines(self) -> list[Json]:
         answer = self.answer()
         lines = [*self.dialect.begin([answer])]
         for event in self.events():
             answer.add(event)
-            lines += self.dialect.lines([answer], 0, event)
+            lines += self.dialect.chunks([answer], 0, event)
         lines += self.dialect.end([answer])
         texts = [
             line
@@ -373,16 +373,16 @@ def test_what_clients_add_is_ignored_by_name(place: str, name: str) -> None:
     body = PLACES[place](extra)
     for kind in (ChatRequest, OllamaChat):
         found = kind.model_validate(body | {"model": "tiny"})
-        assert found.left_out == tuple(extra)
+        assert found.ignored == tuple(extra)
         assert (
             kind.model_validate(
                 PLACES[place]({name: None} if extra else {}) | {"model": "tiny"}
-            ).left_out
+            ).ignored
             == ()
         )
         bare = kind.model_validate(PLACES[place]({}) | {"model": "tiny"})
         assert found.model_dump() == bare.model_dump(), "and without effect"
-    assert TokenizeRequest.model_validate({"messages": body["messages"]}).left_out == (
+    assert TokenizeRequest.model_validate({"messages": body["messages"]}).ignored == (
         () if "tool" in place.split() else tuple(extra)
     )
 
@@ -448,7 +448,7 @@ def test_items_of_a_response_are_read(
     kitchen: Kitchen, item: Json, ignored: tuple[str, ...]
 ) -> None:
     body = request(RESPONSES, [HI, item, HI])
-    assert body.left_out == ignored
+    assert body.ignored == ignored
     assert chat_orders(kitchen, as_chat(body))[1]
 
 

@@ -51,8 +51,8 @@ def test_lines_that_are_alike_are_counted(
     ]
     now[0] = WINDOW
     logger.handlers[0].settle()  # type: ignore[attr-defined]
-    left_out = f"{1000 - MOST_LINES} more lines like this one were left out: request %d failed"
-    assert lines(written)[-1] == left_out
+    ignored = f"{1000 - MOST_LINES} more lines like this one were left out: request %d failed"
+    assert lines(written)[-1] == ignored
     logger.error("request %d failed", 1001)
     assert lines(written)[-1] == "request 1001 failed"
 

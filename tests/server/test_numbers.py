@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from forerun.llm import LLM
 from forerun.server import errors
-from forerun.server.numbers import FILL
-from forerun.server.ollama_protocol import OllamaChat, chat_of
+from forerun.server.protocol import FILL_CONTEXT as FILL
+from forerun.server.ollama import OllamaChat, to_chat as chat_of
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,

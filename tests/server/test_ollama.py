@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
-from forerun.server import translate
+from forerun.server import openai as openai_api
 from tests.server.serving import Front, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -172,8 +172,8 @@ def test_tools_are_called_with_objects(serve: Serving, monkeypatch: pytest.Monke
     from forerun.server import tools
 
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    monkeypatch.setattr(tools.CallReader, "add", lambda self, piece: ("", []))
-    monkeypatch.setattr(tools.CallReader, "end", lambda self: ("", [call]))
+    monkeypatch.setattr(tools.ToolCallParser, "add", lambda self, piece: ("", []))
+    monkeypatch.setattr(tools.ToolCallParser, "end", lambda self: ("", [call]))
     asked = {"messages": HI, "tools": [TOOL], "options": OPTIONS}
     expected = [{"id": "call_1", "function": {"index": 0, "name": "f", "arguments": {"x": 1}}}]
     assert whole(serve, "/api/chat", **asked)["message"] == {
@@ -395,7 +395,7 @@ def test_an_answer_without_a_limit_ends_where_nothing_else_ends_it(
 ) -> None:
     """A model without a chat template wrote until the context was full: 32,761 tokens for a
     greeting."""
-    monkeypatch.setattr(translate, "UNENDED_TOKENS", 24)
+    monkeypatch.setattr(openai_api, "OPEN_ENDED_TOKENS", 24)
     with serving(spare, served_name="tiny") as s:
         answer = s.http.post(path, json={"model": "tiny", **body})
     assert answer.status_code == 200, answer.text

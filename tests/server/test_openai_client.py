@@ -184,7 +184,7 @@ def llm_logprobs(llm: LLM, ids: list[int]) -> list[float]:
     return [float(logs[first - 1 + i, token]) for i, token in enumerate(ids)]
 
 
-def test_stop_ends_the_text_and_is_left_out(client: openai.OpenAI) -> None:
+def test_stop_ends_the_text_and_is_ignored(client: openai.OpenAI) -> None:
     whole = (
         client.completions.create(prompt=CODE, temperature=0, model="tiny", max_tokens=40)
         .choices[0]

@@ -16,10 +16,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from forerun.llm import LLM
-from forerun.server import errors, translate
-from forerun.server.ollama_protocol import OllamaChat, chat_of
+from forerun.server import conversation, errors, openai
+from forerun.server.ollama import OllamaChat, to_chat as chat_of
 from forerun.server.protocol import ChatRequest, ResponsesRequest
-from forerun.server.responses import as_chat
+from forerun.server.responses import to_chat as as_chat
 from tests import tiny
 from tests.server.serving import Front, serving
 
@@ -103,7 +103,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def laid_out(llm: LLM, request: ChatRequest) -> str:
     assert llm.tokenizer is not None
-    return llm.tokenizer.decode(translate.chat_prompt(llm, request, lambda _: None))
+    return llm.tokenizer.decode(conversation.chat_prompt(llm, request, lambda _: None))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_reasoning_effort_reaches_the_template_from_every_api(
     ollama = chat_of(OllamaChat.model_validate({"model": "tiny", "messages": HI, "think": effort}))
     for request in (chat, response, ollama):
         assert laid_out(thinker, request) == said
-        assert translate.without_effect(thinker, request) == []
+        assert conversation.fields_without_effect(thinker, request) == []
 
 
 def test_what_a_request_says_to_the_template_itself_goes_first(thinker: LLM) -> None:
@@ -192,12 +192,12 @@ def test_another_effort_is_refused_with_those_there_are(
     ],
 )
 def test_a_schema_in_any_place_is_the_same_form(form: dict[str, Any]) -> None:
-    wanted = translate.grammar_of(
+    wanted = openai.grammar_of(
         ChatRequest.model_validate({"messages": HI, "response_format": NESTED}).response_format
     )
     for kind, body in ((ChatRequest, {"messages": HI}), (ResponsesRequest, {"input": "hi"})):
         assert (
-            translate.grammar_of(
+            openai.grammar_of(
                 kind.model_validate(body | {"response_format": form}).response_format
             )
             == wanted
@@ -205,7 +205,7 @@ def test_a_schema_in_any_place_is_the_same_form(form: dict[str, Any]) -> None:
     chat = as_chat(
         ResponsesRequest.model_validate({"input": "hi", "text": {"format": {"name": "x"} | form}})
     )
-    assert translate.grammar_of(chat.response_format) == wanted
+    assert openai.grammar_of(chat.response_format) == wanted
 
 
 def test_an_object_without_a_schema_stays_one() -> None:

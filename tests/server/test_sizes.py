@@ -13,10 +13,10 @@ pytest.importorskip("fastapi")
 
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from forerun.server import batch, sizes
+from forerun.server import batch, large_responses as sizes
 from forerun.server.errors import ApiError
 from forerun.server.tickets import Order
-from forerun.server.writing import TEXT, LongResponse, content_of, slices
+from forerun.server.large_responses import SLICE_CHARACTERS as TEXT, LargeResponse as LongResponse, body_of as content_of, json_slices as slices
 from tests.server.serving import Serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -27,8 +27,8 @@ SCORED = [5] * 1900
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """A bound that the tiny model's short answers reach."""
-    monkeypatch.setattr(sizes, "MOST", 1 << 18)
-    return sizes.MOST
+    monkeypatch.setattr(sizes, "MAX_BYTES", 1 << 18)
+    return sizes.MAX_BYTES
 
 
 def refusal(server: Serving, path: str, body: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def test_a_request_without_a_limit_gets_as_much_as_there_is_room_for(
     }
     answer = serve.answer(CHAT, asked)
     count = answer["usage"]["completion_tokens"]
-    assert sizes.FEWEST < count < 1900 and answer["choices"][0]["finish_reason"] == "length"
+    assert sizes.MIN_TOKENS < count < 1900 and answer["choices"][0]["finish_reason"] == "length"
     assert small / 4 < len(json.dumps(answer, ensure_ascii=False)) < 1.5 * small
     assert "n" in refusal(serve, CHAT, asked | {"n": 64}), "too many to leave room for any"
     assert "max_tokens" in refusal(serve, CHAT, asked | {"max_tokens": 2000})
@@ -125,13 +125,13 @@ def test_the_estimate_is_about_what_is_written(
     serve: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     found: list[int] = []
-    fitted = sizes.fitted
+    fitted = sizes.limit_orders
 
     def noted(orders: Any, room: int, weight: Any) -> Any:
         found.append(weight(orders, [order.params.max_tokens for order in orders]))
         return fitted(orders, room, weight)
 
-    monkeypatch.setattr(sizes, "fitted", noted)
+    monkeypatch.setattr(sizes, "limit_orders", noted)
     response = serve.http.post(path, json=body | {"ignore_eos": True, "temperature": 0})
     assert response.status_code == 200
     (size,) = found
@@ -146,14 +146,14 @@ def test_usual_requests_of_large_models_are_let_in() -> None:
 
     def weight(orders: Any, lengths: Any) -> int:
         return sum(
-            sizes.of_choice(o, n, sizes.LONG_ENTRY, False)
+            sizes.choice_size(o, n, sizes.LONG_LOGPROB_BYTES, False)
             for o, n in zip(orders, lengths, strict=True)
         )
 
     for orders in ([order(131072)], [order(131072)] * 16, [order(131072, 1)], [order(8192, 20)]):
-        assert sizes.fitted(orders, 1 << 17, weight) is orders
+        assert sizes.limit_orders(orders, 1 << 17, weight) is orders
     with pytest.raises(ApiError, match="MiB"):
-        sizes.fitted([order(131072, 5)] * 16, 1 << 17, weight)
+        sizes.limit_orders([order(131072, 5)] * 16, 1 << 17, weight)
 
 
 def test_a_long_answer_is_sent_in_parts() -> None:
@@ -196,7 +196,7 @@ def test_long_answers_arrive(serve: Serving) -> None:
 def test_the_text_of_many_tokens_is_bounded_too(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "MOST", 1000)
+    monkeypatch.setattr(sizes, "MAX_BYTES", 1000)
     assert "fewer tokens" in serve.http.post("/detokenize", json={"tokens": [70] * 2000}).text
 
 
@@ -204,7 +204,7 @@ def test_a_text_of_long_tokens_ends_at_the_bound(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bias can make a model say its longest tokens only, which the estimate knows nothing of."""
-    for name, value in (("MOST", 300), ("CHOICE", 0), ("TOKEN", 0)):
+    for name, value in (("MAX_BYTES", 300), ("CHOICE_BYTES", 0), ("TOKEN_BYTES", 0)):
         monkeypatch.setattr(sizes, name, value)
     asked = {"prompt": "x", "temperature": 0, "ignore_eos": True}
     assert "longer than usual" in refusal(serve, COMPLETIONS, asked | {"max_tokens": 1500})
@@ -215,7 +215,7 @@ def test_a_text_of_long_tokens_ends_at_the_bound(
 def test_batches_have_the_same_bound(
     spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "MOST", 1 << 16)
+    monkeypatch.setattr(sizes, "MAX_BYTES", 1 << 16)
     bodies = [
         {"prompt": "x = 1\n" * 100, "n": 8, "echo": True, "max_tokens": 1},
         {"prompt": "x = 1\n" * 100, "n": 200, "echo": True, "max_tokens": 1},
@@ -225,7 +225,7 @@ def test_batches_have_the_same_bound(
         for i, body in enumerate(bodies)
     ]
     target = tmp_path / "out.jsonl"
-    asyncio.run(batch._work(spare, jobs, target, lambda *_: None))
+    asyncio.run(batch.run_requests(spare, jobs, target, lambda *_: None))
     lines = {
         line["custom_id"]: line["response"]
         for line in map(json.loads, target.read_text().splitlines())

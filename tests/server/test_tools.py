@@ -35,7 +35,7 @@ W = [tool("w"), tool("v")]
 
 def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
     """The text that is left, and the calls as (name, arguments)."""
-    rest, calls = tools.find(text, known)
+    rest, calls = tools.parse_tool_calls(text, known)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
     return rest, [
         (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
@@ -43,7 +43,7 @@ def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]
 
 
 def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
-    reader = tools.CallReader(known)
+    reader = tools.ToolCallParser(known)
     parts = [*(reader.add(piece) for piece in pieces), reader.end()]
     calls = [call["function"] for _, calls in parts for call in calls]
     return "".join(text for text, _ in parts), [
@@ -56,10 +56,10 @@ def test_blocks_that_are_no_calls_stay_text() -> None:
         '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
         '<tool_call>{"name": "g"}</tool_call>',
     )
-    text, (only,) = tools.find(f"{other}\n{call}", [tool("f")])
+    text, (only,) = tools.parse_tool_calls(f"{other}\n{call}", [tool("f")])
     assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert tools.find(f" {call}\n{call}", [tool("f")])[0] == "", "what is left is no text"
-    assert tools.find(other, [tool("f")]) == (other, [])
+    assert tools.parse_tool_calls(f" {call}\n{call}", [tool("f")])[0] == "", "what is left is no text"
+    assert tools.parse_tool_calls(other, [tool("f")]) == (other, [])
 
 
 W1 = ("w", {"c": 1})
@@ -240,7 +240,7 @@ def expected(text: str) -> tuple[str, list[str]]:
 @example(["{", '"name": "w"', "}", ",", "x"])
 def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
     text = "".join(pieces)
-    rest, calls = tools.find(text, [tool("w")])
+    rest, calls = tools.parse_tool_calls(text, [tool("w")])
     assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
 
 
@@ -254,7 +254,7 @@ def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -
 
 def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
     """And a call as soon as it is whole: nobody waits for the end of the answer."""
-    reader = tools.CallReader(W)
+    reader = tools.ToolCallParser(W)
     assert reader.add("Use <tool_call>{") == ("Use ", [])
     assert reader.add("name} here <to") == ("<tool_call>{name} here ", [])
     assert reader.add("ol> and ") == ("<tool> and ", [])
@@ -266,7 +266,7 @@ def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
 
 @given(PIECES)
 def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
-    for call in tools.find("".join(pieces), W)[1]:
+    for call in tools.parse_tool_calls("".join(pieces), W)[1]:
         assert isinstance(bounds.parse(call["function"]["arguments"].encode()), dict)
 
 
@@ -414,8 +414,8 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
     schema, right, wrong = REFERENCES[case]
     form = Grammar.of("json_schema", schema)
     other = tool("g", **closed(a={"$ref": "#/$defs/x"}), **{"$defs": {"x": {"enum": ["other"]}}})
-    call = tools.required([other, tool("f", **schema)], "required")
-    named = tools.required([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
+    call = tools.required_call([other, tool("f", **schema)], "required")
+    named = tools.required_call([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
     for value in [*right, *wrong]:
         text = json.dumps(value, separators=(",", ":"))
         assert accepts(llm, form, text) is (value in right), text
@@ -436,7 +436,7 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
 )
 def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[str, Any]) -> None:
     """Other values are no arguments: a client could not send them back."""
-    grammar = tools.required([tool("f", **parameters)], "required")
+    grammar = tools.required_call([tool("f", **parameters)], "required")
     assert accepts(llm, grammar, '{"name":"f","arguments":{}}')
     for text in ("null", "5", '"x"', "[]"):
         assert not accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}')
@@ -445,12 +445,12 @@ def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[st
 @pytest.mark.parametrize("kind", ["string", ["string", "null"], 5])
 def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
     with pytest.raises(ApiError, match="the parameters of 'f' must be a schema of type object"):
-        tools.required([tool("f", type=kind)], "required")
+        tools.required_call([tool("f", type=kind)], "required")
 
 
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
     """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
-    grammar = tools.required([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
+    grammar = tools.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")
     assert (
