@@ -123,6 +123,7 @@ TEXT = {"type": "string"}
 SCHEMA = {"anyOf": [OBJECT, TEXT]}
 TEXT_ONLY = "this server reads and writes text only"
 OWN_LAYOUT = "format the conversation yourself and send it to /v1/completions"
+SEVERAL = "use n for several completions"
 SAMPLERS = "leave it out; the samplers are temperature, top_k, top_p and min_p"
 WHOLE_TEXT = "penalties apply to the whole text here"
 
@@ -151,20 +152,18 @@ TABLE: Table = _table(
         "draft_model speculative.n_max speculative.n_min speculative.p_min",
         NoEffect("drafts cannot change the text"),
     ),
-    ("length_penalty early_stopping", NoEffect("it belongs to beam search, which is refused")),
+    (
+        "length_penalty early_stopping mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
+        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
+        NoEffect("the sampler it belongs to is refused"),
+    ),
     ("guided_decoding_backend", NoEffect("there is one backend")),
     ("spaces_between_special_tokens", NoEffect("special tokens are not part of the text")),
-    ("mirostat_tau mirostat_eta", NoEffect("mirostat is refused")),
-    ("dynatemp_exponent xtc_threshold", NoEffect("the sampler it belongs to is refused")),
-    (
-        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
-        NoEffect("DRY is refused"),
-    ),
     ("timings_per_token", NoEffect("responses have usage and metrics")),
     ("return_progress", NoEffect("it adds nothing to the text")),
     # accepted with the value that means what happens here
-    ("use_beam_search", Restricted((False,), "use n for several completions")),
-    ("best_of", Restricted((1,), "use n for several completions")),
+    ("use_beam_search", Restricted((False,), SEVERAL)),
+    ("best_of", Restricted((1,), SEVERAL)),
     ("tfs_z tfs typical_p typical", Restricted((1,), SAMPLERS)),
     (
         "mirostat mirostat_mode top_a epsilon_cutoff eta_cutoff penalty_alpha dynatemp_range "
@@ -178,14 +177,8 @@ TABLE: Table = _table(
     ("repeat_last_n", Restricted((-1,), f"{WHOLE_TEXT}: leave it out or give -1", _has_penalties)),
     ("penalize_nl", Restricted((True,), f"{WHOLE_TEXT}: leave it out", _has_penalties)),
     ("logits_processors bad_words", Restricted(([],), "use logit_bias")),
-    (
-        "allowed_token_ids",
-        Restricted((), "use logit_bias, or response_format of type choice"),
-    ),
-    (
-        "add_special_tokens",
-        Restricted((), "leave it out; to avoid special tokens give /v1/completions token ids"),
-    ),
+    ("allowed_token_ids", Restricted((), "use logit_bias or response_format of type choice")),
+    ("add_special_tokens", Restricted((), "to avoid them give /v1/completions token ids")),
     ("skip_special_tokens", Restricted((True,), "return_token_ids returns every token")),
     ("include_stop_str_in_output", Restricted((False,), "the text ends before the stop string")),
     ("detokenize", Restricted((True,), "return_token_ids returns token ids beside the text")),
@@ -194,14 +187,8 @@ TABLE: Table = _table(
     ("add_generation_prompt", Restricted((True,), OWN_LAYOUT)),
     ("continue_final_message", Restricted((False,), OWN_LAYOUT)),
     ("chat_template", Restricted((), f"the model's own template is used; {OWN_LAYOUT}")),
-    (
-        "truncate_prompt_tokens",
-        Restricted((-1,), "shorten the prompt yourself; /tokenize counts its tokens"),
-    ),
-    (
-        "prompt_logprobs",
-        Restricted((0,), "/v1/completions and /v1/chat/completions have it"),
-    ),
+    ("truncate_prompt_tokens", Restricted((-1,), "/tokenize counts tokens; shorten the prompt")),
+    ("prompt_logprobs", Restricted((0,), "/v1/completions and /v1/chat/completions have it")),
     ("n_probs", Restricted((0,), "use logprobs")),
     ("post_sampling_probs", Restricted((False,), "use logprobs")),
     ("t_max_predict_ms", Restricted((0, -1), "use max_tokens")),
@@ -218,15 +205,14 @@ TABLE: Table = _table(
 # Within conversations: clients send messages back with whatever their library has added to them.
 THOUGHTS = Alias(("reasoning_content", "thinking"))
 SEALED = NoEffect("only the server that wrote it can read it")
+IN_FUNCTION = Restricted((), 'put it into "function"')
 SOURCES = NoEffect("sources are no part of the text")
+UNUSED = NoEffect("templates have no place for it")
 EARLIER = NoEffect("it describes an earlier response")
 
 SHARED: Table = _table(  # of every object in a conversation
     ("cache_control prompt_cache_breakpoint", NoEffect("a cache cannot change the text here")),
-    (
-        "id object status phase created created_at createdAt timestamp",
-        NoEffect("templates have no place for it"),
-    ),
+    ("id object status phase created created_at createdAt timestamp", UNUSED),
     ("metadata additional_kwargs response_metadata", NoEffect("it is the client's own")),
     ("usage usage_metadata model extra_content", EARLIER),
     (
@@ -266,20 +252,14 @@ TOOL: Table = SHARED | _table(
     ("input_schema", Alias(("parameters",), schema=OBJECT)),
 )
 NESTED_TOOL: Table = SHARED | _table(
-    (
-        "name description parameters strict input_schema",
-        Restricted((), 'put it into "function"'),
-    ),
+    ("name description parameters strict input_schema", IN_FUNCTION),
 )
 FLAT_TOOL: Table = TOOL | _table(("function", Restricted((), "put its fields beside the type")))
 ITEM: Table = {name: rule for name, rule in (MESSAGE | CALL).items() if name != "tool_name"}
 ITEM |= _table(
     ("caller namespace async async_ created_by", NoEffect("a call needs none")),
     ("tool_calls", Restricted(([],), "give items of type function_call")),
-    (
-        "tool_call_id",
-        Restricted((), "give an item of type function_call_output, with its call_id"),
-    ),
+    ("tool_call_id", Restricted((), "give call_id, in an item of type function_call_output")),
 )
 
 
