@@ -26,7 +26,22 @@ from forerun.server.protocol import (
 Json = dict[str, Any]
 # Arguments of `apply_chat_template` that we set, or that would replace the model's own template.
 RESERVED_VARIABLES = frozenset(
-    ["self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template", "documents", "continue_final_message", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation"]
+    [
+        "self",
+        "messages",
+        "conversation",
+        "tools",
+        "tokenize",
+        "add_generation_prompt",
+        "chat_template",
+        "documents",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "tokenizer_kwargs",
+        "padding",
+        "truncation",
+    ]
 )
 THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")  # of templates of reasoning models
 

@@ -57,7 +57,22 @@ ACTIONS = (
     ("DELETE", "delete"),
 )
 OPTIONS = (  # names in `options`, besides those in the table of foreign fields
-    ["temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens", "max_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "speculative", "cache_salt"]
+    [
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "min_tokens",
+        "max_tokens",
+        "ignore_eos",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "speculative",
+        "cache_salt",
+    ]
 )
 UNSUPPORTED = {  # of /api/generate
     "suffix": "this server cannot fill gaps",

@@ -58,9 +58,20 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 OPEN_ENDED_TOKENS = 512  # default limit of a chat that the model may never end by itself
 ECHO_CHUNK = 16  # prompt tokens in one chunk of a stream that echoes their log-probabilities
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
-SAMPLING_FIELDS = (
-    ["temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"]
-)
+SAMPLING_FIELDS = [
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+]
 
 
 async def completions(kitchen: Kitchen, body: CompletionRequest, http: Request) -> Response:
