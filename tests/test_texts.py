@@ -22,7 +22,7 @@ from forerun.models.config import load_config
 from forerun.models.files import POINTER, read_header, read_json, read_text
 from forerun.models.tokenizer import Tokenizer
 from forerun.server.auth import read_keys
-from forerun.server.batch import read_jobs
+from forerun.server.batch import read_requests
 from forerun.server.settings import read_file
 from forerun.utils import UnreadableError, decoded, text_of
 from tests import tiny
@@ -34,7 +34,7 @@ JOB = json.dumps(
 )
 # what is in the file, who reads it, what is found
 READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
-    "batch": (f"{JOB}\n", lambda path: read_jobs(path)[0]["custom_id"], "é"),
+    "batch": (f"{JOB}\n", lambda path: read_requests(path)[0]["custom_id"], "é"),
     "keys": ("anna key-of-anna\n", read_keys, [("anna", "key-of-anna")]),
     "configuration": ('model = "é"\n', lambda path: read_file(path)[0], {"model": "é"}),
     "conversation": (

@@ -34,10 +34,10 @@ from forerun.cluster.router import AffinityRouter, affinity_key
 from forerun.config import Config
 from forerun.errors import ForerunError, one_line, shorten
 from forerun.llm import LLM
-from forerun.server import app, bounds, errors, gate, lanes, listen, ollama, tenants
+from forerun.server import app, auth, errors, limits, listen, ollama
+from forerun.server.errors import UnavailableError
+from forerun.server.logs import start_logging
 from forerun.server.probe import probe
-from forerun.server.run import start_logging
-from forerun.server.service import UnavailableError
 from forerun.server.settings import Settings
 from forerun.utils import json_line
 
@@ -55,13 +55,13 @@ class Replica:
     """An engine and the application of `forerun serve`, in a process that Ray watches."""
 
     async def __init__(  # type: ignore[misc]
-        self, engine: Config, settings: Settings, callers: tenants.Callers, verbose: bool
+        self, engine: Config, settings: Settings, keys: auth.ApiKeys, verbose: bool
     ) -> None:
         """Load the model and start its engine."""
-        start_logging(verbose, person=False)
+        start_logging(verbose, terminal=False)
         llm = LLM(**asdict(engine))
         probe(llm)
-        self.app = app.make_app(llm, settings, callers)
+        self.app = app.make_app(llm, settings, keys)
         self.service = self.app.state.service
         self._lifespan = self.app.router.lifespan_context(self.app)
         await self._lifespan.__aenter__()  # it ends with the process
@@ -100,7 +100,7 @@ class Replica:
         self.service.draining = True
         for patience in (seconds, OVERTIME):
             end = asyncio.get_running_loop().time() + patience
-            while self.service.tickets and asyncio.get_running_loop().time() < end:
+            while self.service.jobs and asyncio.get_running_loop().time() < end:
                 await asyncio.sleep(0.05)
             self.service.end_all()
 
@@ -113,12 +113,12 @@ class Replica:
 class Ingress:
     """Checks keys, host names and sizes, and forwards requests to the replicas of their model."""
 
-    def __init__(self, plan: Plan, handles: Mapping[str, Any], callers: tenants.Callers) -> None:
+    def __init__(self, plan: Plan, handles: Mapping[str, Any], keys: auth.ApiKeys) -> None:
         """`handles` are Ray's `DeploymentHandle`s by the name of the model."""
         self.plan = plan
         self.handles = handles
         self._lists: dict[tuple[str, str], list[Any]] = {}
-        self._parser = lanes.Lane(1)
+        self._parser = limits.ThrottledThreads(1)
         pages = {"/health": self._health, "/ready": self._health, "/metrics": self._metrics}
         pages |= dict.fromkeys(LISTS, self._list)
         routes = [Route(path, page) for path, page in pages.items()]
@@ -126,7 +126,7 @@ class Ingress:
             routes=[*routes, Mount("/", request_response(self._answer))],
             exception_handlers=dict.fromkeys(errors.KINDS, errors.handle),
         )
-        gate.guard(self.gate, plan.settings, callers)
+        auth.add_access_control(self.gate, plan.settings, keys)
 
     async def drain(self, seconds: float) -> None:
         """Drain all replicas, and give the last parts of their answers time to pass the proxy."""
@@ -138,10 +138,10 @@ class Ingress:
         body = await request.body()
         value = None
         with suppress(errors.ApiError, ForerunError, ValueError):  # a replica reports them
-            value = await bounds.parse_aside(body, self._parser)
+            value = await limits.parse_in_thread(body, self._parser)
         value = value if isinstance(value, dict) else {}
         model = self._find_model(value, request.url.path)
-        key = affinity_key(value, tenants.tenant_of(str(value.get("cache_salt") or "")))
+        key = affinity_key(value, auth.tenant_of(str(value.get("cache_salt") or "")))
         messages = self._forward(model, _scope(request), body, key)
         async with asyncio.timeout(self.plan.settings.timeout or None):
             start = await anext(messages)
@@ -198,7 +198,7 @@ class Ingress:
         return JSONResponse({"status": "ready" if request.url.path == "/ready" else "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        if not tenants.CALLER.get().operator:
+        if not auth.CALLER.get().operator:
             raise errors.ApiError(403, "this page needs a key of the operator (api_key)")
         merged = await asyncio.to_thread(merge_metrics, await self._pages(request))
         return Response(merged, media_type=CONTENT_TYPE_LATEST)
@@ -260,7 +260,7 @@ async def _ingress_app(scope: Scope, receive: Receive, send: Send) -> None:
     await serve.get_replica_context().servable_object.gate(scope, receive, reply)
 
 
-def build_application(plan: Plan, callers: tenants.Callers, verbose: bool) -> serve.Application:
+def build_application(plan: Plan, keys: auth.ApiKeys, verbose: bool) -> serve.Application:
     """Return the Ray Serve application: a deployment of each model, and the ingress."""
     models = {}
     for index, model in enumerate(plan.models):
@@ -281,11 +281,11 @@ def build_application(plan: Plan, callers: tenants.Callers, verbose: bool) -> se
                 "downscale_to_zero_delay_s": None if model.replicas.min else model.replicas.idle,
             },
         )
-        models[model.name] = deployment.bind(model.engine, settings, callers, verbose)
+        models[model.name] = deployment.bind(model.engine, settings, keys, verbose)
     wrapped = serve.ingress(Starlette(routes=[Mount("/", _ingress_app)]))(Ingress)
     return serve.deployment(
         wrapped, max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"num_cpus": 0}
-    ).bind(plan, models, callers)
+    ).bind(plan, models, keys)
 
 
 def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
@@ -296,8 +296,8 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     """
     settings = plan.settings
     start_logging(verbose, sys.stderr.isatty())
-    callers = tenants.Callers.of(settings)
-    if not listen.is_loopback(settings.host) and not callers:
+    keys = auth.ApiKeys.of(settings)
+    if not listen.is_loopback(settings.host) and not keys:
         logging.getLogger("forerun.server").warning("%s is open to all: set api_key", settings.host)
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy binds the address itself
@@ -306,7 +306,7 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     where = {"address": plan.address} if plan.address else own_ray
     timeout = settings.timeout + OVERTIME if settings.timeout else None
     http = {"host": settings.host, "port": port, "request_timeout_s": timeout}
-    application = build_application(plan, callers, verbose)
+    application = build_application(plan, keys, verbose)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
         for number in (signal.SIGINT, signal.SIGTERM):

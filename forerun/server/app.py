@@ -22,16 +22,15 @@ from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
 from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
-from forerun.server import api, errors, ollama, sizes, translate
-from forerun.server.answers import started
+from forerun.server import conversation, errors, ollama, openai
 from forerun.server.auth import CALLER, ApiKeys, add_access_control
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
 from forerun.server.indices import Indices, mount
 from forerun.server.jobs import EngineService
+from forerun.server.large_responses import TOKEN_ID_BYTES, check_size
 from forerun.server.limits import LimitedRoute
 from forerun.server.metrics import Metrics, RequestLog
-from forerun.server.ollama_card import Card
 from forerun.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +43,7 @@ from forerun.server.reference import add_page
 from forerun.server.responses import responses
 from forerun.server.settings import Settings
 from forerun.server.state import ServerState
+from forerun.server.streaming import with_ignored
 from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
@@ -86,7 +86,6 @@ def make_app(llm: LLM, settings: Settings, keys: ApiKeys | None = None) -> FastA
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        started()
         await asyncio.create_task(warm_up(app))
         yield
         await asyncio.to_thread(service.stop)
@@ -106,7 +105,7 @@ def make_app(llm: LLM, settings: Settings, keys: ApiKeys | None = None) -> FastA
     for kind in errors.KINDS:
         app.add_exception_handler(kind, errors.handle)
     embedder = Embedder(state)
-    card = Card(state)
+    card = ollama.ModelCard(state)
     _add_generation(app, state, embedder)
     ollama.mount(app, state, embedder, card)
     _add_tokenization(app, state)
@@ -216,12 +215,12 @@ def _add_generation(app: FastAPI, state: ServerState, embedder: Embedder) -> Non
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, as OpenAI's API does."""
-        return await api.completions(state, body, request)
+        return await openai.completions(state, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as OpenAI's API does."""
-        return await api.chat(state, body, request)
+        return await openai.chat(state, body, request)
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -241,17 +240,17 @@ def _add_tokenization(app: FastAPI, state: ServerState) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Convert a text or a conversation to token ids."""
         state.check(body.model)
-        tokens = await state.prepare(translate.tokenized, llm, body, state.check_characters)
+        tokens = await state.prepare(conversation.tokenize, llm, body, state.check_characters)
         content = {"count": len(tokens), "max_model_len": llm.decoder.context, "tokens": tokens}
-        response = await state.write(lambda: content, sizes.TOKEN_ID * len(tokens))
-        return api.warned(response, body.left_out)
+        response = await state.write(lambda: content, TOKEN_ID_BYTES * len(tokens))
+        return with_ignored(response, body.ignored)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Convert token ids to text."""
         state.check(body.model)
-        text = await state.prepare(translate.detokenized, llm, body.tokens)
-        sizes.check(len(text), "send fewer tokens at once")
+        text = await state.prepare(conversation.detokenize, llm, body)
+        check_size(len(text), "send fewer tokens at once")
         return await state.write(lambda: {"prompt": text}, len(text))
 
 
@@ -294,7 +293,9 @@ def _add_operation(app: FastAPI, state: ServerState, metrics: Metrics) -> None:
     async def info() -> dict[str, Any]:
         """Return what is served and how."""
         # Costs depend on the requests of all clients, so only the operator sees them.
-        step_costs, draft_costs = llm.engine.policy.cost_table() if CALLER.get().operator else ({}, {})
+        step_costs, draft_costs = (
+            llm.engine.policy.cost_table() if CALLER.get().operator else ({}, {})
+        )
         drafts = [name for name in llm.engine.proposers if "reference" not in name]
         return {
             "version": __version__,

@@ -1,108 +1,101 @@
-"""/v1/responses, without memory: the same chats in the Responses API's shapes and events."""
+"""/v1/responses, stateless: chats in the format and with the events of the Responses API."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from fastapi import Request, Response
 from pydantic import ValidationError
 
 from forerun.server import errors
-from forerun.server.answers import Answer, finish, usage
-from forerun.server.api import answer, chat_orders
-from forerun.server.dialects import Chat, Dialect, event_line
+from forerun.server.conversation import reasoning_of, text_of
 from forerun.server.errors import ApiError
+from forerun.server.openai import Chat, prepare_chat
+from forerun.server.outputs import Json, Output, finish_reason, usage
 from forerun.server.protocol import (
     ChatRequest,
     Content,
     FlatToolChoice,
+    GenerationRequest,
     InputItem,
     ResponsesRequest,
-    Sampled,
 )
 from forerun.server.state import ServerState
-from forerun.server.translate import text_of, thoughts_of
+from forerun.server.streaming import Formatter, respond, sse
 from forerun.types import Event
 
-SAME = {*Sampled.__annotations__, "chat_template_kwargs"}  # as in a chat
+CHAT_FIELDS = {*GenerationRequest.model_fields, "chat_template_kwargs"}  # the same in a chat
+REQUIRED = {"function_call": ("call_id", "name"), "function_call_output": ("call_id", "output")}
+ANSWER_ORDER = ("reasoning_content", "content", "tool_calls")
 
 
-async def responses(kitchen: ServerState, body: ResponsesRequest, http: Request) -> Response:
+async def responses(state: ServerState, body: ResponsesRequest, http: Request) -> Response:
     """Answer /v1/responses."""
     if body.previous_response_id is not None:
-        raise ApiError(
-            400, "this server keeps nothing: send the conversation itself", "previous_response_id"
-        )
+        message = "this server stores no responses: send the whole conversation"
+        raise ApiError(400, message, "previous_response_id")
     if body.background:
-        raise ApiError(400, "background is not supported: this server keeps nothing", "background")
-    kitchen.check(body.model)
+        message = "background is not supported: this server stores no responses"
+        raise ApiError(400, message, "background")
+    state.check(body.model)
     try:
-        chat, orders = await kitchen.prepare(lambda: chat_orders(kitchen, as_chat(body)))
+        chat, orders = await state.prepare(lambda: prepare_chat(state, to_chat(body)))
     except ApiError as error:
         error.param = "input" if error.param == "messages" else error.param
         raise
-    return await answer(kitchen, Responses(chat, body), orders, http)
+    return await respond(state, Responses(chat, body), orders, http)
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat that a Responses request asks for."""
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = (
-        [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    )
-    said: dict[str, Any] = {}
-    for item in items:
-        message = _message(item)
-        if not _joined(said, message):
-            messages.append(message)
-            said = message
-    chat = body.model_dump(include=SAME, exclude_none=True, by_alias=True)
-    chat["messages"] = messages
+def to_chat(body: ResponsesRequest) -> ChatRequest:
+    """Return the chat that a Responses request asks for. Raises ApiError."""
+    chat = body.model_dump(include=CHAT_FIELDS, exclude_none=True, by_alias=True)
+    chat["messages"] = _messages(body)
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
-        chat["tools"] = [
-            {"type": "function", "function": t.model_dump(exclude={"type"}, exclude_none=True)}
-            for t in body.tools
-        ]
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if body.reasoning and body.reasoning.effort:
         chat["reasoning_effort"] = body.reasoning.effort
-    choice = body.tool_choice
-    if choice is not None:
-        chat["tool_choice"] = (
-            choice
-            if isinstance(choice, str)
-            else {"type": "function", "function": {"name": choice.name}}
-        )
-    form = body.text.format if body.text else None
-    if form and body.response_format:
-        raise ApiError(
-            400, "text.format and response_format both demand a form: give one", "response_format"
-        )
-    if form and form.type == "json_schema":
-        chat["response_format"] = {
-            "type": form.type,
-            "json_schema": {"name": form.name, "schema": form.schema_ or {}},
-        }
-    elif form:
-        chat["response_format"] = {"type": form.type}
+    if isinstance(body.tool_choice, FlatToolChoice):
+        function = {"name": body.tool_choice.name}
+        chat["tool_choice"] = {"type": "function", "function": function}
+    elif body.tool_choice is not None:
+        chat["tool_choice"] = body.tool_choice
+    format_ = body.text.format if body.text else None
+    if format_ and body.response_format:
+        message = "text.format and response_format both require a format: give one"
+        raise ApiError(400, message, "response_format")
+    if format_:
+        chat["response_format"] = {"type": format_.type}
+    if format_ and format_.type == "json_schema":
+        schema = {"name": format_.name, "schema": format_.schema_ or {}}
+        chat["response_format"]["json_schema"] = schema
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ApiError(
-            400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
-        ) from None
+        message = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ApiError(400, message, "input") from None
 
 
-NEEDED = {"function_call": ("call_id", "name"), "function_call_output": ("call_id", "output")}
+def _messages(body: ResponsesRequest) -> list[Json]:
+    """Return the messages of a chat; items that belong to one answer become one message."""
+    messages: list[Json] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for item in body.input:
+        message = _message(item)
+        if not messages or not _join(messages[-1], message):
+            messages.append(message)
+    return messages
 
 
-def _message(item: InputItem) -> dict[str, Any]:
-    """One input item as a chat message."""
-    for name in NEEDED.get(item.type or "message", ()):
+def _message(item: InputItem) -> Json:
+    for name in REQUIRED.get(item.type or "message", ()):
         if getattr(item, name) is None:
             raise ApiError(400, f"an input item of type {item.type} needs {name}", "input")
     if item.type == "function_call_output":
@@ -111,171 +104,178 @@ def _message(item: InputItem) -> dict[str, Any]:
         call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
         return {"role": "assistant", "tool_calls": [call]}
     if item.type == "reasoning":
-        thoughts = thoughts_of(item.content) or text_of(item.content) or thoughts_of(item.summary)
-        return {"role": "assistant", "reasoning_content": thoughts}
-    more = {"name": item.name, "refusal": item.refusal, "reasoning_content": item.reasoning_content}
-    return {"role": item.role or "user", "content": _content(item.content)} | {
-        k: v for k, v in more.items() if v
-    }
+        content = item.content
+        reasoning = reasoning_of(content) or text_of(content) or reasoning_of(item.summary)
+        return {"role": "assistant", "reasoning_content": reasoning}
+    message = {"role": item.role or "user", "content": _content(item.content)}
+    for name in ("name", "refusal", "reasoning_content"):
+        if value := getattr(item, name):
+            message[name] = value
+    return message
 
 
-def _content(content: Content | None) -> Any:
-    """A content as JSON has it."""
-    return (
-        content
-        if isinstance(content, str)
-        else [part.model_dump(exclude_none=True) for part in content or ()]
-    )
+def _content(content: Content | None) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    return [part.model_dump(exclude_none=True) for part in content or ()]
 
 
-def _joined(said: dict[str, Any], more: dict[str, Any]) -> bool:
-    """Put an item into the message before it where both are parts of one answer: thoughts, then a
-    text, then calls."""
-    order = ("reasoning_content", "content", "tool_calls")
-    if said.get("role") != "assistant" or more["role"] != "assistant":
+def _join(message: Json, more: Json) -> bool:
+    """Add an item to the message before it if both are parts of one answer.
+
+    An answer consists of reasoning, then a text, then calls. Returns False if they are not.
+    """
+    if message["role"] != "assistant" or more["role"] != "assistant":
         return False
-    last = max(i for i, name in enumerate(order) if name in said)
-    first = min(i for i, name in enumerate(order) if name in more)
-    if first < last or (first == last and order[last] != "tool_calls"):
+    last = max(i for i, name in enumerate(ANSWER_ORDER) if name in message)
+    first = min(i for i, name in enumerate(ANSWER_ORDER) if name in more)
+    if first < last or (first == last and ANSWER_ORDER[last] != "tool_calls"):
         return False
-    said.update(more | {"tool_calls": [*said.get("tool_calls", ()), *more.get("tool_calls", ())]})
-    if not said["tool_calls"]:
-        del said["tool_calls"]
+    calls = [*message.get("tool_calls", ()), *more.get("tool_calls", ())]
+    message.update(more)
+    if calls:
+        message["tool_calls"] = calls
     return True
 
 
-class Responses(Dialect):
-    """OpenAI's Responses: one answer, whole or as events with rising sequence numbers."""
+class Responses(Formatter):
+    """OpenAI's Responses: one answer, as a body or as events with rising sequence numbers."""
 
     def __init__(self, chat: Chat, body: ResponsesRequest) -> None:
-        super().__init__(bool(body.stream), [*body.left_out, *_renamed(chat.left_out)])
-        self.chat, self.body, self.number = chat, body, 0
-        self.id, self.item = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
-        self.at: dict[str, Any] = {"item_id": self.item, "output_index": 0, "content_index": 0}
-        self.texts: list[str] = []
+        renamed = ["reasoning" if name == "reasoning_effort" else name for name in chat.ignored]
+        super().__init__(bool(body.stream), [*body.ignored, *renamed])
+        self.chat = chat
+        self.body = body
+        self._sequence_number = 0
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._item_id = f"msg_{secrets.token_hex(16)}"
+        self._position: Json = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._texts: list[str] = []
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._response(answers[0])
+    def full(self, outputs: Sequence[Output]) -> Json:
+        return self._response(outputs[0])
 
-    def begin(self, answers: Sequence[Answer]) -> Iterable[str]:
+    def begin(self, outputs: Sequence[Output]) -> Iterable[str]:
         yield self._event("response.created", response=self._response(None))
         yield self._event("response.in_progress", response=self._response(None))
 
-    def lines(self, answers: Sequence[Answer], index: int, event: Event) -> Iterable[str]:
-        text = self.chat.change(answers[0], 0, event)["delta"].get("content")
+    def chunks(self, outputs: Sequence[Output], index: int, event: Event) -> Iterable[str]:
+        text = self.chat.delta(outputs[0], 0, event)["delta"].get("content")
         if not text:
             return
-        if not self.texts:
-            empty = {
-                "id": self.item,
-                "type": "message",
-                "role": "assistant",
-                "status": "in_progress",
-                "content": [],
-            }
-            yield self._event("response.output_item.added", output_index=0, item=empty)
-            yield self._event("response.content_part.added", **self.at, part=_part(""))
-        self.texts.append(text)
-        yield self._event("response.output_text.delta", **self.at, delta=text, logprobs=[])
+        if not self._texts:
+            item = self._message("in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", **self._position, part=_text_part(""))
+        self._texts.append(text)
+        yield self._event("response.output_text.delta", **self._position, delta=text, logprobs=[])
 
-    def end(self, answers: Sequence[Answer]) -> Iterable[str]:
-        """What was streamed is done, then calls, then the whole."""
-        response, sent = self._response(answers[0]), "".join(self.texts)
+    def end(self, outputs: Sequence[Output]) -> Iterable[str]:
+        """Return the events that end the text, those of the calls, and the whole response."""
+        response = self._response(outputs[0])
+        sent = "".join(self._texts)
         for i, item in enumerate(response["output"]):
             if item["type"] == "message" and sent:
-                yield self._event("response.output_text.done", **self.at, text=sent, logprobs=[])
-                yield self._event("response.content_part.done", **self.at, part=_part(sent))
+                position, part = self._position, _text_part(sent)
+                yield self._event("response.output_text.done", **position, text=sent, logprobs=[])
+                yield self._event("response.content_part.done", **position, part=part)
+            elif item["type"] == "message":
+                yield self._event("response.output_item.added", output_index=i, item=item)
             else:
-                begun = item | (
-                    {"arguments": "", "status": "in_progress"}
-                    if item["type"] == "function_call"
-                    else {}
-                )
-                yield self._event("response.output_item.added", output_index=i, item=begun)
-            if item["type"] == "function_call":
-                where, said = {"item_id": item["id"], "output_index": i}, item["arguments"]
-                yield self._event("response.function_call_arguments.delta", **where, delta=said)
-                done = where | {"name": item["name"], "arguments": said}
-                yield self._event("response.function_call_arguments.done", **done)
+                yield from self._call_events(item, i)
             yield self._event("response.output_item.done", output_index=i, item=item)
-        kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
-        yield self._event(kind, response=response)
+        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        yield self._event(f"response.{kind}", response=response)
 
-    def failed(self, error: Exception) -> str:
-        return self._event(
-            "error",
-            **{k: v for k, v in errors.logged_body(error)[1]["error"].items() if k != "type"},
-        )
+    def _call_events(self, item: Json, index: int) -> Iterable[str]:
+        arguments = item["arguments"]
+        position = {"item_id": item["id"], "output_index": index}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        done = {"name": item["name"], "arguments": arguments}
+        kind = "response.function_call_arguments"
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"{kind}.delta", **position, delta=arguments)
+        yield self._event(f"{kind}.done", **position, **done)
 
-    def _event(self, kind: str, **values: Any) -> str:
-        line = event_line({"type": kind, "sequence_number": self.number, **values})
-        self.number += 1
-        return f"event: {kind}\n{line}"
+    def error(self, error: Exception) -> str:
+        fields = errors.logged_body(error)[1]["error"]
+        return self._event("error", **{k: v for k, v in fields.items() if k != "type"})
 
-    def _response(self, answer: Answer | None) -> dict[str, Any]:
-        """The response object; None while nothing is done."""
-        body, chat = self.body, self.chat
-        cut = answer is not None and finish(answer.finish_reason) == "length"
-        status = "in_progress" if answer is None else "incomplete" if cut else "completed"
-        form = (
-            body.text.format.model_dump(by_alias=True, exclude_none=True)
-            if body.text and body.text.format
-            else None
-        )
+    def _event(self, kind: str, **values: object) -> str:
+        event = sse({"type": kind, "sequence_number": self._sequence_number, **values})
+        self._sequence_number += 1
+        return f"event: {kind}\n{event}"
+
+    def _response(self, output: Output | None) -> Json:
+        """Return the response object; `output` is None until it is complete."""
+        body = self.body
+        chat = self.chat
+        incomplete = output is not None and finish_reason(output.finish_reason) == "length"
+        status = "in_progress"
+        if output is not None:
+            status = "incomplete" if incomplete else "completed"
+        format_: Json = {"type": "text"}
+        if body.text and body.text.format:
+            format_ = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        choice = body.tool_choice
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         return {
-            "id": self.id,
+            "id": self._id,
             "object": "response",
             "created_at": chat.head["created"],
             "model": chat.head["model"],
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "output": self._output(answer, status) if answer else [],
+            "output": self._items(output, status) if output else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": chat.sampling["temperature"]
-            if body.temperature is None
-            else body.temperature,
-            "top_p": chat.sampling["top_p"] if body.top_p is None else body.top_p,
-            "text": {"format": form or {"type": "text"}},
-            "tool_choice": body.tool_choice.model_dump()
-            if isinstance(body.tool_choice, FlatToolChoice)
-            else body.tool_choice or "auto",
-            "tools": [
-                {"strict": None, **t.model_dump(exclude_none=True)} for t in body.tools or []
-            ],
+            "temperature": _given(body.temperature, chat.sampling["temperature"]),
+            "top_p": _given(body.top_p, chat.sampling["top_p"]),
+            "text": {"format": format_},
+            "tool_choice": (
+                choice.model_dump() if isinstance(choice, FlatToolChoice) else choice or "auto"
+            ),
+            "tools": [{"strict": None, **tool} for tool in tools],
             "truncation": "disabled",
             "seed": chat.head["seed"],
-            "usage": _usage(answer) if answer else None,
+            "usage": _usage(output) if output else None,
         }
 
-    def _output(self, answer: Answer, status: str) -> list[dict[str, Any]]:
-        text, calls = self.chat.found(answer)
-        items: list[dict[str, Any]] = []
+    def _items(self, output: Output, status: str) -> list[Json]:
+        text, calls = self.chat.text_and_calls(output)
+        items: list[Json] = []
         if text or not calls:
-            message = {"id": self.item, "type": "message", "role": "assistant", "status": status}
-            items.append(message | {"content": [_part(text)]})
+            items.append(self._message(status, [_text_part(text)]))
         for call in calls:
-            function = {"call_id": call["id"], **call["function"], "status": "completed"}
-            items.append({"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **function})
+            item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call"}
+            items.append({**item, "call_id": call["id"], **call["function"], "status": "completed"})
         return items
 
+    def _message(self, status: str, content: list[Json]) -> Json:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
 
-def _renamed(names: Iterable[str]) -> list[str]:
-    """Fields of the chat without effect, by their names in a Responses request."""
-    return ["reasoning" if name == "reasoning_effort" else name for name in names]
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
-def _part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    counts = usage([answer], 1)
+def _usage(output: Output) -> Json:
+    counts = usage([output], 1)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],

@@ -18,8 +18,8 @@ from forerun.llm import CHARACTERS
 from forerun.server import limits
 from forerun.server.errors import ApiError
 from forerun.server.jobs import EngineService, Job, RequestHandle
+from forerun.server.large_responses import LargeResponse
 from forerun.server.limits import ThrottledThreads
-from forerun.server.writing import LongResponse
 from forerun.types import SALT
 from forerun.worker_process import WORKERS
 
@@ -140,4 +140,4 @@ class ServerState:
         """Build a response of about `size` bytes; a large one is serialized in a thread."""
         if size < SMALL_RESPONSE:
             return JSONResponse(content())
-        return await to_thread.run_sync(lambda: LongResponse(content()), limiter=self.writing)
+        return await to_thread.run_sync(lambda: LargeResponse(content()), limiter=self.writing)

@@ -14,31 +14,14 @@ import torch
 
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.server.embeddings import CHUNK, Reading
+from forerun.server.embeddings import CHUNK, EmbeddingBatch
 from tests import tiny
 from tests.server.serving import Front, serving, slow, sse
 
-LONG = {
-    "prompt": "x = 1\n",
-    "max_tokens": 150,
-    "ignore_eos": True,
-    "seed": 4,
-    "temperature": 0.8,
-    "speculative": False,
-    "logprobs": 2,
-    "return_token_ids": True,
-}
-KERNELS = [
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(bool(native.reason()), reason="no native kernels")
-    ),
-]
-
-
-@pytest.fixture(scope="session")
-def server(front: Front) -> Front:
-    return front
+LONG = {"prompt": "x = 1\n", "max_tokens": 150, "ignore_eos": True, "seed": 4, "logprobs": 2}
+LONG |= {"temperature": 0.8, "speculative": False, "return_token_ids": True}
+NATIVE = pytest.mark.skipif(bool(native.reason()), reason="no native kernels")
+KERNELS = ["torch", pytest.param("native", marks=NATIVE)]
 
 
 def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
@@ -53,80 +36,72 @@ def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_it_is_the_mean_of_the_last_states(family: str, kernels: str) -> None:
+def test_an_embedding_is_the_mean_of_the_last_states(family: str, kernels: str) -> None:
     """Read together and in chunks that a page does not divide."""
     directory = tiny.family(family)
     llm = LLM(directory, kernels=kernels, dtype="float32", chunk=10, page=16)
     texts = [[(7 * i + n) % tiny.VOCAB for i in range(n)] for n in (1, 5, 37)]
-    reading, passes = Reading(llm, texts), 0
-    while not reading.done:
-        reading.step()
+    batch = EmbeddingBatch(llm, texts)
+    passes = 0
+    while not batch.done:
+        batch.step()
         passes += 1
     assert passes == 4
-    for vector, text in zip(reading.vectors(), texts, strict=True):
+    for vector, text in zip(batch.vectors(), texts, strict=True):
         torch.testing.assert_close(
             torch.from_numpy(vector), expected(directory, text), atol=2e-5, rtol=0
         )
 
 
-def test_openais_client_gets_them_in_both_encodings(client: openai.OpenAI, server: Front) -> None:
+def test_openais_client_reads_both_encodings(client: openai.OpenAI, front: Front) -> None:
     texts = ["def add(a, b):", "return a + b", "x"]
-    packed = client.embeddings.create(
-        model="tiny", input=texts
-    )  # base64 unless it is told otherwise
+    packed = client.embeddings.create(model="tiny", input=texts)  # base64 by default
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    vectors = [entry.embedding for entry in plain.data]
     assert [entry.index for entry in packed.data] == [0, 1, 2]
-    assert [entry.embedding for entry in packed.data] == [entry.embedding for entry in plain.data]
-    assert all(abs(np.linalg.norm(entry.embedding) - 1) < 1e-6 for entry in plain.data)
-    ids = [server.answer("/tokenize", {"prompt": text})["tokens"] for text in texts]
+    assert [entry.embedding for entry in packed.data] == vectors
+    assert all(abs(np.linalg.norm(vector) - 1) < 1e-6 for vector in vectors)
+    ids = [front.answer("/tokenize", {"prompt": text})["tokens"] for text in texts]
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(map(len, ids))
     by_ids = client.embeddings.create(model="tiny", input=ids, encoding_format="float")
-    assert [entry.embedding for entry in by_ids.data] == [entry.embedding for entry in plain.data]
-    size = len(plain.data[0].embedding)
-    raw = server.answer(
-        "/v1/embeddings", {"input": ids[0], "encoding_format": "base64", "dimensions": size}
-    )
-    unpacked = struct.unpack(f"<{size}f", base64.b64decode(raw["data"][0]["embedding"]))
-    assert list(unpacked) == plain.data[0].embedding
+    assert [entry.embedding for entry in by_ids.data] == vectors
+    asked = {"input": ids[0], "encoding_format": "base64", "dimensions": len(vectors[0])}
+    encoded = front.answer("/v1/embeddings", asked)["data"][0]["embedding"]
+    assert list(struct.unpack(f"<{len(vectors[0])}f", base64.b64decode(encoded))) == vectors[0]
 
 
-def test_company_changes_no_vector(server: Front) -> None:
+def test_other_texts_change_no_vector(front: Front) -> None:
     texts = [f"line {i}\n" * (1 + 13 * i % 29) for i in range(40)]
-    together = server.answer("/v1/embeddings", {"input": texts})["data"]
+    together = front.answer("/v1/embeddings", {"input": texts})["data"]
     for i in (0, 7, 39):
-        (alone,) = server.answer("/v1/embeddings", {"input": texts[i]})["data"]
+        (alone,) = front.answer("/v1/embeddings", {"input": texts[i]})["data"]
         assert alone["embedding"] == pytest.approx(together[i]["embedding"], abs=1e-6)
 
 
-def test_ollamas_shapes_hold_the_same_vectors(server: Front) -> None:
-    vectors = [
-        e["embedding"] for e in server.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]
-    ]
-    answer = server.answer("/api/embed", {"model": "tiny", "input": ["one", "two"]})
-    assert (
-        answer["embeddings"] == vectors
-        and answer["model"] == "tiny"
-        and answer["prompt_eval_count"] > 1
-    )
-    assert server.answer("/api/embed", {"model": "tiny", "input": "one"})["embeddings"][
-        0
-    ] == pytest.approx(vectors[0])
-    assert server.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})[
-        "embedding"
-    ] == pytest.approx(vectors[1])
-    for path, empty in (("/api/embed", {"input": []}), ("/api/embed", {"input": ""})):
-        assert server.answer(path, {"model": "tiny"} | empty)["embeddings"] == []
-    ids = server.answer("/tokenize", {"prompt": "x = 1\n" * 3000})["tokens"][:2048]
-    (cut,) = server.answer("/v1/embeddings", {"input": ids})["data"]
-    whole = server.answer("/api/embed", {"model": "tiny", "input": "x = 1\n" * 3000})
-    assert whole["embeddings"][0] == cut["embedding"]
+def test_ollamas_formats_hold_the_same_vectors(front: Front) -> None:
+    def embed(given: Any) -> Any:
+        return front.answer("/api/embed", {"model": "tiny", "input": given})
+
+    data = front.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]
+    vectors = [entry["embedding"] for entry in data]
+    answer = embed(["one", "two"])
+    assert answer["embeddings"] == vectors and answer["model"] == "tiny"
+    assert answer["prompt_eval_count"] > 1
+    assert embed("one")["embeddings"][0] == pytest.approx(vectors[0])
+    older = front.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})
+    assert older["embedding"] == pytest.approx(vectors[1])
+    assert embed([])["embeddings"] == embed("")["embeddings"] == []
+    long = "x = 1\n" * 3000
+    ids = front.answer("/tokenize", {"prompt": long})["tokens"][:2048]
+    (cut,) = front.answer("/v1/embeddings", {"input": ids})["data"]
+    assert embed(long)["embeddings"][0] == cut["embedding"]
 
 
-def test_generations_go_on_between_chunks_and_say_the_same(
+def test_generations_go_on_between_chunks_unchanged(
     spare: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit: tokens and log-probabilities, while texts are read that are longer than the pool
-    has left."""
+    """Their tokens and log-probabilities are the same, while longer texts are read than fit into
+    the page pool."""
     with serving(spare) as s:
         alone = s.answer("/v1/completions", LONG)["choices"][0]
         with slow(s.service), monkeypatch.context() as patch:
@@ -134,35 +109,34 @@ def test_generations_go_on_between_chunks_and_say_the_same(
             with s.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
                 events = sse(response)
                 parts = [next(events)]
-                vectors = s.answer(
-                    "/v1/embeddings", {"input": [[5 + i % 90 for i in range(2000)], [9, 8]]}
-                )["data"]
+                texts = [[5 + i % 90 for i in range(2000)], [9, 8]]
+                vectors = s.answer("/v1/embeddings", {"input": texts})["data"]
                 during = list(order)
                 parts += list(events)
         choices = [part["choices"][0] for part in parts]
         assert [token for c in choices for token in c["token_ids"]] == alone["token_ids"]
-        said = [value for c in choices for value in c["logprobs"]["token_logprobs"]]
-        assert said == alone["logprobs"]["token_logprobs"]
+        values = [value for c in choices for value in c["logprobs"]["token_logprobs"]]
+        assert values == alone["logprobs"]["token_logprobs"]
         assert len(vectors) == 2 and during.count("read") == -(-2000 // CHUNK) + 1
         assert "read read" not in " ".join(during)
         s.rest()
 
 
 def watched(llm: LLM, patch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine's thread does, as it does it: steps, and chunks that are read."""
+    """Return a list that grows with what the engine's thread does."""
     order: list[str] = []
-    step, read = llm.engine.step, Reading.step
+    step, read = llm.engine.step, EmbeddingBatch.step
     patch.setattr(llm.engine, "step", lambda: order.append("step") or step())
-    patch.setattr(Reading, "step", lambda self: order.append("read") or read(self))
+    patch.setattr(EmbeddingBatch, "step", lambda self: order.append("read") or read(self))
     return order
 
 
-def test_a_failure_while_reading_is_told_and_the_next_works(
+def test_a_failure_is_reported_and_the_next_request_works(
     spare: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(spare) as s:
         with monkeypatch.context() as patch:
-            patch.setattr(Reading, "step", lambda self: 1 / 0)
+            patch.setattr(EmbeddingBatch, "step", lambda self: 1 / 0)
             assert s.http.post("/v1/embeddings", json={"input": "a"}).status_code == 503
         assert s.http.post("/v1/embeddings", json={"input": "a"}).status_code == 200
         assert s.complete()["choices"]
@@ -170,13 +144,13 @@ def test_a_failure_while_reading_is_told_and_the_next_works(
 
 def test_a_shutdown_ends_it_between_two_chunks(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(spare) as s:
-        read = Reading.step
+        read = EmbeddingBatch.step
 
-        def last(self: Reading) -> None:
+        def last(self: EmbeddingBatch) -> None:
             read(self)
             s.service.draining = True
 
-        monkeypatch.setattr(Reading, "step", last)
+        monkeypatch.setattr(EmbeddingBatch, "step", last)
         response = s.http.post("/v1/embeddings", json={"input": [5] * 1000})
         assert response.status_code == 503 and response.headers["retry-after"]
 

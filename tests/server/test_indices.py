@@ -1,5 +1,4 @@
-"""Indices while the server runs: the operator's to load and drop, a client's for that client alone,
-nothing outside."""
+"""Indices that the operator loads and unloads while the server runs, for all clients or for one."""
 
 from __future__ import annotations
 
@@ -13,19 +12,15 @@ from typing import Any
 import httpx2
 import pytest
 
-from forerun import LoadError
+from forerun import LoadError, SamplingParams
 from forerun.draft.corpus import LIST, File, adding
 from forerun.llm import LLM
 from forerun.server.app import make_app
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving
 
-SAID = {
-    "prompt": "the name of the colour is",
-    "max_tokens": 24,
-    "temperature": 0,
-    "speculative": {"depth": 4},
-}
+ASKED = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
+ASKED |= {"speculative": {"depth": 4}}
 
 
 def write(llm: LLM, place: Path, *texts: str) -> None:
@@ -37,17 +32,11 @@ def write(llm: LLM, place: Path, *texts: str) -> None:
 
 @pytest.fixture
 def folder(spare: LLM, tmp_path: Path) -> Path:
-    """Two indices of what the model says to one question: one for all, one below for a client."""
-    (said,) = spare.generate(SAID["prompt"], spare_params())
+    """Two indices: one for all clients, and one with the model's answer to ASKED."""
+    (output,) = spare.generate(ASKED["prompt"], SamplingParams.pure(max_tokens=ASKED["max_tokens"]))
     write(spare, tmp_path / "shared", "other words altogether, and nothing that is asked for")
-    write(spare, tmp_path / "acme" / "answers", SAID["prompt"] + said.text)
+    write(spare, tmp_path / "acme" / "answers", ASKED["prompt"] + output.text)
     return tmp_path
-
-
-def spare_params() -> Any:
-    from forerun import SamplingParams
-
-    return SamplingParams.pure(max_tokens=SAID["max_tokens"])
 
 
 @pytest.fixture
@@ -67,128 +56,115 @@ def server(spare: LLM, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def ask(
-    server: Serving, who: str, method: str, path: str = "/v1/indices", **options: Any
+    server: Serving, client: str, method: str, path: str = "/v1/indices", **options: Any
 ) -> httpx2.Response:
-    headers = {"Authorization": f"Bearer key-of-{who}"}
+    headers = {"Authorization": f"Bearer key-of-{client}"}
     return server.http.request(method, path, headers=headers, **options)
 
 
-def retrieved(server: Serving, who: str, **options: Any) -> int:
-    """Tokens of an answer that were drafted from an index, and accepted. The text never changes."""
+def load(server: Serving, **index: Any) -> httpx2.Response:
+    return ask(server, "operator", "POST", json=index)
+
+
+def unload(server: Serving, name: str) -> httpx2.Response:
+    return ask(server, "operator", "DELETE", f"/v1/indices/{name}")
+
+
+def answer(server: Serving, client: str, **options: Any) -> tuple[str, int]:
+    """Return a text, and the number of its tokens that were drafted from an index."""
     server.service.llm.forget()
-    answer = ask(
-        server, who, "POST", "/v1/completions", json=SAID | {"return_token_ids": True} | options
-    ).json()
-    stats = answer["metrics"]["forerun"]["by_source"]
-    texts.add(answer["choices"][0]["text"])
-    return int(stats.get("retrieval", {}).get("accepted", 0))
+    response = ask(server, client, "POST", "/v1/completions", json=ASKED | options).json()
+    counts = response["metrics"]["forerun"]["by_source"].get("retrieval", {})
+    return response["choices"][0]["text"], int(counts.get("accepted", 0))
 
 
-texts: set[str] = set()
+def test_an_index_serves_its_client_until_it_is_unloaded(server: Serving) -> None:
+    texts = set()
 
+    def retrieved(client: str, **options: Any) -> int:
+        text, count = answer(server, client, **options)
+        texts.add(text)
+        return count
 
-def test_an_index_serves_its_client_from_load_to_drop(server: Serving) -> None:
-    texts.clear()
     cards = ask(server, "operator", "GET").json()["data"]
-    assert [(card["id"], card["in_use"]) for card in cards] == [
-        ("acme/answers", False),
-        ("shared", True),
-    ]
-    assert retrieved(server, "acme") == retrieved(server, "other") == 0
-    loaded = ask(server, "operator", "POST", json={"name": "acme/answers", "client": "acme"}).json()
-    assert loaded["in_use"] and loaded["files"] == 1 and loaded["client"] == "acme"
-    assert retrieved(server, "acme") > 5 and retrieved(server, "acme", cache_salt="one of many") > 5
-    assert retrieved(server, "other") == retrieved(server, "operator") == 0
-    assert ask(server, "operator", "POST", json={"name": "acme/answers"}).json()["client"] == ""
-    assert retrieved(server, "other") > 5
-    assert ask(server, "operator", "DELETE", "/v1/indices/acme/answers").json()["deleted"]
-    assert retrieved(server, "acme") == 0
+    expected = [("acme/answers", False), ("shared", True)]
+    assert [(card["id"], card["in_use"]) for card in cards] == expected
+    assert retrieved("acme") == retrieved("other") == 0
+    card = load(server, name="acme/answers", client="acme").json()
+    assert card["in_use"] and card["files"] == 1 and card["client"] == "acme"
+    assert retrieved("acme") > 5 and retrieved("acme", cache_salt="one of many") > 5
+    assert retrieved("other") == retrieved("operator") == 0
+    assert load(server, name="acme/answers").json()["client"] == ""
+    assert retrieved("other") > 5
+    assert unload(server, "acme/answers").json()["deleted"]
+    assert retrieved("acme") == 0
     assert len(texts) == 1, "an index changes how fast an answer comes, and nothing else"
 
 
-def test_what_was_added_is_read_with_the_next_load(server: Serving, folder: Path) -> None:
-    llm, before = server.service.llm, ask(server, "operator", "GET").json()["data"][1]["tokens"]
-    write(llm, folder / "shared", "a text more")
-    assert ask(server, "operator", "POST", json={"name": "shared"}).json()["tokens"] > before
+def test_an_index_in_use_is_read_again(server: Serving, folder: Path) -> None:
+    before = ask(server, "operator", "GET").json()["data"][1]["tokens"]
+    write(server.service.llm, folder / "shared", "a text more")
+    assert load(server, name="shared").json()["tokens"] > before
 
 
-@pytest.mark.parametrize("who", ["acme", "other"])
-def test_clients_neither_see_nor_change_indices(server: Serving, who: str) -> None:
-    for method, path, body in (
-        ("GET", "/v1/indices", None),
-        ("POST", "/v1/indices", {"name": "shared"}),
-        ("DELETE", "/v1/indices/shared", None),
+@pytest.mark.parametrize("client", ["acme", "other"])
+def test_clients_neither_see_nor_change_indices(server: Serving, client: str) -> None:
+    for method, path, options in (
+        ("GET", "/v1/indices", {}),
+        ("POST", "/v1/indices", {"json": {"name": "shared"}}),
+        ("DELETE", "/v1/indices/shared", {}),
     ):
-        answer = ask(server, who, method, path, **({"json": body} if body else {}))
-        assert answer.status_code == 403 and "operator" in answer.json()["error"]["message"]
+        response = ask(server, client, method, path, **options)
+        assert response.status_code == 403 and "operator" in response.json()["error"]["message"]
 
 
-OUTSIDE = [
-    "../shared",
-    "acme/../shared",
-    "/etc",
-    "shared/../..",
-    "",
-    ".",
-    "acme",
-    "nothing",
-    "link",
-    "a\0b",
-    "x" * 300,
-]
+OUTSIDE = ["../shared", "acme/../shared", "/etc", "shared/../..", "", ".", "acme", "nothing"]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", [*OUTSIDE, "link", "a\0b", "x" * 300])
 def test_nothing_outside_the_folder_is_read(
     server: Serving, folder: Path, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     outside = tmp_path_factory.mktemp("outside") / "index"
     shutil.copytree(folder / "shared", outside)
     (folder / "link").symlink_to(outside)
-    answer = ask(server, "operator", "POST", json={"name": name})
-    assert answer.status_code in (400, 404) and str(folder) not in answer.text
+    response = load(server, name=name)
+    assert response.status_code in (400, 404) and str(folder) not in response.text
 
 
-def test_what_cannot_be_used_is_one_answer(server: Serving, folder: Path) -> None:
+def test_unusable_indices_are_refused(server: Serving, folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / LIST).write_text(json.dumps({"version": 1}))
-    answer = ask(server, "operator", "POST", json={"name": "broken"})
-    assert answer.status_code == 400 and "holds no index" in answer.json()["error"]["message"]
-    assert (
-        ask(server, "operator", "POST", json={"name": "shared", "client": "nobody"}).status_code
-        == 400
-    )
-    assert ask(server, "operator", "DELETE", "/v1/indices/nothing").status_code == 404
-    assert ask(server, "operator", "DELETE", "/v1/indices/acme/answers").status_code == 404
-    assert ask(server, "operator", "POST", json={"name": 5}).status_code in (400, 422)
+    response = load(server, name="broken")
+    assert response.status_code == 400 and "holds no index" in response.json()["error"]["message"]
+    assert load(server, name="shared", client="nobody").status_code == 400
+    assert load(server, name=5).status_code == 400
+    for name in ("nothing", "acme/answers"):
+        assert unload(server, name).status_code == 404
 
 
 def test_indices_change_while_requests_run(server: Serving) -> None:
-    texts.clear()
     ended = threading.Event()
+    statuses: set[int] = set()
 
     def change() -> None:
         while not ended.is_set():
-            for method, path in (("POST", "/v1/indices"), ("DELETE", "/v1/indices/acme/answers")):
-                options: dict[str, Any] = (
-                    {"json": {"name": "acme/answers"}} if method == "POST" else {}
-                )
-                assert ask(server, "operator", method, path, **options).status_code == 200
+            statuses.add(load(server, name="acme/answers").status_code)
+            statuses.add(unload(server, "acme/answers").status_code)
 
-    changing = threading.Thread(target=change)
-    changing.start()
+    thread = threading.Thread(target=change)
+    thread.start()
     try:
-        for _ in range(12):
-            retrieved(server, "acme")
+        texts = {answer(server, "acme")[0] for _ in range(12)}
     finally:
         ended.set()
-        changing.join()
-    assert len(texts) == 1 and not server.logged
+        thread.join()
+    assert len(texts) == 1 and statuses == {200} and not server.logged
 
 
-def test_clients_without_indices_share_one_shelf(server: Serving) -> None:
+def test_clients_without_indices_share_one_set(server: Serving) -> None:
     for i in range(20):
-        retrieved(server, "other", cache_salt=f"{i}")
+        answer(server, "other", cache_salt=f"{i}")
     assert len(server.service.llm.engine.proposers["retrieval"]._shelves) == 1  # type: ignore[attr-defined]
 
 

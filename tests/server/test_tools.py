@@ -1,4 +1,4 @@
-"""Tool calls: what is asked of the model, and what is found in its text."""
+"""Tool calls: the grammar of required ones, and the parser of chosen ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-pytest.importorskip("fastapi")
 
 from forerun.errors import RequestError
 from forerun.llm import LLM
@@ -35,7 +33,7 @@ W = [tool("w"), tool("v")]
 
 def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
     """The text that is left, and the calls as (name, arguments)."""
-    rest, calls = tools.find(text, known)
+    rest, calls = tools.parse_tool_calls(text, known)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
     return rest, [
         (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
@@ -43,7 +41,7 @@ def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]
 
 
 def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
-    reader = tools.CallReader(known)
+    reader = tools.ToolCallParser(known)
     parts = [*(reader.add(piece) for piece in pieces), reader.end()]
     calls = [call["function"] for _, calls in parts for call in calls]
     return "".join(text for text, _ in parts), [
@@ -52,109 +50,67 @@ def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[
 
 
 def test_blocks_that_are_no_calls_stay_text() -> None:
-    call, other = (
-        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
-        '<tool_call>{"name": "g"}</tool_call>',
-    )
-    text, (only,) = tools.find(f"{other}\n{call}", [tool("f")])
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    other = '<tool_call>{"name": "g"}</tool_call>'
+    text, (only,) = tools.parse_tool_calls(f"{other}\n{call}", [tool("f")])
     assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert tools.find(f" {call}\n{call}", [tool("f")])[0] == "", "what is left is no text"
-    assert tools.find(other, [tool("f")]) == (other, [])
+    assert tools.parse_tool_calls(f" {call}\n{call}", [tool("f")])[0] == ""
+    assert tools.parse_tool_calls(other, [tool("f")]) == (other, [])
 
 
-W1 = ("w", {"c": 1})
-UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
-    "a closing mark in a string": (
-        '<tool_call>{"name":"w","arguments":{"c":"{}</tool_call>"}}</tool_call>',
-        "",
-        [("w", {"c": "{}</tool_call>"})],
-    ),
-    "an opening mark in a string": (
-        '<tool_call>{"name":"w","arguments":{"c":"<tool_call>{\\"name\\": \\"w\\"}"}}</tool_call>',
-        "",
-        [("w", {"c": '<tool_call>{"name": "w"}'})],
-    ),
-    "the first call is not closed": (f"<tool_call>{CALL}\n{TAGGED}", "", [W1, W1]),
-    "the first call is broken and not closed": (
-        f'<tool_call>{{"name": "w", "arguments": {{"c": 1}}\n{TAGGED}',
-        '<tool_call>{"name": "w", "arguments": {"c": 1}\n',
-        [W1],
-    ),
-    "a mark in prose": (
-        f"Write <tool_call>{{name}} first. {TAGGED}",
-        "Write <tool_call>{name} first. ",
-        [W1],
-    ),
-    "a mark with a quote in prose": (
-        f'<tool_call>{{"name" of it}} {TAGGED}',
-        '<tool_call>{"name" of it} ',
-        [W1],
-    ),
-    "a mark alone in prose": (f"Use <tool_call> tags: {TAGGED}", "Use <tool_call> tags: ", [W1]),
-    "text around and between": (f"a {TAGGED} b {TAGGED} c", "a  b  c", [W1, W1]),
-    "prose behind a call that is not closed": (f"<tool_call>{CALL} I wait.", " I wait.", [W1]),
-    "an unknown tool in between": (
-        f'{TAGGED}<tool_call>{{"name": "x"}}</tool_call>{TAGGED}',
-        '<tool_call>{"name": "x"}</tool_call>',
-        [W1, W1],
-    ),
-    "several within one pair of marks": (
-        f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>",
-        "",
-        [W1, W1],
-    ),
-    "a list within marks": (f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", [W1, W1]),
-    "line ends and spaces": (f"<tool_call>\n\n {CALL} \n</tool_call>\n", "", [W1]),
-    "a line end in a string": (CALL.replace("1", '"a\nb"'), "", [("w", {"c": "a\nb"})]),
-    "an object behind which text follows": (f"{CALL} and that is all", " and that is all", [W1]),
-    "several objects": (f"{CALL}; {CALL}\n{CALL}", "", [W1, W1, W1]),
-    "a list of calls": (f" [{CALL}, {CALL}]", "", [W1, W1]),
-    "a list that is not all calls": (f"[{CALL}, 1]", f"[{CALL}, 1]", []),
-    "a list of nothing": ("[]", "[]", []),
-    "parameters": ('{"name": "w", "parameters": {"c": 1}}', "", [W1]),
+C1 = ("w", {"c": 1})
+OPEN = "<tool_call>"
+OTHER = '<tool_call>{"name": "x"}</tool_call>'
+TAG_IN_STRING = '<tool_call>{"name":"w","arguments":{"c":"{}</tool_call>"}}</tool_call>'
+CALL_IN_STRING = '{"name":"w","arguments":{"c":"<tool_call>{\\"name\\": \\"w\\"}"}}'
+BROKEN = '<tool_call>{"name": "w", "arguments": {"c": 1}\n'
+CUT = '<tool_call>{"name": "w", "arg'
+EMOJI = '{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}'
+SURROGATE = '{"name": "w", "arguments": {"c": "\\ud800"}}'
+UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {  # text, text without calls, calls
+    "closing tag in a string": (TAG_IN_STRING, "", [("w", {"c": "{}</tool_call>"})]),
+    "call in a string": (CALL_IN_STRING, "", [("w", {"c": '<tool_call>{"name": "w"}'})]),
+    "first call not closed": (f"{OPEN}{CALL}\n{TAGGED}", "", [C1, C1]),
+    "first call broken": (f"{BROKEN}{TAGGED}", BROKEN, [C1]),
+    "tag in prose": (f"Write {OPEN}{{name}}. {TAGGED}", f"Write {OPEN}{{name}}. ", [C1]),
+    "tag and quote in prose": (f'{OPEN}{{"name" of}} {TAGGED}', f'{OPEN}{{"name" of}} ', [C1]),
+    "tag alone in prose": (f"Use {OPEN} tags: {TAGGED}", f"Use {OPEN} tags: ", [C1]),
+    "text around and between": (f"a {TAGGED} b {TAGGED} c", "a  b  c", [C1, C1]),
+    "prose after a call not closed": (f"{OPEN}{CALL} I wait.", " I wait.", [C1]),
+    "unknown tool in between": (f"{TAGGED}{OTHER}{TAGGED}", OTHER, [C1, C1]),
+    "several within tags": (f"{OPEN}\n{CALL}\n{CALL}\n</tool_call>", "", [C1, C1]),
+    "list within tags": (f"{OPEN}[{CALL}, {CALL}]</tool_call>", "", [C1, C1]),
+    "line ends and spaces": (f"{OPEN}\n\n {CALL} \n</tool_call>\n", "", [C1]),
+    "line end in a string": (CALL.replace("1", '"a\nb"'), "", [("w", {"c": "a\nb"})]),
+    "object before text": (f"{CALL} and that is all", " and that is all", [C1]),
+    "several objects": (f"{CALL}; {CALL}\n{CALL}", "", [C1, C1, C1]),
+    "list of calls": (f" [{CALL}, {CALL}]", "", [C1, C1]),
+    "list of calls and others": (f"[{CALL}, 1]", f"[{CALL}, 1]", []),
+    "empty list": ("[]", "[]", []),
+    "parameters": ('{"name": "w", "parameters": {"c": 1}}', "", [C1]),
     "no arguments": ('{"name": "w"}', "", [("w", {})]),
-    "arguments as text": ('{"name": "w", "arguments": "{\\"c\\": 1}"}', "", [W1]),
-    "a function within": (f'{{"type": "function", "function": {CALL}}}', "", [W1]),
-    "a type beside it": ('{"type": "function", "name": "w", "parameters": {"c": 1}}', "", [W1]),
-    "unicode escapes": (
-        '{"name": "\\u0077", "arguments": {"c": "\\ud83d\\ude00"}}',
-        "",
-        [("w", {"c": "\U0001f600"})],
-    ),
-    "half a character": (
-        '{"name": "w", "arguments": {"c": "\\ud800"}}',
-        "",
-        [("w", {"c": "\ufffd"})],
-    ),
-    "a name that is a list": ('{"name": ["w"]}', '{"name": ["w"]}', []),
-    "an object that is no call, then one": (f"{{}} {TAGGED}", "{} ", [W1]),
-    "prose that begins like an object": (f"{{x}} is a set. {TAGGED}", "{x} is a set. ", [W1]),
-    "cut short": ('<tool_call>{"name": "w", "arg', '<tool_call>{"name": "w", "arg', []),
+    "arguments as text": ('{"name": "w", "arguments": "{\\"c\\": 1}"}', "", [C1]),
+    "function within": (f'{{"type": "function", "function": {CALL}}}', "", [C1]),
+    "unicode escapes": (EMOJI, "", [("w", {"c": "\U0001f600"})]),
+    "lone surrogate": (SURROGATE, "", [("w", {"c": "\ufffd"})]),
+    "name that is a list": ('{"name": ["w"]}', '{"name": ["w"]}', []),
+    "object that is no call": (f"{{}} {TAGGED}", "{} ", [C1]),
+    "prose like an object": (f"{{x}} is a set. {TAGGED}", "{x} is a set. ", [C1]),
+    "cut short": (CUT, CUT, []),
 }
 
 
-@pytest.mark.parametrize("said", UNUSUAL)
-def test_calls_are_found_in_unusual_texts(said: str) -> None:
-    """The text of a call must not decide whether it is found: one JSON value is read from each
-    beginning."""
-    text, rest, calls = UNUSUAL[said]
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_calls_are_found_in_unusual_texts(case: str) -> None:
+    text, rest, calls = UNUSUAL[case]
     assert found(text) == (rest, calls)
     assert streamed(list(text)) == (rest, calls)
 
 
-NOT_OBJECTS = (
-    '"Paris"',
-    '["a"]',
-    "5",
-    "true",
-    '"[1]"',
-    '"null and void"',
-    '{"x": NaN}',
-    '{"x": 1e999}',
-)
-NOT_OBJECTS += tuple(
-    f'{{"x": {value}}}' for value in ("9" * 700, "[" * 99 + "]" * 99, "[" * 91 + "]" * 91)
-)
+NOT_OBJECTS = ['"Paris"', '["a"]', "5", "true", '"[1]"', '"null and void"', '{"x": NaN}']
+NOT_OBJECTS += [
+    f'{{"x": {x}}}' for x in ("1e999", "9" * 700, "[" * 99 + "]" * 99, "[" * 91 + "]" * 91)
+]
 
 
 @pytest.mark.parametrize("arguments", NOT_OBJECTS)
@@ -170,23 +126,7 @@ def test_no_arguments_are_an_empty_object(arguments: str) -> None:
     assert found(f'{{"name": "w", "parameters": {arguments}}}') == ("", [("w", {})])
 
 
-MARKS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<tool",
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    ":",
-    ",",
-    ";",
-    " ",
-    "\n",
-    "x",
-    "\\",
-]
+MARKS = ["<tool_call>", "</tool_call>", "<tool", "x", "\\", *'{}[]":,; \n']
 OBJECTS = [CALL, '{"name": "w"}', '{"name": "x"}', '{"a": "', '"name": "w"', '["']
 PIECES = st.lists(st.sampled_from([*MARKS, *OBJECTS]), max_size=14)
 
@@ -240,7 +180,7 @@ def expected(text: str) -> tuple[str, list[str]]:
 @example(["{", '"name": "w"', "}", ",", "x"])
 def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
     text = "".join(pieces)
-    rest, calls = tools.find(text, [tool("w")])
+    rest, calls = tools.parse_tool_calls(text, [tool("w")])
     assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
 
 
@@ -254,7 +194,7 @@ def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -
 
 def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
     """And a call as soon as it is whole: nobody waits for the end of the answer."""
-    reader = tools.CallReader(W)
+    reader = tools.ToolCallParser(W)
     assert reader.add("Use <tool_call>{") == ("Use ", [])
     assert reader.add("name} here <to") == ("<tool_call>{name} here ", [])
     assert reader.add("ol> and ") == ("<tool> and ", [])
@@ -266,30 +206,16 @@ def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
 
 @given(PIECES)
 def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
-    for call in tools.find("".join(pieces), W)[1]:
+    for call in tools.parse_tool_calls("".join(pieces), W)[1]:
         assert isinstance(limits.parse(call["function"]["arguments"].encode()), dict)
 
 
-NOWHERE = [
-    "<tool_call>{",
-    "<tool_call> ",
-    "}",
-    "} <tool_call>{",
-    " ",
-    "{",
-    '<tool_call>{"',
-    '<tool_call>{"a":"',
-]
-NOWHERE += [
-    "<tool_call>[",
-    '<tool_call>{"a":"\\"',
-    '<tool_call>{",":[","',
-    '<tool_call>{"a":{"b":',
-    "<tool_call>{}",
-]
+NOWHERE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"']
+NOWHERE += ['<tool_call>{"a":"', "<tool_call>[", '<tool_call>{"a":"\\"', '<tool_call>{",":[","']
+NOWHERE += ['<tool_call>{"a":{"b":', "<tool_call>{}", '{"a":"<tool_call>"},']
 
 
-@pytest.mark.parametrize("piece", [*NOWHERE, '{"a":"<tool_call>"},'])
+@pytest.mark.parametrize("piece", NOWHERE)
 @pytest.mark.parametrize("size", [1 << 20, 12], ids=["whole", "streamed"])
 def test_many_marks_that_lead_nowhere_take_linear_time(
     piece: str, size: int, monkeypatch: pytest.MonkeyPatch
@@ -318,7 +244,7 @@ class Counted:
         return match
 
 
-# ------------------------------------------------------------ calls that are demanded
+# Required calls
 
 
 def accepts(llm: LLM, grammar: Grammar | None, text: str) -> bool:
@@ -414,8 +340,8 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
     schema, right, wrong = REFERENCES[case]
     form = Grammar.of("json_schema", schema)
     other = tool("g", **closed(a={"$ref": "#/$defs/x"}), **{"$defs": {"x": {"enum": ["other"]}}})
-    call = tools.required([other, tool("f", **schema)], "required")
-    named = tools.required([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
+    call = tools.required_call([other, tool("f", **schema)], "required")
+    named = tools.required_call([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
     for value in [*right, *wrong]:
         text = json.dumps(value, separators=(",", ":"))
         assert accepts(llm, form, text) is (value in right), text
@@ -436,7 +362,7 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
 )
 def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[str, Any]) -> None:
     """Other values are no arguments: a client could not send them back."""
-    grammar = tools.required([tool("f", **parameters)], "required")
+    grammar = tools.required_call([tool("f", **parameters)], "required")
     assert accepts(llm, grammar, '{"name":"f","arguments":{}}')
     for text in ("null", "5", '"x"', "[]"):
         assert not accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}')
@@ -445,12 +371,12 @@ def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[st
 @pytest.mark.parametrize("kind", ["string", ["string", "null"], 5])
 def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
     with pytest.raises(ApiError, match="the parameters of 'f' must be a schema of type object"):
-        tools.required([tool("f", type=kind)], "required")
+        tools.required_call([tool("f", type=kind)], "required")
 
 
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
     """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
-    grammar = tools.required([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
+    grammar = tools.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")
     assert (

@@ -1,0 +1,187 @@
+"""The size of a response is estimated before generation; large ones are refused or sent in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
+from forerun.server import batch, large_responses
+from forerun.server.errors import ApiError
+from forerun.server.jobs import Job
+from forerun.server.large_responses import (
+    LONG_LOGPROB_BYTES,
+    SLICE_CHARACTERS,
+    LargeResponse,
+    body_of,
+    choice_size,
+    json_slices,
+    limit_orders,
+)
+from tests.server.serving import Serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+LONG = {"prompt": "x = 1\n" * 300}
+SCORED = {"logprobs": True, "top_logprobs": 20}
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A limit that the tiny model's short answers reach."""
+    monkeypatch.setattr(large_responses, "MAX_BYTES", 1 << 18)
+    return large_responses.MAX_BYTES
+
+
+def refusal(server: Serving, path: str, body: dict[str, Any]) -> str:
+    response = server.http.post(path, json=body)
+    error = response.json()["error"]
+    message = error if path.startswith("/api") else error["message"]
+    assert response.status_code == 400 and "MiB" in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, LONG | {"n": 64, "echo": True, "max_tokens": 1500}),
+        (COMPLETIONS, {"prompt": ["x = 1\n" * 300] * 64, "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": "x", "n": 64, "max_tokens": 2000, "logprobs": 20}),
+        (COMPLETIONS, {"prompt": ["x"] * 64, "max_tokens": 1999, "return_token_ids": True}),
+        (COMPLETIONS, {"prompt": [[5] * 1900] * 16, "max_tokens": 1, "prompt_logprobs": 20}),
+        (COMPLETIONS, {"prompt": "x", "n": 64, "max_tokens": 1 << 30, "stream": True}),
+        (CHAT, {"messages": HI, "n": 64, "max_tokens": 2000, "logprobs": True}),
+        (CHAT, {"messages": HI, "n": 32, "max_completion_tokens": 2000, **SCORED}),
+        ("/v1/embeddings", {"input": ["a"] * 2048}),
+        ("/api/embed", {"model": "tiny", "input": ["a"] * 2048}),
+    ],
+)
+def test_a_response_that_would_be_too_large_is_refused(
+    serve: Serving, limit: int, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a token is generated: 20 KB that asked for 82 MB were answered."""
+    steps: list[int] = []
+    engine = serve.service.llm.engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+    refusal(serve, path, body)
+    assert not steps
+
+
+def test_an_answer_without_a_limit_ends_where_the_response_is_full(
+    serve: Serving, limit: int
+) -> None:
+    asked = {"messages": HI, "temperature": 0, "ignore_eos": True, **SCORED}
+    answer = serve.answer(CHAT, asked)
+    assert large_responses.MIN_TOKENS < answer["usage"]["completion_tokens"] < 1900
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert limit / 4 < len(json.dumps(answer, ensure_ascii=False)) < 1.5 * limit
+    assert "n" in refusal(serve, CHAT, asked | {"n": 64}), "too many to leave room for any"
+    assert "max_tokens" in refusal(serve, CHAT, asked | {"max_tokens": 2000})
+
+
+PROMPT = {"prompt": "x = 1\n" * 100}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, PROMPT | {"n": 4, "echo": True, "max_tokens": 50}),
+        (COMPLETIONS, PROMPT | {"echo": True, "logprobs": 20, "max_tokens": 20}),
+        (COMPLETIONS, PROMPT | {"prompt_logprobs": 5, "max_tokens": 20}),
+        (COMPLETIONS, {"prompt": "x", "n": 8, "logprobs": 5, "return_token_ids": True}),
+        (CHAT, {"messages": HI, "n": 2, "max_tokens": 50, **SCORED}),
+        (CHAT, {"messages": HI, "n": 16, "max_tokens": 100}),
+    ],
+)
+def test_the_estimate_is_close_to_the_size(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    found: list[int] = []
+
+    def recorded(orders: Any, context: int, estimate: Any) -> Any:
+        found.append(estimate(orders, [order.params.max_tokens for order in orders]))
+        return limit_orders(orders, context, estimate)
+
+    monkeypatch.setattr(large_responses, "limit_orders", recorded)
+    response = serve.http.post(path, json=body | {"ignore_eos": True, "temperature": 0})
+    assert response.status_code == 200 and len(found) == 1
+    assert 0.2 < len(response.content) / found[0] < 1.6  # the tiny model's tokens are short
+
+
+def test_usual_requests_of_large_models_are_accepted() -> None:
+    """A full context of 131,072 tokens, sixteen answers, log-probabilities of a long one."""
+
+    def order(count: int, logprobs: int | None = None) -> Job:
+        return Job([1] * 8192, SamplingParams(max_tokens=count, logprobs=logprobs), "off", 0)
+
+    def estimate(orders: Any, lengths: Any) -> int:
+        pairs = zip(orders, lengths, strict=True)
+        return sum(choice_size(o, count, LONG_LOGPROB_BYTES, False) for o, count in pairs)
+
+    for orders in ([order(131072)], [order(131072)] * 16, [order(131072, 1)], [order(8192, 20)]):
+        assert limit_orders(orders, 1 << 17, estimate) is orders
+    with pytest.raises(ApiError, match="MiB"):
+        limit_orders([order(131072, 5)] * 16, 1 << 17, estimate)
+
+
+def test_a_large_response_is_sent_in_parts() -> None:
+    """In one piece the interpreter, and with it the event loop, is held while it is copied."""
+    text = 'é\u2028"\\' * (1 << 20)
+    value = {"text": text, "ids": list(range(300_000)), "none": None, "list": [[1], {"a": "b"}]}
+    assert json.loads("".join(json_slices(value))) == value
+    assert max(map(len, json_slices(value))) <= 2 * SLICE_CHARACTERS
+    response, sent = LargeResponse(value), list[dict[str, Any]]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(response({"type": "http"}, send, send))  # type: ignore[arg-type]
+    start, *parts = sent
+    body = b"".join(part["body"] for part in parts)
+    headers = dict(start["headers"])
+    assert json.loads(body) == value and body_of(response) == body
+    assert headers[b"content-length"] == str(len(body)).encode()
+    assert headers[b"content-type"] == b"application/json"
+    assert [part.get("more_body", False) for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert len(parts) > 50 and max(len(part["body"]) for part in parts) <= 4 * SLICE_CHARACTERS
+
+
+def test_large_responses_arrive(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = serve.answer("/tokenize", {"prompt": "ab " * 9000})["tokens"]
+    assert serve.answer("/detokenize", {"tokens": tokens * 3})["prompt"].count("ab") == 27_000
+    response = serve.http.post(COMPLETIONS, json=LONG | {"n": 24, "echo": True, "max_tokens": 1})
+    assert len(response.json()["choices"]) == 24
+    assert int(response.headers["content-length"]) == len(response.content)
+    monkeypatch.setattr(large_responses, "MAX_BYTES", 1000)
+    assert "fewer tokens" in refusal(serve, "/detokenize", {"tokens": [70] * 2000})
+
+
+def test_a_text_of_long_tokens_ends_at_the_limit(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias can make a model generate its longest tokens, which the estimate does not know."""
+    for name, value in (("MAX_BYTES", 300), ("CHOICE_BYTES", 0), ("TOKEN_BYTES", 0)):
+        monkeypatch.setattr(large_responses, name, value)
+    asked = {"prompt": "x", "temperature": 0, "ignore_eos": True}
+    response = serve.http.post(COMPLETIONS, json=asked | {"max_tokens": 1500})
+    assert response.status_code == 400 and "longer than usual" in response.text
+    assert serve.answer(COMPLETIONS, asked | {"max_tokens": 20})
+
+
+def test_batches_have_the_same_limit(
+    spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_responses, "MAX_BYTES", 1 << 16)
+    bodies = [PROMPT | {"n": n, "echo": True, "max_tokens": 1} for n in (8, 200)]
+    requests = [{"custom_id": str(i), "url": COMPLETIONS, "body": b} for i, b in enumerate(bodies)]
+    target = tmp_path / "out.jsonl"
+    asyncio.run(batch.run_requests(spare, requests, target, lambda *_: None))
+    lines = map(json.loads, target.read_text().splitlines())
+    found = {line["custom_id"]: line["response"] for line in lines}
+    assert found["0"]["status_code"] == 200 and len(found["0"]["body"]["choices"]) == 8
+    assert found["1"]["status_code"] == 400 and "MiB" in found["1"]["body"]["error"]["message"]
