@@ -212,8 +212,8 @@ def _measurement(facts: Facts, said: Json, entry: Any) -> Measurement | None:
     """A figure of training.json, if it is one; the speed is that of held-out texts."""
     try:
         task = str(entry["task"])[:LONGEST]
-        paces = inner(said, "speed").get("paces", [])
-        own = [pace for pace in paces if pace["depth"] and pace.get("draft") != "auto"]
+        results = inner(said, "speed").get("results", [])
+        own = [pace for pace in results if pace["draft"] not in ("off", "auto")]
         fastest = max((float(pace["times_plain"]) for pace in own), default=None)
         return Measurement(
             str(said.get("target"))[: LONGEST], facts.name, facts.kind.draft, task,
