@@ -86,8 +86,7 @@ def train(
         ),
     ] = None,
     save_data: Annotated[
-        str | None,
-        typer.Option(help="A .jsonl file for the texts that the target writes."),
+        str | None, typer.Option(help="A .jsonl file for the texts that the target writes.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The directory to write; for a shortlist, the file.")
@@ -149,7 +148,6 @@ def train(
 def _train(given: dict[str, Any], out: Path, resumed: bool, as_json: bool) -> None:
     from forerun.train import run
     from forerun.train.evaluate import PLACEHOLDER
-    from forerun.train.export import advice
     from forerun.train.loop import checkpoint_path
 
     try:
@@ -175,11 +173,11 @@ def _train(given: dict[str, Any], out: Path, resumed: bool, as_json: bool) -> No
         f" {report.record.step} steps; accepted length {best.accepted_length:.2f},"
         f" {first.accepted_length:.2f} before"
     )
-    print(advice(measurements, str(out), report))
+    print(report.advice(str(out)))
     comparison = measurements.speed and measurements.speed.comparison
     if comparison and comparison.is_better:
         draft = comparison.draft.replace(PLACEHOLDER, str(out))
-        print(f"next: forerun generate ...{_model_flag(report.info.target)} --draft {draft}")
+        print(f"next: forerun generate ...{_model_flag(report.target)} --draft {draft}")
 
 
 def _model_flag(target: str | None) -> str:
@@ -240,7 +238,8 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
     data = tuple(given.get("data", ()))
     with progress(as_json, measuring=True) as tell:
         measurements = measure(given.get("target"), drafter, data, training, tell)
-    text = advice(measurements, drafter)
+    remedy = "More training may help: more minutes, more texts."
+    text = advice(measurements, drafter, given.get("target"), remedy)
     if as_json:
         print_json({"drafter": drafter, **measurements.as_dict(), "advice": text})
         return

@@ -45,11 +45,9 @@ from forerun.train.stream import seed_of
 from forerun.train.time_limit import TimeLimit, TimeLimitReached
 
 ROWS = 4  # texts per forward pass
-EVALUATIONS_PER_RESULT = 2  # evaluations that take about as long as one measured result
 HELD_OUT_SEEDS = 1 << 32  # first seed number of held-out texts, which training does not use
 HELD_OUT = "held-out"
 SPEED_PROMPTS = 4
-SPEED_ARMS = 4  # plain decoding, --draft auto, the drafter behind suffix, the drafter alone
 PLACEHOLDER = "DIRECTORY"  # stands for the drafter's directory
 
 
@@ -194,13 +192,6 @@ class Evaluator:
         temperatures = (0.0, self.settings.temperature)
         grid = product(sets, temperatures, depths_up_to(self.settings.depth))
         return [Case(*each) for each in grid]
-
-    @property
-    def num_evaluations(self) -> int:
-        """Estimate of how many evaluations take as long as everything after the last step: one
-        evaluation, the results, and the rounds of speed."""
-        results = EVALUATIONS_PER_RESULT * len(self.cases)
-        return 1 + results + SPEED_ARMS * self.settings.speed_rounds
 
     @cached_property
     def texts(self) -> list[Example]:
@@ -555,41 +546,29 @@ def measure_drafter(
     directory: Path,
     limit: TimeLimit,
     tell: Tell = nothing,
-    expected: float = 0.0,
 ) -> Measurements:
     """Measure the drafter in `directory` as far as the time limit allows, the most important first:
-    held-out texts at the chosen depth, the speed, all tasks at that depth, other depths.
-
-    Args:
-        module: what the directory should contain.
-        expected: seconds that the first result may take.
-    """
+    held-out texts at the chosen depth, the speed, all tasks at that depth, other depths. `module` is
+    what the directory should contain."""
     settings, cases = evaluator.settings, evaluator.cases
     engine = evaluator.engine(directory)
     found: dict[Case, TaskResult] = {}
-    durations: list[float] = []
-
-    def fits() -> bool:
-        return limit.has(max(durations, default=expected))
 
     def measure(selected: Sequence[Case]) -> None:
         for case in selected:
-            if not fits():
-                return
             what = f"{case.prompts.task}, depth {case.depth} at temperature {case.temperature:g}"
             tell(f"measuring {what}", len(found), len(cases))
-            began = limit.seconds
             try:
+                limit.check()
                 found[case] = evaluator.measure(engine, module, case, limit)
             except TimeLimitReached:
                 return
-            durations.append(limit.seconds - began)
 
     order = sorted(cases, key=lambda case: case.depth != settings.depth)
     first = [case for case in order[:2] if case.prompts is evaluator.held_out]
     measure(first)
     speed = None
-    if settings.speed_rounds and fits():
+    if settings.speed_rounds and limit.has(0):
         half = limit.left / 2  # rounds after the first leave half of the time to the tasks
         speed = measure_speed(
             evaluator,

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from forerun.cli.progress import Tell
 from forerun.errors import ConfigError, ForerunError
 from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import DEFAULT
-from forerun.train.data import DataSource
 from forerun.train.evaluate import (
-    EVALUATIONS_PER_RESULT,
     PLACEHOLDER,
     Evaluator,
     Measurements,
@@ -44,60 +42,59 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What a run was made of.
+class Report:
+    """A finished run.
 
     Attributes:
         target: the model drafted for; None is the default model.
-        recipe: its name and options.
-        documents: number of documents trained on, and held out.
-        digest: hash of all documents.
         base_model: a name of the target that finds it from anywhere.
         license: of the target, as the Hub writes it; "" if unknown.
+        recipe: its name and options.
+        draft: what --draft calls the drafter.
+        data: counts of documents, and their hash.
+        parameters: number of weights of the drafter.
     """
 
     target: str | None
+    base_model: str
+    license: str
     recipe: dict[str, Any]
+    draft: str
     settings: Training
-    sources: Sequence[DataSource]
-    documents: tuple[int, int]
-    digest: str
-    base_model: str = ""
-    license: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A finished run; `draft` is what --draft calls its drafter."""
-
-    info: RunInfo
+    data: dict[str, Any]
     record: TrainingRecord
     parameters: int
     measurements: Measurements
-    draft: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as training.json contains them."""
-        info, record = self.info, self.record
+        record = self.record
         return {
             "forerun": __version__,
-            "target": info.target or DEFAULT,
-            "recipe": info.recipe,
-            "training": asdict(info.settings),
-            "data": {
-                "sources": [asdict(source) for source in info.sources],
-                "documents": info.documents[0],
-                "held_out": info.documents[1],
-                "sha256": info.digest,
-            },
+            "target": self.target or DEFAULT,
+            "recipe": self.recipe,
+            "training": asdict(self.settings),
+            "data": self.data,
             "parameters": self.parameters,
             "steps": record.step,
             "losses": record.losses,
             "evaluations": [asdict(evaluation) for evaluation in record.evaluations],
             "best": None if record.best is None else asdict(record.best),
             **self.measurements.as_dict(),
-            "advice": advice(self.measurements, PLACEHOLDER, self),
+            "advice": self.advice(PLACEHOLDER),
         }
+
+    def advice(self, place: str) -> str:
+        """Say whether to use the drafter in `place`, and if not, what may help."""
+        settings, steps = self.settings, self.record.step
+        finished = steps >= settings.steps or self.record.out_of_patience(settings.patience)
+        remedy = f"It was trained for {steps} steps: more texts (--data, --write) and more --steps may help."
+        if settings.max_minutes and not finished:
+            remedy = (
+                f"It was trained for {steps} steps, as many as fit into {settings.max_minutes:g}"
+                " minutes: give more --max-minutes, or an idle machine."
+            )
+        return advice(self.measurements, place, self.target, remedy)
 
 
 def check_out(out: Path) -> None:
@@ -121,22 +118,18 @@ def export(
     out: Path,
     module: nn.Module,
     evaluator: Evaluator,
-    info: RunInfo,
-    record: TrainingRecord,
+    report_of: Callable[[Measurements], Report],
     limit: TimeLimit,
     tell: Tell,
 ) -> Report:
-    """Write the drafter and measure what was written as far as the time limit allows. Raises
-    ForerunError if it cannot be written."""
+    """Write the drafter, measure what was written as far as the time limit allows, and add the
+    report that `report_of` makes of it. Raises ForerunError if it cannot be written."""
     recipe, target = evaluator.recipe, evaluator.target
-    expected = EVALUATIONS_PER_RESULT * record.slowest_evaluation
     try:
         with atomic_directory(out) as work:
             recipe.export(module, target, work)
             _copy_tokenizer(target.path, work)
-            measurements = measure_drafter(evaluator, module, work, limit, tell, expected)
-            parameters = sum(weight.numel() for weight in module.parameters())
-            report = Report(info, record, parameters, measurements, recipe.draft)
+            report = report_of(measure_drafter(evaluator, module, work, limit, tell))
             (work / "training.json").write_text(json.dumps(report.as_dict(), indent=1))
             (work / "README.md").write_text(card(report), encoding="utf-8")
             for path in work.glob("*.safetensors"):  # written readable by their owner only
@@ -166,34 +159,31 @@ def card(report: Report) -> str:
     read."""
     import yaml
 
-    info, best = report.info, report.record.best
-    metadata: dict[str, Any] = {
-        "base_model": info.base_model or info.target or DEFAULT,
-        "library_name": "forerun",
-    }
-    if info.license:
-        metadata["license"] = info.license
+    best, data = report.record.best, report.data
+    metadata: dict[str, Any] = {"base_model": report.base_model, "library_name": "forerun"}
+    if report.license:
+        metadata["license"] = report.license
     metadata["tags"] = ["speculative-decoding", "draft-model", "forerun", report.draft]
     lines = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---",
         "",
-        f"# Drafter for {info.target or DEFAULT}",
+        f"# Drafter for {report.target or DEFAULT}",
         "",
         f"A drafter of {report.parameters:,} parameters for"
         f" `forerun generate --draft {report.draft}:{PLACEHOLDER}`, made by `forerun train --recipe"
-        f" {info.recipe['name']}` (forerun {__version__}) in {report.record.step} steps"
+        f" {report.recipe['name']}` (forerun {__version__}) in {report.record.step} steps"
         + (f", with the weights of step {best.step}" if best else "")
-        + f" on {info.documents[0]} documents; {info.documents[1]} were held out. It changes how"
+        + f" on {data['documents']} documents; {data['held_out']} were held out. It changes how"
         " fast the target's tokens come, never which. All settings and results are in"
         " training.json.",
         "",
-        advice(report.measurements, PLACEHOLDER, report),
+        report.advice(PLACEHOLDER),
         "",
         "Accepted length, the tokens per target pass, as the engine measured it under rule token,"
         " and in brackets as the drafter's module predicts it along the same texts. To measure it"
-        f" again, add your --data: `{command(info.target)}`",
+        f" again, add your --data: `{command(report.target)}`",
         "",
-        *table(report.measurements.measured, depths_up_to(info.settings.depth)),
+        *table(report.measurements.measured, depths_up_to(report.settings.depth)),
         *(f"\n{line}." for line in omissions(report.measurements)),
     ]
     return "\n".join(lines) + "\n"
@@ -225,10 +215,9 @@ def table(measured: Sequence[TaskResult], depths: Sequence[int]) -> list[str]:
     ]
 
 
-def advice(measurements: Measurements, place: str, report: Report | None = None) -> str:
-    """Say whether to use the drafter in `place`, and if not, what may help. `report` is the run
-    that made it, if it is known."""
-    again = command(report.info.target if report else None, place)
+def advice(measurements: Measurements, place: str, target: str | None, remedy: str) -> str:
+    """Say whether to use the drafter in `place`; `remedy` is what may help if not."""
+    again = command(target, place)
     if measurements.speed is None:
         return (
             "It was not compared with what --draft auto selects, so nothing says that it is worth"
@@ -245,23 +234,7 @@ def advice(measurements: Measurements, place: str, report: Report | None = None)
             f"Whether to use it is open: --draft {draft} has {comparison}. Leave --draft as it is"
             f" until more rounds tell: {again} --speed-rounds 20"
         )
-    return f"Do not use it as it is: --draft {draft} has {comparison}. {_remedy(report)}"
-
-
-def _remedy(report: Report | None) -> str:
-    """Say what may make a better drafter."""
-    if report is None:
-        return "More training may help: more minutes, more texts."
-    settings, steps = report.info.settings, report.record.step
-    finished = steps >= settings.steps or report.record.out_of_patience(settings.patience)
-    if settings.max_minutes and not finished:
-        return (
-            f"It was trained for {steps} steps, as many as fit into {settings.max_minutes:g}"
-            " minutes: give more --max-minutes, or an idle machine."
-        )
-    return (
-        f"It was trained for {steps} steps: more texts (--data, --write) and more --steps may help."
-    )
+    return f"Do not use it as it is: --draft {draft} has {comparison}. {remedy}"
 
 
 def command(target: str | None, place: str = PLACEHOLDER) -> str:

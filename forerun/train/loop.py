@@ -25,13 +25,15 @@ from forerun.cli.progress import Tell, nothing
 from forerun.errors import ForerunError, LoadError
 from forerun.hardware import cores
 from forerun.kernels import native
-from forerun.train.evaluate import EVALUATIONS_PER_RESULT, Evaluation, Evaluator
+from forerun.train.evaluate import Evaluation, Evaluator
 from forerun.train.options import LossOptions, Training
 from forerun.train.stream import TextStream
 from forerun.train.time_limit import TimeLimit
 from forerun.utils import atomic_file
 
 FINAL_RATE = 0.1  # of the peak learning rate, at the end of the cosine
+# Shares of the time limit for the final measurement: with tasks or speed, and without.
+MEASURING_SHARE, HELD_OUT_SHARE = 0.2, 0.05
 CHECKPOINT_VERSION = 5
 
 
@@ -43,15 +45,12 @@ class TrainingRecord:
         step: number of finished steps.
         seconds: duration up to the last checkpoint.
         began: second at which training began, after the set-up.
-        slowest_evaluation: seconds of the slowest evaluation, which predicts how long the final
-            measurement takes.
         losses: loss of each step.
     """
 
     step: int = 0
     seconds: float = 0.0
     began: float = 0.0
-    slowest_evaluation: float = 0.0
     losses: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
 
@@ -90,7 +89,6 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.record = TrainingRecord()
         self.best: dict[str, Tensor] = {}
-        self._step_seconds = 0.0  # duration of the last step
         stream.configure(recipe.vocab(module, target), path.with_suffix(".captured"), tell)
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
         # Norms read bfloat16 with float32 weights on purpose; torch warns that this is slower.
@@ -147,8 +145,7 @@ class Trainer:
                     break
                 began = self.limit.seconds
                 loss, tokens = self.learn()
-                self._step_seconds = self.limit.seconds - began
-                self._show(loss, tokens / max(self._step_seconds, 1e-9))
+                self._show(loss, tokens / max(self.limit.seconds - began, 1e-9))
                 if stop_requested():
                     self.save()
                     raise KeyboardInterrupt(f"stopped after step {self.record.step}")
@@ -207,14 +204,11 @@ class Trainer:
         )
 
     def _end_second(self) -> float:
-        """The second of the run at which training ends. A step may have begun just before; it is
-        followed by an evaluation and at least one result of the measurement."""
-        slowest = self.record.slowest_evaluation
-        return self.limit.training_end(
-            self.record.began,
-            minimum=self._step_seconds + (1 + EVALUATIONS_PER_RESULT) * slowest,
-            expected=self.evaluator.num_evaluations * slowest,
-        )
+        """The second of the run at which training ends, before the final measurement."""
+        settings = self.settings
+        is_short = settings.tasks == "none" and not settings.speed_rounds
+        share = HELD_OUT_SHARE if is_short else MEASURING_SHARE
+        return self.limit.training_end(self.record.began, share)
 
     def _progress(self) -> float:
         """The finished share of training, by steps or by time, whichever is larger."""
@@ -236,10 +230,8 @@ class Trainer:
         record = self.record
         if not due or (record.evaluations and record.evaluations[-1].step == record.step):
             return
-        began = self.limit.seconds
         with _torch_threads(self.settings.threads), self._precision():
             found = self.evaluator.evaluate(self.module, record.step)
-        record.slowest_evaluation = max(record.slowest_evaluation, self.limit.seconds - began)
         record.evaluations.append(found)
         if record.best is found:
             weights = self.module.state_dict()

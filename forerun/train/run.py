@@ -31,7 +31,7 @@ from forerun.train.evaluate import (
     select_tasks,
     task_prompts,
 )
-from forerun.train.export import Report, RunInfo, check_out, export
+from forerun.train.export import Report, check_out, export
 from forerun.train.loop import Trainer, checkpoint_path, read_checkpoint
 from forerun.train.options import LossOptions, Training, options_of, recipes_with
 from forerun.train.recipes import RECIPES, recipe_of
@@ -249,17 +249,27 @@ class _Run:
             note = CLOCK_NOTE if plan.training.max_minutes else ""
             self.tell.note(f"continuing after step {trainer.record.step}{note}")
         record = trainer.run()
-        info = RunInfo(
-            plan.target,
-            {"name": plan.recipe, **asdict(plan.options)},
-            plan.training,
-            self.sources,
-            self.num_documents,
-            self.digest,
-            base_model=self.target.recorded_name,
-            license=license_of(self.target.path),
-        )
-        report = export(self.out, self.module, self.evaluator, info, record, limit, self.tell)
+
+        def report_of(measurements: Measurements) -> Report:
+            return Report(
+                plan.target,
+                self.target.recorded_name,
+                license_of(self.target.path),
+                {"name": plan.recipe, **asdict(plan.options)},
+                self.recipe.draft,
+                plan.training,
+                {
+                    "sources": [asdict(source) for source in self.sources],
+                    "documents": self.num_documents[0],
+                    "held_out": self.num_documents[1],
+                    "sha256": self.digest,
+                },
+                record,
+                sum(weight.numel() for weight in self.module.parameters()),
+                measurements,
+            )
+
+        report = export(self.out, self.module, self.evaluator, report_of, limit, self.tell)
         self.path.unlink(missing_ok=True)
         return report
 

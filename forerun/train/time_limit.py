@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-MEASURING_SHARE = 0.2  # of the limit, for what follows training
+MAX_MEASURING = 1800.0  # seconds that are kept for the measurement after training
 
 
 class TimeLimitReached(Exception):
@@ -46,11 +46,11 @@ class TimeLimit:
         if self.left < 0:
             raise TimeLimitReached
 
-    def training_end(self, began: float, minimum: float, expected: float) -> float:
+    def training_end(self, began: float, share: float) -> float:
         """Return the second at which training ends that began at second `began`.
 
-        The measurement gets the `expected` seconds that it takes, at most `MEASURING_SHARE` of the
-        limit but at least `minimum`, and never more than training gets.
+        The measurement gets `share` of the limit, at most `MAX_MEASURING` seconds, and never more
+        than training gets.
         """
-        reserved = max(minimum, min(expected, MEASURING_SHARE * self.limit))
+        reserved = min(share * self.limit, MAX_MEASURING)
         return self.limit - min(reserved, (self.limit - began) / 2)

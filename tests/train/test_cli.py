@@ -24,7 +24,7 @@ from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
 from forerun.models.weights import Checkpoint
 from forerun.train import export, loop
 from forerun.train.evaluate import Comparison, Evaluation, Measurements, Speed, TaskResult
-from forerun.train.export import Report, RunInfo, advice, card, table
+from forerun.train.export import Report, card, table
 from forerun.train.loop import TrainingRecord, read_checkpoint
 from forerun.train.options import Training
 from tests import gguf_files, quantise, tiny
@@ -394,14 +394,16 @@ def report_of(
     comparison: Comparison | None, steps: int = 6, compared: bool = True, **settings: Any
 ) -> Report:
     training = Training(**(SMALL | settings))
-    info = RunInfo("a target", {"name": "small-lm"}, training, [], (9, 3), "ab")
     record = TrainingRecord(step=steps, evaluations=[Evaluation(0, 9.0, 0.5, 1.25)])
     results = [
         TaskResult(task, 0.8, depth, 1.5 + depth, 1.25 + depth, 90)
         for task, depth in (("held-out", 1), ("held-out", 2), ("edit", 2))
     ]
     speed = Speed((), comparison, 3, 40, 2, "held-out", {}) if compared else None
-    return Report(info, record, 12, Measurements(results, {"edit": 2}, speed, ("x",)), "model")
+    measurements = Measurements(results, {"edit": 2}, speed, ("x",))
+    data = {"documents": 9, "held_out": 3}
+    values = ("a target", "org/target", "", {"name": "small-lm"}, "model", training, data)
+    return Report(*values, record, 12, measurements)
 
 
 @pytest.mark.parametrize(
@@ -419,16 +421,16 @@ def test_the_advice(
 ) -> None:
     draft = "suffix+model:DIRECTORY"
     found = report_of(Comparison(draft, "suffix", times, interval, times_plain))
-    text = advice(found.measurements, "here", found)
+    text = found.advice("here")
     assert text.startswith(begins) and "DIRECTORY" not in text
     assert ("more texts" in text) == text.startswith("Do not")
     short = report_of(Comparison(draft, "suffix", 0.5, None, 1.0), steps=3, max_minutes=5.0)
-    assert "give more --max-minutes" in advice(short.measurements, "here", short)
+    assert "give more --max-minutes" in short.advice("here")
     same = report_of(None)
-    assert advice(same.measurements, "here", same) == "It is what --draft auto selects already."
+    assert same.advice("here") == "It is what --draft auto selects already."
     none = report_of(None, compared=False)
     again = "forerun train --eval 'my dir' --target 'a target'"
-    assert advice(none.measurements, "my dir", none).endswith(again)
+    assert none.advice("my dir").endswith(again)
 
 
 def test_the_card_has_a_row_for_each_task_and_temperature() -> None:
@@ -441,4 +443,4 @@ def test_the_card_has_a_row_for_each_task_and_temperature() -> None:
     ]
     text = card(found)
     assert "edit: 2 prompts were too long" in text and "lack of time: x." in text
-    assert "base_model: a target" in text and "# Drafter for a target" in text
+    assert "base_model: org/target" in text and "# Drafter for a target" in text

@@ -48,8 +48,6 @@ class Killed(BaseException):
 class Scripted:
     """An evaluator with given accepted lengths."""
 
-    num_evaluations = 1
-
     def __init__(self, *lengths: float) -> None:
         self.lengths = list(lengths)
 
@@ -168,15 +166,19 @@ def test_the_best_weights_are_kept_and_patience_ends(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "num_evaluations", "steps"), [(10, 2, 18), (10, 100, 16), (0, 100, 40)]
+    ("minutes", "tasks", "steps"), [(10, "none", 19), (10, "chat", 16), (0, "none", 40)]
 )
-def test_the_time_limit_ends_training(
-    make: Make, minutes: float, num_evaluations: int, steps: int
-) -> None:
-    """A step takes 30 seconds, an evaluation 10; the measurement gets up to a fifth."""
+def test_the_time_limit_ends_training(make: Make, minutes: float, tasks: str, steps: int) -> None:
+    """A step takes 30 seconds, an evaluation 10; the measurement gets a fifth for tasks."""
     clock = Clock()
     trainer = make(
-        clock=clock, steps=40, max_minutes=minutes, patience=0, evaluate_every=0, checkpoint_every=0
+        clock=clock,
+        steps=40,
+        max_minutes=minutes,
+        tasks=tasks,
+        patience=0,
+        evaluate_every=0,
+        checkpoint_every=0,
     )
     learn, evaluator = trainer.learn, Scripted()
 
@@ -188,7 +190,7 @@ def test_the_time_limit_ends_training(
         clock.now += 10
         return Evaluation(step, 1.0, 1.0, 1.0)
 
-    evaluator.num_evaluations, evaluator.evaluate = num_evaluations, evaluate  # type: ignore[method-assign]
+    evaluator.evaluate = evaluate  # type: ignore[method-assign]
     trainer.learn, trainer.evaluator = slow_learn, evaluator  # type: ignore[method-assign, assignment]
     assert trainer.run().step == steps
     rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -202,11 +204,11 @@ def test_the_seconds_of_a_run() -> None:
     assert (limit.seconds, limit.left) == (100, 500) and limit.has(500) and not limit.has(501)
     limit.resume(200)
     assert (limit.seconds, limit.left) == (300, 300)
-    assert [limit.training_end(0, 20, expected) for expected in (20, 60, 1e9)] == [580, 540, 480]
-    assert limit.training_end(0, 200, 1e9) == 400, "the minimum may be more than the share"
-    assert [limit.training_end(began, 500, 1e9) for began in (0, 400)] == [300, 500]
-    assert limit.training_end(700, 20, 1e9) < 700, "the set-up may have taken everything"
-    assert TimeLimit().left == TimeLimit().training_end(20, 20, 1e9) == math.inf
+    assert limit.training_end(0, 0.2) == 480
+    assert limit.training_end(400, 0.2) == 500, "not more than training gets"
+    assert limit.training_end(700, 0.2) < 700, "the set-up may have taken everything"
+    assert TimeLimit(10000).training_end(0, 0.2) == 600000 - 1800
+    assert TimeLimit().left == TimeLimit().training_end(20, 0.2) == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -92,7 +92,9 @@ def test_distributions_in_the_numbers_of_a_smaller_vocabulary(full: bool) -> Non
     found = probs.log_probs_of(logits).exp()
     for row in range(3):
         known = [n for n in numbers[row] if n < 4]
-        mine = [p[row, t].item() if n < 4 else 0.0 for t, n in zip(top[row], numbers[row], strict=True)]
+        mine = [
+            p[row, t].item() if n < 4 else 0.0 for t, n in zip(top[row], numbers[row], strict=True)
+        ]
         theirs = [q[row, n].item() if n < 4 else 0.0 for n in numbers[row]]
         assert probs.log_probs[row, :3].exp().tolist() == pytest.approx(mine)
         assert found[row, :3].tolist() == pytest.approx(theirs)

@@ -25,13 +25,7 @@ from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import chunked_sum, draft_numbers, tv, zero_loss
 from forerun.train.options import BlockOptions
-from forerun.train.recipes.base import (
-    Forecast,
-    Recipe,
-    cache_size,
-    forecast_of,
-    init_short_head,
-)
+from forerun.train.recipes.base import Forecast, Recipe, cache_size, forecast_of, init_short_head
 
 ANCHORS = 32  # anchors of a text per forward pass of an evaluation, where every token is one
 
