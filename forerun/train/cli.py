@@ -147,8 +147,8 @@ def train(
 
 def _train(given: dict[str, Any], out: Path, resumed: bool, as_json: bool) -> None:
     from forerun.train import run
-    from forerun.train.evaluate import PLACEHOLDER
     from forerun.train.loop import checkpoint_path
+    from forerun.train.speed import PLACEHOLDER
 
     try:
         with progress(as_json, measuring=True) as tell:

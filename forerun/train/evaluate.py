@@ -6,8 +6,7 @@ faults: another alignment, another rounding, a drafter that was not written as i
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
@@ -19,36 +18,24 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.cli.progress import Tell, nothing
-from forerun.draft.proposer import view_of
-from forerun.draft.registry import automatic, make_proposers
-from forerun.draft_loading import Loader
-from forerun.draft_spec import draft_name, read_draft
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import ConfigError, RequestError
-from forerun.kernels import native
-from forerun.llm import LLM
-from forerun.measure.energy import Meter
 from forerun.measure.lists import listed
-from forerun.measure.rounds import Rounds, Setting, always
-from forerun.measure.run import PLAIN, Arm, Work
-from forerun.measure.where import machine
 from forerun.measure.workloads import Task, builtin, of_categories
-from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import BATCH_SIZE, Batch, Target, example_of
 from forerun.train.data import Corpus, Example
 from forerun.train.losses import DraftSpan, accepted_length
 from forerun.train.options import MIN_TOKENS, Training, depths_up_to
 from forerun.train.recipes import Recipe
+from forerun.train.speed import MAX_PROMPTS, Speed, measure_speed
 from forerun.train.stream import seed_of
+from forerun.train.target import BATCH_SIZE, Batch, Target, example_of
 from forerun.train.time_limit import TimeLimit, TimeLimitReached
 
 ROWS = 4  # texts per forward pass
 HELD_OUT_SEEDS = 1 << 32  # first seed number of held-out texts, which training does not use
 HELD_OUT = "held-out"
-SPEED_PROMPTS = 4
-PLACEHOLDER = "DIRECTORY"  # stands for the drafter's directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,195 +315,6 @@ def _pass_lengths(request: Request) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedResult:
-    """The speed of one way to decode.
-
-    Attributes:
-        draft: "off" for plain decoding, "auto" for what --draft auto selects, else a draft option
-            with `PLACEHOLDER`.
-        tokens_per_second: without the reading of prompts, see `measure.rounds`.
-        times_plain: speed relative to plain decoding.
-        interval: 95 % bootstrap interval of times_plain; None for plain decoding or a single round.
-        accepted_length: tokens per target pass.
-        same_text: True if every text is that of plain decoding.
-    """
-
-    draft: str
-    tokens_per_second: float
-    times_plain: float
-    interval: tuple[float, float] | None
-    accepted_length: float
-    same_text: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A drafter compared with what --draft auto selects, from the same rounds.
-
-    Attributes:
-        draft: the faster way to use the drafter, as an option with `PLACEHOLDER`.
-        default: what auto selects, as the engine calls it.
-        times_default: speed relative to the default.
-        interval: its 95 % bootstrap interval; None for a single round.
-        times_plain: speed relative to plain decoding.
-    """
-
-    draft: str
-    default: str
-    times_default: float
-    interval: tuple[float, float] | None
-    times_plain: float
-
-    @property
-    def is_better(self) -> bool:
-        """True if the drafter is significantly faster than the default, and than plain decoding."""
-        low = self.interval[0] if self.interval else self.times_default
-        return low > 1 and self.times_plain > 1
-
-    @property
-    def is_worse(self) -> bool:
-        """True if the drafter is significantly slower than the default or than plain decoding."""
-        high = self.interval[1] if self.interval else self.times_default
-        return high < 1 or self.times_plain <= 1
-
-    def __str__(self) -> str:
-        span = f" ({self.interval[0]:.2f} to {self.interval[1]:.2f})" if self.interval else ""
-        return (
-            f"{self.times_default:.2f}{span} times the speed of {self.default}, which --draft auto"
-            f" selects, and {self.times_plain:.2f} times that of plain decoding"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The speed of a drafter, medians of rounds.
-
-    Attributes:
-        results: plain decoding, what auto selects, the drafter behind suffix, the drafter alone;
-            all at depth auto.
-        comparison: None if auto selects this very drafter.
-        prompts, tokens: number of prompts, and of output tokens after each.
-        task: "held-out" or "tasks", the origin of the prompts.
-    """
-
-    results: tuple[SpeedResult, ...]
-    comparison: Comparison | None
-    prompts: int
-    tokens: int
-    rounds: int
-    task: str
-    machine: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedArm(Arm):
-    """A way to decode whose proposer has its own name: two drafters of one kind are compared."""
-
-    proposer: str = ""
-    label: str = ""  # the `draft` of its result
-
-    @property
-    def name(self) -> str:
-        return self.proposer
-
-
-def measure_speed(
-    evaluator: Evaluator,
-    directory: Path,
-    prompts: PromptSet,
-    tell: Tell = nothing,
-    fits: Callable[[float, int], bool] = always,
-) -> Speed | None:
-    """Measure the speed of what is in `directory` beside plain decoding and --draft auto: greedily,
-    one request at a time, under rule match.
-
-    Runs `settings.speed_rounds` rounds, or as many as `fits` allows (see `Rounds.play`), and
-    returns None if that is none. Takes the shortest prompts, which leave the longest outputs; all
-    outputs have the same length.
-    """
-    target, recipe, settings = evaluator.target, evaluator.recipe, evaluator.settings
-    chosen = sorted(prompts.prompts, key=lambda each: len(each.tokens))[:SPEED_PROMPTS]
-    tokens = min(prompt.limit - len(prompt.tokens) for prompt in chosen)
-    default = default_draft(target)
-    runner = target.runner(1, max(prompt.limit for prompt in chosen))
-    llm, own = _llm_with_drafters(target, recipe, directory, default, runner)
-    place = default.partition(":")[2]
-    is_default = bool(place) and Path(place).resolve() == directory.resolve()
-    option = f"{recipe.draft}:{PLACEHOLDER}"
-    arms = [
-        _NamedArm(default, "auto", proposer=draft_name(default), label="auto"),
-        _NamedArm(f"suffix+{option}", "auto", proposer=f"suffix+{own}", label=f"suffix+{option}"),
-        _NamedArm(option, "auto", proposer=own, label=option),
-    ]
-    if is_default:
-        arms.pop(1)
-    params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
-    setting = Setting(f"speed, {prompts.task}", 0.0, 1)
-    rounds = Rounds(llm, setting, [PLAIN, *arms], params, settings.speed_rounds, Meter())
-    rounds.play([[Work(list(prompt.tokens))] for prompt in chosen], tell, fits=fits)
-    if not rounds.done:
-        return None
-    results = []
-    for arm, label in zip((PLAIN, *arms), (PLAIN.draft, *(a.label for a in arms)), strict=True):
-        r = rounds.result("none", arm, None)
-        results.append(
-            SpeedResult(
-                label,
-                r.tokens_per_second,
-                r.times_plain,
-                r.interval,
-                r.accepted_length,
-                bool(r.same),
-            )
-        )
-    comparison = None
-    if not is_default:
-        best = max(arms[1:], key=rounds.speed)
-        times_default, interval = rounds.ratio(best, arms[0])
-        times_plain = rounds.ratio(best, PLAIN)[0]
-        name = draft_name(default)
-        comparison = Comparison(best.label, name, times_default, interval, times_plain)
-    return Speed(
-        tuple(results),
-        comparison,
-        len(chosen),
-        tokens,
-        rounds.done,
-        prompts.task,
-        machine(settings.threads),
-    )
-
-
-def default_draft(target: Target) -> str:
-    """Return the draft option that --draft auto selects for this target."""
-    decoder = target.llm.decoder
-    instructions = native.instructions() if view_of(decoder).form else ""
-    return automatic("auto", target.path, instructions, decoder.weight_bits)
-
-
-def _llm_with_drafters(
-    target: Target, recipe: Recipe, directory: Path, default: str, runner: Runner
-) -> tuple[LLM, str]:
-    """Return the loaded target with a new engine that has both drafters, and the name of the one in
-    the directory."""
-    llm, name = copy.copy(target.llm), f"{recipe.draft}#2"
-    load = Loader(llm.config, target.path, target.tokenizer, runner, target.device)
-    options = llm.config
-    proposers = make_proposers(
-        read_draft(default),
-        load,
-        view_of(runner.decoder),
-        runner.cache,
-        options.width,
-        options.draft_threshold,
-    )
-    proposers[name] = recipe.proposer(directory, target, runner)
-    proposers[name].name = name
-    llm.engine = Engine(runner, proposers, tokenizer=target.tokenizer)
-    return llm, name
-
-
-@dataclass(frozen=True, slots=True)
 class Measurements:
     """Everything that was measured of a drafter.
 
@@ -571,9 +369,11 @@ def measure_drafter(
     if settings.speed_rounds and limit.has(0):
         half = limit.left / 2  # rounds after the first leave half of the time to the tasks
         speed = measure_speed(
-            evaluator,
+            evaluator.target,
+            evaluator.recipe,
             directory,
-            evaluator.held_out or _one_of_each(evaluator.sets),
+            *_speed_prompts(evaluator),
+            settings,
             tell,
             lambda seconds, done: limit.has(seconds + (half if done else 0.0)),
         )
@@ -586,10 +386,15 @@ def measure_drafter(
     )
 
 
-def _one_of_each(sets: Sequence[PromptSet]) -> PromptSet:
-    """The first prompt of each task, of as many tasks as the speed is measured on."""
-    first = [prompts.prompts[0] for prompts in sets if prompts.prompts]
-    return PromptSet("tasks", tuple(first[:SPEED_PROMPTS]))
+def _speed_prompts(evaluator: Evaluator) -> tuple[str, list[tuple[Sequence[int], int]]]:
+    """The kind and the prompts that the speed is measured on: held-out ones, or one of each task."""
+    if evaluator.held_out is not None:
+        kind, chosen = HELD_OUT, list(evaluator.held_out.prompts)
+    else:
+        kind = "tasks"
+        chosen = [prompts.prompts[0] for prompts in evaluator.sets if prompts.prompts]
+        chosen = chosen[:MAX_PROMPTS]
+    return kind, [(prompt.tokens, prompt.limit) for prompt in chosen]
 
 
 def _not_measured(missing: int, cases: int, rounds: int, speed: Speed | None) -> Iterator[str]:

@@ -24,7 +24,6 @@ from forerun.errors import ConfigError, ForerunError
 from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import DEFAULT
 from forerun.train.evaluate import (
-    PLACEHOLDER,
     Evaluator,
     Measurements,
     TaskResult,
@@ -32,6 +31,7 @@ from forerun.train.evaluate import (
 )
 from forerun.train.loop import TrainingRecord
 from forerun.train.options import Training, depths_up_to
+from forerun.train.speed import PLACEHOLDER
 from forerun.train.time_limit import TimeLimit
 from forerun.utils import atomic_directory
 

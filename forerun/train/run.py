@@ -21,7 +21,7 @@ from forerun.draft.registry import kind_of
 from forerun.draft_spec import LOADED, parse_draft
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model
-from forerun.train.capture import CaptureStore, Target
+from forerun.train.capture import CaptureStore
 from forerun.train.data import Corpus, Document, digest_of, read_data, split
 from forerun.train.evaluate import (
     Evaluator,
@@ -37,6 +37,7 @@ from forerun.train.options import LossOptions, Training, options_of, recipes_wit
 from forerun.train.recipes import RECIPES, recipe_of
 from forerun.train.stream import TextStream
 from forerun.train.synthesis import WrittenTexts, check_save_data, write
+from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
 from forerun.utils import write_atomic
 

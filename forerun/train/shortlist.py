@@ -14,10 +14,10 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.hub import find_model
 from forerun.models.shortlist import Shortlist
-from forerun.train.capture import Target
 from forerun.train.data import Corpus, read_data
 from forerun.train.options import Training
 from forerun.train.synthesis import TIME_SHARE, write
+from forerun.train.target import Target
 
 # Without a given size a list has a quarter of the vocabulary, within these bounds.
 MIN_SIZE, MAX_SIZE, FRACTION = 8192, 32768, 4

@@ -16,9 +16,10 @@ from numpy.random import default_rng
 
 from forerun.cli.progress import Tell
 from forerun.errors import RequestError
-from forerun.train.capture import BATCH_SIZE, Batch, CapturedText, CaptureStore, Target, split_batch
+from forerun.train.capture import CapturedText, CaptureStore
 from forerun.train.data import Corpus, EpochOrder, Example
 from forerun.train.options import Training
+from forerun.train.target import BATCH_SIZE, Batch, Target, split_batch
 
 INITIAL_TEXTS = 64  # new texts at the beginning; a run this short sees none twice
 

@@ -22,7 +22,7 @@ from forerun.engine.request import Request
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.models.tokenizer import BROKEN
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import BATCH_SIZE, CaptureStore, Target
+from forerun.train.capture import CaptureStore
 from forerun.train.data import (
     Corpus,
     DataSource,
@@ -34,6 +34,7 @@ from forerun.train.data import (
 )
 from forerun.train.options import DEFAULT_TEXTS, MIN_TOKENS, Training
 from forerun.train.stream import seed_of
+from forerun.train.target import BATCH_SIZE, Target
 from forerun.utils import json_line
 
 SOURCE = "written by the target itself"

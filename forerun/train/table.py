@@ -16,12 +16,12 @@ from forerun.draft.recycle import TABLE, Successors
 from forerun.draft.suffix import Suffix
 from forerun.errors import ForerunError
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import Target
 from forerun.train.data import Corpus, read_data
 from forerun.train.export import check_out
 from forerun.train.options import Training
 from forerun.train.stream import seed_of
 from forerun.train.synthesis import GROUP, TIME_SHARE, write
+from forerun.train.target import Target
 from forerun.utils import atomic_directory
 
 MAX_ENTRIES = 1 << 18  # of the table while it is made

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from forerun.cli.progress import Tell, nothing
-from forerun.train.capture import Target
 from forerun.train.data import Corpus, Document, Passage
 from forerun.train.evaluate import Evaluator
 from forerun.train.loop import Trainer
 from forerun.train.options import SmallLMOptions, Training
 from forerun.train.recipes import SmallLM
 from forerun.train.stream import TextStream
+from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
 from tests import tiny
 

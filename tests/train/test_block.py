@@ -11,12 +11,12 @@ from forerun.draft.block.module import BlockHead
 from forerun.draft.block.proposer import Block as Proposer
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.tree import Tree
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.options import BlockOptions
 from forerun.train.recipes import Block
 from forerun.train.recipes import block as recipe_module
 from forerun.train.recipes.block import block_states, mask_token, spread
+from forerun.train.target import Batch, Target
 from forerun.verify import Noise
 
 OPTIONS = BlockOptions(

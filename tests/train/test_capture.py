@@ -14,19 +14,12 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft.hidden_states import as_tensor
 from forerun.engine.request import Request
 from forerun.train import capture
-from forerun.train.capture import (
-    PAGE,
-    RECORDED,
-    CapturedText,
-    CaptureStore,
-    Recorder,
-    Target,
-    example_of,
-    split_batch,
-)
+from forerun.train import target as target_module
+from forerun.train.capture import CapturedText, CaptureStore, Recorder
 from forerun.train.data import Corpus, Example
 from forerun.train.losses import Distribution, distribution_of
 from forerun.train.options import Training
+from forerun.train.target import PAGE, RECORDED, Target, example_of, split_batch
 from tests import tiny
 from tests.train.conftest import SMALL, Notes
 
@@ -51,7 +44,7 @@ def test_distributions_are_those_of_the_model(
     target: Target, reference: Tensor, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In as many passes as the logits need, with texts of several lengths."""
-    monkeypatch.setattr(capture, "MAX_LOGITS", slots * 27 * target.vocab)
+    monkeypatch.setattr(target_module, "MAX_LOGITS", slots * 27 * target.vocab)
     batch = target.batch(TEXTS)
     assert batch.mask.sum(1).tolist() == [26, 9, 1] and batch.positions == 36
     assert batch.mask[1].nonzero()[:, 0].tolist() == list(range(6, 15))

@@ -23,12 +23,12 @@ from forerun.errors import ConfigError
 from forerun.models.config import load_config
 from forerun.models.rope import rope_tables
 from forerun.models.weights import load_weights
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.options import EagleOptions, MtpOptions
 from forerun.train.recipes import Eagle3, Mtp, eagle
 from forerun.train.recipes.eagle import EagleRecipe, copy_last_layer, fused_layers, unroll
 from forerun.train.run import Plan
+from forerun.train.target import Batch, Target
 from forerun.verify import Noise
 from tests import tiny
 from tests.train.test_recipes import AHEAD, TEXTS, built, restored  # noqa: F401

@@ -3,8 +3,6 @@ what a short time limit leaves out."""
 
 import dataclasses
 import itertools
-import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,30 +14,26 @@ import torch
 from torch import nn
 
 from forerun import ConfigError, ForerunError, RequestError
-from forerun.measure import rounds
-from forerun.measure.run import PLAIN, Arm
 from forerun.measure.workloads import Task, builtin
 from forerun.train import evaluate
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.evaluate import (
     Case,
     EvaluationPrompt,
     Evaluator,
-    Measurements,
     PromptSet,
-    Speed,
     TaskResult,
     held_out_prompts,
     max_length,
     measure_drafter,
-    measure_speed,
     select_tasks,
     task_prompts,
 )
 from forerun.train.losses import DraftSpan
 from forerun.train.options import SmallLMOptions, Training, depths_up_to
 from forerun.train.recipes import SmallLM
+from forerun.train.speed import Speed
+from forerun.train.target import Batch, Target
 from forerun.train.time_limit import TimeLimit, TimeLimitReached
 from tests import tiny
 from tests.train.conftest import SMALL, Clock, documents, with_template
@@ -216,100 +210,6 @@ def test_the_pass_that_ends_the_prompt_is_not_counted() -> None:
     assert evaluate._pass_lengths(request) == [1, 2, 2]
     usual: Any = SimpleNamespace(stats=SimpleNamespace(rounds=[(0, 0), (2, 1)]), produced=3)
     assert evaluate._prefill_tokens(usual) == 1 and evaluate._pass_lengths(usual) == [2]
-
-
-def at_depth(arm: Arm) -> Arm:
-    """At depth auto a tiny model hardly drafts, since that is not faster."""
-    return arm if arm == PLAIN else replace(arm, depth=2)
-
-
-def test_speed_is_measured_in_turn_on_the_same_texts(
-    target: Target, corpus: Corpus, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[str, int]] = []
-    timed_run, engine = rounds.timed_run, target.llm.engine
-
-    def spy(engine: Any, works: Any, params: Any, arm: Arm) -> Any:
-        ran.append((arm.draft, params.max_tokens))
-        return timed_run(engine, works, params, at_depth(arm))
-
-    monkeypatch.setattr(rounds, "timed_run", spy)
-    evaluator = Evaluator(target, RECIPE, corpus, FEW)
-    speed = measure_speed(evaluator, directory, held_out_prompts(corpus, FEW))
-    drafts = ["off", "suffix", "suffix+model:DIRECTORY", "model:DIRECTORY"]
-    assert ran[:4] == [(draft, 40) for draft in drafts], "warms up"
-    assert ran[4:8] == ran[:4] and ran[8:12] == [*ran[1:4], ran[0]] and len(ran) == 4 + 2 * 3 * 4
-    assert [r.draft for r in speed.results] == ["off", "auto", *drafts[2:]]
-    assert all(r.same_text for r in speed.results)
-    plain, *_, alone = speed.results
-    assert 1.0 == plain.times_plain == plain.accepted_length < alone.accepted_length
-    assert (speed.prompts, speed.tokens, speed.rounds, speed.task) == (3, 40, 2, "held-out")
-    assert target.llm.engine is engine and "model" not in engine.proposers
-
-
-def test_another_text_and_a_lack_of_time_show(
-    target: Target, corpus: Corpus, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed_run, asked, began = rounds.timed_run, list[tuple[float, int]](), time.monotonic()
-
-    def shorter(engine: Any, works: Any, params: Any, arm: Arm) -> Any:
-        tokens = params.max_tokens - (arm != PLAIN)
-        return timed_run(engine, works, replace(params, max_tokens=tokens), arm)
-
-    def fits(seconds: float, done: int) -> bool:
-        asked.append((seconds, done))
-        return done < 1
-
-    monkeypatch.setattr(rounds, "timed_run", shorter)
-    evaluator, prompts = Evaluator(target, RECIPE, corpus, FEW), held_out_prompts(corpus, FEW)
-    speed = measure_speed(evaluator, directory, prompts, fits=fits)
-    assert [r.same_text for r in speed.results] == [True] + [False] * 3 and speed.rounds == 1
-    assert [done for _, done in asked] == [0, 1]
-    assert all(0 < seconds < 3 * (time.monotonic() - began) for seconds, _ in asked)
-    assert measure_speed(evaluator, directory, prompts, fits=lambda *_: False) is None
-
-
-@pytest.mark.parametrize("good", ["auto's", "the new one"])
-def test_two_drafters_of_one_kind_are_compared(
-    good: str, target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each by its own name; no directory of this machine appears in the result."""
-    settings, twin, stranger = replace(FEW, depth=1), tiny.worded(0.001), tiny.worded(3.0)
-    default, new = (twin, stranger) if good == "auto's" else (stranger, twin)
-    monkeypatch.setattr(evaluate, "automatic", lambda *_: f"model:{default}")
-    timed_run = rounds.timed_run
-    monkeypatch.setattr(rounds, "timed_run", lambda *args: timed_run(*args[:3], at_depth(args[3])))
-    evaluator = Evaluator(target, RECIPE, corpus, settings)
-    speed = measure_speed(evaluator, new, held_out_prompts(corpus, settings))
-    auto, _, alone = speed.results[1:]
-    assert (alone.accepted_length > auto.accepted_length) == (good == "the new one")
-    assert speed.comparison.default == "model" and speed.comparison.interval
-    assert speed.comparison.draft in ("suffix+model:DIRECTORY", "model:DIRECTORY")
-    text = json.dumps(Measurements([], {}, speed).as_dict())
-    assert str(new) not in text and str(default) not in text and '"better"' in text
-    monkeypatch.setattr(evaluate, "automatic", lambda *_: f"suffix+model:{new}")
-    speed = measure_speed(evaluator, new, held_out_prompts(corpus, settings))
-    assert speed.comparison is None and [r.draft for r in speed.results] == [
-        "off",
-        "auto",
-        "model:DIRECTORY",
-    ]
-
-
-def test_the_shortest_prompts_have_the_longest_outputs(target: Target, directory: Path) -> None:
-    """Prompts of tasks may be longer than training texts."""
-    settings = replace(FEW, speed_rounds=1, depth=1)
-    prompts = tuple(EvaluationPrompt(tuple(range(5, 5 + n)), 30) for n in (20, 3, 9, 8, 7, 25))
-    evaluator = Evaluator(target, RECIPE, None, settings)
-    speed = measure_speed(evaluator, directory, PromptSet("tasks", prompts))
-    assert (speed.prompts, speed.tokens) == (4, 21)
-    long = (
-        EvaluationPrompt(tuple(range(5, 165)), 200),
-        EvaluationPrompt(tuple(range(7, 177)), 210),
-    )
-    speed = measure_speed(evaluator, directory, PromptSet("tasks", long))
-    assert (speed.prompts, speed.tokens, speed.task) == (2, 40, "tasks")
-    assert all(result.same_text for result in speed.results)
 
 
 RESULT, WARM_UP, ROUND = 10, 20, 80  # seconds that each takes here

@@ -17,7 +17,6 @@ from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import read_shortlist
 from forerun.models.weights import Checkpoint
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Target
 from forerun.train.data import Corpus, Example
 from forerun.train.evaluate import Evaluator, measure_drafter
 from forerun.train.loop import Trainer
@@ -33,6 +32,7 @@ from forerun.train.options import (
 from forerun.train.recipes import Block, Eagle3, Medusa, Mtp, Recipe, SmallLM
 from forerun.train.recipes.small_lm import kept_layers, prune, scored_tokens
 from forerun.train.stream import TextStream
+from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
 from tests import quantise, tiny
 from tests.train.conftest import SMALL, documents

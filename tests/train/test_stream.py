@@ -11,10 +11,11 @@ import torch
 from forerun import ForerunError
 from forerun.cli.progress import Tell
 from forerun.train import stream
-from forerun.train.capture import Batch, CaptureStore, Target, split_batch
+from forerun.train.capture import CaptureStore
 from forerun.train.data import Corpus, Document, Example, Passage
 from forerun.train.options import Training
 from forerun.train.stream import TextStream
+from forerun.train.target import Batch, Target, split_batch
 from tests.train.conftest import SMALL, Notes, documents
 
 
@@ -28,7 +29,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(examples))
         return batch(examples, **options)  # type: ignore[arg-type]
 
-    for module in ("forerun.train.losses", "forerun.train.capture"):
+    for module in ("forerun.train.losses", "forerun.train.target"):
         monkeypatch.setattr(f"{module}.FULL_VOCAB", 16)
     monkeypatch.setattr(target, "aux_hidden_layers", (0, 1))
     monkeypatch.setattr(target, "batch", count)

@@ -16,7 +16,7 @@ from forerun import ForerunError
 from forerun.cli.progress import Tell
 from forerun.engine.request import Request
 from forerun.train import run as runs
-from forerun.train.capture import Batch, CaptureStore, Target, split_batch
+from forerun.train.capture import CaptureStore
 from forerun.train.data import Corpus, Example, FilterLimits, TextFilter, read_data, split
 from forerun.train.loop import read_checkpoint
 from forerun.train.options import Training
@@ -30,6 +30,7 @@ from forerun.train.synthesis import (
     ChatWriter,
     write,
 )
+from forerun.train.target import Batch, Target, split_batch
 from tests import tiny
 from tests.cli.test_main import run
 from tests.train.conftest import SMALL, TEXTS, Notes, with_template

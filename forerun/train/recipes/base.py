@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from forerun.draft.head_modules import Head
 from forerun.draft.proposer import Proposer
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import (
     DistillationLoss,
@@ -27,6 +26,7 @@ from forerun.train.losses import (
     draft_numbers,
     tv,
 )
+from forerun.train.target import Batch, Target
 
 
 @dataclass(slots=True)

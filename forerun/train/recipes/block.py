@@ -21,11 +21,11 @@ from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.rope import rope_tables
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import chunked_sum, draft_numbers, tv, zero_loss
 from forerun.train.options import BlockOptions
 from forerun.train.recipes.base import Forecast, Recipe, cache_size, forecast_of, init_short_head
+from forerun.train.target import Batch, Target
 
 ANCHORS = 32  # anchors of a text per forward pass of an evaluation, where every token is one
 

@@ -27,11 +27,11 @@ from forerun.models.hub import find_model
 from forerun.models.rope import rope_tables
 from forerun.models.weights import Layer, Source, load_weights
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus, Example
 from forerun.train.losses import Distribution, chunked_sum, draft_numbers, zero_loss
 from forerun.train.options import EagleOptions, MtpOptions
 from forerun.train.recipes.base import Forecast, Recipe, cache_size, forecast_of, init_short_head
+from forerun.train.target import Batch, Target
 
 MIN_VOCAB, MAX_VOCAB = 8192, 32000  # of an EAGLE-3 head without --draft-vocab
 SELF_SCORE = 10.0  # initial attention score of a pair with itself; others are about 1

@@ -12,11 +12,11 @@ from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads, save_h
 from forerun.draft.proposer import Proposer, view_of
 from forerun.models.shortlist import spread
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import masked_mean, zero_loss
 from forerun.train.options import MedusaOptions
 from forerun.train.recipes.base import Forecast, Recipe, forecast_of
+from forerun.train.target import Batch, Target
 
 
 @dataclass(frozen=True, slots=True)

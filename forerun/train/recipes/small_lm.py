@@ -30,11 +30,11 @@ from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
 from forerun.models.shortlist import Shortlist, read_shortlist, shortlist_beside, spread
 from forerun.models.weights import Checkpoint
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
 from forerun.train.losses import draft_numbers, masked_mean, sliding_windows
 from forerun.train.options import SmallLMOptions
 from forerun.train.recipes.base import Forecast, Recipe, forecast_of
+from forerun.train.target import Batch, Target
 
 DEFAULT_LAYERS = 2
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
