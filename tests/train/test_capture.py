@@ -11,13 +11,10 @@ import transformers
 from torch import Tensor
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft.hidden_states import as_tensor
 from forerun.engine.request import Request
-from forerun.train import capture
 from forerun.train import target as target_module
 from forerun.train.capture import CapturedText, CaptureStore, Recorder
 from forerun.train.data import Corpus, Example
-from forerun.train.losses import Distribution, distribution_of
 from forerun.train.options import Training
 from forerun.train.target import PAGE, RECORDED, Target, example_of, split_batch
 from tests import tiny
@@ -205,35 +202,6 @@ def test_after_a_preemption() -> None:
     requests = target.generate(PROMPTS, sampled(6), record_vocab=target.vocab)
     assert sum(request.stats.preemptions for request in requests) > 1
     assert all(same(*pair) for pair in both(target, requests))
-
-
-@pytest.mark.parametrize("fault", ["temperature", "shifted", "rejected"])
-def test_faults_are_seen(writer: Target, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probabilities at a temperature, hidden states of another token, rejected nodes."""
-    monkeypatch.setattr(writer, "aux_hidden_layers", (2,))
-    learn, observe = Recorder.learn, Recorder.observe
-
-    def wrong_learn(
-        self: Recorder, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        learn(self, slot, before, tokens, logits.flip(0))
-
-    def wrong_observe(self: Recorder, slot: int, start: int, features: dict[int, Tensor]) -> None:
-        shifted = {layer: as_tensor(states).roll(1, -1) for layer, states in features.items()}
-        observe(self, slot, start, shifted)
-
-    def warm(logits: Tensor, top: int) -> Distribution:
-        return distribution_of(logits / 0.8, top)
-
-    if fault == "temperature":
-        monkeypatch.setattr(capture, "distribution_of", warm)
-        requests = writer.generate(PROMPTS, sampled(6), record_vocab=writer.vocab)
-        monkeypatch.setattr(capture, "distribution_of", distribution_of)
-    else:
-        name, wrong = ("observe", wrong_observe) if fault == "shifted" else ("learn", wrong_learn)
-        monkeypatch.setattr(Recorder, name, wrong)
-        requests = writer.generate(PROMPTS, sampled(6), record_vocab=writer.vocab)
-    assert not all(same(*pair) for pair in both(writer, requests))
 
 
 def test_on_torch_it_is_the_same_to_rounding() -> None:

@@ -23,10 +23,11 @@ from forerun.models.config import load_config
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
 from forerun.models.weights import Checkpoint
 from forerun.train import export, loop
-from forerun.train.evaluate import Comparison, Evaluation, Measurements, Speed, TaskResult
+from forerun.train.evaluate import Evaluation, Measurements, TaskResult
 from forerun.train.export import Report, card, table
 from forerun.train.loop import TrainingRecord, read_checkpoint
 from forerun.train.options import Training
+from forerun.train.speed import Comparison, Speed
 from tests import gguf_files, quantise, tiny
 from tests.cli.test_main import run
 from tests.train.conftest import FLAGS, SMALL
