@@ -222,6 +222,7 @@ class Timed(Evaluator):
     def __init__(self, clock: Clock) -> None:
         self.clock, self.sets, self.held_out = clock, SETS, SETS[0]
         self.settings = Training(**(SMALL | {"depth": 2, "speed_rounds": 3}))
+        self.target = self.recipe = None  # type: ignore[assignment]
 
     def engine(self, directory: Path) -> Any:
         return None
