@@ -30,8 +30,8 @@ from forerun import LLM, SamplingParams
 from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import find_model
 from forerun.models.tokenizer import Tokenizer
-from forerun.train.prune import prune
-from forerun.train.topics import TOPICS
+from forerun.train.recipes.small_lm import prune
+from forerun.train.synthesis import TOPICS
 
 LAYERS, BATCH, TOKENS, HELD_OUT = 3, 8, 192, 12
 SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>")

@@ -231,7 +231,7 @@ def _training_measurement(facts: Facts, report: Json, entry: Any) -> Measurement
         task = str(entry["task"])[:MAX_NAME]
         speeds = [
             float(pace["times_plain"])
-            for pace in inner(report, "speed").get("paces", [])
+            for pace in inner(report, "speed").get("results", [])
             if pace["depth"] and pace.get("draft") != "auto"
         ]
         return Measurement(

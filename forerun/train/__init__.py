@@ -1,5 +1,5 @@
-"""Training drafters: text the target would write, its laws along it, one loop for all recipes, a
-directory at the end.
+"""Training of drafters: data, the target's outputs along them, one loop for all recipes, and the
+exported directory.
 
-A leaf: it uses the engine from outside, and nothing but the command line imports it.
+The package uses the engine from outside; only the command line imports it.
 """

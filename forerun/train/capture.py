@@ -1,365 +1,311 @@
-"""The target at work for a drafter: it continues prompts through the engine, and says its laws
-along texts.
-
-What it writes is captured in the passes that write it (`recorder`); texts that are given, it reads.
-Continuations depend on prompts, seeds and temperature alone (bit by bit where a pass is exact, as
-on the native kernels), so a run that is taken up again sees the same texts.
-"""
+"""Captured texts: the target's distributions and hidden states along a text, recorded while the
+target writes it, and stored on disk until they are learned from again."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from forerun.cache.attention import Segment
-from forerun.draft.proposer import TargetView, view_of
-from forerun.engine.request import Request
-from forerun.errors import ConfigError
-from forerun.llm import LLM
-from forerun.load import load_tokenizer, pick_device
-from forerun.models.config import load_config
-from forerun.models.decoder import default_context, longest_context
-from forerun.models.hub import DEFAULT, find_model
-from forerun.models.tokenizer import Tokenizer
-from forerun.models.weights import Source, load_weights
-from forerun.runtime.torch_runner import Runner
-from forerun.sampling.params import SamplingParams
-from forerun.train.captured import Captured, Shape
+from forerun.cli.progress import Tell
+from forerun.draft.hidden_states import as_tensor
+from forerun.draft.proposer import Reference
+from forerun.draft.suffix import Suffix
 from forerun.train.data import Example
-from forerun.train.losses import Law, at_temperature, probs_of, said_of
-from forerun.train.recorder import RECORDED, Heard, Recorder
-from forerun.train.settings import Training
+from forerun.train.losses import Distribution, concatenate, distribution_of, token_log_probs
+from forerun.types import States
 
-PAGE = 16
-AT_ONCE = 16  # texts continued together
-ROOM = 384  # tokens of the longer prompts of tasks, beside a text that is learnt from
-LOGITS = 1 << 25  # most logits of one pass
-CACHED = "models--"  # what directories of the Hub's cache begin with
-BEGINNINGS = 64  # of texts that are remembered: prompts have them in common
+
+@dataclass(frozen=True, slots=True)
+class CapturedText:
+    """A text of n tokens with what the target computed along it; m = n - prompt_length of its
+    tokens are learned. Rounded to these dtypes where it is stored, more precise right after
+    reading.
+
+    Attributes:
+        likeliest: int32 [m, k], or None if `log_probs` covers the whole vocabulary.
+        log_probs: float16 [m, k + 1] or [m, V], as in `Distribution`.
+        token_log_probs: float32 [m], the log-probability of each learned token.
+        hidden_states: bfloat16 [layers, n - 1, H].
+    """
+
+    example: Example
+    likeliest: Tensor | None
+    log_probs: Tensor
+    token_log_probs: Tensor
+    hidden_states: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all values as named tensors."""
+        values = {
+            "tokens": torch.tensor(self.example.tokens, dtype=torch.int32),
+            "prompt_length": torch.tensor([self.example.prompt_length], dtype=torch.int32),
+            "log_probs": self.log_probs.contiguous(),
+            "token_log_probs": self.token_log_probs.contiguous(),
+            "hidden_states": self.hidden_states.contiguous(),
+        }
+        return values if self.likeliest is None else values | {"likeliest": self.likeliest}
+
+    @classmethod
+    def from_tensors(cls, values: Mapping[str, Tensor]) -> CapturedText:
+        """Invert `tensors`."""
+        example = Example(tuple(values["tokens"].tolist()), int(values["prompt_length"]))
+        names = ("log_probs", "token_log_probs", "hidden_states")
+        return cls(example, values.get("likeliest"), *(values[name] for name in names))
+
+
+class CaptureStore:
+    """A directory of captured texts, one file each.
+
+    A file that is missing, damaged or of another text reads as None: it never changes the result of
+    a run, only its duration.
+    """
+
+    def __init__(self, directory: Path, max_texts: int, tell: Tell) -> None:
+        self.directory, self.max_texts, self.tell = directory, max_texts, tell
+        self._can_read = self._can_write = False
+        self._num_files = 0
+
+    def open(self, keep: bool) -> None:
+        """Begin; with `keep`, existing files belong to this run."""
+        try:
+            if not keep:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(exist_ok=True)
+            self._num_files = len(list(self.directory.iterdir()))
+            self._can_read = self._can_write = True
+        except OSError as error:
+            self._stop_writing(error)
+
+    def close(self, remove: bool) -> None:
+        """End; with `remove`, delete all files."""
+        self._can_read = self._can_write = False
+        if remove:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def read(self, number: int) -> CapturedText | None:
+        """Return text `number` of the run, if it is stored."""
+        return self._read(self._slot(number), str(number))
+
+    def write(self, number: int, captured: CapturedText) -> None:
+        """Store text `number` in place of an older one."""
+        self._write(self._slot(number), str(number), captured)
+
+    def find(self, example: Example) -> CapturedText | None:
+        """Return the text with these tokens that `add` stored, if there is one."""
+        digest = _digest(example)
+        return self._read(digest, digest)
+
+    def add(self, captured: CapturedText) -> None:
+        """Store a text by its tokens, unless the store is full."""
+        digest = _digest(captured.example)
+        if self._num_files < self.max_texts and not (self.directory / digest).exists():
+            self._write(digest, digest, captured)
+            self._num_files += 1
+
+    def _slot(self, number: int) -> str:
+        return str(number % self.max_texts)
+
+    def _read(self, name: str, key: str) -> CapturedText | None:
+        if not self._can_read:
+            return None
+        try:
+            with safe_open(self.directory / name, "pt") as file:
+                if file.metadata() != {"key": key}:
+                    return None
+                return CapturedText.from_tensors({k: file.get_tensor(k) for k in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError):
+            return None
+
+    def _write(self, name: str, key: str, captured: CapturedText) -> None:
+        if not self._can_write:
+            return
+        work = self.directory / f".{name}"
+        try:
+            work.write_bytes(save(captured.tensors(), {"key": key}))
+            os.replace(work, self.directory / name)
+        except OSError as error:
+            work.unlink(missing_ok=True)
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        self._can_write = False
+        self.tell.note(
+            f"captured texts are not stored from now on ({error.strerror}): the run takes longer"
+        )
+
+
+def _digest(example: Example) -> str:
+    content = str((example.prompt_length, example.tokens))
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """What the engine showed of a text of n tokens while it was written.
+
+    Attributes:
+        first: position of the first distribution; there is one for each position up to n - 2.
+        probs: n - 1 - first distributions.
+        token_log_probs: float32 [n - 1 - first], of each following token.
+        states_from: position of the first hidden state; a prefix from the cache is not shown.
+        hidden_states: bfloat16 [layers, n - 1 - states_from, H].
+    """
+
+    first: int
+    probs: Distribution
+    token_log_probs: Tensor
+    states_from: int
+    hidden_states: Tensor
+
+    def captured(self, example: Example, prefix: CapturedText | None = None) -> CapturedText:
+        """Convert to the stored form for as much of the text as `example` has.
+
+        `prefix` contains what was not shown: hidden states up to `states_from`, and distributions
+        up to `first` if tokens before that are learned.
+        """
+        learned = len(example.tokens) - example.prompt_length
+        missing = self.first - (example.prompt_length - 1)
+        likeliest = None if self.probs.token_ids is None else self.probs.token_ids.int().cpu()
+        log_probs = self.probs.log_probs.half().cpu()
+        token_probs, states = self.token_log_probs.cpu(), self.hidden_states.cpu()
+        if prefix is not None:
+            if likeliest is not None and prefix.likeliest is not None:
+                likeliest = torch.cat((prefix.likeliest[:missing], likeliest))
+            log_probs = torch.cat((prefix.log_probs[:missing], log_probs))
+            token_probs = torch.cat((prefix.token_log_probs[:missing], token_probs))
+            states = torch.cat((prefix.hidden_states[:, : self.states_from], states), 1)
+        return CapturedText(
+            example,
+            None if likeliest is None else likeliest[:learned],
+            log_probs[:learned],
+            token_probs[:learned],
+            states[:, : len(example.tokens) - 1],
+        )
+
+
+class Recorder(Suffix):
+    """A proposer that drafts as `suffix` does and records the target's outputs.
+
+    The engine shows proposers the hidden states of committed tokens and the target's logits before
+    any sampling parameter, so nothing has to be read again.
+
+    Attributes:
+        finished: texts that have ended since `begin`, by their tokens.
+    """
+
+    learns = sees_all = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finished: dict[tuple[int, ...], RecordedText] = {}
+        self._texts: dict[int, _OpenText] = {}
+        self._layers: tuple[int, ...] = ()
+
+    def begin(self, layers: Sequence[int], vocab: int, top: int) -> None:
+        """Record hidden states of these layers, and distributions over the first `vocab` tokens as
+        `distribution_of` returns them. Earlier texts are dropped."""
+        self._layers, self.vocab, self.top = tuple(layers), vocab, top
+        # Hidden states arrive for committed tokens only, so they tell how much of a draft was
+        # accepted. At least one layer is therefore always observed.
+        self.aux_hidden_layers = self._layers or (0,)
+        self.finished.clear()
+
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
+        super().open(slot, tokens, references, tenant)
+        self._texts[slot] = _OpenText(root=len(tokens) - 1, first=len(tokens) - 1)
+
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
+        text = self._texts[slot]
+        if text.end == 0:
+            text.states_from = start
+        text.end = start + len(features[self.aux_hidden_layers[0]])
+        if self._layers:
+            states = [as_tensor(features[layer]).bfloat16() for layer in self._layers]
+            text.states.append(torch.stack(states))
+
+    def learn(
+        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
+    ) -> None:
+        text = self._texts[slot]
+        count = text.end - text.root  # accepted nodes of the chain, its root included
+        rows = logits[:count, : self.vocab].float()
+        probs = distribution_of(rows, self.top)
+        text.append_token(tokens[0])
+        if count > 1:
+            following = torch.tensor(tokens[1:count], device=rows.device)
+            inner = probs.at(slice(count - 1))
+            text.token_probs.append(token_log_probs(inner, rows[:-1], following))
+        text.probs.append(probs)
+        # cloned: a view would keep the logits of the whole forward pass alive
+        text.last = probs.at(slice(count - 1, count)), rows[-1:].clone()
+        text.root = text.end
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        super().close(slot, finished)
+        text = self._texts.pop(slot, None)
+        if finished is not None and text is not None and text.probs:
+            self.finished[tuple(finished)] = text.recorded(finished, bool(self._layers))
+
+    def reset(self) -> None:
+        super().reset()
+        self._texts.clear()
 
 
 @dataclass(slots=True)
-class Batch:
-    """Texts with the target's laws along them. B texts, N positions: position i says what token i +
-    1 is.
+class _OpenText:
+    """A text that is being written.
 
     Attributes:
-        tokens: [B, N + 1] int64, shorter texts filled up with token 0.
-        mask: [B, N] bool, the positions that count: those that say a token behind the context that
-            was given.
-        law: [B, N] laws; anything finite where the mask is false.
-        said: [B, N] log-probability of the token that follows.
-        temperature: which the laws are those of; 0 is greedy.
-        vocab: tokens that the laws are over: the first so many.
-        states: {boundary: [B, N, H]} hidden states of the target with token i read, where a recipe
-            wants them.
-        view: the target's embedding, norm and head; the head is dense and passes gradients.
+        root: position of the next round's root.
+        end: position after the last hidden state.
+        last: distribution and logits whose following token is not known yet.
     """
 
-    tokens: Tensor
-    mask: Tensor
-    law: Law
-    said: Tensor
-    temperature: float
-    vocab: int
-    states: dict[int, Tensor]
-    view: TargetView
+    root: int
+    first: int
+    states_from: int = 0
+    end: int = 0
+    probs: list[Distribution] = field(default_factory=list)
+    token_probs: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    last: tuple[Distribution, Tensor] | None = None
 
-    @property
-    def positions(self) -> int:
-        """How many positions count."""
-        return int(self.mask.sum())
+    def append_token(self, token: int) -> None:
+        """Note the token that follows the last distribution."""
+        if self.last is not None:
+            probs, logits = self.last
+            token_id = torch.tensor([token], device=logits.device)
+            self.token_probs.append(token_log_probs(probs, logits, token_id))
 
-
-class Target:
-    """The model to draft for: `tokens` of a text are learnt from, `context` is what it has room
-    for. `aux_hidden_layers` are the hidden states that its batches bring along (see `Forward`)."""
-
-    aux_hidden_layers: tuple[int, ...] = ()
-
-    def __init__(self, model: str | None, settings: Training) -> None:
-        """Load it for texts of up to `settings.tokens` tokens. Raises ConfigError where that cannot
-        be."""
-        self.name = model  # None is the default model
-        self.tokens, self.top, tokens = settings.tokens, settings.top, settings.tokens
-        self.path: Path = find_model(model)  # a directory or a GGUF file
-        config = load_config(self.path)
-        longest = longest_context(config)
-        if tokens > longest:
-            raise ConfigError(
-                f"tokens={tokens} is over what the target can read: give at most {longest}"
-            )
-        if load_tokenizer(self.path) is None:
-            raise ConfigError(
-                f"the target in {self.path} has no tokenizer: it cannot read texts to learn from"
-            )
-        self.context = max(tokens, min(tokens + ROOM, default_context(config)))
-        self.llm = LLM(
-            model, draft="suffix", device=settings.device, context=self.context, max_rows=AT_ONCE, page=PAGE,
-            kv_tokens=AT_ONCE * (tokens + 4 * PAGE), threads=settings.threads,
-        )  # fmt: skip
-        self.device = pick_device(settings.device)
-        self.vocab = self.llm.decoder.config.vocab
-        self.recorder = self.llm.engine.proposers[RECORDED] = Recorder()
-        self._beginning = functools.lru_cache(BEGINNINGS)(self._read)
-
-    @property
-    def recorded(self) -> str:
-        """Its name as drafters record it, by which it is found from anywhere: as it was given, or a
-        whole path, but the Hub id of what lies in the Hub's cache."""
-        given = self.name or DEFAULT
-        path = Path(given).expanduser()
-        if self.name is None or not path.exists():
-            return given
-        path = path.absolute()
-        cached = next((part for part in path.parts if part.startswith(CACHED)), None)
-        return cached.removeprefix(CACHED).replace("--", "/", 1) if cached else str(path)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer."""
-        assert self.llm.tokenizer is not None
-        return self.llm.tokenizer
-
-    @cached_property
-    def head(self) -> Tensor:
-        """The weight of its head, as it is stored. float32 [V, H]"""
-        found: list[Tensor] = []
-
-        def make(part: str, source: Source, bias: Tensor | None) -> None:
-            if part == "head":  # all else stays on disk
-                found.append(source.weight())
-
-        load_weights(self.llm.decoder.config, self.path, torch.float32, self.device, make)
-        return found[0]
-
-    @cached_property
-    def view(self) -> TargetView:
-        """What modules that are trained may borrow. Its head is the dense one, which passes
-        gradients."""
-
-        def head(x: Tensor) -> Tensor:
-            logits, cap = F.linear(x, self.head), self.llm.decoder.config.logit_softcap
-            return torch.tanh(logits / cap) * cap if cap else logits
-
-        return replace(view_of(self.llm.decoder), head=head)
-
-    def runner(self, slots: int, tokens: int) -> Runner:
-        """The target with an empty cache of its own, for `slots` texts of up to `tokens` tokens."""
-        return Runner(self.llm.decoder, tokens=slots * (tokens + 4 * PAGE), page=PAGE, slots=slots)
-
-    def shape(self, vocab: int) -> Shape:
-        """Of what is captured of its texts, with laws over the first `vocab` tokens."""
-        return Shape.of(
-            vocab, len(self.aux_hidden_layers), self.llm.decoder.config.hidden, self.top
+    def recorded(self, tokens: Sequence[int], has_states: bool) -> RecordedText:
+        """Return the finished text; the last round may have shown more than the text has."""
+        count = sum(len(probs.log_probs) for probs in self.probs)
+        if self.first + count < len(tokens):
+            self.append_token(tokens[self.first + count])
+        probs, learned = concatenate(self.probs), len(tokens) - 1 - self.first
+        if has_states:
+            states = torch.cat(self.states, 1)
+        else:
+            states = probs.log_probs.new_zeros(0, self.end - self.states_from, 0)
+        return RecordedText(
+            self.first,
+            probs.at(slice(learned)),
+            torch.cat(self.token_probs)[:learned],
+            self.states_from,
+            states[:, : len(tokens) - 1 - self.states_from].bfloat16(),
         )
-
-    def say(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], listen: int = 0
-    ) -> list[Request]:
-        """What the target says behind each prompt, `AT_ONCE` at a time; with `listen`, `recorder`
-        then has what was shown of these texts, with laws over the first so many tokens
-        (`heard`)."""
-        engine, draft = self.llm.engine, RECORDED if listen else "suffix"
-        with self._own_precision():
-            self.llm.forget()  # speculation then depends on these prompts alone
-            if listen:
-                self.recorder.begin(self.aux_hidden_layers, listen, self.top)
-            requests = [
-                engine.add(list(prompt), how, draft=draft)
-                for prompt, how in zip(prompts, params, strict=True)
-            ]
-            while engine.busy:
-                engine.step_or_raise()
-        return requests
-
-    def _own_precision(self) -> torch.autocast:
-        """It says the same, whatever precision a drafter is trained or judged in around it."""
-        return torch.autocast(self.device.type, enabled=False)
-
-    def continued(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float
-    ) -> list[Example]:
-        """What the target says behind each prompt, up to the end of the text or `tokens` tokens in
-        all."""
-        return [example_of(request) for request in self._going_on(prompts, seeds, temperature)]
-
-    def written(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, vocab: int
-    ) -> list[Captured]:
-        """The same with what the target thought meanwhile. Laws are over the first `vocab`
-        tokens."""
-        requests = self._going_on(prompts, seeds, temperature, listen=vocab)
-        return [
-            self.captured(example_of(request), self.heard(request), vocab) for request in requests
-        ]
-
-    def _going_on(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        temperature: float,
-        listen: int = 0,
-    ) -> Iterator[Request]:
-        params = [
-            SamplingParams(temperature=temperature, seed=seed, max_tokens=self.tokens - len(prompt))
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        for at in range(0, len(prompts), AT_ONCE):
-            yield from self.say(prompts[at : at + AT_ONCE], params[at : at + AT_ONCE], listen)
-
-    def heard(self, request: Request) -> Heard | None:
-        """What was shown of a text of the latest `say`."""
-        return self.recorder.heard.get(tuple(request.tokens))
-
-    def captured(self, example: Example, heard: Heard | None, vocab: int) -> Captured:
-        """What the target thought of a text that it wrote, or of its beginning. What it was not
-        shown is read: what the cache had of a prompt, and laws within it, or before a preemption.
-            Laws are over the first `vocab` tokens."""
-        if heard is None or heard.first < example.given - 1:
-            return self._read(example, self.aux_hidden_layers, vocab)
-        lacks_laws = heard.first >= example.given
-        count = max(heard.begun, heard.first if lacks_laws else 0)
-        if not count:
-            return heard.captured(example)
-        start = Example(example.tokens[: count + 1], example.given if lacks_laws else count + 1)
-        return heard.captured(example, self._beginning(start, self.aux_hidden_layers, vocab))
-
-    def _read(self, example: Example, aux_hidden_layers: tuple[int, ...], vocab: int) -> Captured:
-        return apart(self.batch([example], vocab=vocab), [example], aux_hidden_layers)[0]
-
-    @torch.no_grad()
-    def batch(
-        self, examples: Sequence[Example], temperature: float = 1.0, vocab: int | None = None
-    ) -> Batch:
-        """The laws along texts, over the first `vocab` tokens (models of one vocabulary may pad it
-        differently)."""
-        vocab = vocab or self.vocab
-        texts: list[Captured] = []
-        with self._own_precision():
-            for text, logits, states in self._passes(
-                examples
-            ):  # one after the other: all of them may be too many
-                logits = at_temperature(logits[:, :vocab], temperature)
-                law = probs_of(logits, self.top)
-                said = said_of(
-                    law, logits, torch.tensor(text.tokens[text.given :], device=self.device)
-                )
-                texts.append(Captured(text, law.tokens, law.logs, said, states))
-        return self.together(texts, temperature, vocab)
-
-    def together(self, texts: Sequence[Captured], temperature: float, vocab: int) -> Batch:
-        """Texts with what it thinks of them, rounded or not, in one batch."""
-        width, first = max(len(text.example.tokens) for text in texts), texts[0]
-        tokens = torch.zeros((len(texts), width), dtype=torch.int64, device=self.device)
-        mask = torch.zeros((len(texts), width - 1), dtype=torch.bool, device=self.device)
-        likeliest = (
-            None
-            if first.likeliest is None
-            else tokens.new_zeros((*mask.shape, first.likeliest.shape[1]))
-        )
-        logs = torch.zeros((*mask.shape, first.logs.shape[1]), device=self.device)
-        said = torch.zeros(mask.shape, device=self.device)
-        states = torch.zeros(
-            (len(first.states), *mask.shape, first.states.shape[2]), device=self.device
-        )
-        for i, text in enumerate(texts):
-            count = len(text.example.tokens)
-            counts = slice(text.example.given - 1, count - 1)
-            tokens[i, :count] = torch.tensor(text.example.tokens)
-            mask[i, counts] = True
-            logs[i, counts], said[i, counts] = text.logs, text.said
-            states[:, i, : count - 1] = text.states
-            if likeliest is not None and text.likeliest is not None:
-                likeliest[i, counts] = text.likeliest
-        held = dict(zip(self.aux_hidden_layers, states, strict=True))
-        return Batch(tokens, mask, Law(likeliest, logs), said, temperature, vocab, held, self.view)
-
-    @torch.no_grad()
-    def states(
-        self, examples: Sequence[Example], aux_hidden_layers: Sequence[int]
-    ) -> list[dict[int, Tensor]]:
-        """The hidden states along texts, their last tokens left out: {boundary: [n - 1, H]} of
-        each."""
-        runner, found = (
-            self.runner(len(examples), max(len(example.tokens) for example in examples)),
-            [],
-        )
-        for slot, example in enumerate(examples):
-            segment = _reading(runner, slot, example, [])
-            features = runner.forward([segment], aux_hidden_layers).features
-            found.append({boundary: features[boundary] for boundary in aux_hidden_layers})
-        return found
-
-    def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[Example, Tensor, Tensor]]:
-        """Of each text the target's logits [m, V] at every position that counts, and the hidden
-        states [boundaries, n - 1, H] of all that is read; some texts a pass."""
-        longest = max(len(example.tokens) for example in examples)
-        at_once = min(max(LOGITS // (longest * self.vocab), 1), len(examples))
-        runner = self.runner(at_once, longest)
-        for at in range(0, len(examples), at_once):
-            group = examples[at : at + at_once]
-            segments = [
-                _reading(runner, slot, example, range(example.given - 1, len(example.tokens) - 1))
-                for slot, example in enumerate(group)
-            ]
-            forward = runner.forward(segments, self.aux_hidden_layers)
-            wanted, read = (
-                [len(segment.want) for segment in segments],
-                [len(segment.tokens) for segment in segments],
-            )
-            held = [forward.features[boundary].float() for boundary in self.aux_hidden_layers]
-            states = torch.stack(held) if held else forward.logits.new_zeros(0, sum(read), 0)
-            yield from zip(
-                group,
-                torch.split(forward.logits, wanted),
-                torch.split(states, read, 1),
-                strict=True,
-            )
-            for segment in segments:
-                runner.cache.close(segment.slot)
-
-
-def example_of(request: Request) -> Example:
-    """A text that the target has written, to learn what it said behind its prompt."""
-    return Example(tuple(request.tokens), request.prompt_length)
-
-
-def _reading(runner: Runner, slot: int, example: Example, want: Sequence[int]) -> Segment:
-    """A whole text in a slot of its own; nothing follows the last token, so it is not read."""
-    read = list(example.tokens[:-1])
-    runner.cache.open(slot, [])
-    runner.cache.pages.grow(slot, len(read))
-    return Segment(slot, read, list(range(-1, len(read) - 1)), list(want))
-
-
-def apart(
-    batch: Batch, examples: Sequence[Example], aux_hidden_layers: Sequence[int]
-) -> list[Captured]:
-    """A batch text by text, rounded as it is kept."""
-    taken = []
-    for i, example in enumerate(examples):
-        counts, read = slice(example.given - 1, len(example.tokens) - 1), len(example.tokens) - 1
-        law, states = (
-            batch.law,
-            [batch.states[boundary][i, :read] for boundary in aux_hidden_layers],
-        )
-        taken.append(
-            Captured(
-                example,
-                None if law.tokens is None else law.tokens[i, counts].int().cpu(),
-                law.logs[i, counts].half().cpu(),
-                batch.said[i, counts].float().cpu(),
-                (torch.stack(states) if states else batch.said.new_zeros(0, read, 0))
-                .bfloat16()
-                .cpu(),
-            )
-        )
-    return taken

@@ -8,100 +8,96 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import Group, with_flags
+from forerun.cli.flags import Group, Json, with_flags
 from forerun.cli.progress import progress
 from forerun.errors import ConfigError, Interrupted
 from forerun.measure.tables import print_json, print_table
 from forerun.train.options import (
     OPTIONS,
-    AheadOptions,
     BlockOptions,
     EagleOptions,
     MedusaOptions,
+    MultiTokenOptions,
     SmallLMOptions,
+    Training,
     options_of,
     recipes_with,
-)  # fmt: skip
-from forerun.train.settings import Training
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.train.evaluate import Measured
-    from forerun.train.findings import Findings
-    from forerun.train.speed import Speed
+    from forerun.train.evaluate import Measurements
 
-TRAINING = Group("training", Training, "Training", {"learning_rate": float, "write": int})
-LOSSES = Group("losses", AheadOptions, "Losses")
-COMMON = tuple(f.name for f in fields(AheadOptions))
-RECIPES = (
+LOSSES = tuple(f.name for f in fields(MultiTokenOptions))
+GROUPS = (
     Group(
         "small_lm",
         SmallLMOptions,
         "Recipe small-lm",
         {"init": str, "layers": int},
-        (*COMMON, "draft_vocab"),
+        leave_out=(*LOSSES, "draft_vocab"),
     ),
-    Group("medusa", MedusaOptions, "Recipe medusa", leave_out=COMMON),
+    Group("medusa", MedusaOptions, "Recipe medusa", leave_out=LOSSES),
     Group(
-        "pairs",
+        "eagle",
         EagleOptions,
         "Recipes eagle3 and mtp",
         {"draft_vocab": int, "intermediate": int},
-        (*COMMON, "init"),
+        leave_out=(*LOSSES, "init"),
     ),
-    Group("block", BlockOptions, "Recipe block", {"mask_token": int}, (*COMMON, "draft_vocab")),
+    Group(
+        "block",
+        BlockOptions,
+        "Recipe block",
+        {"mask_token": int},
+        leave_out=(*LOSSES, "draft_vocab"),
+    ),
+    Group("losses", MultiTokenOptions, "Losses"),
+    Group("training", Training, "Training", {"learning_rate": float, "write": int}),
 )
-TABLE, SHORTLIST = "table", "shortlist"  # which are no recipes of drafters
-OF_LISTS = (
-    "tokens",
-    "prompt_tokens",
-    "write",
-    "temperature",
-    "seed",
-    "max_minutes",
-    "device",
-    "threads",
-)
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+TABLE, SHORTLIST = "table", "shortlist"  # made without training
+UNTRAINED_SETTINGS = (
+    "tokens", "prompt_tokens", "write", "temperature", "seed", "max_minutes", "device", "threads",
+)  # fmt: skip
 
 
-@with_flags(*RECIPES, LOSSES, TRAINING)
+@with_flags(*GROUPS)
 def train(
     target: Annotated[
         str | None,
         typer.Option(
-            "--target", "--model", "-m", help="The model to draft for; without it, the default one."
+            "--target", "--model", "-m", help="The model to draft for. Default: the default model."
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"What to train: {' or '.join(OPTIONS)}, or {TABLE} for recycle, or {SHORTLIST} for a draft model"
-            " (--draft-vocab tokens); else the first that has the options given."
+            help=f"What to train: {' or '.join(OPTIONS)}; {TABLE} for recycle, or {SHORTLIST} for a"
+            " draft model (--draft-vocab tokens). Default: the first that has the given options."
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="A text file, .jsonl (prompt, text or messages on each line), a directory of source, or library: the"
-            " running Python's own. May be repeated. Without it the target writes texts itself; with --write, as well."
+            help="A text file, .jsonl (prompt, text or messages on each line), a directory of"
+            " source, or library for the running Python's own. Can be repeated. Without it the"
+            " target writes texts itself; with --write, in addition."
         ),
     ] = None,
     save_data: Annotated[
-        str | None,
-        typer.Option(help="A .jsonl file for what the target wrote, which --data reads."),
+        str | None, typer.Option(help="A .jsonl file for the texts that the target writes.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The directory to make; of a shortlist, the file.")
+        Path | None, typer.Option(help="The directory to write; for a shortlist, the file.")
     ] = None,
-    go_on: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint of --out.")
+    resumed: Annotated[
+        bool, typer.Option("--resume", help="Continue from the checkpoint of --out.")
     ] = False,
     drafter: Annotated[
         str | None,
         typer.Option(
-            "--eval", help="Train nothing: measure this drafter by task, and on held-out --data."
+            "--eval", help="Measure this drafter by task and on held-out --data; train nothing."
         ),
     ] = None,
     as_json: Json = False,
@@ -109,81 +105,88 @@ def train(
     training: dict[str, Any],
     **options: dict[str, Any],
 ) -> None:
-    """Train a drafter for a model, on text that the model itself has written, and measure it.
+    """Train a drafter for a model on texts that the model itself has written, and measure it.
 
-    Without --data the model writes the questions too.
+    Without --data the model writes the questions, too.
 
-    Ctrl-C writes a checkpoint beside --out; --resume goes on from it, or from the last one of a run
-    that was killed, to the same weights as a run without a break. With --max-minutes the clock
-    decides how many steps there are and when the learning rate falls, so that no two runs have the
-    same weights, nor has one that goes on."""
+    Ctrl-C writes a checkpoint beside --out, and --resume continues from it, or from the last
+    checkpoint of a killed run, to the same weights as an uninterrupted run. With --max-minutes the
+    number of steps depends on the clock, so that no two runs have the same weights."""
     chosen = {name: value for group in options.values() for name, value in group.items()}
-    said = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}
-    given = {
-        name: value
-        for name, value in (said | {"options": chosen, "training": training}).items()
-        if value
-    }
+    named = {"target": target, "recipe": recipe, "data": data, "save_data": save_data}
+    values = named | {"options": chosen, "training": training}
+    given = {name: value for name, value in values.items() if value}
     if drafter is not None:
-        _evaluate(drafter, given, as_json, out is not None or go_on)
+        _evaluate(drafter, given, as_json, out is not None or resumed)
         return
     if out is None:
-        raise ConfigError("there is no --out: give the directory to make")
+        raise ConfigError("there is no --out: give the directory to write")
     if recipe in (TABLE, SHORTLIST):
         size = chosen.pop("draft_vocab", None) if recipe == SHORTLIST else None
-        if chosen or save_data or go_on:
+        if chosen or save_data or resumed:
             own = "no options of its own" if recipe == TABLE else "draft_vocab alone"
             raise ConfigError(
                 f"recipe {recipe} has {own}, and nothing to resume or to save: leave out all else"
             )
-        if unused := [f"--{name.replace('_', '-')}" for name in training if name not in OF_LISTS]:
+        unused = [f"--{n.replace('_', '-')}" for n in training if n not in UNTRAINED_SETTINGS]
+        if unused:
             raise ConfigError(
-                f"recipe {recipe} is written down, not trained: leave out {' and '.join(unused)}"
+                f"recipe {recipe} is made without training: leave out {' and '.join(unused)}"
             )
+        settings = Training(**training)
         if recipe == TABLE:
-            _make_table(target, data or (), Training(**training), out, as_json)
+            _make_table(target, data or (), settings, out, as_json)
         else:
-            _make_shortlist(target, data or (), size, Training(**training), out, as_json)
+            _make_shortlist(target, data or (), size, settings, out, as_json)
         return
-    Training(**training)  # what is wrong is cheaper to find before torch is imported
-    if recipe or not go_on:  # a run that goes on has its own
+    Training(**training)  # errors are cheaper to find before torch is imported
+    if recipe or not resumed:
         options_of(recipe or recipes_with(chosen)[0], chosen)
+    _train(given, out, resumed, as_json)
+
+
+def _train(given: dict[str, Any], out: Path, resumed: bool, as_json: bool) -> None:
     from forerun.train import run
-    from forerun.train.checkpoint import checkpoint_path
-    from forerun.train.report import advice
-    from forerun.train.speed import PLACE
+    from forerun.train.loop import checkpoint_path
+    from forerun.train.speed import PLACEHOLDER
 
     try:
         with progress(as_json, measuring=True) as tell:
-            report = run.resume(given, out, tell) if go_on else run.train(given, out, tell)
+            report = run.resume(given, out, tell) if resumed else run.train(given, out, tell)
     except KeyboardInterrupt as interruption:
         path = checkpoint_path(out)
         if not path.exists():
             raise
         what = f"{interruption}, and " if str(interruption) else ""
         raise Interrupted(
-            f"{what}kept in {path}; go on with: forerun train --resume --out {out}"
+            f"{what}kept in {path}; continue with: forerun train --resume --out {out}"
         ) from None
     if as_json:
         print_json({"directory": str(out), **report.as_dict()})
         return
-    _print(report.findings)
-    first, best = report.record.evaluations[0], report.record.best or report.record.evaluations[0]
+    measurements = report.measurements
+    _print(measurements)
+    first = report.record.evaluations[0]
+    best = report.record.best or first
     print(
-        f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of {report.record.step} steps; accepted"
-        f" length {best.accepted_length:.2f}, {first.accepted_length:.2f} before"
+        f"{out}: {report.parameters / 1e6:.1f}M parameters after {best.step} of"
+        f" {report.record.step} steps; accepted length {best.accepted_length:.2f},"
+        f" {first.accepted_length:.2f} before"
     )
-    print(advice(report.findings, str(out), report))
-    comparison = report.findings.speed and report.findings.speed.comparison
-    if comparison and comparison.better:
-        draft, named = comparison.draft.replace(PLACE, str(out)), report.facts.target
-        print(f"next: forerun generate ... {f'--model {named} ' if named else ''}--draft {draft}")
+    print(report.advice(str(out)))
+    comparison = measurements.speed and measurements.speed.comparison
+    if comparison and comparison.is_better:
+        draft = comparison.draft.replace(PLACEHOLDER, str(out))
+        print(f"next: forerun generate ...{_model_flag(report.target)} --draft {draft}")
+
+
+def _model_flag(target: str | None) -> str:
+    return f" --model {target}" if target else ""
 
 
 def _make_table(
     target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool
 ) -> None:
-    """What the target thinks while it writes, for `recycle`."""
     from forerun.train.table import make_table
 
     with progress(as_json) as tell:
@@ -192,8 +195,9 @@ def _make_table(
         print_json({"directory": str(out), **asdict(made)})
         return
     print(
-        f"{out}: {made.laws:,} laws, from {made.learnt:,} of {made.texts} texts in {made.seconds:.0f} s\n"
-        f"next: forerun generate ... {f'--model {target} ' if target else ''}--draft suffix+recycle:{out}"
+        f"{out}: {made.entries:,} entries from {made.positions:,} positions of {made.texts} texts"
+        f" in {made.seconds:.0f} s\n"
+        f"next: forerun generate ...{_model_flag(target)} --draft suffix+recycle:{out}"
     )
 
 
@@ -205,8 +209,7 @@ def _make_shortlist(
     out: Path,
     as_json: bool,
 ) -> None:
-    """The tokens that a draft model scores."""
-    EagleOptions(draft_vocab=size)  # what is wrong is cheaper to find before torch is imported
+    EagleOptions(draft_vocab=size)  # errors are cheaper to find before torch is imported
     from forerun.train.shortlist import make_shortlist
 
     with progress(as_json) as tell:
@@ -215,76 +218,72 @@ def _make_shortlist(
         print_json({"file": str(out), **asdict(made)})
         return
     print(
-        f"{out}: {made.tokens:,} of {made.vocab:,} tokens, {100 * made.covered:.2f} % of the {made.counted:,} that were"
-        f" counted, in {made.seconds:.0f} s\n"
+        f"{out}: {made.tokens:,} of {made.vocab:,} tokens, {100 * made.covered:.2f} % of the"
+        f" {made.counted:,} counted ones, in {made.seconds:.0f} s\n"
         f"next: forerun generate ... --draft model:DRAFT_MODEL --draft-shortlist {out}"
     )
 
 
 def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) -> None:
-    """Measure a drafter that is there."""
+    """Measure an existing drafter."""
     if trains or given.keys() & {"options", "recipe", "save_data"}:
         raise ConfigError(
-            "--eval trains nothing: leave out --out, --resume, --save-data, --recipe and the recipe's options"
+            "--eval trains nothing: leave out --out, --resume, --save-data, --recipe and the"
+            " recipe's options"
         )
     training = Training(**given.get("training", {}))
+    from forerun.train.export import advice
     from forerun.train.run import measure
 
+    data = tuple(given.get("data", ()))
     with progress(as_json, measuring=True) as tell:
-        findings = measure(
-            given.get("target"), drafter, tuple(given.get("data", ())), training, tell
-        )
-    from forerun.train.report import advice
-
-    said = advice(findings, drafter)
+        measurements = measure(given.get("target"), drafter, data, training, tell)
+    remedy = "More training may help: more minutes, more texts."
+    text = advice(measurements, drafter, given.get("target"), remedy)
     if as_json:
-        print_json({"drafter": drafter, **findings.as_dict(), "advice": said})
+        print_json({"drafter": drafter, **measurements.as_dict(), "advice": text})
         return
-    _print(findings)
-    print(said)
+    _print(measurements)
+    print(text)
 
 
-def _print(findings: Findings) -> None:
-    """The tables, and what they leave out."""
-    _print_lengths(findings.measured)
-    if findings.left_out:
-        counts = ", ".join(f"{task} {count}" for task, count in findings.left_out.items())
-        print(f"left out, since they are too long: {counts}")
-    if findings.no_time:
-        print(f"not measured, for want of time: {', '.join(findings.no_time)}")
-    if findings.speed is not None:
-        _print_speed(findings.speed)
+def _print(measurements: Measurements) -> None:
+    """Print accepted lengths and speeds, and say what they leave out."""
+    from forerun.train.export import omissions
 
-
-def _print_lengths(measured: Sequence[Measured]) -> None:
-    """Accepted lengths, measured and analytic, and by where in the output a draft began."""
-    spans = sorted({at for entry in measured for at in entry.by_position})
     print_table(
-        ("task", "temperature", "depth", "accepted length", "analytic", "passes", *(f"from {at}" for at in spans)),
+        ("task", "temperature", "depth", "accepted length", "expected", "passes"),
         [
             (
-                entry.task, f"{entry.temperature:g}", str(entry.depth), f"{entry.accepted_length:.3f}",
-                f"{entry.analytic:.3f}", str(entry.passes),
-                *(f"{entry.by_position[at]:.2f}" if at in entry.by_position else "" for at in spans),
+                result.task,
+                f"{result.temperature:g}",
+                str(result.depth),
+                f"{result.accepted_length:.3f}",
+                f"{result.expected:.3f}",
+                str(result.passes),
             )
-            for entry in measured
+            for result in measurements.measured
         ],
-    )  # fmt: skip
-
-
-def _print_speed(speed: Speed) -> None:
-    """Each way to decode beside plain decoding."""
+    )
+    for line in omissions(measurements):
+        print(line)
+    speed = measurements.speed
+    if speed is None:
+        return
     print_table(
-        ("", "tokens/s", "times plain (95 %)", "accepted length", "text"),
+        ("draft", "tokens/s", "times plain", "accepted length", "text"),
         [
             (
-                pace.label, f"{pace.tokens_per_second:.1f}", pace.ratio, f"{pace.accepted_length:.2f}",
-                "same" if pace.same else "DIFFERENT",
+                result.draft,
+                f"{result.tokens_per_second:.1f}",
+                f"{result.times_plain:.2f}",
+                f"{result.accepted_length:.2f}",
+                "same" if result.same_text else "DIFFERENT",
             )
-            for pace in speed.paces
+            for result in speed.results
         ],
-    )  # fmt: skip
+    )
     print(
-        f"{speed.task} texts, {speed.tokens} tokens behind each of {speed.prompts} prompts, temperature 0; medians of"
-        f" {speed.rounds} round{'s' * (speed.rounds > 1)}; the best fixed depth is {speed.best_depth}"
+        f"{speed.task} texts: {speed.tokens} tokens after each of {speed.prompts} prompts,"
+        f" temperature 0; medians, number of rounds: {speed.rounds}"
     )

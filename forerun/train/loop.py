@@ -1,18 +1,18 @@
-"""The one training loop: any recipe, steps that can be repeated, checkpoints that continue to the
-same curve.
+"""The training loop of all recipes: repeatable steps, checkpoints, optimizers and the time limit.
 
 What a step does follows from the settings and its number; what it changes is the module, the
-optimisers, torch's random numbers and the `Record`. A checkpoint holds these four, so a run that
-was interrupted and taken up again goes on as if nothing had been.
+optimizers, torch's random state and the `TrainingRecord`. A checkpoint holds these four, so a
+resumed run continues as if it had not been interrupted.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,172 +22,151 @@ import torch
 from torch import Tensor, nn
 
 from forerun.cli.progress import Tell, nothing
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, LoadError
 from forerun.hardware import cores
 from forerun.kernels import native
-from forerun.train.capture import Target
-from forerun.train.checkpoint import write_checkpoint
-from forerun.train.deadline import Deadline
-from forerun.train.evaluate import FIGURE, Evaluation, Judge
-from forerun.train.optimizers import make_optimizers
-from forerun.train.options import LossOptions
-from forerun.train.recipes import Recipe
-from forerun.train.settings import Training
-from forerun.train.stream import Harvest, Stream
+from forerun.train.evaluate import Evaluation, Evaluator
+from forerun.train.options import LossOptions, Training
+from forerun.train.stream import TextStream
+from forerun.train.time_limit import TimeLimit
+from forerun.utils import atomic_file
 
-RATE = LossOptions.rate  # where the settings say nothing
-FLOOR = 0.1  # of the learning rate, at the end of the cosine
-Weights = dict[str, Tensor]
+FINAL_RATE = 0.1  # of the peak learning rate, at the end of the cosine
+# Shares of the time limit for the final measurement: with tasks or speed, and without.
+MEASURING_SHARE, HELD_OUT_SHARE = 0.2, 0.05
+CHECKPOINT_VERSION = 5
 
 
 @dataclass(slots=True)
-class Record:
-    """What a run has come to.
+class TrainingRecord:
+    """Progress of a run.
 
     Attributes:
-        step: steps that are done.
-        seconds: up to its last checkpoint.
-        began: the second at which the first step could begin: what came before was set-up.
-        slowest: seconds of the slowest evaluation, which say how long measuring takes.
-        losses, evaluations: one a step, and those that were made.
+        step: number of finished steps.
+        seconds: duration up to the last checkpoint.
+        began: second at which training began, after the set-up.
+        losses: loss of each step.
     """
 
     step: int = 0
     seconds: float = 0.0
     began: float = 0.0
-    slowest: float = 0.0
     losses: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
 
     @property
     def best(self) -> Evaluation | None:
-        """The first of the evaluations with the greatest accepted length."""
-        return max(
-            self.evaluations, key=lambda evaluation: evaluation.accepted_length, default=None
-        )
+        """The first evaluation with the greatest accepted length."""
+        return max(self.evaluations, key=lambda found: found.accepted_length, default=None)
 
-    def without_better(self) -> int:
-        """Evaluations since the best."""
-        best = self.best
-        return 0 if best is None else len(self.evaluations) - 1 - self.evaluations.index(best)
-
-    def gave_up(self, patience: int) -> bool:
-        """Whether so many evaluations were no better than the best; 0 never gives up."""
-        return bool(patience) and self.without_better() >= patience
+    def out_of_patience(self, patience: int) -> bool:
+        """Return True after `patience` evaluations without a better one; 0 never gives up."""
+        if not patience or self.best is None:
+            return False
+        return len(self.evaluations) - 1 - self.evaluations.index(self.best) >= patience
 
 
 class Trainer:
-    """A run of one recipe. `best` are the weights that were evaluated best."""
+    """A run of one recipe; `best` are the weights with the best evaluation."""
 
     def __init__(
         self,
-        recipe: Recipe,
         module: nn.Module,
-        target: Target,
-        stream: Stream,
-        judge: Judge,
-        settings: Training,
+        stream: TextStream,
+        evaluator: Evaluator,
         path: Path,
         identity: dict[str, Any],
         tell: Tell = nothing,
-        deadline: Deadline | None = None,
+        limit: TimeLimit | None = None,
     ) -> None:
-        """`path` is the checkpoint's; `identity` is put into it, so that the run can be set up
-        again. `deadline` has counted since the run began; without it, the run begins now."""
-        self.recipe, self.module, self.target, self.stream = (
-            recipe,
-            module.to(target.device),
-            target,
-            stream,
-        )
-        self.judge, self.settings, self.path, self.identity = judge, settings, path, identity
-        self.tell, self.deadline = tell, deadline or Deadline(settings.max_minutes)
+        """`path` is the checkpoint's; it stores `identity`, plain values from which the run is set
+        up again. `limit` has counted since the run began; without it the run begins now."""
+        recipe, target, settings = evaluator.recipe, evaluator.target, evaluator.settings
+        self.recipe, self.target, self.settings = recipe, target, settings
+        self.module, self.stream, self.evaluator = module.to(target.device), stream, evaluator
+        self.path, self.identity, self.tell = path, identity, tell
+        self.limit = limit or TimeLimit(settings.max_minutes)
         torch.manual_seed(settings.seed)
-        self.record = Record()
-        self._step = 0.0  # seconds that the last one took
-        self.best: Weights = {}
-        self.harvest = Harvest(
-            target,
-            stream,
-            recipe.vocab(module, target),
-            settings,
-            path.with_suffix(".captured"),
-            tell,
-        )
+        self.record = TrainingRecord()
+        self.best: dict[str, Tensor] = {}
+        stream.configure(recipe.vocab(module, target), path.with_suffix(".captured"), tell)
         self.bfloat16 = computes_bfloat16(settings.dtype, target.device)
-        # norms read bfloat16 with weights in float32, as is meant; torch warns that this is not its
-        # fastest way
+        # Norms read bfloat16 with float32 weights on purpose; torch warns that this is slower.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.optimizers = make_optimizers(
-            module, settings.optimizer, settings.learning_rate or RATE, settings.weight_decay, dtype
+            module,
+            settings.optimizer,
+            settings.learning_rate or LossOptions.default_rate,
+            settings.weight_decay,
+            torch.bfloat16 if self.bfloat16 else torch.float32,
         )
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.module.load_state_dict(state["module"])
-        for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(held)
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None and self.target.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.target.device)
         self.best = state["best"]
-        self.record = Record(**{part.name: state[part.name] for part in fields(Record)})
+        self.record = TrainingRecord(**{f.name: state[f.name] for f in fields(TrainingRecord)})
         self.record.evaluations = [Evaluation(**values) for values in state["evaluations"]]
-        self.deadline.resume(self.record.seconds)
+        self.limit.resume(self.record.seconds)
 
-    def run(self) -> Record:
+    def run(self) -> TrainingRecord:
         """Train to the end; the module then has the best weights.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C, when a checkpoint has been written.
-            ForerunError: a loss that is not finite, or a checkpoint that cannot be written; the one
-                before is kept.
+            KeyboardInterrupt: after Ctrl-C, once a checkpoint is written.
+            ForerunError: a loss is not finite, or a checkpoint cannot be written; the previous
+                checkpoint is kept.
         """
         if not self.record.step:
-            self.record.began = self.deadline.seconds
-        self.harvest.open(keep=self.record.step > 0)
-        goes_on = False
+            self.record.began = self.limit.seconds
+        self.stream.open(keep=self.record.step > 0)
+        interrupted = False
         try:
             self._run()
         except KeyboardInterrupt:
-            goes_on = self.path.exists()
+            interrupted = self.path.exists()
             raise
         finally:
-            self.harvest.close(remove=not goes_on)
+            self.stream.close(remove=not interrupted)
         self.module.load_state_dict(self.best)
         return self.record
 
     def _run(self) -> None:
-        with _asked_to_stop() as asked:
-            while not self._done():
-                self._evaluate_if(self._due(self.settings.evaluate_every))
-                if self._done():
+        settings = self.settings
+        with _stop_requests() as stop_requested:
+            while not self._is_done():
+                self._evaluate_if(self._is_due(settings.evaluate_every))
+                if self._is_done():
                     break
-                began = self.deadline.seconds
+                began = self.limit.seconds
                 loss, tokens = self.learn()
-                self._step = self.deadline.seconds - began
-                self._tell(loss, tokens / max(self._step, 1e-9))
-                if asked():
+                self._show(loss, tokens / max(self.limit.seconds - began, 1e-9))
+                if stop_requested():
                     self.save()
                     raise KeyboardInterrupt(f"stopped after step {self.record.step}")
-                if self.settings.checkpoint_every and self._due(self.settings.checkpoint_every):
+                if settings.checkpoint_every and self._is_due(settings.checkpoint_every):
                     self.save()
             self._evaluate_if(True)
             self.save()
-            if asked():
+            if stop_requested():
                 raise KeyboardInterrupt(f"stopped after step {self.record.step}, the last")
 
     def learn(self) -> tuple[float, int]:
-        """One step; (its loss, tokens it read). Raises ForerunError before anything is changed if
-        it is not finite."""
+        """Take one step and return (loss, tokens read). Raises ForerunError before anything is
+        changed if the loss is not finite."""
         record, module = self.record, self.module.train()
+        rate = learning_rate(self._progress(), self.settings)
         for optimizer in self.optimizers:
-            optimizer.param_groups[0]["lr"] = learning_rate(self._share(), self.settings)
-        batches = [self.harvest.batch(numbers) for numbers in self.stream.step(record.step)]
+            optimizer.param_groups[0]["lr"] = rate
+        batches = [self.stream.batch(numbers) for numbers in self.stream.step(record.step)]
         positions = sum(batch.positions for batch in batches)
         total = 0.0
-        with _threads(self.settings.threads):
+        with _torch_threads(self.settings.threads):
             for batch in batches:
                 with self._precision():
                     loss = self.recipe.loss(module, batch) * (batch.positions / positions)
@@ -197,8 +176,8 @@ class Trainer:
             if not math.isfinite(total) or not math.isfinite(norm):
                 kept = f"; the last checkpoint, {self.path}, is kept" if self.path.exists() else ""
                 raise ForerunError(
-                    f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}: lower"
-                    f" --learning-rate or --clip, or use --dtype float32{kept}"
+                    f"the loss of step {record.step + 1} is {total} with a gradient of norm {norm}:"
+                    f" lower --learning-rate or --clip, or use --dtype float32{kept}"
                 )
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -210,7 +189,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Raises ForerunError."""
         cuda = self.target.device.type == "cuda"
-        self.record.seconds = self.deadline.seconds
+        self.record.seconds = self.limit.seconds
         write_checkpoint(
             self.path,
             {
@@ -224,70 +203,66 @@ class Trainer:
             },
         )
 
-    def _until(self) -> float:
-        """The second of the run at which training ends. A step may have begun just before; an
-        evaluation comes then, and there should be time for a figure at least."""
-        began, slowest = self.record.began, self.record.slowest
-        return self.deadline.of_training(
-            began, self._step + (1 + FIGURE) * slowest, self.judge.parts * slowest
-        )
+    def _end_second(self) -> float:
+        """The second of the run at which training ends, before the final measurement."""
+        settings = self.settings
+        is_short = settings.tasks == "none" and not settings.speed_rounds
+        share = HELD_OUT_SHARE if is_short else MEASURING_SHARE
+        return self.limit.training_end(self.record.began, share)
 
-    def _share(self) -> float:
-        """How much of the training is done, of its steps or, if that is more, of its time."""
+    def _progress(self) -> float:
+        """The finished share of training, by steps or by time, whichever is larger."""
         began = self.record.began
-        share = (self.deadline.seconds - began) / (self._until() - began)
+        share = (self.limit.seconds - began) / (self._end_second() - began)
         return max(self.record.step / self.settings.steps, min(share, 1.0))
 
-    def _done(self) -> bool:
-        over = self.record.step >= self.settings.steps or self.deadline.seconds >= self._until()
-        return over or self.record.gave_up(self.settings.patience)
+    def _is_done(self) -> bool:
+        over = self.limit.seconds >= self._end_second()
+        finished = over or self.record.step >= self.settings.steps
+        return finished or self.record.out_of_patience(self.settings.patience)
 
-    def _due(self, every: int) -> bool:
-        """Whether the steps done are a multiple of `every`; of 0 only none at all is."""
+    def _is_due(self, every: int) -> bool:
+        """Return True if the step is a multiple of `every`; 0 means before the first step only."""
         return self.record.step % every == 0 if every else self.record.step == 0
 
     def _evaluate_if(self, due: bool) -> None:
-        """Evaluate, once a step, and keep the weights if they are the best so far."""
+        """Evaluate, once per step, and keep the weights if they are the best so far."""
         record = self.record
         if not due or (record.evaluations and record.evaluations[-1].step == record.step):
             return
-        began = self.deadline.seconds
-        with _threads(self.settings.threads), self._precision():
-            found = self.judge.evaluate(self.module, record.step)
-        record.slowest = max(record.slowest, self.deadline.seconds - began)
+        with _torch_threads(self.settings.threads), self._precision():
+            found = self.evaluator.evaluate(self.module, record.step)
         record.evaluations.append(found)
         if record.best is found:
-            self.best = {
-                name: value.detach().cpu().clone()
-                for name, value in self.module.state_dict().items()
-            }
+            weights = self.module.state_dict()
+            self.best = {name: value.detach().cpu().clone() for name, value in weights.items()}
         self.tell.note(
-            f"after {found.step} steps: accepted length {found.accepted_length:.3f} at depth {self.settings.depth},"
-            f" overlap {found.overlap:.3f}, perplexity {found.perplexity:.2f}"
+            f"after {found.step} steps: accepted length {found.accepted_length:.3f} at depth"
+            f" {self.settings.depth}, overlap {found.overlap:.3f},"
+            f" perplexity {found.perplexity:.2f}"
         )
 
-    def _tell(self, loss: float, speed: float) -> None:
-        step, share = self.record.step, self._share()
-        self.tell(
-            f"step {step} of {round(step / share)}, loss {loss:.4f}, {speed:.0f} tokens/s", share, 1
-        )
+    def _show(self, loss: float, speed: float) -> None:
+        step, share = self.record.step, self._progress()
+        text = f"step {step} of {round(step / share)}, loss {loss:.4f}, {speed:.0f} tokens/s"
+        self.tell(text, share, 1)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
 
 
-def learning_rate(share: float, settings: Training) -> float:
-    """When so much of the run is done: up in a line, then down along half a cosine to a tenth."""
-    highest = settings.learning_rate or RATE
-    if share < settings.warmup:
-        return highest * min((share + 1 / settings.steps) / settings.warmup, 1.0)
-    way = (share - settings.warmup) / max(1 - settings.warmup, 1e-9)
-    return highest * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * way)))
+def learning_rate(progress: float, settings: Training) -> float:
+    """Return the learning rate at a share of the run: a linear warm-up, then half a cosine down to
+    `FINAL_RATE` of the peak."""
+    peak = settings.learning_rate or LossOptions.default_rate
+    if progress < settings.warmup:
+        return peak * min((progress + 1 / settings.steps) / settings.warmup, 1.0)
+    share = (progress - settings.warmup) / max(1 - settings.warmup, 1e-9)
+    return peak * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def computes_bfloat16(dtype: str, device: torch.device) -> bool:
-    """Whether products are to be in bfloat16; on CPUs that only emulate it, it is many times
-    slower."""
+    """Return True if products are computed in bfloat16, which CPUs that emulate it do slowly."""
     if dtype != "auto":
         return dtype == "bfloat16"
     if device.type == "cuda":
@@ -296,33 +271,153 @@ def computes_bfloat16(dtype: str, device: torch.device) -> bool:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C ask to stop rather than stop at once, so that no step is cut in half. The second
-    one does stop."""
-    asked = threading.Event()
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C request a stop, so that no step is cut in half; the second one stops
+    at once."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield requested.is_set
         return
 
-    def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
+    def request(number: int, frame: Any) -> None:
+        if requested.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        requested.set()
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, request)
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Give torch's products so many threads, 0 one for each core: beside the native kernels it has
-    a single one, but they sleep while a drafter learns."""
+def _torch_threads(count: int) -> Iterator[None]:
+    """Give torch `count` threads, 0 for one per core. Beside the native kernels torch has a single
+    thread, but the kernels are idle while a drafter learns."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count or cores(), cores()))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def checkpoint_path(out: Path) -> Path:
+    """Return the checkpoint file of a run that writes `out`."""
+    out = Path(os.path.abspath(out))  # so that "." has a name, too
+    return out.with_name(f"{out.name}.training")
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Replace the checkpoint atomically. Raises ForerunError and keeps the previous one if that
+    fails."""
+    try:
+        with atomic_file(path) as work, work.open("wb") as file:
+            torch.save({"version": CHECKPOINT_VERSION, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed write
+        kept = f"the last one, {path}, is kept: make room and continue with --resume"
+        advice = kept if path.exists() else "make room"
+        why = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        raise ForerunError(f"the checkpoint cannot be written ({why}); {advice}") from None
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint. Raises LoadError if it is missing or is no checkpoint."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise LoadError(f"there is no checkpoint {path}: begin without --resume") from None
+    except Exception as error:  # unpickling another file raises anything
+        why = (str(error).strip() or repr(error)).splitlines()[0]
+        raise LoadError(
+            f"the checkpoint {path} cannot be read ({why}): remove it and start again"
+        ) from None
+    if not isinstance(state, dict) or state.get("version") != CHECKPOINT_VERSION:
+        raise LoadError(
+            f"the checkpoint {path} is of another version of forerun: remove it and start again"
+        )
+    return state
+
+
+# Muon makes each momentum matrix orthogonal before it is applied (Jordan et al. 2024). Its steps
+# are scaled to the size of AdamW's, so that both take one learning rate (Liu et al. 2502.16982).
+# torch's own always computes in bfloat16, which many CPUs emulate slowly.
+
+MUON_MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of the quintic iteration
+ITERATIONS = 5
+ADAMW_RMS = 0.2  # root mean square of AdamW's steps divided by its learning rate
+# Drafters take larger Muon steps: their runs are short and their matrices often random at first.
+MUON_SCALE = 3.0
+ADAMW_BETAS = (0.9, 0.95)
+# parts of the names of weights that map tokens to states or back, which Muon does not suit
+NOT_MUON = ("embed", "head", "wte", "wpe", "markov")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for weights with two axes, in one parameter group."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        rms: float = ADAMW_RMS,
+    ) -> None:
+        """`dtype` is that of the iteration, `rms` the root mean square of a step divided by the
+        learning rate."""
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.dtype, self.rms = dtype, rms
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state: dict[str, Any] = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 1 - MUON_MOMENTUM)
+                nesterov = weight.grad.lerp(momentum, MUON_MOMENTUM)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                size = group["lr"] * self.rms * max(weight.shape) ** 0.5
+                weight.sub_(orthogonalise(nesterov, self.dtype).to(weight.dtype), alpha=size)
+
+
+def orthogonalise(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Approximate U V^T of the singular value decomposition U S V^T by a Newton-Schulz iteration.
+    [m, n] -> [m, n]"""
+    a, b, c = NEWTON_SCHULZ
+    is_wide = x.shape[0] <= x.shape[1]
+    y: Tensor = (x if is_wide else x.T).to(dtype)
+    y = y / (y.norm() + 1e-7)
+    for _ in range(ITERATIONS):
+        square = y @ y.T
+        y = a * y + (b * square + c * square @ square) @ y
+    return y if is_wide else y.T
+
+
+def make_optimizers(
+    module: nn.Module, kind: str, rate: float, weight_decay: float, dtype: torch.dtype
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW alone, or (for `kind` muon) Muon for inner matrices and AdamW for the rest."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in module.named_parameters():
+        if weight.requires_grad:
+            inner = weight.ndim == 2 and not any(part in name for part in NOT_MUON)
+            (matrices if kind == "muon" and inner else others).append(weight)
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(Muon(matrices, rate, weight_decay, dtype, MUON_SCALE * ADAMW_RMS))
+    if others:
+        adamw = torch.optim.AdamW(
+            others, lr=rate, betas=ADAMW_BETAS, weight_decay=weight_decay, fused=True
+        )
+        made.append(adamw)
+    return made

@@ -1,7 +1,8 @@
-"""A whole run, from names to a directory: what the verb does, for whoever calls it from Python.
+"""A whole training run, from names to a directory: what `forerun train` does, for callers in
+Python.
 
-A run is set up from a `Plan` of plain values. Its checkpoint holds the same, so that it can be
-taken up again without saying anything twice.
+A run is set up from a `Plan` of plain values. Its checkpoint holds the same values, so a resumed
+run needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,39 +21,41 @@ from forerun.draft.registry import kind_of
 from forerun.draft_spec import LOADED, parse_draft
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model
-from forerun.train.capture import Target
-from forerun.train.captured import Kept
-from forerun.train.checkpoint import checkpoint_path, read_checkpoint
+from forerun.train.capture import CaptureStore
 from forerun.train.data import Corpus, Document, digest_of, read_data, split
-from forerun.train.deadline import Deadline
-from forerun.train.evaluate import Judge
-from forerun.train.export import check_out, export
-from forerun.train.findings import Findings, find
-from forerun.train.loop import Trainer
-from forerun.train.options import LossOptions, options_of, recipes_with
+from forerun.train.evaluate import (
+    Evaluator,
+    Measurements,
+    max_length,
+    measure_drafter,
+    select_tasks,
+    task_prompts,
+)
+from forerun.train.export import Report, check_out, export
+from forerun.train.loop import Trainer, checkpoint_path, read_checkpoint
+from forerun.train.options import LossOptions, Training, options_of, recipes_with
 from forerun.train.recipes import RECIPES, recipe_of
-from forerun.train.report import Facts, Report
-from forerun.train.settings import Training
-from forerun.train.stream import Stream
-from forerun.train.synthesis import Written, check_place, write
-from forerun.train.tasks import chosen_tasks, reach_of, task_prompts
+from forerun.train.stream import TextStream
+from forerun.train.synthesis import WrittenTexts, check_save_data, write
+from forerun.train.target import Target
+from forerun.train.time_limit import TimeLimit
 from forerun.utils import write_atomic
 
-CLOCK = ": with --max-minutes the clock decides, so the weights will not be those of a run without a break"
-MAY_DIFFER = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
+CLOCK_NOTE = (
+    ": with --max-minutes the weights depend on the clock and differ from an uninterrupted run"
+)
+MAY_CHANGE = ("max_minutes", "tasks", "speed_rounds")  # between a run and its continuation
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be trained.
+    """What to train.
 
     Attributes:
         target: a directory, GGUF file or Hub id; None is the default model.
         data: files, directories, or "library".
-        save_data: the file that keeps what the target wrote itself, where it did.
-        recipe: its name.
-        options: of the recipe.
-        training: of the run.
+        recipe: name of the recipe.
+        save_data: file that stores the texts that the target writes itself.
     """
 
     target: str | None
@@ -63,76 +66,78 @@ class Plan:
     save_data: str | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Plan:
-        """From plain values: as they were given, or as a checkpoint holds them."""
+    def from_values(cls, values: Mapping[str, Any]) -> Plan:
+        """Build a plan from plain values: the given ones, or those of a checkpoint."""
         given = values.get("options", {})
-        name = values.get("recipe") or _recipe_of(given)
-        options = options_of(name, given)
-        training = Training(**values.get("training", {}))
+        name = values.get("recipe") or _default_recipe(given)
+        options, training = options_of(name, given), Training(**values.get("training", {}))
         data = tuple(values.get("data", ()))
-        rate = options.rate if training.learning_rate is None else training.learning_rate
-        training = replace(training, learning_rate=rate, write=training.texts(bool(data)))
+        rate = training.learning_rate
+        training = replace(
+            training,
+            learning_rate=options.default_rate if rate is None else rate,
+            write=training.num_texts(bool(data)),
+        )
         return cls(values.get("target"), data, name, options, training, values.get("save_data"))
 
 
 def train(values: Mapping[str, Any], out: Path, tell: Tell) -> Report:
-    """Train from the beginning and write `out`. `values` are what `Plan.of` takes.
+    """Start a run and write `out`. `values` are those of `Plan.from_values`.
 
     Raises:
-        ForerunError: an option, a model, data or a directory that cannot be, or a loss that is not
-            finite.
-        KeyboardInterrupt: Ctrl-C; once steps are taken, after a checkpoint.
+        ForerunError: an option, a model, data or a directory is invalid, or a loss is not finite.
+        KeyboardInterrupt: after Ctrl-C; once training has begun, a checkpoint has been written.
     """
-    plan, path = Plan.of(values), checkpoint_path(out)
-    deadline = Deadline(plan.training.max_minutes)
+    plan, path = Plan.from_values(values), checkpoint_path(out)
+    limit = TimeLimit(plan.training.max_minutes)
     check_out(out)
     if plan.save_data is not None:
-        check_place(plan.save_data, plan.training)
+        check_save_data(plan.save_data, plan.training)
     if path.exists():
         raise ConfigError(
-            f"there is a checkpoint {path} of a run that has not ended: use --resume, or remove it"
+            f"there is a checkpoint {path} of an unfinished run: use --resume, or remove it"
         )
-    with ExitStack() as ending:
-        return _Run(plan, out, None, ending, tell).to_the_end(deadline)
+    with ExitStack() as cleanup:
+        return _Run(plan, out, None, cleanup, tell).finish(limit)
 
 
 def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
-    """Go on from the checkpoint of `out`. What is given beside it must be what it was, but for
-    `MAY_DIFFER`."""
+    """Continue from the checkpoint of `out`. Values that are given again must be those of the run,
+    except for `MAY_CHANGE`."""
     check_out(out)
     state = read_checkpoint(checkpoint_path(out))
-    identity, asked = state["identity"], _flat(given)
-    held = _flat(identity)
-    for name, value in asked.items():
-        if name not in held:
+    identity = state["identity"]
+    stored, wanted = _flatten(identity), _flatten(given)
+    for name, value in wanted.items():
+        if name not in stored:
             raise ConfigError(
-                f"the run was begun with recipe {identity['recipe']}, which has no {name}: leave it out"
+                f"the run was begun with recipe {identity['recipe']}, which has no {name}: leave it"
+                " out"
             )
-        if name not in MAY_DIFFER and value != held[name]:
+        if name not in MAY_CHANGE and value != stored[name]:
             raise ConfigError(
-                f"the run was begun with {name}={held[name]!r}, not {value!r}: leave it out"
+                f"the run was begun with {name}={stored[name]!r}, not {value!r}: leave it out"
             )
-    plan = Plan.of(identity)
-    changed = {name: asked[name] for name in MAY_DIFFER if name in asked}
+    plan = Plan.from_values(identity)
+    changed = {name: wanted[name] for name in MAY_CHANGE if name in wanted}
     plan = replace(plan, training=replace(plan.training, **changed))
-    deadline = Deadline(plan.training.max_minutes)
-    with ExitStack() as ending:
-        return _Run(plan, out, state, ending, tell).to_the_end(deadline)
+    limit = TimeLimit(plan.training.max_minutes)
+    with ExitStack() as cleanup:
+        return _Run(plan, out, state, cleanup, tell).finish(limit)
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Plan.of` takes, with the options of the recipe and the settings of the run beside all
-    else."""
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a plan with its options and training settings on one level."""
     others = {name: value for name, value in values.items() if name not in ("options", "training")}
     return {**others, **values.get("options", {}), **values.get("training", {})}
 
 
 def measure(
     target: str | None, drafter: str, data: tuple[str, ...], training: Training, tell: Tell
-) -> Findings:
-    """What a drafter that is there is worth: on held-out documents of the data, if there are any,
-    and on tasks."""
-    deadline, tasks = Deadline(training.max_minutes), chosen_tasks(training.tasks)
+) -> Measurements:
+    """Measure an existing drafter on held-out documents of the data, if there are any, and on
+    tasks."""
+    limit, tasks = TimeLimit(training.max_minutes), select_tasks(training.tasks)
     if not data and not tasks:
         raise ConfigError("there is nothing to measure on: give --data, or other --tasks than none")
     documents = split(read_data(data)[0], training.held_out)[1] if data else None
@@ -142,15 +147,14 @@ def measure(
     module = recipe.load(directory, model).to(model.device)
     model.aux_hidden_layers = recipe.aux_hidden_layers(module, model)
     held_out = None if documents is None else _corpus(documents, model, training, tell)
-    prompts = task_prompts(tasks, model, reach_of(module, model), training)
-    return find(
-        Judge(model, recipe, held_out, training, prompts), module, directory, deadline, tell
-    )
+    prompts = task_prompts(tasks, model, max_length(module, model), training)
+    evaluator = Evaluator(model, recipe, held_out, training, prompts)
+    return measure_drafter(evaluator, module, directory, limit, tell)
 
 
-def _recipe_of(options: Mapping[str, Any]) -> str:
-    """The recipe where none is named: the first that has the options given, or that of the drafter
-    to begin with."""
+def _default_recipe(options: Mapping[str, Any]) -> str:
+    """The recipe without --recipe: the first that has the given options, or that of the drafter
+    given as init."""
     names = recipes_with(options)
     if len(names) > 1 and "init" in options:
         return recipe_of(kind_of(find_model(options["init"], pickled=True))).name
@@ -158,8 +162,7 @@ def _recipe_of(options: Mapping[str, Any]) -> str:
 
 
 def _kind_and_directory(drafter: str) -> tuple[str, Path]:
-    """What a drafter is and where: KIND:DIRECTORY as a draft option has it, or a directory that
-    says it."""
+    """The kind and directory of KIND:DIRECTORY, as a draft option has it, or of a directory."""
     if ":" in drafter and drafter.partition(":")[0] in LOADED:
         ((kind, argument),) = parse_draft(drafter)
         return kind, find_model(argument, pickled=True)
@@ -168,121 +171,118 @@ def _kind_and_directory(drafter: str) -> tuple[str, Path]:
 
 
 class _Run:
-    """A plan with its data read, or written, and its models loaded."""
+    """A plan whose data are read or written and whose models are loaded."""
 
     def __init__(
-        self, plan: Plan, out: Path, state: dict[str, Any] | None, ending: ExitStack, tell: Tell
+        self, plan: Plan, out: Path, state: dict[str, Any] | None, cleanup: ExitStack, tell: Tell
     ) -> None:
-        """`state` is what the checkpoint of `out` holds, if there is one; `ending` closes what is
-        open when the run ends."""
-        self.plan, self.out, self.state, self.tell, self.path = (
-            plan,
-            out,
-            state,
-            tell,
-            checkpoint_path(out),
-        )
-        settings, tasks = plan.training, chosen_tasks(plan.training.tasks)
+        """`state` is the checkpoint, if there is one; `cleanup` runs at the end."""
+        self.plan, self.out, self.state, self.tell = plan, out, state, tell
+        self.path = checkpoint_path(out)
+        settings, tasks = plan.training, select_tasks(plan.training.tasks)
         documents, self.sources = read_data(plan.data) if plan.data else ([], [])
         tell("loading the target")
         self.target = Target(plan.target, settings)
         self.recipe = RECIPES[plan.recipe](plan.options)
-        self.written: Written | None = None
-        kept: Kept | None = None
+        self.written: WrittenTexts | None = None
+        store: CaptureStore | None = None
         if settings.write:
-            kept = self._kept(ending)
-            self.written = (
-                self._write(kept) if state is None else Written(**state["identity"]["written"])
-            )
+            store = self._open_store(cleanup)
+            self.written = self._written_texts(store)
             more, sources = self.written.read()
             known = {document.digest for document in documents}
             documents += [document for document in more if document.digest not in known]
             self.sources += sources
-        self.digest, self.split = digest_of(documents), split(documents, settings.held_out)
-        tell.note(f"{len(self.split[0])} documents to train on, {len(self.split[1])} held out")
-        train_on, held_out = (
-            _corpus(documents, self.target, settings, tell) for documents in self.split
-        )
-        self.stream = Stream(train_on, self.target, settings, kept)
-        torch.manual_seed(settings.seed)  # of the weights that begin at random
-        self.module = self.recipe.build(self.target, train_on)
+        self.digest = digest_of(documents)
+        training_documents, held_out_documents = split(documents, settings.held_out)
+        self.num_documents = len(training_documents), len(held_out_documents)
+        tell.note("{} documents to train on, {} held out".format(*self.num_documents))
+        corpus = _corpus(training_documents, self.target, settings, tell)
+        held_out = _corpus(held_out_documents, self.target, settings, tell)
+        self.stream = TextStream(corpus, self.target, settings, store)
+        torch.manual_seed(settings.seed)  # for weights that begin at random
+        self.module = self.recipe.build(self.target, corpus)
         self.target.aux_hidden_layers = self.recipe.aux_hidden_layers(self.module, self.target)
-        if self.recipe.vocab(self.module, self.target) != self.target.vocab:
-            self.stream.kept = None  # its laws are over other tokens
-        tell.note(f"{len(train_on.examples)} texts of up to {settings.tokens} tokens")
+        tell.note(f"{len(corpus.examples)} texts of up to {settings.tokens} tokens")
         tell("the target continues texts")
-        prompts = task_prompts(tasks, self.target, reach_of(self.module, self.target), settings)
-        self.judge = Judge(self.target, self.recipe, held_out, settings, prompts)
+        longest = max_length(self.module, self.target)
+        prompts = task_prompts(tasks, self.target, longest, settings)
+        self.evaluator = Evaluator(self.target, self.recipe, held_out, settings, prompts)
 
-    def _kept(self, ending: ExitStack) -> Kept:
-        """For what is captured while the target writes; it is there for as long as there is a
+    def _open_store(self, cleanup: ExitStack) -> CaptureStore:
+        """The store of what is captured while the target writes; it exists as long as there is a
         checkpoint."""
-        target, settings, path = self.target, self.plan.training, self.path.with_suffix(".written")
+        target, settings = self.target, self.plan.training
         target.aux_hidden_layers = self.recipe.reads(target)
-        kept = Kept(
-            path, target.shape(target.vocab), settings.tokens, settings.keep_gb / 2, self.tell
-        )
-        ending.callback(lambda: kept.close(remove=not self.path.exists()))
-        kept.open(keep=self.state is not None)
-        return kept
+        max_texts = target.max_stored(settings.keep_gb / 2, target.vocab)
+        store = CaptureStore(self.path.with_suffix(".written"), max_texts, self.tell)
+        cleanup.callback(lambda: store.close(remove=not self.path.exists()))
+        store.open(keep=self.state is not None)
+        return store
 
-    def _write(self, kept: Kept) -> Written:
-        written = write(self.target, self.plan.training, self.tell, kept=kept)
+    def _written_texts(self, store: CaptureStore) -> WrittenTexts:
+        if self.state is not None:
+            return WrittenTexts(**self.state["identity"]["written"])
+        written = write(self.target, self.plan.training, self.tell, store=store)
         if self.plan.save_data is not None:
-            write_atomic(
-                Path(self.plan.save_data).expanduser(),
-                "".join(f"{line}\n" for line in written.lines),
-            )
+            text = "".join(f"{line}\n" for line in written.lines)
+            write_atomic(Path(self.plan.save_data).expanduser(), text)
         return written
 
-    def to_the_end(self, deadline: Deadline) -> Report:
-        """Train, write the drafter, and remove the checkpoint; all before `deadline`."""
+    def finish(self, limit: TimeLimit) -> Report:
+        """Train, write the drafter and remove the checkpoint within the time limit."""
         plan, state = self.plan, self.state
         identity = {
-            "target": plan.target, "data": list(plan.data), "recipe": plan.recipe, "options": asdict(plan.options),
-            "training": asdict(plan.training), "digest": self.digest, "save_data": plan.save_data,
+            **asdict(plan),
+            "data": list(plan.data),
+            "digest": self.digest,
             "written": None if self.written is None else asdict(self.written),
-        }  # fmt: skip
+        }
         trainer = Trainer(
-            self.recipe, self.module, self.target, self.stream, self.judge, plan.training, self.path, identity,
-            self.tell, deadline,
-        )  # fmt: skip
+            self.module, self.stream, self.evaluator, self.path, identity, self.tell, limit
+        )
         if state is not None:
             if state["identity"]["digest"] != self.digest:
                 raise ConfigError(
-                    "the data have changed since the run began: bring them back, or begin anew"
+                    "the data have changed since the run began: restore them, or start again"
                 )
             trainer.resume(state)
-            self.tell.note(
-                f"going on after step {trainer.record.step}{CLOCK if plan.training.max_minutes else ''}"
-            )
+            note = CLOCK_NOTE if plan.training.max_minutes else ""
+            self.tell.note(f"continuing after step {trainer.record.step}{note}")
         record = trainer.run()
-        facts = Facts(
-            plan.target,
-            plan.data if plan.save_data is None else (*plan.data, plan.save_data),
-            {"name": plan.recipe, **asdict(plan.options)},
-            plan.training,
-            self.sources,
-            (len(self.split[0]), len(self.split[1])),
-            self.digest,
-            kept=self.written is None or plan.save_data is not None,
-            made_for=self.target.recorded,
-            license=license_of(self.target.path),
-        )
-        report = export(self.out, self.module, self.judge, facts, record, deadline, self.tell)
+
+        def report_of(measurements: Measurements) -> Report:
+            return Report(
+                plan.target,
+                self.target.recorded_name,
+                license_of(self.target.path),
+                {"name": plan.recipe, **asdict(plan.options)},
+                self.recipe.draft,
+                plan.training,
+                {
+                    "sources": [asdict(source) for source in self.sources],
+                    "documents": self.num_documents[0],
+                    "held_out": self.num_documents[1],
+                    "sha256": self.digest,
+                },
+                record,
+                sum(weight.numel() for weight in self.module.parameters()),
+                measurements,
+            )
+
+        report = export(self.out, self.module, self.evaluator, report_of, limit, self.tell)
         self.path.unlink(missing_ok=True)
         return report
 
 
 def _corpus(documents: list[Document], target: Target, training: Training, tell: Tell) -> Corpus:
-    """Documents as the target reads them; what cannot be learnt from is told."""
+    """Tokenize documents for the target, with a note about what cannot be used."""
     corpus = Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)
     if corpus.too_long:
         tell.note(
-            f"{corpus.too_long} prompts are left out: they leave no room within --tokens {training.tokens}"
+            f"{corpus.too_long} prompts are left out: they leave no room within --tokens"
+            f" {training.tokens}"
         )
-    if unknown := corpus.leave_out(target.vocab):
-        tell.note(
-            f"{unknown} texts are left out: they have tokens of the tokenizer that the target has not"
-        )
+    if unknown := corpus.drop_unknown_tokens(target.vocab):
+        tell.note(f"{unknown} texts are left out: they contain tokens that the target lacks")
     return corpus

@@ -1,5 +1,4 @@
-"""Shortlists for draft models that are there: the tokens that texts use most, counted (FR-Spec,
-2502.14856)."""
+"""Shortlists for existing draft models: the most frequent tokens of texts (FR-Spec, 2502.14856)."""
 
 from __future__ import annotations
 
@@ -15,23 +14,20 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.hub import find_model
 from forerun.models.shortlist import Shortlist
-from forerun.train.capture import Target
-from forerun.train.data import Corpus, Document, read_data
-from forerun.train.settings import Training
-from forerun.train.synthesis import SHARE, write
+from forerun.train.data import Corpus, read_data
+from forerun.train.options import Training
+from forerun.train.synthesis import TIME_SHARE, write
+from forerun.train.target import Target
 
-SMALLEST, LARGEST, PART = (
-    8192,
-    32768,
-    4,
-)  # of a list that nobody gave a size: a quarter of the vocabulary, within these
-WHOLE = 1 << 40  # tokens of a text that is counted: all of them
+# Without a given size a list has a quarter of the vocabulary, within these bounds.
+MIN_SIZE, MAX_SIZE, FRACTION = 8192, 32768, 4
+UNLIMITED = 1 << 40  # tokens of a text: all of them are counted
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """What a shortlist holds: `tokens` of a vocabulary of `vocab`, which are the share `covered` of
-    `counted` ones."""
+class ShortlistSummary:
+    """What a shortlist contains: `tokens` of a vocabulary of `vocab`, which make up the share
+    `covered` of `counted` tokens."""
 
     tokens: int
     vocab: int
@@ -47,35 +43,39 @@ def make_shortlist(
     training: Training,
     out: Path,
     tell: Tell,
-) -> Listed:
-    """Count the tokens of `data`, or of `training.write` texts that the target writes where there
-    is none, and write the file `out` with the `size` most frequent ones. Tokens that end a text are
-    always among them. To count data takes the target's tokenizer alone: the model is not loaded.
+) -> ShortlistSummary:
+    """Count the tokens of `data`, or of texts that the target writes if there are none, and write
+    the `size` most frequent ones to the file `out`. Tokens that end a text are always included. For
+    data only the target's tokenizer is loaded.
 
     Raises:
-        ForerunError: an option, a model, data or a file that cannot be.
+        ForerunError: an option, a model, data or a file is invalid.
     """
-    begun = time.monotonic()
+    began = time.monotonic()
     _check_file(out)
     documents = read_data(data)[0] if data else []
     path = find_model(target)
     config, tokenizer = load_config(path), load_tokenizer(path)
     if tokenizer is None:
         raise ConfigError(f"the target in {path} has no tokenizer: it cannot read texts to count")
-    count = min(size or min(max(config.vocab // PART, SMALLEST), LARGEST), config.vocab)
+    default_size = min(max(config.vocab // FRACTION, MIN_SIZE), MAX_SIZE)
+    count = min(size or default_size, config.vocab)
     if not documents:
-        documents = _written(target, training, tell)
+        tell("loading the target")
+        # `write` takes a share of the time limit and leaves the rest for training: there is none
+        unshared = replace(training, max_minutes=training.max_minutes / TIME_SHARE)
+        documents = write(Target(target, training), unshared, tell).read()[0]
     tell("counting tokens")
-    corpus = Corpus(documents, tokenizer, WHOLE, 1)
-    corpus.leave_out(config.vocab)
-    counts, ids = corpus.counts(config.vocab), corpus.frequent(config.vocab, count, config.end_ids)
+    corpus = Corpus(documents, tokenizer, UNLIMITED, 1)
+    corpus.drop_unknown_tokens(config.vocab)
+    counts = corpus.counts(config.vocab)
     if not counts.any():
         raise RequestError("there are no tokens to count in the data: give longer texts")
+    ids = corpus.most_frequent(config.vocab, count, config.end_ids)
     Shortlist(ids, config.vocab).save(out)
     total = int(counts.sum())
-    return Listed(
-        len(ids), config.vocab, total, float(counts[ids].sum()) / total, time.monotonic() - begun
-    )
+    covered, seconds = float(counts[ids].sum()) / total, time.monotonic() - began
+    return ShortlistSummary(len(ids), config.vocab, total, covered, seconds)
 
 
 def _check_file(out: Path) -> None:
@@ -87,11 +87,3 @@ def _check_file(out: Path) -> None:
         raise ConfigError(
             f"{out} cannot be written: there is no directory {parent} that can be written to"
         )
-
-
-def _written(target: str | None, training: Training, tell: Tell) -> list[Document]:
-    """What the target writes itself, with all of the time that there is: `write` leaves a share of
-    it for training."""
-    tell("loading the target")
-    everything = replace(training, max_minutes=training.max_minutes / SHARE)
-    return write(Target(target, training), everything, tell).read()[0]

@@ -1,16 +1,10 @@
-"""How much sooner tokens come with a drafter that was written: measured as `forerun bench decode`
-does.
-
-Plain decoding, what `--draft auto` takes already, the drafter behind `suffix` and alone, at depth
-auto and at every fixed depth, run in turn, on the same held-out prompts, one at a time, greedily,
-under rule match, on the target's weights that are loaded already.
-"""
+"""The speed of a finished drafter, measured as `forerun bench decode` does."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,66 +21,46 @@ from forerun.measure.rounds import Rounds, Setting, always
 from forerun.measure.run import PLAIN, Arm, Work, machine
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import Target
+from forerun.train.options import Training
 from forerun.train.recipes import Recipe
-from forerun.train.settings import Training, depths_up_to
-from forerun.train.tasks import HELD_OUT, Prompts
+from forerun.train.target import Target
 
-MOST_PROMPTS = 4
-AUTO = "auto"  # the draft of what is taken where nobody names one
-PLACE = "DIRECTORY"  # stands for where the drafter is
-COPIES = "suffix"  # what drafts before a drafter with weights: it costs next to nothing
-# to decode, beside fixed depths: plain, what auto takes, the drafter behind copies, and alone
-OTHER_WAYS = 4
+MAX_PROMPTS = 4
+PLACEHOLDER = "DIRECTORY"  # stands for the drafter's directory
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Decoding one way.
+class SpeedResult:
+    """The speed of one way to decode.
 
     Attributes:
-        depth: auto or fixed; 0 is plain decoding.
+        draft: "off" for plain decoding, "auto" for what --draft auto selects, else a draft option
+            with `PLACEHOLDER`.
         tokens_per_second: without the reading of prompts, see `measure.rounds`.
-        times_plain: that over plain decoding's.
-        interval: 95 % bootstrap interval of times_plain; None of plain decoding and of a single
-            round.
-        accepted_length: tokens a target pass.
-        same: whether every text was plain decoding's.
-        draft: "auto" for what `--draft auto` takes already, an option with `PLACE` for the drafter
-            together with another; "" for the drafter alone, and plain decoding.
+        times_plain: speed relative to plain decoding.
+        interval: 95 % bootstrap interval of times_plain; None for plain decoding or a single round.
+        accepted_length: tokens per target pass.
+        same_text: True if every text is that of plain decoding.
     """
 
-    depth: int | str
+    draft: str
     tokens_per_second: float
     times_plain: float
     interval: tuple[float, float] | None
     accepted_length: float
-    same: bool
-    draft: str = ""
-
-    @property
-    def label(self) -> str:
-        """Which way to decode this is, in words."""
-        depth = f"depth {self.depth}" if self.depth else "plain decoding"
-        return f"{self.draft}, {depth}" if self.draft else depth
-
-    @property
-    def ratio(self) -> str:
-        """Times plain with its interval, in words."""
-        span = f" ({self.interval[0]:.2f} to {self.interval[1]:.2f})" if self.interval else ""
-        return f"{self.times_plain:.2f}{span}"
+    same_text: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A drafter beside what `--draft auto` takes already, from the same rounds, both at depth auto.
+    """A drafter compared with what --draft auto selects, from the same rounds.
 
     Attributes:
-        draft: the quicker of the ways to use the drafter, as an option with `PLACE`.
-        default: what auto takes, as the engine calls it.
-        times_default: its tokens a second over those of the default.
-        interval: 95 % bootstrap interval of that; None of a single round.
-        times_plain: its speed over plain decoding.
+        draft: the faster way to use the drafter, as an option with `PLACEHOLDER`.
+        default: what auto selects, as the engine calls it.
+        times_default: speed relative to the default.
+        interval: its 95 % bootstrap interval; None for a single round.
+        times_plain: speed relative to plain decoding.
     """
 
     draft: str
@@ -96,155 +70,140 @@ class Comparison:
     times_plain: float
 
     @property
-    def better(self) -> bool:
-        """Whether the drafter is quicker than the default and than plain decoding, beyond what
-        rounds differ by."""
+    def is_better(self) -> bool:
+        """True if the drafter is significantly faster than the default, and than plain decoding."""
         low = self.interval[0] if self.interval else self.times_default
         return low > 1 and self.times_plain > 1
 
     @property
-    def worse(self) -> bool:
-        """Whether it is slower than one of them, beyond what rounds differ by."""
+    def is_worse(self) -> bool:
+        """True if the drafter is significantly slower than the default or than plain decoding."""
         high = self.interval[1] if self.interval else self.times_default
         return high < 1 or self.times_plain <= 1
 
-    @property
-    def ratio(self) -> str:
-        """Times the default with its interval, in words."""
+    def __str__(self) -> str:
         span = f" ({self.interval[0]:.2f} to {self.interval[1]:.2f})" if self.interval else ""
-        return f"{self.times_default:.2f}{span}"
+        return (
+            f"{self.times_default:.2f}{span} times the speed of {self.default}, which --draft auto"
+            f" selects, and {self.times_plain:.2f} times that of plain decoding"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speeds of a drafter, medians of rounds.
+    """The speed of a drafter, medians of rounds.
 
     Attributes:
-        paces: plain decoding, what auto takes, the drafter behind copies, the drafter alone at
-            depth auto, and then at every fixed depth.
-        prompts, tokens, rounds: how many prompts, tokens of each output, and rounds.
-        machine: where.
-        task: of the prompts: held-out, or tasks.
-        comparison: with what auto takes; None where that is this drafter.
+        results: plain decoding, what auto selects, the drafter behind suffix, the drafter alone;
+            all at depth auto.
+        comparison: None if auto selects this very drafter.
+        prompts, tokens: number of prompts, and of output tokens after each.
+        task: "held-out" or "tasks", the origin of the prompts.
     """
 
-    paces: tuple[Pace, ...]
+    results: tuple[SpeedResult, ...]
+    comparison: Comparison | None
     prompts: int
     tokens: int
     rounds: int
+    task: str
     machine: dict[str, Any]
-    comparison: Comparison | None = None
-    task: str = HELD_OUT
-
-    @property
-    def best_depth(self) -> int | str:
-        """The fixed depth that was the quickest."""
-        fixed = [pace for pace in self.paces if not pace.draft and pace.depth not in (0, "auto")]
-        return max(fixed, key=lambda pace: pace.tokens_per_second).depth if fixed else 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        values = asdict(self) | {"best_depth": self.best_depth}
-        if self.comparison is not None:
-            values["comparison"]["better"] = self.comparison.better
-        return values
 
 
 @dataclass(frozen=True, slots=True)
-class _Way(Arm):
-    """One way to decode, with a proposer that has a name of its own: two drafters of one kind are
-    compared."""
+class _NamedArm(Arm):
+    """A way to decode whose proposer has its own name: two drafters of one kind are compared."""
 
-    called: str = ""
-    label: str = ""  # the `draft` of its pace
+    proposer: str = ""
+    label: str = ""  # the `draft` of its result
 
     @property
     def name(self) -> str:
-        return self.called
+        return self.proposer
 
 
 def measure_speed(
-    target: Target, recipe: Recipe, directory: Path, prompts: Prompts, settings: Training, tell: Tell = nothing,
+    target: Target,
+    recipe: Recipe,
+    directory: Path,
+    task: str,
+    prompts: Sequence[tuple[Sequence[int], int]],
+    settings: Training,
+    tell: Tell = nothing,
     fits: Callable[[float, int], bool] = always,
-) -> Speed | None:  # fmt: skip
-    """Time what is in `directory` beside plain decoding and what auto takes, in
-    `settings.speed_rounds` rounds, at least one, or in as many as `fits` has time for (see
-    `Rounds.play`); None if that is none.
+) -> Speed | None:
+    """Measure the speed of what is in `directory` beside plain decoding and --draft auto: greedily,
+    one request at a time, under rule match.
 
-    The shortest prompts are taken, which leave the longest outputs; these are all of one length.
+    Runs `settings.speed_rounds` rounds, or as many as `fits` allows (see `Rounds.play`), and
+    returns None if that is none.
+
+    Args:
+        prompts: (token ids, maximum length of the text). The shortest are taken, which leave the
+            longest outputs; all outputs have the same length.
     """
-    openings = sorted(prompts.openings, key=lambda opening: len(opening.tokens))[:MOST_PROMPTS]
-    tokens = min(opening.limit - len(opening.tokens) for opening in openings)
-    default = _default(target)
-    runner = target.runner(1, max(opening.limit for opening in openings))
-    llm, own = _with_drafters(target, recipe, directory, default, runner)
-    place = default.partition(":")[2]
-    others = not place or Path(place).resolve() != directory.resolve()
-    ways = _ways(f"{recipe.draft}:{directory}", own, default, depths_up_to(settings.depth), others)
-    params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
-    setting = Setting(f"speed, {prompts.task}", 0.0, 1)
-    arms = [PLAIN, *ways]
-    rounds = Rounds(llm, setting, arms, params, settings.speed_rounds, Meter())
-    rounds.play([[Work(list(opening.tokens))] for opening in openings], tell, fits=fits)
+    chosen = sorted(prompts, key=lambda prompt: len(prompt[0]))[:MAX_PROMPTS]
+    num_tokens = min(limit - len(tokens) for tokens, limit in chosen)
+    default, runner = default_draft(target), target.runner(1, max(limit for _, limit in chosen))
+    llm, own = _llm_with_drafters(target, recipe, directory, default, runner)
+    place, option = default.partition(":")[2], f"{recipe.draft}:{PLACEHOLDER}"
+    auto = _NamedArm(default, "auto", proposer=draft_name(default), label="auto")
+    arms = [_NamedArm(option, "auto", proposer=own, label=option)]
+    is_default = bool(place) and Path(place).resolve() == directory.resolve()
+    if not is_default:
+        both = f"suffix+{option}"
+        arms.insert(0, _NamedArm(both, "auto", proposer=f"suffix+{own}", label=both))
+    params = SamplingParams.pure(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+    setting, order = Setting(f"speed, {task}", 0.0, 1), [PLAIN, auto, *arms]
+    rounds = Rounds(llm, setting, order, params, settings.speed_rounds, Meter())
+    rounds.play([[Work(list(tokens))] for tokens, _ in chosen], tell, fits=fits)
     if not rounds.done:
         return None
-    results = [rounds.result("none", arm, None) for arm in arms]
-    labels = ["", *(way.label for way in ways)]
-    paces = tuple(
-        Pace(
-            r.depth,
-            r.tokens_per_second,
-            r.times_plain,
-            r.interval,
-            r.accepted_length,
-            bool(r.same),
-            label,
-        )
-        for r, label in zip(results, labels, strict=True)
-    )
-    compared = _compared(rounds, ways, default) if others else None
-    return Speed(
-        paces, len(openings), tokens, rounds.done, machine(settings.threads), compared, prompts.task
+    comparison = None
+    if not is_default:
+        best = max(arms, key=rounds.speed)
+        times_plain = rounds.ratio(best, PLAIN)[0]
+        ratio = rounds.ratio(best, auto)
+        comparison = Comparison(best.label, draft_name(default), *ratio, times_plain)
+    results = tuple(_result(rounds, arm) for arm in order)
+    where = machine(settings.threads)
+    return Speed(results, comparison, len(chosen), num_tokens, rounds.done, task, where)
+
+
+def _result(rounds: Rounds, arm: Arm) -> SpeedResult:
+    found = rounds.result("none", arm, None)
+    return SpeedResult(
+        arm.label if isinstance(arm, _NamedArm) else arm.draft,
+        found.tokens_per_second,
+        found.times_plain,
+        found.interval,
+        found.accepted_length,
+        bool(found.same),
     )
 
 
-def _default(target: Target) -> str:
-    """The draft that `auto` takes for this target, as an option."""
+def default_draft(target: Target) -> str:
+    """Return the draft option that --draft auto selects for this target."""
     decoder = target.llm.decoder
     instructions = native.instructions() if view_of(decoder).form else ""
-    return automatic(AUTO, target.path, instructions, decoder.weight_bits)
+    return automatic("auto", target.path, instructions, decoder.weight_bits)
 
 
-def _ways(spec: str, own: str, default: str, depths: Sequence[int], others: bool) -> list[_Way]:
-    """What is compared with plain decoding, what auto takes first, where that is not the drafter
-    itself (`others`). `own` is what the engine calls the drafter."""
-    auto = _Way(default, "auto", called=draft_name(default), label=AUTO)
-    label = f"{COPIES}+{spec.partition(':')[0]}:{PLACE}"
-    together = _Way(f"{COPIES}+{spec}", "auto", called=f"{COPIES}+{own}", label=label)
-    own_depths: list[int | str] = ["auto", *depths]
-    alone = [_Way(spec, depth, called=own) for depth in own_depths]
-    return [auto, *([together] if others else []), *alone]
-
-
-def _compared(rounds: Rounds, ways: Sequence[_Way], default: str) -> Comparison:
-    """The drafter, as it does best at depth auto, beside what auto takes."""
-    auto, *own = [way for way in ways if way.depth == "auto"]
-    best = max(own, key=rounds.speed)
-    ratio, interval = rounds.ratio(best, auto)
-    draft = best.label or f"{best.draft.partition(':')[0]}:{PLACE}"
-    return Comparison(draft, draft_name(default), ratio, interval, rounds.ratio(best, PLAIN)[0])
-
-
-def _with_drafters(
+def _llm_with_drafters(
     target: Target, recipe: Recipe, directory: Path, default: str, runner: Runner
 ) -> tuple[LLM, str]:
-    """The target as it is loaded, with an engine of its own that drafts with what is in the
-    directory, and with what auto takes; and what that engine calls the former."""
+    """Return the loaded target with a new engine that has both drafters, and the name of the one in
+    the directory."""
     llm, name = copy.copy(target.llm), f"{recipe.draft}#2"
     load = Loader(llm.config, target.path, target.tokenizer, runner, target.device)
-    view, options = view_of(runner.decoder), llm.config
+    options = llm.config
     proposers = make_proposers(
-        read_draft(default), load, view, runner.cache, options.width, options.draft_threshold
+        read_draft(default),
+        load,
+        view_of(runner.decoder),
+        runner.cache,
+        options.width,
+        options.draft_threshold,
     )
     proposers[name] = recipe.proposer(directory, target, runner)
     proposers[name].name = name

@@ -1,10 +1,10 @@
-"""Which texts a step learns from, and what the target says and thinks of them.
+"""The texts of each training step.
 
-The texts of a step are a function of the settings and its number, so that any step can be repeated.
-To write a text takes the target longer than the drafter takes to learn from it. So texts come back:
-after the first `POOL`, one in `reuse` is new and the others are drawn from those before it. What
-was captured of a text, while the target wrote it or by reading it once, lies in a file beside the
-checkpoint. Values are rounded to two bytes whether they come from there or not.
+The texts of a step are a function of the settings and its number, so any step can be repeated.
+Writing a text takes the target longer than learning from it takes the drafter, so texts are reused:
+after the first `INITIAL_TEXTS`, one in `reuse` is new and the others are drawn from earlier ones.
+Captured texts are stored beside the checkpoint. Values are rounded to two bytes whether they come
+from there or not.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from numpy.random import default_rng
 
 from forerun.cli.progress import Tell
 from forerun.errors import RequestError
-from forerun.train.capture import AT_ONCE, Batch, Target, apart
-from forerun.train.captured import Captured, Kept, Records
-from forerun.train.data import Corpus, Example, Order
-from forerun.train.settings import Training
+from forerun.train.capture import CapturedText, CaptureStore
+from forerun.train.data import Corpus, EpochOrder, Example
+from forerun.train.options import Training
+from forerun.train.target import BATCH_SIZE, Batch, Target, split_batch
 
-POOL = 64  # texts that are new, at the beginning: a run that is as short as that sees none twice
+INITIAL_TEXTS = 64  # new texts at the beginning; a run this short sees none twice
 
 
-class Stream:
-    """The texts of all steps: the data's own, and beginnings of them that the target has continued.
+class TextStream:
+    """Batches for the steps of a run: texts of the data, and beginnings that the target continues.
 
-    The target continues some prompts together; what it said and thought is kept until a later step
-    asks for the next ones. `window` is how many of the latest texts may come back; laws are over
-    the first `vocab` tokens."""
-
-    window = POOL
+    Attributes:
+        vocab: number of tokens, from 0, that distributions cover. Set by `open`.
+        window: number of latest texts that may be reused. Set by `open`.
+    """
 
     def __init__(
-        self, corpus: Corpus, target: Target, settings: Training, kept: Kept | None = None
+        self,
+        corpus: Corpus,
+        target: Target,
+        settings: Training,
+        written: CaptureStore | None = None,
     ) -> None:
-        """`kept` is what was captured of the data's own texts. Raises RequestError where the data
-        have no texts, or no prompts, but the settings want some."""
-        self.corpus, self.target, self.settings, self.kept = corpus, target, settings, kept
-        self.vocab = target.vocab
+        """`written` holds captures of texts that the target wrote as data. Raises RequestError if
+        the data lack the texts or prompts that the settings ask for."""
+        self.corpus, self.target, self.settings, self.written = corpus, target, settings, written
+        self.vocab, self.window = target.vocab, INITIAL_TEXTS
+        self.store: CaptureStore | None = None
         if corpus.too_long and not corpus.prompts:
             raise RequestError(
-                f"{corpus.too_long} prompts leave no room for an answer within tokens={settings.tokens}, and there is"
-                " nothing else: use a larger --tokens"
+                f"{corpus.too_long} prompts leave no room for an answer within"
+                f" tokens={settings.tokens}, and there is nothing else: use a larger --tokens"
             )
         if settings.on_policy < 1 and not corpus.examples:
             raise RequestError(
@@ -51,112 +55,106 @@ class Stream:
             )
         if settings.on_policy > 0 and not corpus.prompts:
             raise RequestError(
-                f"no text is longer than prompt_tokens={settings.prompt_tokens}, so that it could be continued: lower"
-                " it, give longer texts, or use --on-policy 0"
+                f"no text is longer than prompt_tokens={settings.prompt_tokens}, so that it could"
+                " be continued: lower it, give longer texts, or use --on-policy 0"
             )
-        self._own = Order(max(len(corpus.examples), 1), settings.seed)
-        self._prompts = Order(max(len(corpus.prompts), 1), settings.seed + 1)
-        self._group, self._said = -1, list[Captured]()
+        self._example_order = EpochOrder(max(len(corpus.examples), 1), settings.seed)
+        self._prompt_order = EpochOrder(max(len(corpus.prompts), 1), settings.seed + 1)
+        self._group_number = -1
+        self._group: list[CapturedText] = []
+
+    def configure(self, vocab: int, directory: Path, tell: Tell) -> None:
+        """Set the drafter's vocabulary and the directory that stores captured texts."""
+        if vocab != self.target.vocab:
+            self.written = None  # its distributions cover other tokens
+        gigabytes = self.settings.keep_gb / (2 if self.written else 1)
+        self.vocab, self.window = vocab, self.target.max_stored(gigabytes, vocab)
+        self.store = CaptureStore(directory, self.window, tell)
+
+    def open(self, keep: bool) -> None:
+        """Begin; with `keep`, stored texts belong to this run."""
+        if self.store is not None and self.settings.reuse > 1:
+            self.store.open(keep)
+
+    def close(self, remove: bool) -> None:
+        """End; with `remove`, delete stored texts."""
+        if self.store is not None:
+            self.store.close(remove)
 
     def step(self, number: int) -> list[list[int]]:
-        """The passes of a step, each of `rows` texts by their numbers."""
+        """Return the text numbers of a step: `accumulate` passes of `rows` texts."""
         rows, passes = self.settings.rows, self.settings.accumulate
         first = number * rows * passes
         return [[self.number(first + p * rows + i) for i in range(rows)] for p in range(passes)]
 
     def number(self, n: int) -> int:
-        """The text that is learnt from as the run's nth: the next new one, or one that was
-        there."""
-        new = self._new(n)
-        if self._new(n + 1) > new:
+        """Return the number of the text in place n of the run: the next new one or an earlier
+        one."""
+        new = self._num_new(n)
+        if self._num_new(n + 1) > new:
             return new
         return int(default_rng([self.settings.seed, 2, n]).integers(max(new - self.window, 0), new))
 
-    def _new(self, n: int) -> int:
-        """How many of the first n are new."""
-        return min(n, POOL) + max(n - POOL, 0) // self.settings.reuse
+    def _num_new(self, n: int) -> int:
+        """How many of the first n texts are new."""
+        return min(n, INITIAL_TEXTS) + max(n - INITIAL_TEXTS, 0) // self.settings.reuse
 
     def text(self, n: int) -> Example:
-        """Text n of the run; of the first n there are int(n * on_policy) which the target has
-        written."""
-        written = self._written(n)
-        return self._own_text(n) if written is None else self._continued(written).example
+        """Return text n; int(n * on_policy) of the first n are continued by the target."""
+        continued = self._continued_index(n)
+        return self._example(n) if continued is None else self._continuation(continued).example
 
-    def captured(self, n: int) -> Captured | None:
-        """What the target thought of text n while it wrote it; None where it has to read it."""
-        written = self._written(n)
-        if written is not None:
-            return self._continued(written)
-        return self.kept.find(self._own_text(n)) if self.kept else None
-
-    def _written(self, n: int) -> int | None:
-        """Which of the texts that the target has written is text n of the run."""
-        written = int(n * self.settings.on_policy)
-        return written if int((n + 1) * self.settings.on_policy) > written else None
-
-    def _own_text(self, n: int) -> Example:
-        return self.corpus.examples[self._own[n - int(n * self.settings.on_policy)]]
-
-    def _continued(self, n: int) -> Captured:
-        """The nth text that the target has written."""
-        group, at = divmod(n, AT_ONCE)
-        if group != self._group:
-            numbers = range(group * AT_ONCE, (group + 1) * AT_ONCE)
-            prompts = [self.corpus.prompts[self._prompts[i]] for i in numbers]
-            seeds = [seed_of(self.settings.seed, i) for i in numbers]
-            self._said = self.target.written(prompts, seeds, self.settings.temperature, self.vocab)
-            self._group = group
-        return self._said[at]
-
-
-class Harvest:
-    """Batches for the steps of a run."""
-
-    def __init__(
-        self, target: Target, stream: Stream, vocab: int, settings: Training, path: Path, tell: Tell
-    ) -> None:
-        """Laws are over the first `vocab` tokens. `path` is the file's."""
-        self.target, self.stream, self.vocab = target, stream, vocab
-        gigabytes = settings.keep_gb / (
-            2 if stream.kept else 1
-        )  # what was written has the other half
-        self.records = Records(path, target.shape(vocab), settings.tokens, gigabytes, tell)
-        self._keeps = settings.reuse > 1  # else nothing comes back
-        stream.window, stream.vocab = self.records.places, vocab
-
-    def open(self, keep: bool) -> None:
-        """Begin; with `keep`, what is in the file is of this run."""
-        if self._keeps:
-            self.records.open(keep)
-
-    def close(self, remove: bool) -> None:
-        """End; with `remove`, nothing is left."""
-        self.records.close(remove)
+    def captured(self, n: int) -> CapturedText | None:
+        """Return what was captured of text n while the target wrote it; None if it must be read."""
+        continued = self._continued_index(n)
+        if continued is not None:
+            return self._continuation(continued)
+        return self.written.find(self._example(n)) if self.written else None
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """The texts of these numbers, with what the target thought of them."""
-        found = {number: self.records.read(number) for number in dict.fromkeys(numbers)}
-        new = {
-            number: self.stream.captured(number)
-            for number, captured in found.items()
-            if captured is None
-        }
-        missing = [number for number, captured in new.items() if captured is None]
-        if missing:
-            examples = [self.stream.text(number) for number in missing]
-            taken = apart(
-                self.target.batch(examples, vocab=self.vocab),
-                examples,
-                self.target.aux_hidden_layers,
+        """Return the texts of these numbers with the target's outputs."""
+        assert self.store is not None
+        stored = {number: self.store.read(number) for number in dict.fromkeys(numbers)}
+        found, unread = dict[int, CapturedText](), []
+        for number, text in stored.items():
+            text = text or self.captured(number)
+            if text is None:
+                unread.append(number)
+            else:
+                found[number] = text
+        if unread:
+            examples = [self.text(number) for number in unread]
+            batch = self.target.batch(examples, vocab=self.vocab)
+            texts = split_batch(batch, examples, self.target.aux_hidden_layers)
+            found |= zip(unread, texts, strict=True)
+        for number, text in stored.items():
+            if text is None:
+                self.store.write(number, found[number])
+        return self.target.collate([found[number] for number in numbers], 1.0, self.vocab)
+
+    def _continued_index(self, n: int) -> int | None:
+        """Which of the target's continuations text n is; None for a text of the data."""
+        index = int(n * self.settings.on_policy)
+        return index if int((n + 1) * self.settings.on_policy) > index else None
+
+    def _example(self, n: int) -> Example:
+        return self.corpus.examples[self._example_order[n - int(n * self.settings.on_policy)]]
+
+    def _continuation(self, n: int) -> CapturedText:
+        """The nth continuation of the target; `BATCH_SIZE` are written together and kept."""
+        group, at = divmod(n, BATCH_SIZE)
+        if group != self._group_number:
+            numbers = range(group * BATCH_SIZE, (group + 1) * BATCH_SIZE)
+            self._group = self.target.continue_and_capture(
+                [self.corpus.prompts[self._prompt_order[i]] for i in numbers],
+                [seed_of(self.settings.seed, i) for i in numbers],
+                self.settings.temperature,
+                self.vocab,
             )
-            new.update(zip(missing, taken, strict=True))
-        for number, captured in new.items():
-            assert captured is not None
-            self.records.write(number, captured)
-        texts = [captured for number in numbers if (captured := (found | new)[number])]
-        return self.target.together(texts, 1.0, self.vocab)
+            self._group_number = group
+        return self._group[at]
 
 
 def seed_of(seed: int, n: int) -> int:
-    """The seed the target continues prompt n of a run with."""
+    """Return the seed with which the target continues prompt n of a run."""
     return int(default_rng([seed, n]).integers(1 << 62))

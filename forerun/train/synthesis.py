@@ -1,11 +1,11 @@
-"""Material for a run without data: what the target writes when nobody asks it anything (Magpie,
-arXiv 2406.08464).
+"""Data written by the target itself, for runs without data (Magpie, arXiv 2406.08464).
 
-A chat model gets the beginning of a user's turn in its own template and writes the question, then
-answers it. A base model begins from nothing or from a first word. What loops or was nearly said
-before is left out. Texts follow from the seed and are lines of JSON, which `--data` reads. What the
-target thinks of them is captured while it writes, for those whose tokens are the same when they are
-read from such a line."""
+A chat model gets the beginning of a user's turn in its own template, writes the question, and then
+answers it. A base model begins with nothing or with a first word. Texts that loop or nearly repeat
+an earlier one are left out. Texts follow from the seed and are lines of JSON, which `--data` reads.
+The target's outputs are captured while it writes, for texts that have the same tokens when they are
+read from such a line.
+"""
 
 from __future__ import annotations
 
@@ -22,141 +22,191 @@ from forerun.engine.request import Request
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.models.tokenizer import BROKEN
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import AT_ONCE, Target
-from forerun.train.captured import Kept
-from forerun.train.data import Corpus, Document, Source, in_common, read_line
-from forerun.train.recorder import Heard
-from forerun.train.settings import FEWEST_TOKENS, WRITTEN, Training
-from forerun.train.sieve import USUAL, Limits, Sieve
+from forerun.train.capture import CaptureStore
+from forerun.train.data import (
+    Corpus,
+    DataSource,
+    Document,
+    FilterLimits,
+    TextFilter,
+    common_prefix,
+    read_line,
+)
+from forerun.train.options import DEFAULT_TEXTS, MIN_TOKENS, Training
 from forerun.train.stream import seed_of
-from forerun.train.topics import FIRST_OF_QUESTIONS, FIRST_WORDS, TOPICS
+from forerun.train.target import BATCH_SIZE, Target
 from forerun.utils import json_line
 
-AUTHOR = "written by the target itself"
-GROUP = (
-    2 * AT_ONCE
-)  # texts begun together: while long ones end, others take the place of short ones
-FEWEST = 16  # texts that are worth a run, however long they take
-SHARE = 0.2  # of the time of a run
-STALE = 4  # groups that together keep less than a quarter of one: nothing new is to be expected
-# of questions and beginnings, which are to differ; the rest has the run's temperature, and all of
-# its law. Top-p would sort the vocabulary for every token, which takes longer than a pass of a
-# small model
+SOURCE = "written by the target itself"
+GROUP = 2 * BATCH_SIZE  # texts begun together, so that short ones make room for others
+MIN_TEXTS = 16  # texts that a run needs, however long they take
+TIME_SHARE = 0.2  # share of the time limit
+# Writing ends when this many groups together keep less than a quarter of one.
+STALE_GROUPS = 4
+# Questions and beginnings should differ; the rest uses the run's temperature and no filter. Top-p
+# would sort the vocabulary for every token, which takes longer than a forward pass of a small model.
 TEMPERATURE, MIN_P = 1.0, 0.02
-SEEDS = 1 << 40  # seeds from here on are not those of continuations
+FIRST_SEED = 1 << 40  # seed numbers below are those of continuations
+
+# System prompts that spread topics; "" is the template's own.
+TOPICS = (
+    "", "You help programmers: they ask for functions in Python.",
+    "You solve word problems in arithmetic, step by step.",
+    "You explain how things work to curious children.", "You are a cook who gives recipes.",
+    "You write letters and emails for people at work.",
+    "You summarise texts that the user gives.",
+    "You tell short stories about whatever the user names.",
+    "You answer questions about history.", "You turn notes into JSON, CSV or tables.",
+    "", "You find mistakes in code that the user gives.",
+    "You answer questions about biology and medicine.", "You help travellers to plan a journey.",
+    "You rewrite sentences so that they are clearer.", "You answer questions about geography.",
+    "You explain terms of physics and chemistry.", "You write poems and songs.",
+    "You answer questions about law and money in plain words.",
+    "You write SQL queries for the tables that the user describes.",
+    "", "You give advice about friends, family and work.",
+    "You solve equations and explain each step.",
+    "You play a character, and the user talks to you.",
+    "You are an assistant for the shell and for Linux.",
+    "You correct grammar and spelling in the user's text.", "You teach languages to beginners.",
+    "You write texts for shops: descriptions, offers, posts.",
+    "You answer questions about films, books and music.",
+    "You plan training, meals and healthy habits.",
+    "", "You write web pages in HTML, CSS and JavaScript.",
+    "You give instructions for repairs and for building things.",
+    "You argue for and against an opinion.", "You draw facts out of a text that the user gives.",
+    "You help pupils with their homework.", "You chat about the day.",
+)  # fmt: skip
+# First words of questions, which a small model heeds more than a system prompt.
+QUESTION_OPENINGS = (
+    "What is", "Write a Python function that", "Summarize the following text:", "How many",
+    "Write an email to", "Explain", "Rewrite this sentence", "A shop sells",
+    "Tell me a story about", "Translate", "Why do", "List", "Fix the bug in this code:", "Who was",
+    "Read the text and answer the question.", "Compare", "Give me a recipe for", "Solve",
+    "Correct the grammar:", "How do I", "Convert", "Write a short poem", "Extract", "When did",
+    "Here is a table:", "Hello", "What are the steps", "Calculate", "Write a SQL query",
+    "Is it true that", "Describe", "Tom has", "Make this text shorter:", "What should I do", "def",
+    "Where is", "Please help me", "Define", "Answer in one sentence:", "Create a",
+)  # fmt: skip
+# First words of a base model's texts; "" is no word.
+TEXT_OPENINGS = (
+    "", "The", "import", "In", "", "How to", "#", "Once", "", "def", "A", "1.", "", "Dear", "{",
+    "Question:", "", "When", "<", "We", "", "class", "It", "**", "", "You", "//", "For", "", "-",
+    "What", "Abstract", "", "Chapter", "I", "function", "", "This", "On", "Let",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What the target wrote: `lines` of JSON, how many were said before, how many were left out for
-    another reason, and the seconds that it took."""
+class WrittenTexts:
+    """What the target wrote.
+
+    Attributes:
+        lines: of JSON.
+        repeated: number of texts that nearly repeated others.
+        left_out: number of texts that were left out for another reason.
+        seconds: duration.
+    """
 
     lines: list[str]
     repeated: int
     left_out: int
     seconds: float
 
-    def read(self) -> tuple[list[Document], list[Source]]:
-        """As `read_data` gives what it reads from files."""
+    def read(self) -> tuple[list[Document], list[DataSource]]:
+        """Return documents and counts as `read_data` does."""
         documents = [
-            read_line(line, f"{AUTHOR}, line {number}") for number, line in enumerate(self.lines, 1)
+            read_line(line, f"{SOURCE}, line {number}") for number, line in enumerate(self.lines, 1)
         ]
-        return documents, [Source(AUTHOR, len(documents), self.repeated, self.left_out)]
+        return documents, [DataSource(SOURCE, len(documents), self.repeated, self.left_out)]
 
 
-class ChatAuthor:
-    """Questions in the user's place of the target's template, and answers to them.
+class ChatWriter:
+    """Questions in the user's turn of the target's chat template, and answers to them.
 
-    Every other one is begun behind a system prompt, which the answer does not know of; the others
-    by first words.
+    Every other question is begun behind a system prompt, which the answer does not see; the others
+    begin with given words.
 
     Attributes:
-        limit: most tokens of a beginning.
-        ends: what ends it, as sampling parameters, beside the target's own end of text.
-        whole: whether it has to come to its end, or must not.
+        limit: maximum number of tokens of a question.
+        stop: sampling parameters that end it, beside the target's own end of text.
+        must_end: True if a beginning has to be complete; a base model's must not be.
     """
 
-    whole = True
+    must_end = True
 
     def __init__(self, target: Target) -> None:
-        """Raises ConfigError where the template leaves no room."""
+        """Raises ConfigError if the template leaves no room."""
         self.tokenizer = target.tokenizer
-        plain, behind = self._around("", "")
-        self.ends = self._ends(behind)
-        topics = [self._around(topic, "")[0] or beginning_of_text(target) for topic in TOPICS]
-        asked = [self._around("", words)[0] for words in FIRST_OF_QUESTIONS]
-        self._openings = (topics, asked)
-        self._begun = {tuple(ids): self.tokenizer.decode(ids[len(plain) :]) for ids in asked}
-        room = target.tokens - len(self.tokenizer.chat([_said("user", "x")]))
-        if room < 2 * FEWEST_TOKENS:
+        plain, after = self._around("", "")
+        self.stop = self._stop(after)
+        topics = [self._around(topic, "")[0] or text_start(target) for topic in TOPICS]
+        begun = [self._around("", words)[0] for words in QUESTION_OPENINGS]
+        self._openings = (topics, begun)
+        self._begun = {tuple(ids): self.tokenizer.decode(ids[len(plain) :]) for ids in begun}
+        room = target.tokens - len(self.tokenizer.chat([_message("user", "x")]))
+        if room < 2 * MIN_TOKENS:
             raise ConfigError(
-                f"tokens={target.tokens} leaves no room for a question and an answer in the target's chat template:"
-                f" give {target.tokens - room + 2 * FEWEST_TOKENS} or more"
+                f"tokens={target.tokens} leaves no room for a question and an answer in the"
+                f" target's chat template: give {target.tokens - room + 2 * MIN_TOKENS} or more"
             )
         self.limit = room // 2
 
     def _around(self, system: str, words: str) -> tuple[list[int], list[int]]:
-        """The tokens before what a user says behind these words, and those after it: what two
-        sayings share."""
-        first, sayings = (
-            [_said("system", system)] if system else [],
-            (f"{words}7", f"{words} x".strip()),
-        )
+        """The token ids before and after what a user writes behind `words`: what two different
+        messages have in common."""
+        first = [_message("system", system)] if system else []
         try:
             one, other = (
-                self.tokenizer.chat([*first, _said("user", saying)]) for saying in sayings
+                self.tokenizer.chat([*first, _message("user", text)])
+                for text in (f"{words}7", f"{words} x".strip())
             )
         except RequestError:
             if not system:
                 raise
-            return self._around("", words)  # a template without system prompts
-        return in_common(one, other), in_common(one[::-1], other[::-1])[::-1]
+            return self._around("", words)  # the template refuses system prompts
+        return common_prefix(one, other), common_prefix(one[::-1], other[::-1])[::-1]
 
-    def _ends(self, behind: Sequence[int]) -> dict[str, Any]:
-        """Parameters that end a turn where `behind` begins: at a special token, or at a line of
-        text."""
-        for at, token in enumerate(behind):
+    def _stop(self, after: Sequence[int]) -> dict[str, Any]:
+        """Parameters that stop at the end of a turn: a special token, or a line of text."""
+        for at, token in enumerate(after):
             if token in self.tokenizer.special:
                 return {"stop_token_ids": (token,)}
             if self.tokenizer.spell(token).strip():
-                return {"stop": self.tokenizer.decode(behind[at:]).strip().splitlines()[0]}
+                return {"stop": self.tokenizer.decode(after[at:]).strip().splitlines()[0]}
         return {}
 
     def opening(self, number: int) -> list[int]:
-        """What beginning `number` is written behind."""
+        """Return the prompt of question `number`."""
         openings = self._openings[number % 2]
         return openings[number // 2 % len(openings)]
 
     def text(self, beginning: Request) -> str:
-        """What of a beginning is judged."""
+        """Return the question."""
         begun = self._begun.get(tuple(beginning.tokens[: beginning.prompt_length]), "")
         return (begun + _text(beginning)).strip()
 
     def prompt(self, beginning: Request) -> list[int]:
-        """What the rest is written behind."""
-        return self.tokenizer.chat([_said("user", self.text(beginning))])
+        """Return the prompt of the answer."""
+        return self.tokenizer.chat([_message("user", self.text(beginning))])
 
     def line(self, beginning: Request, rest: Request) -> tuple[str, dict[str, Any]]:
-        """(what of the rest is judged, what is kept)"""
+        """Return (the text to filter, the object to keep)."""
         answer = _text(rest)
-        return answer, {
-            "messages": [_said("user", self.text(beginning)), _said("assistant", answer)]
-        }
+        messages = [_message("user", self.text(beginning)), _message("assistant", answer)]
+        return answer, {"messages": messages}
 
 
-class BaseAuthor:
-    """The same of texts from nothing and from first words, gone on with at the run's
-    temperature."""
+class BaseWriter:
+    """Texts of a base model from nothing and from first words, with the interface of
+    `ChatWriter`. They are continued at the run's temperature."""
 
-    whole = False
-    ends: dict[str, Any] = {}  # noqa: RUF012
+    must_end = False
+    stop: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, target: Target, settings: Training) -> None:
-        self.tokenizer = target.tokenizer
-        start = beginning_of_text(target)
-        encoded = [[*start, *self.tokenizer.encode(word, special=False)] for word in FIRST_WORDS]
+        self.tokenizer, self.limit = target.tokenizer, settings.prompt_tokens
+        start = text_start(target)
+        encoded = [[*start, *self.tokenizer.encode(w, special=False)] for w in TEXT_OPENINGS]
         self._openings = [ids[: settings.prompt_tokens] for ids in encoded if ids]
-        self.limit = settings.prompt_tokens
 
     def opening(self, number: int) -> list[int]:
         return self._openings[number % len(self._openings)]
@@ -172,93 +222,86 @@ class BaseAuthor:
         return text, {"text": text}
 
 
-class Writing:
-    """Texts of one target, a group at a time: what is kept, and why the others are not."""
+class _Session:
+    """Writing in progress: the kept lines, and why other texts were left out."""
 
     def __init__(
-        self, target: Target, settings: Training, limits: Limits, kept: Kept | None = None
+        self, target: Target, settings: Training, limits: FilterLimits, store: CaptureStore | None
     ) -> None:
-        """What is captured of the texts goes into `kept`."""
-        self.target, self.settings, self.sieve, self.kept = target, settings, Sieve(limits), kept
+        self.target, self.settings, self.store = target, settings, store
+        self.filter = TextFilter(limits)
         chats = target.tokenizer.has_chat_template
-        self.author: ChatAuthor | BaseAuthor = (
-            ChatAuthor(target) if chats else BaseAuthor(target, settings)
+        self.writer: ChatWriter | BaseWriter = (
+            ChatWriter(target) if chats else BaseWriter(target, settings)
         )
         self.lines: list[str] = []
         self.faults = Counter[str]()
         self.begun = 0
 
-    def group(self) -> None:
-        """Begin `GROUP` texts, and go on with those that are worth it."""
-        author, numbers = self.author, range(self.begun, self.begun + GROUP)
-        openings = [author.opening(number) for number in numbers]
-        params = [
-            self._to_begin(number, len(opening))
-            for number, opening in zip(numbers, openings, strict=True)
-        ]
+    def write_group(self) -> None:
+        """Begin `GROUP` texts and complete those that pass the filter."""
+        writer, numbers = self.writer, range(self.begun, self.begun + GROUP)
+        openings = [writer.opening(number) for number in numbers]
+        lengths = [len(opening) for opening in openings]
+        params = [self._first_params(n, length) for n, length in zip(numbers, lengths, strict=True)]
         self.begun += GROUP
-        beginnings = self._say(
-            openings, params, keep=not author.whole
-        )  # an answer stands behind another prompt
-        begun = [self.target.heard(beginning) for beginning in beginnings]
-        going = []
-        for number, beginning, heard in zip(numbers, beginnings, begun, strict=True):
-            ended = beginning.finish_reason == "stop"
-            fault = (
-                "cut off"
-                if ended != author.whole
-                else self.sieve.fault_of_beginning(author.text(beginning))
-            )
-            prompt = [] if fault else author.prompt(beginning)
-            if not fault and len(prompt) + FEWEST_TOKENS > self.target.tokens:
-                fault = "long"  # written in other tokens than it is read in
+        accepted: list[tuple[Request, list[int], SamplingParams]] = []
+        for number, beginning in zip(numbers, self.target.generate(openings, params), strict=True):
+            prompt, fault = self._check(beginning)
             if fault:
                 self.faults[fault] += 1
             else:
-                going.append((beginning, heard, prompt, self._to_go_on(number, len(prompt))))
-        rests = self._say(
-            [prompt for *_, prompt, _ in going], [params for *_, params in going], keep=True
+                accepted.append((beginning, prompt, self._second_params(number, len(prompt))))
+        rests = self.target.generate(
+            [prompt for _, prompt, _ in accepted],
+            [params for *_, params in accepted],
+            record_vocab=self.target.vocab if self.store is not None else 0,
         )
-        for (beginning, heard, *_), rest in zip(going, rests, strict=True):
-            text, line = author.line(beginning, rest)
-            if fault := self.sieve.fault(text):
+        for (beginning, *_), rest in zip(accepted, rests, strict=True):
+            text, line = writer.line(beginning, rest)
+            if fault := self.filter.fault(text):
                 self.faults[fault] += 1
             else:
                 self.lines.append(json_line(line))
-                self._keep(rest, heard)
+                self._capture(rest)
 
-    def _keep(self, rest: Request, beginning: Heard | None) -> None:
-        """What is captured of the latest line, as it will be read."""
-        if self.kept is None:
+    def _check(self, beginning: Request) -> tuple[list[int], str]:
+        """Return the prompt of the rest and why the text is left out ("" if it is not)."""
+        ended = beginning.finish_reason == "stop"
+        if ended != self.writer.must_end:
+            return [], "cut off"
+        if fault := self.filter.fault_of_beginning(self.writer.text(beginning)):
+            return [], fault
+        prompt = self.writer.prompt(beginning)
+        # a text may be read in more tokens than it was written in
+        return prompt, "long" if len(prompt) + MIN_TOKENS > self.target.tokens else ""
+
+    def _capture(self, request: Request) -> None:
+        """Store what was recorded of the latest line, if reading the line gives the same tokens."""
+        if self.store is None:
             return
-        documents = [read_line(self.lines[-1], AUTHOR)]
-        corpus = Corpus(
-            documents, self.target.tokenizer, self.settings.tokens, self.settings.prompt_tokens
-        )
-        heard = self.target.heard(rest)
+        document, settings = read_line(self.lines[-1], SOURCE), self.settings
+        tokenizer = self.target.tokenizer
+        corpus = Corpus([document], tokenizer, settings.tokens, settings.prompt_tokens)
         for example in corpus.examples:
-            if heard is not None and tuple(rest.tokens[: len(example.tokens)]) == example.tokens:
-                whole = heard.behind(beginning) if beginning else None
-                self.kept.add(self.target.captured(example, whole or heard, self.target.vocab))
+            if tuple(request.tokens[: len(example.tokens)]) == example.tokens:
+                self.store.add(self.target.captured(request, example, self.target.vocab))
 
-    def _to_begin(self, number: int, before: int) -> SamplingParams:
-        most = max(min(self.author.limit, self.target.context - before), 1)
-        seed = seed_of(self.settings.seed, SEEDS + 2 * number)
+    def _first_params(self, number: int, prompt_length: int) -> SamplingParams:
+        room = self.target.context - prompt_length
         return SamplingParams(
-            temperature=TEMPERATURE, min_p=MIN_P, max_tokens=most, seed=seed, **self.author.ends
+            temperature=TEMPERATURE,
+            min_p=MIN_P,
+            max_tokens=max(min(self.writer.limit, room), 1),
+            seed=seed_of(self.settings.seed, FIRST_SEED + 2 * number),
+            **self.writer.stop,
         )
 
-    def _to_go_on(self, number: int, before: int) -> SamplingParams:
-        seed = seed_of(self.settings.seed, SEEDS + 2 * number + 1)
+    def _second_params(self, number: int, prompt_length: int) -> SamplingParams:
         return SamplingParams(
-            temperature=self.settings.temperature, max_tokens=self.target.tokens - before, seed=seed
-        )
-
-    def _say(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], keep: bool
-    ) -> list[Request]:
-        return self.target.say(
-            prompts, params, listen=self.target.vocab if keep and self.kept is not None else 0
+            temperature=self.settings.temperature,
+            max_tokens=self.target.tokens - prompt_length,
+            seed=seed_of(self.settings.seed, FIRST_SEED + 2 * number + 1),
         )
 
 
@@ -266,72 +309,73 @@ def write(
     target: Target,
     settings: Training,
     tell: Tell = nothing,
-    limits: Limits = USUAL,
+    limits: FilterLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
-    kept: Kept | None = None,
-) -> Written:
-    """Let the target write `settings.write` texts, fewer if they would take more than their share
-    of the run or if nothing new comes any more. What is captured of them meanwhile goes into
-    `kept`.
+    store: CaptureStore | None = None,
+) -> WrittenTexts:
+    """Let the target write `settings.write` texts, fewer if they would exceed `TIME_SHARE` of the
+    time limit or if nothing new comes. The target's outputs are captured in `store`.
 
     Raises:
-        ForerunError: too few are worth anything.
-        ConfigError: `settings.tokens` has no room for a question and its answer.
+        ForerunError: too few texts pass the filter.
+        ConfigError: `settings.tokens` leaves no room for a question and its answer.
     """
-    writing, began = Writing(target, settings, limits, kept), clock()
-    count, until = settings.write or WRITTEN, SHARE * 60 * settings.max_minutes
-    lines, lately, enough = writing.lines, deque([GROUP], STALE), min(count, FEWEST)
-    while len(lines) < count and not (len(lately) == STALE and 4 * sum(lately) < GROUP):
+    session, began = _Session(target, settings, limits or FilterLimits(), store), clock()
+    count, until = settings.write or DEFAULT_TEXTS, TIME_SHARE * 60 * settings.max_minutes
+    lines, enough = session.lines, min(count, MIN_TEXTS)
+    kept = deque([GROUP], STALE_GROUPS)  # texts kept of the latest groups
+    while len(lines) < count and not (len(kept) == STALE_GROUPS and 4 * sum(kept) < GROUP):
         tell(f"the target writes its own data, {len(lines)} of {count} texts", len(lines), count)
         before = len(lines)
-        writing.group()
-        lately.append(len(lines) - before)
-        groups, seconds = writing.begun // GROUP, clock() - began
+        session.write_group()
+        kept.append(len(lines) - before)
+        groups, seconds = session.begun // GROUP, clock() - began
         if until and len(lines) >= enough and seconds * (groups + 1) / groups > until:
             break
     del lines[count:]
-    faults, seconds = writing.faults, clock() - began
-    why = ", ".join(f"{count} {fault}" for fault, count in faults.most_common()) or "none"
+    faults, seconds = session.faults, clock() - began
+    why = ", ".join(f"{number} {fault}" for fault, number in faults.most_common()) or "none"
     if len(lines) < max(enough, 2):
         raise ForerunError(
-            f"the target writes nothing to learn from: of {writing.begun} texts {len(lines)} are left (left out:"
-            f" {why}); give --data"
+            f"the target writes too little to learn from: {len(lines)} of {session.begun} texts are"
+            f" usable (left out: {why}); give --data"
         )
-    tell.note(f"{len(lines)} texts {AUTHOR} in {seconds:.0f} s; left out: {why}")
-    return Written(lines, faults["repeated"], faults.total() - faults["repeated"], seconds)
+    tell.note(f"{len(lines)} texts {SOURCE} in {seconds:.0f} s; left out: {why}")
+    return WrittenTexts(lines, faults["repeated"], faults.total() - faults["repeated"], seconds)
 
 
-def check_place(name: str, settings: Training) -> None:
-    """Raise ConfigError now for a file that could not keep what is written, or would not be read
-    again."""
+def check_save_data(name: str, settings: Training) -> None:
+    """Raise ConfigError now for a file that could not be written later, or not be read again."""
     path = Path(name).expanduser()
     if not settings.write:
         raise ConfigError(
-            "--save-data keeps what the target writes, and with --data it writes nothing: leave one out, or say how"
-            " many texts it is to --write"
+            "--save-data keeps what the target writes, and with --data it writes nothing: leave one"
+            " out, or give --write a number of texts"
         )
     if path.suffix.lower() != ".jsonl":
         raise ConfigError(
-            f"{name} would not be read as lines of JSON: give --save-data a name that ends in .jsonl"
+            f"{name} would not be read as lines of JSON: give --save-data a name that ends in"
+            " .jsonl"
         )
     parent = path.absolute().parent
     if path.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{name} cannot be written: give --save-data a file in a directory that can be written to"
+            f"{name} cannot be written: give --save-data a file in a directory that can be written"
+            " to"
         )
 
 
-def beginning_of_text(target: Target) -> list[int]:
-    """The tokens that stand before any text; where there are none, what ends one."""
+def text_start(target: Target) -> list[int]:
+    """Return the token ids before any text, or one that ends a text if there are none."""
     return target.tokenizer.encode("") or list(target.llm.decoder.config.end_ids[:1])
 
 
 def _text(request: Request) -> str:
-    """What was said; half a character at a limit is none."""
+    """The emitted text, without half of a character at a limit."""
     assert request.text is not None
     text = request.text.text
     return text if request.finish_reason == "stop" else text.rstrip(BROKEN)
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}

@@ -1,5 +1,5 @@
-"""Tables for `recycle`, made beforehand: the target writes texts, and the laws that it had on the
-way are kept."""
+"""Tables for `recycle`, made in advance: the target writes texts, and its distributions along them
+are kept."""
 
 from __future__ import annotations
 
@@ -16,104 +16,98 @@ from forerun.draft.recycle import TABLE, Successors
 from forerun.draft.suffix import Suffix
 from forerun.errors import ForerunError
 from forerun.sampling.params import SamplingParams
-from forerun.train.capture import Target
 from forerun.train.data import Corpus, read_data
 from forerun.train.export import check_out
-from forerun.train.settings import Training
+from forerun.train.options import Training
 from forerun.train.stream import seed_of
-from forerun.train.synthesis import GROUP, SHARE, write
+from forerun.train.synthesis import GROUP, TIME_SHARE, write
+from forerun.train.target import Target
 from forerun.utils import atomic_directory
 
-ENTRIES = 1 << 18  # of the table while it is made
+MAX_ENTRIES = 1 << 18  # of the table while it is made
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a table holds: laws behind pairs and single tokens, from so many laws of so many
-    texts."""
+class TableSummary:
+    """What a table contains: `entries` (distributions after one or two tokens), made from
+    `positions` of `texts`."""
 
-    laws: int
-    learnt: int
+    entries: int
+    positions: int
     texts: int
     seconds: float
 
 
-class Listening(Suffix):
-    """Drafts as `suffix` does, and keeps what the target says."""
+class TableBuilder(Suffix):
+    """A proposer that drafts as `suffix` does and collects the target's distributions."""
 
     learns = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.learnt = Successors(ENTRIES), 0
+        self.table = Successors(MAX_ENTRIES)
+        self.positions = 0
 
     def learn(
         self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
     ) -> None:
         self.table.learn(before, tokens, logits)
-        self.learnt += len(tokens)
+        self.positions += len(tokens)
 
 
 def make_table(
     target: str | None, data: Sequence[str], training: Training, out: Path, tell: Tell
-) -> Made:
-    """Let the target go on with the prompts of `data`, write texts of its own (`training.texts`),
-    and write `out`, a directory with the table.
+) -> TableSummary:
+    """Let the target continue the prompts of `data` and write texts of its own, and write the
+    table to the directory `out`.
 
     Raises:
-        ForerunError: an option, a model, data or a directory that cannot be.
+        ForerunError: an option, a model, data or a directory is invalid.
     """
-    begun = time.monotonic()
+    began = time.monotonic()
     check_out(out)
     documents = read_data(data)[0] if data else []
-    training = replace(training, write=training.texts(bool(documents)))
+    training = replace(training, write=training.num_texts(bool(documents)))
     tell("loading the target")
-    model, listening, texts = Target(target, training), Listening(), 0
-    model.llm.engine.proposers["suffix"] = listening
+    model, builder, texts = Target(target, training), TableBuilder(), 0
+    model.llm.engine.proposers["suffix"] = builder
     if documents:
-        texts = _go_on(
-            Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens),
-            model,
-            training,
-            tell,
-        )
-    if (
-        training.write
-    ):  # all the time is for writing: `write` leaves a share of it for training, and here is none
-        texts += len(
-            write(model, replace(training, max_minutes=training.max_minutes / SHARE), tell).lines
-        )
-    made = Made(len(listening.table), listening.learnt, texts, time.monotonic() - begun)
+        corpus = Corpus(documents, model.tokenizer, training.tokens, training.prompt_tokens)
+        texts = _continue_prompts(corpus, model, training, tell)
+    if training.write:
+        # `write` takes a share of the time limit and leaves the rest for training: there is none
+        training = replace(training, max_minutes=training.max_minutes / TIME_SHARE)
+        texts += len(write(model, training, tell).lines)
+    seconds = time.monotonic() - began
+    summary = TableSummary(len(builder.table), builder.positions, texts, seconds)
+    about = {"kind": "recycle", "target": target, "data": list(data), **asdict(summary)}
     try:
         with atomic_directory(out) as work:
-            listening.table.save(work / TABLE, model.vocab)
+            builder.table.save(work / TABLE, model.vocab)
             (work / TABLE).chmod(0o644)
-            about = {"kind": "recycle", "target": target, "data": list(data), **asdict(made)}
-            (work / "training.json").write_text(
-                json.dumps(about, indent=1) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(about, indent=1) + "\n"
+            (work / "training.json").write_text(text, encoding="utf-8")
     except OSError as error:
         raise ForerunError(f"{out} cannot be written: {error.strerror}") from None
-    return made
+    return summary
 
 
-def _go_on(corpus: Corpus, target: Target, training: Training, tell: Tell) -> int:
-    """Let the target go on with all prompts, or as many as there is time for; how many texts."""
-    engine, until = target.llm.engine, time.monotonic() + 60 * training.max_minutes
-    for at in range(0, len(corpus.prompts), GROUP):
-        tell(
-            f"the target goes on with texts, {at} of {len(corpus.prompts)}", at, len(corpus.prompts)
-        )
-        for i, prompt in enumerate(corpus.prompts[at : at + GROUP], at):
-            most = training.tokens - len(prompt)
-            seed = seed_of(training.seed, i)
-            engine.add(
-                prompt,
-                SamplingParams(temperature=training.temperature, max_tokens=most, seed=seed),
-                draft="suffix",
+def _continue_prompts(corpus: Corpus, target: Target, training: Training, tell: Tell) -> int:
+    """Continue all prompts, or as many as the time limit allows, and return their number."""
+    until = time.monotonic() + 60 * training.max_minutes
+    count = len(corpus.prompts)
+    for at in range(0, count, GROUP):
+        tell(f"the target continues texts, {at} of {count}", at, count)
+        group = corpus.prompts[at : at + GROUP]
+        params = [
+            SamplingParams(
+                temperature=training.temperature,
+                max_tokens=training.tokens - len(prompt),
+                seed=seed_of(training.seed, number),
             )
-        while engine.busy:
-            engine.step_or_raise()
+            for number, prompt in enumerate(group, at)
+        ]
+        target.generate(group, params)
         if training.max_minutes and time.monotonic() > until:
-            return min(at + GROUP, len(corpus.prompts))
-    return len(corpus.prompts)
+            return at + len(group)
+    return count

@@ -85,9 +85,13 @@ def test_measurements_are_attached(home: Path) -> None:
         {"task": "held-out", "temperature": t, "depth": d, "accepted_length": n, "passes": 9}
         for t, d, n in ((0.0, 1, 1.5), (0.0, 4, 2.5), (0.8, 4, 9.0))
     ]
-    speed = {"paces": [{"depth": 0, "times_plain": 1.0}, {"depth": 4, "times_plain": 1.3}]}
+    results = [{"draft": "off", "times_plain": 1.0}, {"draft": "eagle3", "times_plain": 1.3}]
     training = json.dumps(
-        {"target": "org/Big-8B", "measured": [*entries, {"task": 5}, None, "x"], "speed": speed}
+        {
+            "target": "org/Big-8B",
+            "measured": [*entries, {"task": 5}, None, "x"],
+            "speed": {"results": results},
+        }
     )
     one = directory(home / "work/one", eagle_config("org/Big-8B"), training__json=training)
     two = directory(home / "work/two", eagle_config("org/Big-8B"), training__json="[]")

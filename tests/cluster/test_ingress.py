@@ -15,7 +15,7 @@ from tests.cluster.deployed import NEEDS_RAY
 pytestmark = NEEDS_RAY
 pytest.importorskip("ray")
 
-from forerun.server.tenants import Callers  # noqa: E402
+from forerun.server.auth import ApiKeys  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
@@ -103,7 +103,7 @@ def ask(
 ) -> httpx2.Response:
     """The answer of an ingress with these handles: to a POST if there is a body, else to a GET."""
     made = make_plan(plan)
-    ingress = Ingress(made, handles, Callers.of(made.settings))
+    ingress = Ingress(made, handles, ApiKeys.of(made.settings))
     transport = httpx2.ASGITransport(app=ingress.gate)
     content = json.dumps(body).encode() if body else content
 

@@ -20,7 +20,7 @@ from forerun.models.config import load_config
 from forerun.models.gguf.export import to_directory, write_tokenizer
 from forerun.models.hub import default_model
 from forerun.models.tokenizer import Tokenizer
-from forerun.train.prune import load_module, prune
+from forerun.train.recipes.small_lm import load_module, prune
 from tests import gguf_files, tiny
 from tests.models.test_gguf_weights import ids, off
 

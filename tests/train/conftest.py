@@ -1,28 +1,29 @@
 """A tiny target with a tokenizer, texts for it, and runs of a few steps."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.cli.progress import nothing
-from forerun.train.capture import Target
+from forerun.cli.progress import Tell, nothing
 from forerun.train.data import Corpus, Document, Passage
-from forerun.train.deadline import Deadline
-from forerun.train.evaluate import Judge
+from forerun.train.evaluate import Evaluator
 from forerun.train.loop import Trainer
-from forerun.train.options import SmallLMOptions
+from forerun.train.options import SmallLMOptions, Training
 from forerun.train.recipes import SmallLM
-from forerun.train.settings import Training
-from forerun.train.stream import Stream
+from forerun.train.stream import TextStream
+from forerun.train.target import Target
+from forerun.train.time_limit import TimeLimit
 from tests import tiny
 
 SMALL: dict[str, Any] = dict(
     steps=6, rows=3, tokens=48, prompt_tokens=8, evaluate_rows=3, evaluate_every=3, checkpoint_every=2, depth=3,
     dtype="float32", device="cpu", held_out=0.3, threads=1, tasks="none", speed_rounds=0,
 )  # fmt: skip
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 TEXTS = [
     f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)
 ]
@@ -30,7 +31,7 @@ Make = Callable[..., Trainer]
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that tests move."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -39,8 +40,31 @@ class Clock:
         return self.now
 
 
+class Notes(Tell):
+    """Progress that is remembered."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float | None, float | None]] = []
+        self.notes: list[str] = []
+
+    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
+        self.calls.append((what, done, total))
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+
+
 def documents(texts: list[str]) -> list[Document]:
     return [Document(str(i), str(i), (Passage("", text),)) for i, text in enumerate(texts)]
+
+
+def with_template(directory: Path, template: str, model: Path | None = None) -> str:
+    """A tiny model that chats as the template says."""
+    shutil.copytree(model or tiny.worded(), directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"chat_template": template}))
+    return str(directory)
 
 
 @pytest.fixture(scope="session")
@@ -55,21 +79,16 @@ def corpus(target: Target) -> Corpus:
 
 @pytest.fixture
 def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
-    """A run of the tiny target; keyword arguments are settings, options of the recipe, `tell` and
-    `clock`."""
+    """A run of the tiny target; keyword arguments are settings, `tell` and `clock`."""
 
-    def make(
-        tell: Any = nothing, clock: Any = lambda: 0.0, options: Any = None, **settings: Any
-    ) -> Trainer:
+    def make(tell: Any = nothing, clock: Any = lambda: 0.0, **settings: Any) -> Trainer:
         training = Training(**(SMALL | settings))
-        recipe = SmallLM(SmallLMOptions(**(options or {"layers": 1})))
+        recipe = SmallLM(SmallLMOptions(layers=1))
+        evaluator = Evaluator(target, recipe, corpus, training)
+        stream = TextStream(corpus, target, training)
+        limit, path = TimeLimit(training.max_minutes, clock), tmp_path / "drafter.training"
         module = recipe.build(target, corpus)
-        judge, stream = Judge(target, recipe, corpus, training), Stream(corpus, target, training)
-        path = tmp_path / "drafter.training"
-        deadline = Deadline(training.max_minutes, clock)
-        return Trainer(
-            recipe, module, target, stream, judge, training, path, {"made": "here"}, tell, deadline
-        )
+        return Trainer(module, stream, evaluator, path, {"made": "here"}, tell, limit)
 
     return make
 

@@ -1,131 +1,248 @@
-"""Laws along texts are transformers' own, where they should be; what the target continues follows
-from the seed."""
+"""The target's distributions are those of transformers, and what is recorded while it writes is
+what reading the same text gives, bit by bit."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
-from forerun import LLM, ConfigError, ForerunError
-from forerun.train import capture
-from forerun.train.capture import PAGE, Target
-from forerun.train.data import Corpus, Document, Example, Passage
-from forerun.train.settings import Training
-from forerun.train.stream import Stream
+from forerun import LLM, ConfigError, SamplingParams
+from forerun.engine.request import Request
+from forerun.train import target as target_module
+from forerun.train.capture import CapturedText, CaptureStore, Recorder
+from forerun.train.data import Corpus, Example
+from forerun.train.options import Training
+from forerun.train.target import PAGE, RECORDED, Target, example_of, split_batch
 from tests import tiny
-from tests.train.conftest import SMALL, documents
+from tests.train.conftest import SMALL, Notes
 
 TEXTS = [Example(tuple(range(3, 30)), 1), Example(tuple(range(40, 9, -2)), 7), Example((5, 6), 1)]
+PROMPTS = [list(range(3 + 5 * i, 3 + 5 * i + 7 + i)) for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def theirs() -> torch.Tensor:
-    """transformers' log-laws along TEXTS. [B, N, V]"""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tiny.worded(), dtype=torch.float32
-    ).eval()
+def reference() -> Tensor:
+    """transformers' logits along TEXTS. [B, N, V]"""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.worded(), dtype=torch.float32)
     ids = torch.zeros(3, 27, dtype=torch.int64)
     for i, text in enumerate(TEXTS):
         ids[i, : len(text.tokens)] = torch.tensor(text.tokens)
     with torch.inference_mode():
-        return model(ids[:, :-1]).logits
+        logits: Tensor = model.eval()(ids[:, :-1]).logits
+    return logits
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_laws_are_those_of_the_model(
-    target: Target, theirs: torch.Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slots", [1, 3])
+def test_distributions_are_those_of_the_model(
+    target: Target, reference: Tensor, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In as many passes as the logits need; texts of several lengths do not get in each other's
-    way."""
-    monkeypatch.setattr(capture, "LOGITS", at_once * 27 * target.vocab)
+    """In as many passes as the logits need, with texts of several lengths."""
+    monkeypatch.setattr(target_module, "MAX_LOGITS", slots * 27 * target.vocab)
     batch = target.batch(TEXTS)
     assert batch.mask.sum(1).tolist() == [26, 9, 1] and batch.positions == 36
     assert batch.mask[1].nonzero()[:, 0].tolist() == list(range(6, 15))
-    assert torch.allclose(batch.law.logs[batch.mask], theirs.log_softmax(-1)[batch.mask], atol=2e-3)
+    expected = reference.log_softmax(-1)
+    assert torch.allclose(batch.probs.log_probs[batch.mask], expected[batch.mask], atol=2e-3)
     for i, j in batch.mask.nonzero().tolist():
-        assert batch.said[i, j] == pytest.approx(
-            theirs[i, j].log_softmax(-1)[TEXTS[i].tokens[j + 1]].item(), abs=2e-3
-        )
-    assert torch.isfinite(batch.law.logs).all()
+        token = TEXTS[i].tokens[j + 1]
+        assert batch.token_log_probs[i, j] == pytest.approx(expected[i, j, token].item(), abs=2e-3)
+    assert torch.isfinite(batch.probs.log_probs).all()
 
 
-def test_laws_at_a_temperature_over_fewer_tokens_and_of_the_likeliest(
-    target: Target, theirs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+def test_temperature_vocabulary_and_likeliest_tokens(
+    target: Target, reference: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = target.batch(TEXTS, 0.5, 60)
-    assert torch.allclose(
-        warm.law.logs.exp()[warm.mask], (theirs[..., :60] / 0.5).softmax(-1)[warm.mask], atol=2e-3
-    )
+    expected = (reference[..., :60] / 0.5).softmax(-1)
+    assert torch.allclose(warm.probs.log_probs.exp()[warm.mask], expected[warm.mask], atol=2e-3)
     greedy = target.batch(TEXTS, 0.0)
-    assert greedy.law.logs[greedy.mask].exp().argmax(-1).equal(theirs.argmax(-1)[greedy.mask])
-    assert set(greedy.said[greedy.mask].exp().tolist()) <= {0.0, 1.0}
-    monkeypatch.setattr("forerun.train.losses.FULL", 16)
+    found = greedy.probs.log_probs[greedy.mask].exp().argmax(-1)
+    assert found.equal(reference.argmax(-1)[greedy.mask])
+    assert set(greedy.token_log_probs[greedy.mask].exp().tolist()) <= {0.0, 1.0}
+    monkeypatch.setattr("forerun.train.losses.FULL_VOCAB", 16)
     top = target.batch(TEXTS)
-    assert top.law.tokens is not None and top.law.logs.shape == (3, 26, target.top + 1)
-    expected = theirs.log_softmax(-1).topk(target.top).values
-    assert torch.allclose(top.law.logs[top.mask][:, :-1], expected[top.mask], atol=2e-3)
-    assert top.law.logs[top.mask].exp().sum(-1).tolist() == pytest.approx([1.0] * 36, abs=1e-5)
+    assert top.probs.token_ids is not None
+    values = reference.log_softmax(-1).topk(target.top).values
+    assert torch.allclose(top.probs.log_probs[top.mask][:, :-1], values[top.mask], atol=2e-3)
+    assert top.probs.log_probs[top.mask].exp().sum(-1).tolist() == pytest.approx([1.0] * 36)
 
 
-def test_the_target_goes_on_as_the_engine_would(target: Target) -> None:
+def test_continuations_follow_from_prompt_and_seed(target: Target) -> None:
     prompts = [TEXTS[0].tokens[:9], TEXTS[1].tokens[:5]]
-    one, other = target.continued(prompts, [4, 5], 0.8)
-    assert one.given == 9 and one.tokens[:9] == prompts[0] and other.given == 5
+    one, other = target.continue_prompts(prompts, [4, 5], 0.8)
+    assert one.prompt_length == 9 and one.tokens[:9] == prompts[0] and other.prompt_length == 5
     assert all(len(e.tokens) == SMALL["tokens"] or e.tokens[-1] == 2 for e in (one, other))
-    assert target.continued(prompts[::-1], [5, 4], 0.8) == [other, one]
-    assert target.continued(prompts, [4, 6], 0.8)[1] != other
+    assert target.continue_prompts(prompts[::-1], [5, 4], 0.8) == [other, one]
+    assert target.continue_prompts(prompts, [4, 6], 0.8)[1] != other
 
 
-def test_a_step_can_be_repeated_whatever_came_before(target: Target, corpus: Corpus) -> None:
-    settings = Training(**(SMALL | {"on_policy": 0.4, "accumulate": 2}))
-    straight = Stream(corpus, target, settings)
-    steps = [straight.step(n) for n in range(8)]
-    assert Stream(corpus, target, settings).step(6) == steps[6] and straight.step(2) == steps[2]
-    texts = [straight.text(number) for step in steps for part in step for number in part]
-    written = [text for text in texts if text.given == SMALL["prompt_tokens"]]
-    assert [len(part) for part in steps[0]] == [3, 3] and len(written) == int(0.4 * len(texts))
-    others = [text for text in texts if text.given == 1]
-    assert set(others[: len(corpus.examples)]) == set(corpus.examples)
+def with_llm(**options: object) -> Target:
+    """A target on another engine."""
+    found = Target(str(tiny.spoken()), Training(**SMALL))
+    found.llm = LLM(str(tiny.spoken()), draft="suffix", page=PAGE, **options)  # type: ignore[arg-type]
+    found.recorder = found.llm.engine.proposers[RECORDED] = Recorder()
+    found.aux_hidden_layers = (1, 2)
+    return found
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (1.0, 12), (0.25, 3)])
-def test_the_share_that_the_target_writes(
-    target: Target, corpus: Corpus, share: float, count: int
-) -> None:
-    stream = Stream(corpus, target, Training(**(SMALL | {"on_policy": share})))
-    texts = [stream.text(number) for n in range(4) for part in stream.step(n) for number in part]
-    assert sum(text.given > 1 for text in texts) == count
-
-
-def test_a_target_says_the_same_where_a_drafter_is_judged_in_bfloat16() -> None:
-    """A float32 target in torch: its cache would refuse bfloat16, and its laws would be others."""
-    target = Target(str(tiny.worded()), Training(**SMALL))
-    target.llm = LLM(
-        str(tiny.worded()),
-        dtype="float32",
-        kernels="torch",
-        draft="suffix",
-        kv_tokens=2048,
-        page=PAGE,
-    )
+def test_outputs_do_not_depend_on_the_precision_of_training() -> None:
+    target = with_llm(dtype="float32", kernels="torch", kv_tokens=2048)
     texts = [Example(tuple(range(5, 5 + n)), 1) for n in (20, 12, 33)]
     plain = target.batch(texts)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         judged = target.batch(texts)
-    assert torch.equal(plain.law.logs, judged.law.logs) and judged.law.logs.dtype == torch.float32
+    assert torch.equal(plain.probs.log_probs, judged.probs.log_probs)
 
 
-def test_what_cannot_be_trained_on(target: Target) -> None:
+def test_targets_that_cannot_be_used() -> None:
     with pytest.raises(ConfigError, match="at most 256"):
         Target(str(tiny.worded()), Training(tokens=257))
     with pytest.raises(ConfigError, match="no tokenizer"):
         Target(str(tiny.family("llama")), Training(**SMALL))
-    short = Corpus(documents(['"a"']), target.tokenizer, 48, 8)
-    with pytest.raises(ForerunError, match="use --on-policy 1"):
-        Stream(short, target, Training(**SMALL))
-    texts = Corpus(documents(["[10,12,10,12,10,12,10,12]"]), target.tokenizer, 48, 45)
-    assert texts.examples and not texts.prompts
-    with pytest.raises(ForerunError, match="longer than prompt_tokens"):
-        Stream(texts, target, Training(**SMALL))
-    chats = Corpus([Document("a", "a", (Passage("grey " * 60, "x"),))], target.tokenizer, 48, 8)
-    with pytest.raises(ForerunError, match=r"1 prompts leave no room .* use a larger --tokens"):
-        Stream(chats, target, Training(**SMALL))
+
+
+@pytest.fixture(scope="module")
+def writer() -> Target:
+    """A target that always drafts, whether or not that pays for a tiny model."""
+    target = Target(str(tiny.spoken()), Training(**SMALL))
+    target.llm.engine.add = functools.partial(target.llm.engine.add, depth=4)  # type: ignore[method-assign]
+    return target
+
+
+def sampled(count: int, **how: object) -> list[SamplingParams]:
+    params: dict[str, object] = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 32} | how
+    return [SamplingParams(**params, seed=seed) for seed in range(count)]  # type: ignore[arg-type]
+
+
+def both(target: Target, requests: Sequence[Request]) -> list[tuple[CapturedText, CapturedText]]:
+    """(what was recorded, what is read) of each text."""
+    pairs = []
+    for request in requests:
+        example = example_of(request)
+        (read,) = split_batch(target.batch([example]), [example], target.aux_hidden_layers)
+        pairs.append((target.captured(request, example, target.vocab), read))
+    return pairs
+
+
+def same(one: CapturedText, other: CapturedText) -> bool:
+    a, b = one.tensors(), other.tensors()
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a
+    )
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1, 2)])
+@pytest.mark.parametrize("full", [True, False])
+def test_recorded_is_what_is_read(
+    writer: Target, layers: tuple[int, ...], full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was drafted, whatever the sampling parameters."""
+    monkeypatch.setattr(writer, "aux_hidden_layers", layers)
+    if not full:
+        monkeypatch.setattr("forerun.train.losses.FULL_VOCAB", 16)
+        monkeypatch.setattr(writer, "top", 9)
+    requests = writer.generate(PROMPTS, sampled(6), record_vocab=writer.vocab)
+    assert sum(request.stats.accepted for request in requests) > 10
+    pairs = both(writer, requests)
+    assert all(same(*pair) for pair in pairs)
+    assert all((recorded.likeliest is None) == full for recorded, _ in pairs)
+    shape = pairs[0][0].hidden_states.shape
+    assert shape[:2] == (len(layers), len(requests[0].tokens) - 1)
+
+
+def test_a_cached_prefix_is_read_once(writer: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "aux_hidden_layers", (1, 2))
+    prompts = [[*range(50, 85), last] for last in (3, 4, 5)]
+    writer.generate(prompts[:1], sampled(1), record_vocab=writer.vocab)
+    requests = writer.generate(prompts, sampled(3, max_tokens=12), record_vocab=writer.vocab)
+    assert [request.stats.cached_tokens for request in requests] == [2 * PAGE] * 3
+    read: list[Example] = []
+    batch = writer.batch
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            writer, "batch", lambda texts, **how: (read.extend(texts), batch(texts, **how))[1]
+        )
+        found = [writer.captured(r, example_of(r), writer.vocab) for r in requests]
+    assert [len(example.tokens) for example in read] == [2 * PAGE + 1]
+    assert all(
+        same(one, read) for one, (_, read) in zip(found, both(writer, requests), strict=True)
+    )
+
+
+def test_a_text_that_ends_within_a_draft(writer: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its limit or by a stop token: the round has shown more than the text has."""
+    monkeypatch.setattr(writer, "aux_hidden_layers", (2,))
+    greedy = functools.partial(sampled, 1, temperature=0.0)
+    (whole,) = writer.generate(PROMPTS[:1], greedy(), record_vocab=writer.vocab)
+    for count in range(8, 30, 7):
+        stop = whole.tokens[whole.prompt_length + count]
+        for how in ({"max_tokens": count}, {"stop_token_ids": (stop,)}):
+            requests = writer.generate(PROMPTS[:1], greedy(**how), record_vocab=writer.vocab)
+            assert len(requests[0].tokens) < len(whole.tokens)
+            assert all(same(*pair) for pair in both(writer, requests))
+
+
+def test_tokens_of_the_prompt_may_be_learned_too(
+    writer: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a base model that continues its own beginning."""
+    monkeypatch.setattr(writer, "aux_hidden_layers", (0, 2))
+    (request,) = writer.generate(PROMPTS[:1], sampled(1), record_vocab=writer.vocab)
+    example = Example(tuple(request.tokens[:-3]), 1)
+    (read,) = split_batch(writer.batch([example]), [example], writer.aux_hidden_layers)
+    assert same(writer.captured(request, example, writer.vocab), read)
+
+
+def test_after_a_preemption() -> None:
+    target = with_llm(kv_tokens=7 * PAGE, context=48, max_rows=6)
+    requests = target.generate(PROMPTS, sampled(6), record_vocab=target.vocab)
+    assert sum(request.stats.preemptions for request in requests) > 1
+    assert all(same(*pair) for pair in both(target, requests))
+
+
+def test_on_torch_it_is_the_same_to_rounding() -> None:
+    target = with_llm(dtype="float32", kernels="torch", kv_tokens=2048)
+    requests = target.generate(PROMPTS, sampled(6), record_vocab=target.vocab)
+    for recorded, read in both(target, requests):
+        one, other = recorded.tensors(), read.tensors()
+        for name in ("log_probs", "token_log_probs", "hidden_states"):
+            assert torch.allclose(one[name].float(), other[name].float(), rtol=2e-2, atol=2e-2)
+
+
+def test_only_the_latest_texts_are_recorded(writer: Target) -> None:
+    """What is generated without recording changes nothing; unrecorded texts are read."""
+    (request,) = writer.generate(PROMPTS[:1], sampled(1), record_vocab=writer.vocab)
+    writer.generate(PROMPTS[1:2], sampled(1))
+    assert tuple(request.tokens) in writer.recorder.finished
+    writer.generate(PROMPTS[1:2], sampled(1), record_vocab=writer.vocab)
+    assert tuple(request.tokens) not in writer.recorder.finished
+    example = example_of(request)
+    assert writer.captured(request, example, writer.vocab).example == example
+
+
+def test_a_store_keeps_as_many_texts_as_there_is_room_for(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    texts = corpus.examples[:3]
+    captured = split_batch(target.batch(texts), texts, target.aux_hidden_layers)
+    store = CaptureStore(tmp_path / "store", 2, Notes())
+    for keep in (False, True):
+        store.open(keep)
+        for one in captured:
+            store.add(one)
+        assert [store.find(text) is not None for text in texts] == [True, True, False]
+        found = store.find(texts[0])
+        assert found is not None and same(found, captured[0])
+        store.close(remove=False)
+    numbered = CaptureStore(tmp_path / "numbered", 2, Notes())
+    numbered.open(keep=False)
+    for number, one in enumerate(captured):
+        numbered.write(number, one)
+    assert [numbered.read(n) is not None for n in range(4)] == [False, True, True, False]
+    assert len(list((tmp_path / "numbered").iterdir())) == 2
+    numbered.close(remove=True)
+    assert not (tmp_path / "numbered").exists()

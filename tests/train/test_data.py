@@ -1,5 +1,5 @@
-"""Data: every form, each text once, no part of a held-out document trained on, one line for
-whatever is no data."""
+"""Data: every form, each text once, held-out documents, the text filter, and one line for bad
+input."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 
 from forerun import ForerunError
-from forerun.models.tokenizer import Tokenizer
-from forerun.train.data import Corpus, Document, Order, Passage, digest_of, read_data, split
+from forerun.models.tokenizer import BROKEN, Tokenizer
+from forerun.train.data import (
+    Corpus,
+    Document,
+    EpochOrder,
+    FilterLimits,
+    Passage,
+    TextFilter,
+    digest_of,
+    read_data,
+    split,
+)
 from tests import tiny
-from tests.train.test_synthesis import with_template
+from tests.train.conftest import with_template
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +100,7 @@ def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
         == ids[: sum(len(e.tokens) for e in corpus.examples)]
     )
     assert len(ids) - sum(len(e.tokens) for e in corpus.examples) < 16
-    assert all(e.given == 1 and len(e.tokens) <= 50 for e in corpus.examples)
+    assert all(e.prompt_length == 1 and len(e.tokens) <= 50 for e in corpus.examples)
     assert corpus.prompts[0] == ids[:20] and len(corpus.prompts) >= len(ids) // 50
 
 
@@ -99,9 +109,9 @@ def test_answers_are_learnt_and_questions_are_not(tokenizer: Tokenizer) -> None:
     passages = (Passage(messages, "false null"), Passage(messages, ""), Passage("grey " * 200, "x"))
     corpus = Corpus([Document("d", "0", passages)], tokenizer, 60, 20)
     (example,) = corpus.examples
-    assert tokenizer.decode(example.tokens[: example.given]) == "user: true\nassistant:"
-    assert tokenizer.decode(example.tokens[example.given :]) == "false null"
-    assert corpus.prompts == [example.tokens[: example.given]] * 2 and corpus.too_long == 1
+    assert tokenizer.decode(example.tokens[: example.prompt_length]) == "user: true\nassistant:"
+    assert tokenizer.decode(example.tokens[example.prompt_length :]) == "false null"
+    assert corpus.prompts == [example.tokens[: example.prompt_length]] * 2 and corpus.too_long == 1
 
 
 def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
@@ -125,7 +135,7 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
             *(tokenizer.vocabulary()[token] for token in end),
         ]
         (example,) = Corpus([Document("d", "0", (passage,))], tokenizer, 60, 20).examples
-        assert list(example.tokens[example.given :]) == ids
+        assert list(example.tokens[example.prompt_length :]) == ids
         size = len(example.tokens) - len(end)
         if size >= 20:
             (short,) = Corpus([Document("d", "0", (passage,))], tokenizer, size, 4).examples
@@ -139,23 +149,23 @@ def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokeni
         len(corpus.examples) + len(corpus.prompts),
         max(max(e.tokens) for e in corpus.examples),
     )
-    left_out = corpus.leave_out(vocab)
+    left_out = corpus.drop_unknown_tokens(vocab)
     assert (
         left_out == before - len(corpus.examples) - len(corpus.prompts) > 0
-        and corpus.leave_out(vocab) == 0
+        and corpus.drop_unknown_tokens(vocab) == 0
     )
     assert corpus.examples and all(max(e.tokens) < vocab for e in corpus.examples)
 
 
 def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
-    order = Order(7, 3)
+    order = EpochOrder(7, 3)
     numbers = [order[n] for n in range(21)]
     assert (
         all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
         and numbers[:7] != numbers[7:14]
     )
-    assert [Order(7, 3)[n] for n in reversed(range(21))] == numbers[::-1]
-    assert [Order(7, 4)[n] for n in range(21)] != numbers
+    assert [EpochOrder(7, 3)[n] for n in reversed(range(21))] == numbers[::-1]
+    assert [EpochOrder(7, 4)[n] for n in range(21)] != numbers
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> 
         ('{"messages": "x"}', "must be a list"),
         ('{"messages": [{"role": "user"}]}', "needs a role and a content"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "nothing to continue"),
-        ('{"text": "\\ud83d"}', "line 1: it has half of a character"),
+        ('{"text": "\\ud83d"}', "line 1: it contains half of a character"),
         ("\n\n", "there is no text in"),
     ],
 )
@@ -191,3 +201,36 @@ def test_paths_that_are_no_data(tmp_path: Path) -> None:
     ):
         with pytest.raises(ForerunError, match=says):
             read_data([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("How do I bake bread without yeast?", ""),
+        ("Bake bread?", "short"),
+        ("!!! ??? ...", "short"),
+        ("如何烤面包", ""),  # a script without spaces
+        (f"How do I bake {BROKEN} bread?", "broken"),
+        ("I want to know, " * 8, "looping"),
+        ("Say " + "ha" * 300 + " and then stop", "looping"),
+        ("1. salt is on shelf 0\n2. oil is on shelf 7\n3. rice is on shelf 14", ""),
+    ],
+)
+def test_faults_of_beginnings(text: str, fault: str) -> None:
+    assert TextFilter(FilterLimits()).fault_of_beginning(text) == fault
+
+
+def test_the_filter_knows_earlier_beginnings_only() -> None:
+    texts = TextFilter(FilterLimits())
+    assert [texts.fault(text) for text in ("42", " \n", "x" + BROKEN)] == ["", "empty", "broken"]
+    assert texts.fault("Please write a short poem about a cat") == ""
+    for text, fault in [
+        ("Please write a short poem about the sea in winter", ""),
+        ("please, write a short poem about the SEA in spring!", "repeated"),
+        ("Please write a short story about how my cat was lost", ""),
+        ("Name me three rivers of that country in spring", ""),
+    ]:
+        assert texts.fault_of_beginning(text) == fault
+    lenient = FilterLimits(min_words=0, max_known=1.0, max_repeated=1.0, max_compression=1000.0)
+    looping = "no no no no no no no no no no no no no no"
+    assert texts.fault(looping) == "looping" and TextFilter(lenient).fault(looping) == ""

@@ -1,32 +1,52 @@
-"""What arithmetic expects is what the engine counts, and a fault in either shows; drafts are those
-of the module."""
+"""Predicted acceptance is what the engine measures, and faults in either show; tasks, speed, and
+what a short time limit leaves out."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from forerun import LLM, ForerunError, SamplingParams
-from forerun.train.capture import Batch, Target
+from forerun import ConfigError, ForerunError, RequestError
+from forerun.measure.workloads import Task, builtin
+from forerun.train import evaluate
 from forerun.train.data import Corpus
-from forerun.train.deadline import Deadline
-from forerun.train.evaluate import Judge
-from forerun.train.options import SmallLMOptions
+from forerun.train.evaluate import (
+    Case,
+    EvaluationPrompt,
+    Evaluator,
+    PromptSet,
+    TaskResult,
+    held_out_prompts,
+    max_length,
+    measure_drafter,
+    select_tasks,
+    task_prompts,
+)
+from forerun.train.losses import DraftSpan
+from forerun.train.options import SmallLMOptions, Training, depths_up_to
 from forerun.train.recipes import SmallLM
-from forerun.train.settings import Training, depths_up_to
+from forerun.train.speed import Speed
+from forerun.train.target import Batch, Target
+from forerun.train.time_limit import TimeLimit, TimeLimitReached
 from tests import tiny
-from tests.train.conftest import SMALL, documents
+from tests.train.conftest import SMALL, Clock, documents, with_template
 
 TEXTS = [f'{{"name":"beta {i}","sizes":[{i},{i * 3}]}} true false null' for i in range(40)]
 SETTINGS = Training(**(SMALL | {"evaluate_rows": 40, "depth": 2, "temperature": 1.0}))
+FEW = Training(**(SMALL | {"depth": 2, "speed_rounds": 2}))
+RECIPE = SmallLM(SmallLMOptions())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misaligned(SmallLM):
-    """Takes the law behind each token for the law behind the next one."""
+    """Takes each distribution for that of the next token."""
 
     def _logits(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         return SmallLM._logits(self, module, batch).roll(1, dims=1)
@@ -44,107 +64,213 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def module(target: Target, directory: Path) -> nn.Module:
-    return SmallLM(SmallLMOptions()).load(directory, target)
+    return RECIPE.load(directory, target)
 
 
-def test_measured_and_analytic_agree(
+def test_measured_and_expected_agree(
     target: Target, held_out: Corpus, module: nn.Module, directory: Path
 ) -> None:
-    """Within the noise of some hundred passes at temperature 1; greedy, where there is none, to the
-    last pass."""
-    recipe = SmallLM(SmallLMOptions(init=str(directory)))
-    judge = Judge(target, recipe, held_out, SETTINGS)
-    measured = list(judge.measure(module, directory, judge.cases))
-    assert [(m.temperature, m.depth) for m in measured] == [
-        (t, d) for t in (0.0, 1.0) for d in (1, 2)
-    ]
-    for entry in measured:
-        assert entry.accepted_length > 1.2 and entry.passes > 300
-        assert entry.accepted_length == pytest.approx(
-            entry.analytic, rel=0.05 if entry.temperature else 0.01
-        )
-        spans = entry.by_position
-        assert list(spans) == [0, 32] and min(spans.values()) <= entry.accepted_length <= max(
-            spans.values()
-        )
+    """To the last pass where drafting is greedy, else within the noise of some hundred passes."""
+    evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
+    found = measure_drafter(evaluator, module, directory, TimeLimit()).measured
+    assert [(r.temperature, r.depth) for r in found] == [(t, d) for t in (0.0, 1.0) for d in (1, 2)]
+    for result in found:
+        assert result.accepted_length > 1.2 and result.passes > 300
+        close = 0.05 if result.temperature else 0.01
+        assert result.accepted_length == pytest.approx(result.expected, rel=close)
+    misaligned = Misaligned(SmallLMOptions())
+    evaluator = Evaluator(target, misaligned, held_out, replace(SETTINGS, depth=1))
+    found = measure_drafter(evaluator, module, directory, TimeLimit()).measured
+    assert max(abs(r.accepted_length / r.expected - 1) for r in found) > 0.05
 
 
-def test_a_figure_is_not_awaited_when_the_time_is_over(
+def test_a_result_is_not_awaited_after_the_time_limit(
     target: Target, held_out: Corpus, module: nn.Module, directory: Path
 ) -> None:
-    """However slow the machine has become since it was begun; those before it are there."""
-    judge = Judge(target, SmallLM(SmallLMOptions(init=str(directory))), held_out, SETTINGS)
+    evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
+    engine, case = evaluator.engine(directory), evaluator.cases[0]
     clock = itertools.count().__next__  # each look at it is a second
-    assert not list(judge.measure(module, directory, judge.cases, deadline=Deadline(0.05, clock)))
-    found = list(
-        judge.measure(module, directory, judge.cases, deadline=(late := Deadline(3, clock)))
-    )
-    assert 0 < len(found) < len(judge.cases) and -2 <= late.left < 0
+    with pytest.raises(TimeLimitReached):
+        evaluator.measure(engine, module, case, TimeLimit(0.05, clock))
+    late = TimeLimit(3, clock)
+    found = measure_drafter(evaluator, module, directory, late)
+    assert 0 < len(found.measured) < len(evaluator.cases) and found.not_measured
 
 
-def test_a_misaligned_drafter_shows(
-    target: Target, held_out: Corpus, module: nn.Module, directory: Path
-) -> None:
-    recipe = Misaligned(SmallLMOptions(init=str(directory)))
-    judge = Judge(target, recipe, held_out, SETTINGS)
-    measured = list(judge.measure(module, directory, judge.cases))
-    assert max(abs(m.accepted_length / m.analytic - 1) for m in measured) > 0.05
-
-
-def test_rounds_begin_where_tokens_are_hard(
-    target: Target, held_out: Corpus, module: nn.Module
-) -> None:
-    """The mean over all tokens is another number, and the evaluation has both."""
-    judge = Judge(target, SmallLM(SmallLMOptions(init=str(tiny.worded(0.03)))), held_out, SETTINGS)
-    found = judge.evaluate(module, 7)
+def test_an_evaluation(target: Target, held_out: Corpus, module: nn.Module) -> None:
+    evaluator = Evaluator(target, RECIPE, held_out, SETTINGS)
+    found = evaluator.evaluate(module, 7)
     assert found.step == 7 and 0 < found.overlap < 1 and found.perplexity > 1
-    assert 1 < found.accepted_length < found.from_any
-
-
-def test_what_was_written_drafts_as_the_module_would(
-    target: Target, corpus: Corpus, tmp_path: Path
-) -> None:
-    """Exported, loaded by the engine: each greedy draft is the module's own continuation."""
-    recipe = SmallLM(SmallLMOptions(layers=2))
-    module = recipe.build(target, corpus).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    recipe.export(module, target, tmp_path)
-    llm = LLM(
-        tiny.worded(),
-        draft=f"model:{tmp_path}",
-        draft_quantization="none",
-        dtype="float32",
-        kv_tokens=1024,
-    )
-    request = llm.engine.add(
-        list(range(5, 20)), SamplingParams(max_tokens=24), draft="model", depth=3, trace=True
-    )
-    drafts, text = 0, list(range(5, 20))
-    while llm.engine.busy:
-        for event in llm.engine.step_or_raise():
-            assert event.round is not None
-            for token in event.round.draft.tokens[1:]:
-                with torch.inference_mode():
-                    logits = module(input_ids=torch.tensor([text])).logits[0, -1]
-                assert logits.argmax() == token
-                text, drafts = [*text, token], drafts + 1
-            text = list(request.tokens)
-    assert drafts > 20
-
-
-def test_no_held_out_text_is_long_enough(target: Target) -> None:
+    assert found.accepted_length > 1
+    assert depths_up_to(1) == [1] and depths_up_to(5) == [1, 2, 4, 5]
     short = Corpus(documents(["[1]"]), target.tokenizer, 48, 8)
     with pytest.raises(ForerunError, match="no held-out text"):
-        Judge(target, SmallLM(SmallLMOptions()), short, SETTINGS)
+        Evaluator(target, RECIPE, short, SETTINGS)
 
 
-def test_depths() -> None:
-    assert [depths_up_to(k) for k in (1, 2, 4, 5, 8)] == [
-        [1],
-        [1, 2],
-        [1, 2, 4],
-        [1, 2, 4, 5],
-        [1, 2, 4, 8],
+def test_texts_are_written_once_in_the_precision_of_the_target(
+    target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, seen = Evaluator(target, RECIPE, corpus, FEW), list[bool]()
+    forget = lambda: seen.append(torch.is_autocast_enabled("cpu"))  # noqa: E731
+    monkeypatch.setattr(target.llm, "forget", forget)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert evaluator.texts is evaluator.texts
+    assert seen == [False]
+
+
+def tasks(*prompts: str, category: str = "edit") -> list[Task]:
+    return [Task(str(i), category, prompt) for i, prompt in enumerate(prompts)]
+
+
+def test_kinds_of_tasks() -> None:
+    assert select_tasks("all") == builtin() and select_tasks("none") == []
+    assert {task.category for task in select_tasks("edit, free")} == {"edit", "free"}
+    for names, says in (
+        ("", "names none"),
+        ("edit,none", "no category 'none'"),
+        ("edits", "did you mean 'edit'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            select_tasks(names)
+
+
+def test_prompts_of_tasks(target: Target, tmp_path: Path) -> None:
+    """Outputs are as long as those of the data, or shorter; what is too long is counted."""
+    output, short = FEW.tokens - FEW.prompt_tokens, "true false null"
+    (found,) = task_prompts(tasks(short, "x" * 300, "[1]"), target, 256, FEW)
+    assert (found.task, len(found.prompts), found.too_long) == ("edit", 2, 1)
+    assert list(found.prompts[0].tokens) == target.tokenizer.encode(short)
+    assert [prompt.limit - len(prompt.tokens) for prompt in found.prompts] == [output, output]
+    longest = len(found.prompts[0].tokens) + 20
+    (found,) = task_prompts(tasks(short), target, longest, FEW)
+    assert found.prompts[0].limit == longest
+    (found,) = task_prompts(tasks(short), target, longest - 5, FEW)
+    assert (found.prompts, found.too_long) == ((), 1)
+    asked = [Task("0", "chat", [{"role": "user", "content": "null"}]), *tasks(*[short] * 9)]
+    chat, edit = task_prompts(asked, target, 256, FEW)
+    assert len(edit.prompts) == FEW.evaluate_rows
+    assert list(chat.prompts[0].tokens) == target.tokenizer.encode("user: null\nassistant:")
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}true"
+    templated = Target(with_template(tmp_path / "templated", template), FEW)
+    (chat,) = task_prompts(asked[:1], templated, 256, FEW)
+    assert list(chat.prompts[0].tokens) == target.tokenizer.encode("[null]true")
+
+
+def test_lengths_and_held_out_prompts(target: Target) -> None:
+    assert target.context == 256 and target.tokens == FEW.tokens
+    module = nn.Linear(1, 1)
+    assert max_length(module, target) == target.context
+    module.config = SimpleNamespace(max_position_embeddings=64)  # type: ignore[assignment]
+    assert max_length(module, target) == 64
+    corpus = Corpus(documents(["null " * 30] * 4), target.tokenizer, 48, 8)
+    corpus.too_long = 5
+    found = held_out_prompts(corpus, FEW)
+    assert (found.task, len(found.prompts), found.too_long) == ("held-out", FEW.evaluate_rows, 5)
+
+
+def test_tasks_are_measured_with_their_own_limits(
+    target: Target, module: nn.Module, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy predictions are exact with an unrounded drafter, and not with a wrong limit."""
+    config = replace(target.llm.config, draft_quantization="none")
+    monkeypatch.setattr(target.llm, "config", config)
+    texts = ('{"name":"alpha', "[1,2,3] true false null alphabet grey", '{"next":', "x")
+    asked = [*tasks(*texts), *tasks("y" * 400, category="free"), *tasks("1", category="chat")]
+    settings = replace(FEW, evaluate_rows=4, speed_rounds=0)
+    prompts = task_prompts(asked, target, target.context, settings)
+    evaluator = Evaluator(target, RECIPE, None, settings, prompts)
+    found = measure_drafter(evaluator, module, directory, TimeLimit())
+    assert [(r.task, r.temperature, r.depth) for r in found.measured] == [
+        (task, t, d) for task in ("edit", "chat") for t in (0.0, 0.8) for d in (1, 2)
     ]
+    assert found.left_out == {"free": 1}
+    for result in found.measured:
+        exact = pytest.approx(result.expected, rel=1e-6)
+        assert result.passes > 10 and (result.temperature or result.accepted_length == exact)
+
+    def short_span(first: int, end: int, limit: int) -> DraftSpan:
+        return DraftSpan(first, end, settings.tokens - 1)
+
+    monkeypatch.setattr(evaluate, "DraftSpan", short_span)
+    wrong = measure_drafter(evaluator, module, directory, TimeLimit()).measured
+    pairs = list(zip(found.measured, wrong, strict=True))
+    assert all(a.accepted_length == b.accepted_length for a, b in pairs)
+    assert any(b.expected < a.expected - 0.02 for a, b in pairs)
+    evaluator.sets = [each for each in evaluator.sets if not each.prompts]
+    with pytest.raises(RequestError, match="no prompt is left"):
+        _ = evaluator.cases
+
+
+def test_the_pass_that_ends_the_prompt_is_not_counted() -> None:
+    """It may draft, and the end of a text may lie within the last draft."""
+    stats = SimpleNamespace(rounds=[(2, 2), (1, 0), (2, 1), (2, 2)])
+    request: Any = SimpleNamespace(stats=stats, produced=8)
+    assert evaluate._prefill_tokens(request) == 3
+    assert evaluate._pass_lengths(request) == [1, 2, 2]
+    usual: Any = SimpleNamespace(stats=SimpleNamespace(rounds=[(0, 0), (2, 1)]), produced=3)
+    assert evaluate._prefill_tokens(usual) == 1 and evaluate._pass_lengths(usual) == [2]
+
+
+RESULT, WARM_UP, ROUND = 10, 20, 80  # seconds that each takes here
+SETS = [PromptSet(task, (EvaluationPrompt((1, 2), 9),)) for task in ("held-out", "edit", "chat")]
+
+
+class Timed(Evaluator):
+    """An evaluator of three tasks whose results all take as long."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.sets, self.held_out = clock, SETS, SETS[0]
+        self.settings = Training(**(SMALL | {"depth": 2, "speed_rounds": 3}))
+        self.target = self.recipe = None  # type: ignore[assignment]
+
+    def engine(self, directory: Path) -> Any:
+        return None
+
+    def measure(self, engine: Any, module: nn.Module, case: Case, limit: TimeLimit) -> TaskResult:
+        self.clock.now += RESULT
+        limit.check()
+        return TaskResult(case.prompts.task, case.temperature, case.depth, 2.0, 2.0, 9)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured", "rounds", "missing"),
+    [
+        (9, 0, 0, ("12 of 12 accepted lengths", "3 of 3 rounds of speed")),
+        (19, 1, 0, ("11 of 12 accepted lengths", "3 of 3 rounds of speed")),
+        (25, 2, 0, ("10 of 12 accepted lengths", "3 of 3 rounds of speed")),
+        (129, 2, 1, ("10 of 12 accepted lengths", "2 of 3 rounds of speed")),
+        (165, 6, 1, ("6 of 12 accepted lengths", "2 of 3 rounds of speed")),
+        (400, 12, 2, ("1 of 3 rounds of speed",)),
+        (0, 12, 3, ()),  # no limit
+    ],
+)
+def test_the_most_important_is_measured_first(
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    measured: int,
+    rounds: int,
+    missing: tuple[str, ...],
+) -> None:
+    """Held-out texts at the chosen depth, the speed, tasks at that depth, other depths."""
+    clock = Clock()
+
+    def measure_speed(*args: Any) -> Speed | None:
+        fits: Callable[[float, int], bool] = args[-1]
+        done, expected = 0, 4 * WARM_UP
+        clock.now += WARM_UP
+        while done < 3 and fits(expected, done):
+            clock.now += ROUND
+            done, expected = done + 1, ROUND
+        return Speed((), None, 1, 1, done, "tasks", {}) if done else None
+
+    monkeypatch.setattr(evaluate, "measure_speed", measure_speed)
+    limit = TimeLimit(seconds / 60, clock)
+    found = measure_drafter(Timed(clock), nn.Identity(), Path(), limit)
+    grid = [(s.task, t, d) for s in SETS for t in (0.0, 0.8) for d in (1, 2)]
+    order = sorted(grid, key=lambda case: case[2] != 2)[:measured]
+    results = [(r.task, r.temperature, r.depth) for r in found.measured]
+    assert results == [case for case in grid if case in order]
+    assert (found.speed.rounds if found.speed else 0) == rounds
+    assert found.not_measured == missing
+    assert not seconds or clock.now <= seconds + WARM_UP, "what has begun is not much longer"

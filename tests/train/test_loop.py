@@ -1,5 +1,5 @@
-"""The loop: a run that is taken up again is the run itself; what goes wrong leaves the last
-checkpoint whole."""
+"""A resumed run is the run itself; what goes wrong keeps the last checkpoint; optimizers and the
+time limit."""
 
 import errno
 import math
@@ -10,168 +10,117 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from forerun import ForerunError, LoadError
 from forerun.cli.progress import Tell
-from forerun.train import checkpoint, stream
-from forerun.train.checkpoint import read_checkpoint, write_checkpoint
+from forerun.train import loop, stream
 from forerun.train.evaluate import Evaluation
-from forerun.train.loop import RATE, Trainer, computes_bfloat16, learning_rate
-from forerun.train.optimizers import Muon
-from forerun.train.settings import Training
+from forerun.train.loop import (
+    Muon,
+    Trainer,
+    computes_bfloat16,
+    learning_rate,
+    make_optimizers,
+    orthogonalise,
+    read_checkpoint,
+    write_checkpoint,
+)
+from forerun.train.options import Training
+from forerun.train.time_limit import TimeLimit
 from tests.train.conftest import Clock, Make
 
 
-class Each(Tell):
-    """Does something after each step."""
+class After(Tell):
+    """Calls a function after each step."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[str], None]) -> None:
         self.then = then
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        self.then()
+        self.then(what)
 
 
-class Interrupting(Tell):
-    """Ctrl-C after a step."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        self.left -= 1
-        if not self.left:
-            signal.raise_signal(signal.SIGINT)
+class Killed(BaseException):
+    """An exception that no handler knows."""
 
 
 class Scripted:
-    """A judge that says what it was told to."""
-
-    parts = 1
+    """An evaluator with given accepted lengths."""
 
     def __init__(self, *lengths: float) -> None:
         self.lengths = list(lengths)
 
-    def evaluate(self, module: torch.nn.Module, step: int) -> Evaluation:
-        return Evaluation(step, 1.0, 1.0, 1.0, self.lengths.pop(0))
+    def evaluate(self, module: nn.Module, step: int) -> Evaluation:
+        return Evaluation(step, 1.0, 1.0, self.lengths.pop(0))
 
 
-ENDS: dict[str, Any] = {"patience": 0, "evaluate_every": 0}  # by steps or time alone
+def stopping(at: int, stop: Callable[[], None]) -> After:
+    def then(what: str) -> None:
+        if what.startswith(f"step {at} "):
+            stop()
+
+    return After(then)
 
 
-def timed(trainer: Trainer, clock: Clock, parts: int) -> Trainer:
-    """A step takes 30 seconds, an evaluation 10, and measuring as long as so many evaluations."""
-    learn, judge = trainer.learn, Scripted(1.0)
+def kill() -> None:
+    raise Killed
 
-    def slow_learn() -> tuple[float, int]:
-        clock.now += 30
-        return learn()
 
-    def evaluate(module: torch.nn.Module, step: int) -> Evaluation:
-        clock.now += 10
-        return Evaluation(step, 1.0, 1.0, 1.0, 1.0)
-
-    judge.parts, judge.evaluate = parts, evaluate  # type: ignore[method-assign]
-    trainer.learn, trainer.judge = slow_learn, judge  # type: ignore[method-assign, assignment]
-    return trainer
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def with_dropout(trainer: Trainer) -> Trainer:
-    """So that torch's random numbers count."""
+    """Make torch's random numbers matter."""
     for module in trainer.module.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.2
     return trainer
 
 
-def interrupted(make: Make, at: int, **settings: object) -> Trainer:
-    trainer = with_dropout(make(tell=Interrupting(at), **settings))
-    with pytest.raises(KeyboardInterrupt, match=f"after step {at}"):
-        trainer.run()
-    return trainer
+def weights_equal(one: Trainer, other: Trainer) -> bool:
+    pairs = zip(one.module.parameters(), other.module.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("pool", [64, 4], ids=["new texts", "texts that come back"])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_an_interrupted_run_goes_on_to_the_very_same_curve(
-    make: Make, at: int, pool: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("at", "killed", "settings"),
+    [
+        (1, False, {}),
+        (3, False, {}),
+        (5, False, {}),
+        (3, True, {}),
+        (4, True, {"max_minutes": 1000.0}),
+    ],
+)
+def test_a_resumed_run_has_the_same_curve_and_weights(
+    make: Make, at: int, killed: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, evaluations and weights bit by bit, whether or not the step is one of evaluation or
-    checkpoint."""
-    monkeypatch.setattr(stream, "POOL", pool)
-    whole = with_dropout(make())
+    """After Ctrl-C, and from the last checkpoint after a kill, with reused texts."""
+    monkeypatch.setattr(stream, "INITIAL_TEXTS", 4)
+    whole = with_dropout(make(**settings))
     record = whole.run()
-    assert record.step == len(record.losses) == 6 and [e.step for e in record.evaluations] == [
-        0,
-        3,
-        6,
-    ]
-    first = interrupted(make, at)
-    assert first.record.losses == record.losses[:at]
-    second = with_dropout(make())
+    assert record.step == len(record.losses) == 6
+    assert [evaluation.step for evaluation in record.evaluations] == [0, 3, 6]
+    first = with_dropout(make(tell=stopping(at, kill if killed else ctrl_c), **settings))
+    with monkeypatch.context() as patched:
+        if killed:
+            patched.setattr(first.stream, "close", lambda remove: None)
+            with pytest.raises(Killed):
+                first.run()
+        else:
+            with pytest.raises(KeyboardInterrupt, match=f"after step {at}"):
+                first.run()
+            assert first.record.losses == record.losses[:at]
+    second = with_dropout(make(**settings))
     second.resume(read_checkpoint(first.path))
-    assert second.record.step == at
-    assert second.run() == record
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True)
-    )
-
-
-class Killed(BaseException):
-    """What no handler knows."""
-
-
-@pytest.mark.parametrize("minutes", [0.0, 1000.0], ids=["no limit", "a limit that is far"])
-@pytest.mark.parametrize("at", [3, 4, 5])
-def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_very_same_curve(
-    make: Make, at: int, minutes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is written or removed at its end, and what was captured of texts since the checkpoint
-    is still there."""
-    monkeypatch.setattr(stream, "POOL", 4)
-    whole = with_dropout(make(max_minutes=minutes))
-    record = whole.run()
-
-    class Killing:
-        def __call__(self, text: str, done: float = 0.0, of: float = 0.0) -> None:
-            if text.startswith(f"step {at} "):
-                raise Killed
-
-        def note(self, text: str) -> None:
-            pass
-
-    first = with_dropout(make(tell=Killing(), max_minutes=minutes))
-    with monkeypatch.context() as patch:
-        patch.setattr(first.harvest, "close", lambda remove: None)
-        with pytest.raises(Killed):
-            first.run()
-    second = with_dropout(make(max_minutes=minutes))
-    second.resume(read_checkpoint(first.path))
-    assert second.record.step == (at - 1) // 2 * 2
-    assert second.run() == record
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("part", ["random", "optimizers", "module", "step"])
-def test_each_part_of_a_checkpoint_counts(make: Make, part: str) -> None:
-    """Without it the curve is another: the test above can fail."""
-    record = with_dropout(make()).run()
-    state = read_checkpoint(interrupted(make, 3).path)
-    second = with_dropout(make())
-    fresh = {
-        "random": torch.get_rng_state(), "optimizers": [optimizer.state_dict() for optimizer in second.optimizers],
-        "module": second.module.state_dict(), "step": 2,
-    }  # fmt: skip
-    second.resume(state | {part: fresh[part]})
-    assert second.run().losses[-3:] != record.losses[-3:]
+    assert second.record.step == ((at - 1) // 2 * 2 if killed else at)
+    assert second.run() == record and weights_equal(whole, second)
 
 
 def test_it_learns(make: Make) -> None:
-    trainer = make(steps=30, on_policy=0.0, evaluate_every=0, learning_rate=3e-3, patience=0)
+    trainer = make(steps=20, on_policy=0.0, evaluate_every=0, learning_rate=3e-3, patience=0)
     record = trainer.run()
     assert sum(record.losses[-5:]) < 0.8 * sum(record.losses[:5])
     assert record.evaluations[-1].overlap > record.evaluations[0].overlap
@@ -187,54 +136,61 @@ def test_accumulated_passes_are_one_step(make: Make) -> None:
             assert torch.allclose(a[name], b[name], atol=1e-6)
 
 
-def test_the_best_is_kept_and_patience_ends(make: Make) -> None:
+def test_the_best_weights_are_kept_and_patience_ends(make: Make) -> None:
     trainer = make(steps=50, evaluate_every=1, patience=2, checkpoint_every=0)
-    trainer.judge = Scripted(1.0, 1.5, 1.4, 1.5, 9.0)  # type: ignore[assignment]
+    trainer.evaluator = Scripted(1.0, 1.5, 1.4, 1.5, 9.0)  # type: ignore[assignment]
     seen: list[torch.Tensor] = []
-    trainer.tell = Each(lambda: seen.append(next(trainer.module.parameters()).detach().clone()))
+    weight = next(trainer.module.parameters())
+    trainer.tell = After(lambda _: seen.append(weight.detach().clone()))
     record = trainer.run()
-    assert (
-        record.step == 3 and record.best is record.evaluations[1] and len(record.evaluations) == 4
-    )
-    assert torch.equal(next(trainer.module.parameters()), seen[0]) and not torch.equal(
-        seen[0], seen[2]
-    )
+    assert record.step == 3 and record.best is record.evaluations[1]
+    assert torch.equal(weight, seen[0]) and not torch.equal(seen[0], seen[2])
 
 
-@pytest.mark.parametrize(("parts", "steps"), [(6, 16), (9, 15), (1000, 14)])
-def test_the_time_ends(make: Make, parts: int, steps: int) -> None:
-    """Of ten minutes one goes by before the first step. What an evaluation took says how much is
-    kept for measuring, a fifth at most, and over what is left the learning rate falls."""
+@pytest.mark.parametrize(
+    ("minutes", "tasks", "steps"), [(10, "none", 19), (10, "chat", 16), (0, "none", 40)]
+)
+def test_the_time_limit_ends_training(make: Make, minutes: float, tasks: str, steps: int) -> None:
+    """A step takes 30 seconds, an evaluation 10; the measurement gets a fifth for tasks."""
     clock = Clock()
-    trainer = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
-    rates: list[float] = []
-    trainer.tell = Each(lambda: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
-    clock.now += 60
-    record = timed(trainer, clock, parts).run()
-    assert (record.began, record.slowest) == (60, 10)
-    assert record.step == steps and record.evaluations[-1].step == record.step
-    assert max(rates[:3]) == max(rates) and rates[-1] < 0.15 * max(rates), (
-        "it warms up once set-up is over"
+    trainer = make(
+        clock=clock,
+        steps=40,
+        max_minutes=minutes,
+        tasks=tasks,
+        patience=0,
+        evaluate_every=0,
+        checkpoint_every=0,
     )
+    learn, evaluator = trainer.learn, Scripted()
+
+    def slow_learn() -> tuple[float, int]:
+        clock.now += 30
+        return learn()
+
+    def evaluate(module: nn.Module, step: int) -> Evaluation:
+        clock.now += 10
+        return Evaluation(step, 1.0, 1.0, 1.0)
+
+    evaluator.evaluate = evaluate  # type: ignore[method-assign]
+    trainer.learn, trainer.evaluator = slow_learn, evaluator  # type: ignore[method-assign, assignment]
+    assert trainer.run().step == steps
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rate < 0.2 * loop.LossOptions.default_rate, "the learning rate has fallen"
 
 
-def test_a_run_that_is_taken_up_again_has_the_time_that_was_left(make: Make) -> None:
-    """Setting it up again takes time too; what is kept for measuring is known from before."""
-    clock = Clock()
-    first = make(tell=Interrupting(3), steps=50, max_minutes=10.0, clock=clock, **ENDS)
-    clock.now += 60
-    with pytest.raises(KeyboardInterrupt):
-        timed(first, clock, 6).run()
-    clock = Clock(7000.0)
-    second = make(steps=50, max_minutes=10.0, clock=clock, **ENDS)
-    clock.now += 50
-    second.resume(read_checkpoint(first.path))
-    assert (
-        second.record.seconds == 60 + 10 + 3 * 30
-        and second.deadline.seconds == second.record.seconds + 50
-    )
-    record = timed(second, clock, 6).run()
-    assert (record.step, record.began) == (3 + 11, 60)
+def test_the_seconds_of_a_run() -> None:
+    clock = Clock(500.0)
+    limit = TimeLimit(10, clock)
+    clock.now += 100
+    assert (limit.seconds, limit.left) == (100, 500) and limit.has(500) and not limit.has(501)
+    limit.resume(200)
+    assert (limit.seconds, limit.left) == (300, 300)
+    assert limit.training_end(0, 0.2) == 480
+    assert limit.training_end(400, 0.2) == 500, "not more than training gets"
+    assert limit.training_end(700, 0.2) < 700, "the set-up may have taken everything"
+    assert TimeLimit(10000).training_end(0, 0.2) == 600000 - 1800
+    assert TimeLimit().left == TimeLimit().training_end(20, 0.2) == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -243,55 +199,38 @@ def test_a_loss_that_is_not_finite_ends_with_the_last_checkpoint(
 ) -> None:
     trainer = make()
     recipe = type(trainer.recipe)
-    right = recipe.loss
-    monkeypatch.setattr(
-        recipe,
-        "loss",
-        lambda self, *a: right(self, *a) * (value if trainer.record.step == 3 else 1.0),
-    )
-    with pytest.raises(
-        ForerunError, match=r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept"
-    ) as error:
+    loss = recipe.loss
+
+    def spoiled(self: Any, *args: Any) -> torch.Tensor:
+        return loss(self, *args) * (value if trainer.record.step == 3 else 1.0)
+
+    monkeypatch.setattr(recipe, "loss", spoiled)
+    says = r"loss of step 4 is (nan|inf).*lower --learning-rate.*is kept"
+    with pytest.raises(ForerunError, match=says) as error:
         trainer.run()
     assert "\n" not in str(error.value)
     state = read_checkpoint(trainer.path)
-    assert state["step"] == 2 and all(
-        torch.isfinite(value).all() for value in state["module"].values()
-    )
+    assert state["step"] == 2
+    assert all(torch.isfinite(value).all() for value in state["module"].values())
     assert all(torch.isfinite(p).all() for p in trainer.module.parameters())
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make()
-    calls = []
+    trainer, calls = make(), []
 
     def full(_: int) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(ForerunError, match=r"No space left on device.*go on with --resume"):
+    monkeypatch.setattr(loop.os, "fsync", full)
+    with pytest.raises(ForerunError, match=r"No space left on device.*continue with --resume"):
         trainer.run()
     assert read_checkpoint(trainer.path)["step"] == 2
     assert [path.name for path in trainer.path.parent.iterdir()] == [trainer.path.name]
 
 
-def test_a_disk_that_is_full_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says so in its own words, several lines of them."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError(
-            "[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0\nframe #0"
-        )
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(ForerunError, match="cannot be written") as error:
-        write_checkpoint(tmp_path / "x", {})
-    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
-
-
-def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_bad_checkpoints_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content, says in (
         ("gone", None, "begin without --resume"),
         ("empty", b"", "cannot be read"),
@@ -306,26 +245,74 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="another version"):
         read_checkpoint(tmp_path / "list")
 
+    def fail(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos\nframe #0")
+
+    monkeypatch.setattr(torch, "save", fail)  # what torch raises when a disk is full
+    with pytest.raises(ForerunError, match="cannot be written") as failed:
+        write_checkpoint(tmp_path / "x", {})
+    assert "\n" not in str(failed.value) and not (tmp_path / "x").exists()
+
 
 def test_the_learning_rate() -> None:
     settings = Training(steps=100, warmup=0.1, learning_rate=1.0)
     rates = [learning_rate(step / 100, settings) for step in range(100)]
     assert max(rates) == rates[10] == 1.0 and (rates[0], rates[9]) == pytest.approx((0.1, 1.0))
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[-1] < 0.11
-    assert learning_rate(0.0, Training(steps=1, warmup=0.0)) == RATE
-
-
-def test_precision() -> None:
-    assert computes_bfloat16("bfloat16", torch.device("cpu")) and not computes_bfloat16(
-        "float32", torch.device("cpu")
-    )
 
 
 def test_bfloat16_trains_float32_weights(make: Make) -> None:
+    cpu = torch.device("cpu")
+    assert computes_bfloat16("bfloat16", cpu) and not computes_bfloat16("float32", cpu)
     trainer = make(steps=2, dtype="bfloat16")
-    before = trainer.judge.evaluate(trainer.module, 0)
+    before = trainer.evaluator.evaluate(trainer.module, 0)
     record = trainer.run()
     assert all(p.dtype == torch.float32 for p in trainer.module.parameters())
     assert all(math.isfinite(loss) for loss in record.losses)
     assert record.evaluations[0].overlap != before.overlap
     assert record.evaluations[0].overlap == pytest.approx(before.overlap, abs=0.02)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(9, 8)
+        self.up, self.norm = nn.Linear(8, 12, bias=False), nn.LayerNorm(12)
+        self.lm_head = nn.Linear(12, 9, bias=False)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 11), (11, 4)])
+def test_matrices_become_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape), torch.float32))
+    assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_muon_takes_the_steps_of_torch() -> None:
+    """For the same gradients; torch's computes in bfloat16."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(6, 10), [torch.randn(6, 10) for _ in range(4)]
+    moved = []
+    for make in (
+        lambda p: Muon([p], 0.01, 0.1, torch.float32),
+        lambda p: torch.optim.Muon([p], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ):
+        weight = nn.Parameter(start.clone())
+        optimizer = make(weight)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        moved.append(weight.detach() - start)
+    assert (moved[0] - moved[1]).norm() < 0.02 * moved[1].norm()
+
+
+def test_which_weights_use_muon() -> None:
+    net = Net()
+    muon, adam = make_optimizers(net, "muon", 0.01, 0.0, torch.float32)
+    assert [len(p) for p in muon.param_groups[0]["params"]] == [12] and isinstance(muon, Muon)
+    assert len(adam.param_groups[0]["params"]) == 4
+    (only,) = make_optimizers(net, "adamw", 0.01, 0.0, torch.float32)
+    assert len(only.param_groups[0]["params"]) == 5
+    net.requires_grad_(False)
+    net.up.weight.requires_grad_(True)
+    assert len(make_optimizers(net, "muon", 0.01, 0.0, torch.float32)) == 1

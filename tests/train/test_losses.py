@@ -1,20 +1,29 @@
-"""Losses: against naive references, at their finite cases, with their limits, and that gradients
-stay finite."""
+"""Losses against naive references, their gradients, and the expected accepted length."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from forerun.train import losses as losses_module
 from forerun.train.losses import (
-    FULL,
-    Law,
-    Mixture,
+    FULL_VOCAB,
+    DistillationLoss,
+    Distribution,
+    DraftSpan,
+    acceptance_probs,
+    accepted_length,
     at_temperature,
-    ce_hard,
+    chunked_sum,
+    cross_entropy,
+    distribution_of,
+    expected_passes,
     kl,
     masked_mean,
-    probs_of,
+    sliding_windows,
     tv,
 )
 
@@ -22,8 +31,8 @@ P = [[0.5, 0.25, 0.25, 0.0], [0.1, 0.2, 0.3, 0.4], [1.0, 0.0, 0.0, 0.0]]
 Q = [[0.25, 0.25, 0.25, 0.25], [0.4, 0.3, 0.2, 0.1], [0.5, 0.5, 0.0, 0.0]]
 
 
-def logs(law: list[list[float]]) -> torch.Tensor:
-    return torch.tensor(law).log()
+def logs(probs: list[list[float]]) -> Tensor:
+    return torch.tensor(probs).log()
 
 
 def naive_kl(p: list[float], q: list[float]) -> float:
@@ -31,98 +40,203 @@ def naive_kl(p: list[float], q: list[float]) -> float:
 
 
 def test_finite_cases() -> None:
-    """Zeros of p add nothing; equal laws are at no distance; a law against one that forbids it is
-    infinitely far."""
+    """Zeros of p add nothing; KL is infinite where q excludes an outcome."""
     expected = [naive_kl(p, q) for p, q in zip(P, Q, strict=True)]
     assert kl(logs(P), logs(Q)).tolist() == pytest.approx(expected, abs=1e-6)
     assert tv(logs(P), logs(Q)).tolist() == pytest.approx([0.25, 0.4, 0.5], abs=1e-6)
     assert kl(logs(P), logs(P)).tolist() == tv(logs(P), logs(P)).tolist() == [0.0] * 3
-    assert (
-        kl(logs(Q), logs(P))[0] == math.inf
-        and tv(logs([P[2]]), logs([[0.0, 0.0, 0.0, 1.0]])).item() == 1
-    )
+    assert kl(logs(Q), logs(P))[0] == math.inf
+    assert tv(logs([P[2]]), logs([[0.0, 0.0, 0.0, 1.0]])).item() == 1
 
 
 def test_cross_entropy_is_torchs() -> None:
-    logits, tokens = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-    expected = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), tokens.flatten(), reduction="none"
-    )
-    assert torch.allclose(ce_hard(logits, tokens).flatten(), expected)
+    logits, tokens = torch.randn(10, 7), torch.randint(7, (10,))
+    expected = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
+    assert torch.allclose(cross_entropy(logits, tokens), expected)
 
 
-def test_laws_of_a_large_vocabulary_keep_the_likeliest_and_the_rest() -> None:
-    """A drafter's law over the same outcomes adds up to one, and the distances are those of the
-    coarser laws."""
+def test_distributions_of_a_large_vocabulary_keep_the_likeliest_tokens_and_the_rest() -> None:
     torch.manual_seed(0)
-    p_logits, q_logits = torch.randn(2, 3, FULL + 1) * 4, torch.randn(2, 3, FULL + 1) * 4
-    law = probs_of(p_logits, 5)
-    assert law.tokens is not None and law.tokens.shape == (2, 3, 5) and law.logs.shape == (2, 3, 6)
+    p_logits, q_logits = torch.randn(2, 3, FULL_VOCAB + 1) * 4, torch.randn(2, 3, FULL_VOCAB + 1)
+    probs = distribution_of(p_logits, 5)
+    assert probs.token_ids.shape == (2, 3, 5) and probs.log_probs.shape == (2, 3, 6)
     p, q = p_logits.double().softmax(-1), q_logits.double().softmax(-1)
     for at in [(0, 0), (1, 2)]:
-        top = sorted(range(FULL + 1), key=lambda i: -p[at][i])[:5]
-        mine = [*(p[at][i].item() for i in top), 1 - sum(p[at][i].item() for i in top)]
-        theirs = [*(q[at][i].item() for i in top), 1 - sum(q[at][i].item() for i in top)]
-        assert law.logs[at].exp().tolist() == pytest.approx(mine, abs=1e-6)
-        assert law.of(q_logits)[at].exp().tolist() == pytest.approx(theirs, abs=1e-6)
-        assert kl(law.logs, law.of(q_logits))[at].item() == pytest.approx(
-            naive_kl(mine, theirs), rel=1e-3
-        )
-    whole = Law(None, p_logits.log_softmax(-1))
-    assert (tv(law.logs, law.of(q_logits)) <= tv(whole.logs, whole.of(q_logits)) + 1e-6).all()
+        top = p[at].topk(5).indices
+        mine, theirs = ([*x[at][top].tolist(), 1 - x[at][top].sum().item()] for x in (p, q))
+        assert probs.log_probs[at].exp().tolist() == pytest.approx(mine, abs=1e-6)
+        assert probs.log_probs_of(q_logits)[at].exp().tolist() == pytest.approx(theirs, abs=1e-6)
+    coarse = tv(probs.log_probs, probs.log_probs_of(q_logits))
+    assert (coarse <= tv(p_logits.log_softmax(-1), q_logits.log_softmax(-1)) + 1e-6).all()
+    small = distribution_of(torch.randn(3, 9), 2)
+    assert small.token_ids is None and small.log_probs.shape == (3, 9)
 
 
-def test_a_small_vocabulary_keeps_its_whole_law() -> None:
-    law = probs_of(torch.randn(3, 9), 2)
-    assert law.tokens is None and law.logs.exp().sum(-1).tolist() == pytest.approx([1.0] * 3)
+@pytest.mark.parametrize("full", [True, False])
+def test_distributions_in_the_numbers_of_a_smaller_vocabulary(full: bool) -> None:
+    """What the drafter lacks is removed; "any other token" keeps its probability."""
+    torch.manual_seed(0)
+    p, ids, logits = torch.randn(3, 12).softmax(-1), torch.tensor([1, 4, 5, 9]), torch.randn(3, 4)
+    q = logits.softmax(-1)
+    if full:
+        probs = Distribution(None, p.log()).restricted_to(ids)
+        assert torch.allclose(probs.log_probs.exp(), p[:, ids])
+        assert torch.equal(probs.log_probs_of(logits), logits.log_softmax(-1))
+        assert torch.allclose(probs.normalised().log_probs.exp().sum(-1), torch.ones(3))
+        return
+    top = torch.tensor([[4, 0, 9], [1, 5, 11], [2, 3, 4]])
+    rest = 1 - p.gather(-1, top).sum(-1, keepdim=True)
+    probs = Distribution(top, torch.cat((p.gather(-1, top), rest), -1).log()).restricted_to(ids)
+    numbers = [[1, 4, 3], [0, 2, 4], [4, 4, 1]]
+    assert probs.token_ids is not None and probs.token_ids.tolist() == numbers
+    found = probs.log_probs_of(logits).exp()
+    for row in range(3):
+        known = [n for n in numbers[row] if n < 4]
+        mine = [
+            p[row, t].item() if n < 4 else 0.0 for t, n in zip(top[row], numbers[row], strict=True)
+        ]
+        theirs = [q[row, n].item() if n < 4 else 0.0 for n in numbers[row]]
+        assert probs.log_probs[row, :3].exp().tolist() == pytest.approx(mine)
+        assert found[row, :3].tolist() == pytest.approx(theirs)
+        assert found[row, 3].item() == pytest.approx(1 - q[row, known].sum().item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("vocab", [12, FULL + 1])
-def test_a_law_so_sharp_that_nothing_is_left_passes_finite_gradients(vocab: int) -> None:
-    """In float32 the other tokens have no probability at all: -inf, which no gradient may see."""
+@pytest.mark.parametrize("vocab", [12, FULL_VOCAB + 1])
+def test_impossible_tokens_pass_finite_gradients(vocab: int) -> None:
+    """In float32 the other tokens have a log-probability of -inf."""
     sharp = torch.zeros(2, vocab)
     sharp[:, :3] = 500.0
-    law, logits = probs_of(sharp, 3), torch.randn(2, vocab, requires_grad=True)
-    Mixture(1, 1, 1)(law, logits, torch.tensor([0, 5])).sum().backward()
-    assert (
-        logits.grad is not None
-        and torch.isfinite(logits.grad).all()
-        and logits.grad.abs().sum() > 0
-    )
+    probs, logits = distribution_of(sharp, 3), torch.randn(2, vocab, requires_grad=True)
+    DistillationLoss(1, 1, 1)(probs, logits, torch.tensor([0, 5])).sum().backward()
+    assert torch.isfinite(logits.grad).all() and logits.grad.abs().sum() > 0
 
 
-def test_a_mixture_is_its_parts() -> None:
-    law, logits, tokens = (
-        probs_of(torch.randn(4, 6), 9),
-        torch.randn(4, 6),
-        torch.tensor([0, 1, 2, 5]),
-    )
-    q = logits.log_softmax(-1)
-    expected = 0.5 * kl(law.logs, q) + 2 * tv(law.logs, q) + 0.1 * ce_hard(logits, tokens)
-    assert torch.allclose(Mixture(0.5, 2, 0.1)(law, logits, tokens), expected)
-    assert torch.equal(Mixture(tv=1)(law, logits, tokens), tv(law.logs, q))
+def test_the_weighted_sum_and_its_gradient() -> None:
+    probs, logits = distribution_of(torch.randn(5, 20) * 3, 9), torch.randn(5, 20)
+    tokens, q = torch.arange(5), logits.log_softmax(-1)
+    parts = 0.5 * kl(probs.log_probs, q) + 2 * tv(probs.log_probs, q)
+    expected = parts + 0.1 * cross_entropy(logits, tokens)
+    assert torch.allclose(DistillationLoss(0.5, 2, 0.1)(probs, logits, tokens), expected)
+    start = torch.zeros(5, 20, dtype=torch.bfloat16, requires_grad=True)
+    for loss in (DistillationLoss(kl=1), DistillationLoss(tv=1), DistillationLoss(ce=1)):
+        before = loss(probs, start, tokens)
+        (gradient,) = torch.autograd.grad(before.sum(), start)
+        assert before.dtype == torch.float32
+        assert loss(probs, start - gradient, tokens).sum() < before.sum()
 
 
-def test_losses_fall_along_their_gradient_and_are_float32_of_anything() -> None:
-    law, logits = (
-        probs_of(torch.randn(5, 20) * 3, 9),
-        torch.zeros(5, 20, dtype=torch.bfloat16, requires_grad=True),
-    )
-    for mixture in (Mixture(kl=1), Mixture(tv=1), Mixture(ce=1)):
-        loss = mixture(law, logits, torch.arange(5))
-        assert loss.dtype == torch.float32
-        (gradient,) = torch.autograd.grad(loss.sum(), logits)
-        assert mixture(law, logits - gradient, torch.arange(5)).sum() < loss.sum()
-
-
-def test_the_mean_is_over_what_counts() -> None:
+def test_small_helpers() -> None:
     values = torch.tensor([[1.0, 2.0, math.nan], [4.0, math.inf, 8.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert masked_mean(values, mask).item() == pytest.approx(7 / 3)
     assert masked_mean(values, torch.zeros_like(mask)).item() == 0
-
-
-def test_at_no_temperature_one_token_is_left() -> None:
     shaped = at_temperature(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]), 0.0)
     assert shaped.softmax(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
     assert at_temperature(torch.tensor([[1.0, 3.0]]), 0.5).tolist() == [[2.0, 6.0]]
+
+
+class Head(nn.Module):
+    """A head with a part that no loss uses and one that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.say, self.unused = nn.Linear(8, 30), nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.say(hidden * self.frozen)
+        return logits
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 29])
+def test_chunks_have_the_gradients_of_the_whole(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses_module, "CHUNK", 7)
+    torch.manual_seed(count)
+    head, below = Head(), nn.Linear(8, 8)
+    x, tokens = torch.randn(count, 8), torch.randint(30, (count,))
+    probs, loss = Distribution(None, torch.randn(count, 30).log_softmax(-1)), DistillationLoss(1, 1)
+    sizes: list[int] = []
+
+    def losses(hidden: Tensor, part: slice) -> Tensor:
+        sizes.append(len(hidden))
+        return loss(probs.at(part), head(hidden), tokens[part])
+
+    whole = losses(below(x), slice(None)).sum() * 3
+    whole.backward()
+    parameters = (*head.parameters(), *below.parameters())
+    expected = [None if p.grad is None else p.grad.clone() for p in parameters]
+    for module in (head, below):
+        module.zero_grad()
+    sizes.clear()
+    mine = chunked_sum(below(x), head, losses) * 3
+    mine.backward()
+    assert max(sizes) <= 7 and sum(sizes) == count
+    assert torch.allclose(mine, whole, rtol=1e-5)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(chunked_sum(below(x), head, losses) * 3, whole, rtol=1e-5)
+
+
+def simulated_passes(acceptance: np.ndarray, span: DraftSpan, dice: np.random.Generator) -> int:
+    at, passes = span.first, 0
+    while at < span.end:
+        passes += 1
+        allowed, kept = min(acceptance.shape[1], span.limit - at - 1), 0
+        while kept < allowed and (at + kept >= span.end or dice.random() < acceptance[at, kept]):
+            kept += 1
+        at += kept + 1
+    return passes
+
+
+@pytest.mark.parametrize("limit", [30, 34, 90])
+def test_expected_passes_are_those_of_simulated_rounds(limit: int) -> None:
+    dice = np.random.default_rng(1)
+    acceptance = sliding_windows(torch.tensor(dice.random(40) ** 0.3)[None], 3)
+    span = DraftSpan(4, 30, limit)
+    mean = np.mean([simulated_passes(acceptance[0].numpy(), span, dice) for _ in range(2000)])
+    assert expected_passes(acceptance[0].numpy(), span) == pytest.approx(mean, rel=0.015)
+    assert accepted_length(acceptance, [span]) == pytest.approx(26 / mean, rel=0.015)
+
+
+def test_the_length_is_that_of_exact_speculation() -> None:
+    """Over all texts of two tokens, against the token rule's own distribution of rounds."""
+    p, q, depth, count = np.array([0.7, 0.3]), np.array([0.4, 0.6]), 2, 4
+    expected = 0.0
+    for text in itertools.product((0, 1), repeat=count):
+        accepted = [
+            acceptance_probs(torch.tensor(p[t]).log(), torch.tensor(q[t]).log()) for t in text
+        ]
+        along = torch.tensor([[0.0, *accepted]])
+        acceptance = sliding_windows(along, depth)[0].numpy()
+        passes = expected_passes(acceptance, DraftSpan(1, count + 1, count + 1))
+        expected += np.prod(p[list(text)]) * passes
+    alpha = np.minimum(p, q).sum()
+
+    def passes_for(left: int) -> float:
+        if left == 0:
+            return 0.0
+        allowed = min(depth, left - 1)
+        kept = [alpha**k * (1 - alpha if k < allowed else 1.0) for k in range(allowed + 1)]
+        return 1 + sum(chance * passes_for(left - k - 1) for k, chance in enumerate(kept))
+
+    assert expected == pytest.approx(passes_for(count), rel=1e-6)
+
+
+def test_extreme_lengths_and_the_end_of_a_text() -> None:
+    always, never = torch.ones(1, 20, 4), torch.zeros(1, 20, 4)
+    assert accepted_length(never, [DraftSpan(2, 20, 20)]) == 1
+    assert accepted_length(always, [DraftSpan(5, 20, 40)]) == 5
+    assert accepted_length(always, [DraftSpan(19, 19, 40)]) == 1
+    acceptance, span = torch.rand(1, 12, 3), DraftSpan(1, 9, 50)
+    beyond = acceptance.clone()
+    beyond[0, 9:] = beyond[0, 8, 1:] = beyond[0, 7, 2] = 0
+    assert accepted_length(acceptance, [span]) == accepted_length(beyond, [span])
+    beyond[0, 7, 0] = 0
+    assert accepted_length(acceptance, [span]) != accepted_length(beyond, [span])
+    p = torch.tensor([0.5, 0.2, 0.2, 1.0, 0.0, 0.0]).log()
+    q = torch.tensor([0.25, 0.4, 0.0, 1.0, 0.0, 0.3]).log()
+    assert acceptance_probs(p, q).tolist() == pytest.approx([0.5, 1, 0, 1, 0, 1])

@@ -1,235 +1,187 @@
-"""What the target thinks of a text is kept and comes back as it was; a record that is not right is
-made again."""
+"""The texts of each step can be repeated; captured texts are stored, and damaged ones read again."""
 
 import errno
-import os
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from forerun import ForerunError
 from forerun.cli.progress import Tell
-from forerun.train import captured, stream
-from forerun.train.capture import Batch, Target, apart
-from forerun.train.captured import Kept
-from forerun.train.data import Corpus
-from forerun.train.settings import Training
-from forerun.train.stream import Harvest, Stream
-from tests.train.conftest import SMALL
-
-
-class Noting(Tell):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+from forerun.train import stream
+from forerun.train.capture import CaptureStore
+from forerun.train.data import Corpus, Document, Example, Passage
+from forerun.train.options import Training
+from forerun.train.stream import TextStream
+from forerun.train.target import Batch, Target, split_batch
+from tests.train.conftest import SMALL, Notes, documents
 
 
 @pytest.fixture
 def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts the target read, call by call; it says its states too, and the likeliest
-    tokens of its laws."""
+    """How many texts the target read in each call, with hidden states and likeliest tokens."""
     calls: list[int] = []
     batch = target.batch
 
-    def count(examples: list[object], **options: object) -> Batch:
+    def count(examples: Sequence[Example], **options: object) -> Batch:
         calls.append(len(examples))
         return batch(examples, **options)  # type: ignore[arg-type]
 
-    for module in ("forerun.train.losses", "forerun.train.captured"):
-        monkeypatch.setattr(f"{module}.FULL", 16)
+    for module in ("forerun.train.losses", "forerun.train.target"):
+        monkeypatch.setattr(f"{module}.FULL_VOCAB", 16)
     monkeypatch.setattr(target, "aux_hidden_layers", (0, 1))
     monkeypatch.setattr(target, "batch", count)
     return calls
 
 
 def made(
-    target: Target, corpus: Corpus, path: Path, tell: Tell | None = None, **settings: object
-) -> Harvest:
+    target: Target,
+    corpus: Corpus,
+    path: Path,
+    tell: Tell | None = None,
+    written: CaptureStore | None = None,
+    **settings: object,
+) -> TextStream:
     training = Training(**(SMALL | {"on_policy": 0.0} | settings))
-    return Harvest(
-        target, Stream(corpus, target, training), target.vocab, training, path, tell or Tell()
-    )
+    texts = TextStream(corpus, target, training, written)
+    texts.configure(target.vocab, path, tell or Tell())
+    texts.open(keep=False)
+    return texts
 
 
 def equal(a: Batch, b: Batch) -> bool:
-    assert (
-        a.law.tokens is not None and b.law.tokens is not None and a.states.keys() == b.states.keys()
-    )
+    assert a.probs.token_ids is not None and b.probs.token_ids is not None
     pairs = [
         (a.tokens, b.tokens),
         (a.mask, b.mask),
-        (a.law.tokens, b.law.tokens),
-        (a.law.logs, b.law.logs),
+        (a.probs.token_ids, b.probs.token_ids),
+        (a.probs.log_probs, b.probs.log_probs),
+        (a.token_log_probs, b.token_log_probs),
+        *((a.hidden_states[i], b.hidden_states[i]) for i in a.hidden_states),
     ]
-    pairs += [(a.said, b.said), *((a.states[i], b.states[i]) for i in a.states)]
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def test_it_is_what_the_target_says_to_two_bytes(
+def test_batches_are_the_targets_outputs_to_two_bytes(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
-    mine = made(target, corpus, tmp_path / "x")
-    got = mine.batch([0, 2, 1])
-    said = target.batch([mine.stream.text(n) for n in (0, 2, 1)])
-    assert got.tokens.equal(said.tokens) and got.mask.equal(said.mask) and got.vocab == said.vocab
-    assert got.law.tokens is not None and said.law.tokens is not None
-    counts = got.mask
-    assert got.law.tokens[counts].equal(said.law.tokens[counts]) and got.said[counts].equal(
-        said.said[counts]
-    )
-    assert torch.allclose(got.law.logs[counts], said.law.logs[counts], rtol=1e-3, atol=1e-3)
-    for boundary in (0, 1):
-        assert torch.allclose(got.states[boundary], said.states[boundary], rtol=8e-3)
+    texts = made(target, corpus, tmp_path / "x")
+    got = texts.batch([0, 2, 1])
+    read = target.batch([texts.text(n) for n in (0, 2, 1)])
+    assert got.tokens.equal(read.tokens) and got.mask.equal(read.mask) and got.vocab == read.vocab
+    learned = got.mask
+    assert got.probs.token_ids[learned].equal(read.probs.token_ids[learned])  # type: ignore[index]
+    assert got.token_log_probs[learned].equal(read.token_log_probs[learned])
+    close = dict(rtol=1e-3, atol=1e-3)
+    assert torch.allclose(got.probs.log_probs[learned], read.probs.log_probs[learned], **close)
+    for layer in (0, 1):
+        assert torch.allclose(got.hidden_states[layer], read.hidden_states[layer], rtol=8e-3)
 
 
-def test_what_comes_back_is_read_and_the_same(
+def test_stored_texts_are_not_read_again(
     target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
 ) -> None:
-    mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
-    never_kept = mine.batch([3, 4])
-    mine.open(keep=False)
-    first = mine.batch([3, 4])
-    assert counted == [2, 2] and equal(mine.batch([3, 4]), first) and equal(never_kept, first)
-    assert equal(mine.batch([4, 4, 5]), mine.batch([4, 4, 5])) and counted == [2, 2, 1]
-    mine.close(remove=False)
-    other = made(target, corpus, path)
-    other.open(keep=True)
-    assert equal(other.batch([3, 4]), first) and counted == [2, 2, 1]
-    other.close(remove=True)
-    assert not path.exists()
-    other.open(keep=False)
-    other.batch([3])
-    assert counted == [2, 2, 1, 1]
+    texts = made(target, corpus, tmp_path / "x")
+    first = texts.batch([3, 4])
+    assert counted == [2] and equal(texts.batch([3, 4]), first)
+    assert equal(texts.batch([4, 4, 5]), texts.batch([4, 4, 5])) and counted == [2, 1]
+    texts.close(remove=False)
+    texts.open(keep=True)
+    assert equal(texts.batch([3, 4]), first) and counted == [2, 1]
+    texts.close(remove=True)
+    assert not (tmp_path / "x").exists()
+    assert equal(texts.batch([3, 4]), first) and counted == [2, 1, 2]
 
 
-def test_what_the_target_writes_is_not_read_again(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
-) -> None:
-    """It comes with what was captured while it was written, and is the same as if it were read."""
-    mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
-    mine.open(keep=False)
-    first = mine.batch([0, 1, 2, 3])
-    assert counted == [2], "the data's own"
-    assert equal(mine.batch([0, 1, 2, 3]), first) and counted == [2]
-    reading = made(target, corpus, tmp_path / "y", on_policy=0.5)
-    reading.stream.captured = lambda n: None  # type: ignore[method-assign]
-    assert equal(reading.batch([0, 1, 2, 3]), first) and counted == [2, 4]
-
-
-def test_what_was_captured_before_the_run_is_not_read_again(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
-) -> None:
-    kept = Kept(tmp_path / "kept", target.shape(target.vocab), SMALL["tokens"], 1.0, Tell())
-    kept.open(keep=False)
-    own = corpus.examples[:-1]
-    for one in apart(target.batch(own, vocab=target.vocab), own, target.aux_hidden_layers):
-        kept.add(one)
-        kept.add(one)
-    counted.clear()
-    training = Training(**(SMALL | {"on_policy": 0.0}))
-    mine = Harvest(
-        target,
-        Stream(corpus, target, training, kept),
-        target.vocab,
-        training,
-        tmp_path / "x",
-        Tell(),
-    )
-    assert mine.records.places < made(target, corpus, tmp_path / "y").records.places, (
-        "both share the room"
-    )
-    first = mine.batch(range(len(corpus.examples)))
-    assert counted == [1], "the one that was not"
-    assert equal(first, made(target, corpus, tmp_path / "y").batch(range(len(corpus.examples))))
-
-
-def test_as_many_are_kept_as_there_is_room_for(
-    target: Target, corpus: Corpus, tmp_path: Path
-) -> None:
-    shape, texts = target.shape(target.vocab), corpus.examples[:3]
-    taken = apart(target.batch(texts), texts, target.aux_hidden_layers)
-    slot = Kept(tmp_path / "kept", shape, SMALL["tokens"], 0.0, Tell()).slot
-    kept = Kept(tmp_path / "kept", shape, SMALL["tokens"], 2.5 * slot / 1e9, Tell())
-    for keep in (False, True):
-        kept.open(keep)
-        for one in taken:
-            kept.add(one)
-        assert [kept.find(text) is not None for text in texts] == [True, True, False]
-        kept.close(remove=False)
-
-
-@pytest.mark.parametrize("at", [0, 8, 16, 40, 200, -1])
-def test_a_record_that_is_not_whole_is_made_again(
-    at: int, target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
-) -> None:
-    mine, path = made(target, corpus, tmp_path / "x"), tmp_path / "x"
-    mine.open(keep=False)
-    first, content = mine.batch([0]), bytearray((tmp_path / "x").read_bytes())
-    if at < 0:
-        os.truncate(path, len(content) // 2)
-    else:
-        content[at] ^= 0xFF
-        path.write_bytes(content)
-    assert equal(mine.batch([0]), first) and counted == [1, 1]
-
-
-def test_places_are_bounded_and_the_latest_text_has_its_own(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
-) -> None:
-    small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
-    assert small.records.places == small.stream.window == 1
-    small.open(keep=False)
-    small.batch([0])
-    small.batch([1])
-    small.batch([1])
-    assert counted == [1, 1] and (tmp_path / "x").stat().st_size <= small.records.slot
-    small.batch([0])
-    assert counted == [1, 1, 1]
-
-
-def test_a_full_disk_costs_time_alone(
+def test_continuations_are_captured_while_they_are_written(
     target: Target,
     corpus: Corpus,
     counted: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tell = Noting()
-    mine = made(target, corpus, tmp_path / "x", tell)
-    mine.open(keep=False)
+    """Even while drafting is paused, and with the values that reading would give."""
+    monkeypatch.setattr(target.llm.engine.guard, "paused_steps", 100_000)
+    texts = made(target, corpus, tmp_path / "x", on_policy=0.5)
+    first = texts.batch([0, 1, 2, 3])
+    assert counted == [2], "texts of the data"
+    assert equal(texts.batch([0, 1, 2, 3]), first) and counted == [2]
+    reading = made(target, corpus, tmp_path / "y", on_policy=0.5)
+    reading.captured = lambda n: None  # type: ignore[method-assign]
+    assert equal(reading.batch([0, 1, 2, 3]), first) and counted == [2, 4]
 
+
+def test_texts_captured_before_the_run_are_not_read_again(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    written = CaptureStore(tmp_path / "written", 100, Tell())
+    written.open(keep=False)
+    own = corpus.examples[:-1]
+    for one in split_batch(target.batch(own), own, target.aux_hidden_layers):
+        written.add(one)
+    counted.clear()
+    texts = made(target, corpus, tmp_path / "x", written=written)
+    plain = made(target, corpus, tmp_path / "y")
+    assert texts.window < plain.window, "both stores share the room"
+    everything = range(len(corpus.examples))
+    first = texts.batch(everything)
+    assert counted == [1], "the one that was not captured"
+    assert equal(first, plain.batch(everything))
+
+
+def test_a_damaged_file_is_replaced(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    texts = made(target, corpus, tmp_path / "x")
+    first = texts.batch([0])
+    (file,) = (tmp_path / "x").iterdir()
+    content = file.read_bytes()
+    for number, damaged in enumerate((b"", b"\xff" * 40, content[: len(content) // 2]), 2):
+        file.write_bytes(damaged)
+        assert equal(texts.batch([0]), first) and counted == [1] * number
+
+
+def test_room_is_bounded(
+    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
+) -> None:
+    small = made(target, corpus, tmp_path / "x", keep_gb=1e-9)
+    assert small.window == 1
+    for number in (0, 1, 1):
+        small.batch([number])
+    assert counted == [1, 1] and len(list((tmp_path / "x").iterdir())) == 1
+    small.batch([0])
+    assert counted == [1, 1, 1]
+
+
+def test_a_full_disk_costs_time_only(
+    target: Target,
+    corpus: Corpus,
+    counted: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(captured.os, "pwrite", full)
-    assert equal(mine.batch([0, 1]), mine.batch([0, 1])) and counted == [2, 2]
+    tell, missing = Notes(), Notes()
+    texts = made(target, corpus, tmp_path / "x", tell)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert equal(texts.batch([0, 1]), texts.batch([0, 1])) and counted == [2, 2]
     assert len(tell.notes) == 1 and "No space left on device" in tell.notes[0]
-
-
-def test_a_file_that_cannot_be_made_is_told(
-    target: Target, corpus: Corpus, counted: list[int], tmp_path: Path
-) -> None:
-    tell = Noting()
-    mine = made(target, corpus, tmp_path / "nowhere" / "x", tell)
-    mine.open(keep=False)
-    assert equal(mine.batch([0]), mine.batch([0])) and counted == [1, 1]
-    assert len(tell.notes) == 1 and "No such file" in tell.notes[0]
+    texts = made(target, corpus, tmp_path / "nowhere" / "x", missing)
+    assert equal(texts.batch([0]), texts.batch([0])) and counted == [2, 2, 1, 1]
+    assert len(missing.notes) == 1 and "No such file" in missing.notes[0]
 
 
 @pytest.mark.parametrize("reuse", [1, 3])
-def test_texts_come_back(
+def test_texts_are_reused(
     target: Target, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, reuse: int
 ) -> None:
-    """The first are new, then one in `reuse`, the others any of the latest; each new one once, in
-    order."""
-    monkeypatch.setattr(stream, "POOL", 10)
-    texts = Stream(corpus, target, Training(**(SMALL | {"reuse": reuse})))
+    """The first are new, then one in `reuse`; the others are any of the latest."""
+    monkeypatch.setattr(stream, "INITIAL_TEXTS", 10)
+    texts = TextStream(corpus, target, Training(**(SMALL | {"reuse": reuse})))
     texts.window = 8
     numbers, newest, new = [texts.number(n) for n in range(400)], -1, []
     for n, number in enumerate(numbers):
@@ -239,26 +191,34 @@ def test_texts_come_back(
             new.append(n)
         else:
             assert number > newest - 8
-    assert new[:10] == list(range(10))
-    assert set(np.diff(new[10:])) == {reuse}
+    assert new[:10] == list(range(10)) and set(np.diff(new[10:])) == {reuse}
     counts = np.bincount(numbers)[20:100]
     assert abs(counts.mean() - reuse) < 0.3 and (reuse == 1 or counts.std() > 0.5)
-    again = Stream(corpus, target, replace(texts.settings))
+    again = TextStream(corpus, target, texts.settings)
     again.window = 8
     assert [again.number(n) for n in range(399, 0, -7)] == numbers[399:0:-7]
 
 
-def test_what_the_target_writes_is_seen_while_drafts_rest(
-    target: Target,
-    corpus: Corpus,
-    counted: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who rests for long is forgotten by its proposer, but for the one that is there to see all of
-    it."""
-    monkeypatch.setattr(target.llm.engine.guard, "paused_steps", 100_000)
-    mine = made(target, corpus, tmp_path / "x", on_policy=0.5)
-    mine.open(keep=False)
-    mine.batch([0, 1, 2, 3])
-    assert counted == [2], "the data's own"
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_step_can_be_repeated(target: Target, corpus: Corpus, share: float) -> None:
+    settings = Training(**(SMALL | {"on_policy": share, "accumulate": 2}))
+    texts = TextStream(corpus, target, settings)
+    steps = [texts.step(n) for n in range(8)]
+    assert TextStream(corpus, target, settings).step(6) == steps[6] and texts.step(2) == steps[2]
+    found = [texts.text(number) for step in steps for part in step for number in part]
+    written = [text for text in found if text.prompt_length == SMALL["prompt_tokens"]]
+    assert [len(part) for part in steps[0]] == [3, 3] and len(written) == int(share * len(found))
+    others = [text for text in found if text.prompt_length == 1]
+    assert share == 1 or set(others[: len(corpus.examples)]) == set(corpus.examples)
+
+
+def test_data_that_cannot_be_learned_from(target: Target) -> None:
+    chat = [Document("a", "a", (Passage("grey " * 60, "x"),))]
+    for found, prompt_tokens, says in (
+        (documents(['"a"']), 8, "use --on-policy 1"),
+        (documents(["[10,12,10,12,10,12,10,12]"]), 45, "longer than prompt_tokens"),
+        (chat, 8, r"1 prompts leave no room .* use a larger --tokens"),
+    ):
+        corpus = Corpus(found, target.tokenizer, 48, prompt_tokens)
+        with pytest.raises(ForerunError, match=says):
+            TextStream(corpus, target, Training(**SMALL))

@@ -1,12 +1,11 @@
-"""A run without data: the target writes its own, varied and the same each time; what loops or
-repeats is left out."""
+"""Texts that the target writes itself: varied, the same each time, filtered, and captured."""
 
 import errno
+import functools
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,44 +15,40 @@ import pytest
 from forerun import ForerunError
 from forerun.cli.progress import Tell
 from forerun.engine.request import Request
-from forerun.models.tokenizer import BROKEN
 from forerun.train import run as runs
-from forerun.train.capture import Target, apart
-from forerun.train.captured import Kept
-from forerun.train.checkpoint import read_checkpoint
-from forerun.train.data import Corpus, read_data, split
-from forerun.train.settings import Training
-from forerun.train.sieve import Limits, Sieve
-from forerun.train.synthesis import AUTHOR, FEWEST, GROUP, BaseAuthor, ChatAuthor, write
-from forerun.train.topics import FIRST_OF_QUESTIONS, TOPICS
+from forerun.train.capture import CaptureStore
+from forerun.train.data import Corpus, Example, FilterLimits, TextFilter, read_data, split
+from forerun.train.loop import read_checkpoint
+from forerun.train.options import Training
+from forerun.train.synthesis import (
+    GROUP,
+    MIN_TEXTS,
+    QUESTION_OPENINGS,
+    SOURCE,
+    TOPICS,
+    BaseWriter,
+    ChatWriter,
+    write,
+)
+from forerun.train.target import Batch, Target, split_batch
 from tests import tiny
 from tests.cli.test_main import run
-from tests.train.conftest import SMALL, TEXTS
+from tests.train.conftest import SMALL, TEXTS, Notes, with_template
 from tests.train.test_cli import interrupt_at
 
-SETTINGS = Training(**(SMALL | {"tokens": 80, "write": 20}))
-ANYTHING = Limits(
-    words=0, seen=1.0, repeated=1.0, ratio=1000.0
-)  # a model of random weights says what is no text
+SIZES: dict[str, Any] = SMALL | {"tokens": 80, "write": 20}
+SETTINGS = Training(**SIZES)
+# a model of random weights writes nothing that would pass the filter
+ANYTHING = FilterLimits(min_words=0, max_known=1.0, max_repeated=1.0, max_compression=1000.0)
+write_anything = functools.partial(write, limits=ANYTHING)
 Verb = Callable[..., tuple[int, str, str]]
-
-
-def with_template(directory: Path, template: str, model: Path | None = None) -> str:
-    """A tiny model that chats as the template says."""
-    shutil.copytree(model or tiny.worded(), directory)
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": template})
-    )
-    return str(directory)
-
 
 ENDS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}<s>a"
 LINES = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     "U:{{ m.content }} B:{% endfor %}"
 )
-LETTER = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}e"  # a turn ends soon
+LETTER = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}e"  # turns end soon
 
 
 @pytest.fixture(scope="module")
@@ -68,443 +63,253 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target(
-        with_template(tmp_path_factory.mktemp("chat") / "model", LETTER, tiny.spoken()), SETTINGS
-    )
+    path = tmp_path_factory.mktemp("chat") / "model"
+    return Target(with_template(path, LETTER, tiny.spoken()), SETTINGS)
 
 
-@pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """`forerun train` of the tiny target without data, whose every text is good enough."""
-    right = runs.write
-    monkeypatch.setattr(runs, "write", lambda *args, **kept: right(*args, ANYTHING, **kept))
-    basics = ["--target", str(tiny.spoken()), "--layers", "1"]
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"write": 20}).items()
-    ]
-    return lambda *args: run(monkeypatch, capsys, "train", *basics, *flags, *args)
+class TestWriters:
+    def test_questions_are_begun_in_the_users_turn(self, chat: Target) -> None:
+        """After a system prompt or with given words, up to the token that ends a turn."""
+        writer, tokenizer = ChatWriter(chat), chat.tokenizer
+        assert writer.stop == {"stop_token_ids": (tokenizer.vocabulary()["</s>"],)}
+        assert writer.opening(0) == tokenizer.encode("<s>u")
+        assert writer.opening(1) == tokenizer.encode("<s>uWhat is")
+        assert writer.opening(2) == tokenizer.encode(f"<s>s{TOPICS[1]}</s><s>u")
+        assert len({tuple(writer.opening(number)) for number in range(GROUP)}) > 0.9 * GROUP
+        assert len({tuple(writer.opening(number)) for number in range(4 * GROUP)}) > 2 * GROUP
 
+    def test_unusual_templates(self, tmp_path: Path) -> None:
+        """Without system prompts or end tokens, and one that is the text alone."""
+        writer = ChatWriter(Target(with_template(tmp_path / "lines", LINES), SETTINGS))
+        assert writer.opening(2) == writer.opening(0) == writer.tokenizer.encode("U:")
+        assert writer.stop == {"stop": "B:"}
+        bare = with_template(tmp_path / "bare", "{{ messages[-1]['content'] }}")
+        writer = ChatWriter(Target(bare, SETTINGS))
+        assert writer.opening(0) == [2] and writer.stop == {}
+        begun, text = writer.opening(1), SimpleNamespace(text=" salt?\n")
+        values = dict(tokens=begun, prompt_length=len(begun), text=text, finish_reason="stop")
+        beginning: Any = SimpleNamespace(**values)
+        assert writer.text(beginning) == "What is salt?"
+        target = Target(with_template(tmp_path / "long", ENDS + "long " * 20), SETTINGS)
+        with pytest.raises(ForerunError, match=r"tokens=80 leaves no room .* give 1\d\d or more"):
+            ChatWriter(target)
 
-class Told:
-    """A `Tell` that remembers."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float | None, float | None]] = []
-        self.notes: list[str] = []
-
-    def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        self.told.append((what, done, total))
-
-    def note(self, what: str) -> None:
-        self.notes.append(what)
-
-
-class TestSieve:
-    @pytest.mark.parametrize(
-        ("text", "fault"),
-        [
-            ("How do I bake bread without yeast?", ""),
-            ("Bake bread?", "short"),
-            ("!!! ??? ...", "short"),
-            ("如何烤面包", ""),  # no spaces
-            (f"How do I bake {BROKEN} bread?", "broken"),
-            ("I want to know, " * 8, "looping"),
-            ("Say " + "ha" * 300 + " and then stop", "looping"),
-            (
-                "\n".join(
-                    f"{i}. {name} is on shelf {i * 7}"
-                    for i, name in enumerate(("salt", "oil", "rice"))
-                ),
-                "",
-            ),
-        ],
-    )
-    def test_beginnings(self, text: str, fault: str) -> None:
-        assert Sieve(Limits()).fault_of_beginning(text) == fault
-
-    def test_an_answer_may_be_one_word_but_something(self) -> None:
-        assert [Sieve(Limits()).fault(text) for text in ("42", " \n", "x" + BROKEN)] == [
-            "",
-            "empty",
-            "broken",
-        ]
-
-    def test_what_was_nearly_said_before(self) -> None:
-        """However it is written; what was dropped is not remembered, an answer neither."""
-        sieve = Sieve(Limits())
-        first = "Please write a short poem about the sea in winter"
-        assert sieve.fault("Please write a short poem about a cat") == ""
-        assert sieve.fault_of_beginning(first) == ""
-        assert (
-            sieve.fault_of_beginning("please, write a short poem about the SEA in spring!")
-            == "repeated"
-        )
-        assert (
-            sieve.fault_of_beginning("Please write a short story about how my cat was lost") == ""
-        )
-        assert sieve.fault_of_beginning("Name me three rivers of that country in spring") == ""
-
-    def test_limits_can_be_given(self) -> None:
-        text = "no no no no no no no no no no no no no no"
-        assert Sieve(Limits()).fault(text) == "looping" and Sieve(ANYTHING).fault(text) == ""
-
-
-class TestAuthors:
-    def test_a_question_is_begun_where_the_template_has_a_users(self, chat: Target) -> None:
-        """Behind a system prompt, or by first words; it ends at the token that stands behind it."""
-        author, tokenizer = ChatAuthor(chat), chat.tokenizer
-        assert author.ends == {"stop_token_ids": (tokenizer.vocabulary()["</s>"],)}
-        assert author.opening(0) == tokenizer.encode("<s>u")
-        assert author.opening(1) == tokenizer.encode("<s>uWhat is")
-        assert author.opening(2) == tokenizer.encode(f"<s>s{TOPICS[1]}</s><s>u")
-        assert len({tuple(author.opening(number)) for number in range(GROUP)}) > 0.9 * GROUP
-        assert len({tuple(author.opening(number)) for number in range(4 * GROUP)}) > 2 * GROUP
-
-    def test_a_template_without_system_prompts_or_end_tokens(self, tmp_path: Path) -> None:
-        author = ChatAuthor(Target(with_template(tmp_path / "m", LINES), SETTINGS))
-        assert author.opening(2) == author.opening(0) == author.tokenizer.encode("U:")
-        assert author.ends == {"stop": "B:"}
-
-    def test_a_template_that_is_the_text_alone(self, tmp_path: Path) -> None:
-        """There is always a token to begin behind."""
-        target = Target(with_template(tmp_path / "m", "{{ messages[-1]['content'] }}"), SETTINGS)
-        author = ChatAuthor(target)
-        assert author.opening(0) == [2] and author.ends == {}
-        asked = author.opening(1)
-        said = SimpleNamespace(text=" salt?\n")
-        beginning: Any = SimpleNamespace(
-            tokens=asked, prompt_length=len(asked), text=said, finish_reason="stop"
-        )
-        assert author.text(beginning) == "What is salt?"
-
-    def test_no_room(self, tmp_path: Path) -> None:
-        target = Target(with_template(tmp_path / "m", ENDS + "long " * 20), SETTINGS)
-        with pytest.raises(
-            ForerunError, match=r"tokens=80 leaves no room .* give 1[0-9][0-9] or more"
-        ):
-            ChatAuthor(target)
-
-    def test_a_base_model_begins_from_nothing_and_from_words(self, base: Target) -> None:
-        author = BaseAuthor(base, SETTINGS)
-        assert author.opening(0) == [2] and author.opening(1) == [2, *base.tokenizer.encode("The")]
-        assert all(1 <= len(author.opening(n)) <= SETTINGS.prompt_tokens for n in range(GROUP))
+    def test_a_base_model_begins_with_nothing_and_with_words(self, base: Target) -> None:
+        writer = BaseWriter(base, SETTINGS)
+        assert writer.opening(0) == [2]
+        assert writer.opening(1) == [2, *base.tokenizer.encode("The")]
+        assert all(1 <= len(writer.opening(n)) <= SETTINGS.prompt_tokens for n in range(GROUP))
 
 
 class TestWriting:
     def test_a_base_model(self, base: Target) -> None:
-        """As many as are wanted, as long as there is room for, and the same from the same seed."""
-        written = write(base, SETTINGS, limits=ANYTHING)
+        written = write_anything(base, SETTINGS)
         assert len(written.lines) == SETTINGS.write
         assert len({json.loads(line)["text"][:8] for line in written.lines}) > 0.8 * SETTINGS.write
         documents, (source,) = written.read()
-        assert source.name == AUTHOR and source.documents == len(documents) == SETTINGS.write
+        assert source.name == SOURCE and source.documents == len(documents) == SETTINGS.write
         corpus = Corpus(documents, base.tokenizer, SETTINGS.tokens, SETTINGS.prompt_tokens)
         assert len(corpus.examples) >= SETTINGS.write and len(corpus.prompts) >= SETTINGS.write
-        assert write(base, SETTINGS, limits=ANYTHING).lines == written.lines
-        other = Training(**(SMALL | {"tokens": 80, "write": 20, "seed": 1}))
-        assert not {*write(base, other, limits=ANYTHING).lines} & {*written.lines}
+        assert write_anything(base, SETTINGS).lines == written.lines
+        other = write_anything(base, Training(**(SIZES | {"seed": 1})))
+        assert not {*other.lines} & {*written.lines}
 
     def test_a_chat_model(self, talker: Target) -> None:
-        """Questions that have come to their end, with answers, which go through the template
-        again."""
-        written = write(talker, SETTINGS, limits=ANYTHING)
-        corpus = Corpus(
-            written.read()[0], talker.tokenizer, SETTINGS.tokens, SETTINGS.prompt_tokens
-        )
+        """Complete questions with answers, which go through the template again."""
+        written, tokenizer = write_anything(talker, SETTINGS), talker.tokenizer
+        corpus = Corpus(written.read()[0], tokenizer, SETTINGS.tokens, SETTINGS.prompt_tokens)
         assert len(corpus.prompts) == len(corpus.examples) == SETTINGS.write and not corpus.too_long
         begun = []
         for line in written.lines:
-            asked, answered = json.loads(line)["messages"]
-            words = next(
-                (words for words in FIRST_OF_QUESTIONS if asked["content"].startswith(words)), ""
-            )
+            question, answer = json.loads(line)["messages"]
+            text = question["content"]
+            words = next((words for words in QUESTION_OPENINGS if text.startswith(words)), "")
             begun.append(bool(words))
-            assert (asked["role"], answered["role"]) == ("user", "assistant")
-            assert "e" not in asked["content"].removeprefix(words)
-            assert tuple(talker.tokenizer.chat([asked])) in corpus.prompts and answered["content"]
+            assert (question["role"], answer["role"]) == ("user", "assistant")
+            assert "e" not in text.removeprefix(words) and answer["content"]
+            assert tuple(tokenizer.chat([question])) in corpus.prompts
         assert any(begun) and not all(begun)
-        assert write(talker, SETTINGS, limits=ANYTHING).lines == written.lines
 
     @pytest.mark.parametrize("name", ["base", "talker"])
-    def test_what_it_thinks_is_captured_while_it_writes(
+    def test_outputs_are_captured_while_it_writes(
         self,
         name: str,
         request: pytest.FixtureRequest,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Of each text that is kept, for as it will be read from its line, to the bit what reading
-        it would capture."""
+        """For each text that its line is read as, the bits that reading would give."""
         target: Target = request.getfixturevalue(name)
         monkeypatch.setattr(target, "aux_hidden_layers", (1, 2))
-        if name == "base":  # as of a model whose texts begin with a token
+        if name == "base":  # as a model whose texts begin with a token
             encode = target.tokenizer.encode
-            monkeypatch.setattr(
-                target.tokenizer,
-                "encode",
-                lambda text, special=True: [2] * special + encode(text, special=False),
-            )
-        kept, told = (
-            Kept(tmp_path / "kept", target.shape(target.vocab), SETTINGS.tokens, 1.0, Tell()),
-            Told(),
-        )
-        kept.open(keep=False)
-        read: list[int] = []
-        batch = target.batch
-        monkeypatch.setattr(
-            target,
-            "batch",
-            lambda texts, **how: (read.extend(len(t.tokens) for t in texts), batch(texts, **how))[
-                1
-            ],
-        )
-        said: list[tuple[int, ...]] = []
-        say = target.say
 
-        def saying(*args: Any, **how: Any) -> list[Request]:
-            requests = say(*args, **how)
-            said.extend(tuple(request.tokens) for request in requests)
+            def with_start(text: str, special: bool = True) -> list[int]:
+                return [2] * special + encode(text, special=False)
+
+            monkeypatch.setattr(target.tokenizer, "encode", with_start)
+        read, texts = list[int](), list[tuple[int, ...]]()
+        batch, generate = target.batch, target.generate
+
+        def counted(examples: Sequence[Example], **how: Any) -> Batch:
+            read.extend(len(example.tokens) for example in examples)
+            return batch(examples, **how)
+
+        def spied(*args: Any, **how: Any) -> list[Request]:
+            requests = generate(*args, **how)
+            texts.extend(tuple(each.tokens) for each in requests)
             return requests
 
-        monkeypatch.setattr(target, "say", saying)
-        written = write(target, SETTINGS, told, ANYTHING, kept=kept)
-        assert sum(read) < 0.15 * SETTINGS.write * SETTINGS.tokens, (
-            "of prompts, what they have in common"
-        )
-        examples = Corpus(
-            written.read()[0], target.tokenizer, SETTINGS.tokens, SETTINGS.prompt_tokens
-        ).examples
-        found = [(example, captured) for example in examples if (captured := kept.find(example))]
-        as_written = [
+        monkeypatch.setattr(target, "batch", counted)
+        monkeypatch.setattr(target, "generate", spied)
+        store = CaptureStore(tmp_path / "store", 100, Tell())
+        store.open(keep=False)
+        written = write_anything(target, SETTINGS, store=store)
+        assert sum(read) < 0.3 * SETTINGS.write * SETTINGS.tokens, "beginnings only"
+        documents = written.read()[0]
+        sizes = SETTINGS.tokens, SETTINGS.prompt_tokens
+        examples = Corpus(documents, target.tokenizer, *sizes).examples
+        found = [(example, captured) for example in examples if (captured := store.find(example))]
+        assert len(found) > 5 and [example for example, _ in found] == [
             example
             for example in examples
-            if any(text[: len(example.tokens)] == example.tokens for text in said)
-        ]
-        assert [example for example, _ in found] == as_written, (
-            "but those that are read in other tokens"
-        )
-        assert len(found) > 5
+            if any(text[: len(example.tokens)] == example.tokens for text in texts)
+        ], "all but those that are read in other tokens"
         for example, captured in found:
-            (again,) = apart(
-                batch([example], vocab=target.vocab), [example], target.aux_hidden_layers
-            )
-            assert captured.example == example and captured.to_bytes() == again.to_bytes()
-        kept.close(remove=False)
-        kept.open(keep=True)
-        assert all(kept.find(example) for example, _ in found), "a run that goes on has them"
-        kept.close(remove=True)
-        assert not list(tmp_path.iterdir())
+            full = batch([example], vocab=target.vocab)
+            (again,) = split_batch(full, [example], target.aux_hidden_layers)
+            mine, expected = captured.tensors(), again.tensors()
+            assert all(mine[key].equal(expected[key]) for key in expected)
 
-    def test_a_question_without_an_end_is_none(self, chat: Target) -> None:
-        with pytest.raises(
-            ForerunError, match=r"of 128 texts 0 are left .left out: 1.. cut off.*; give --data$"
-        ):
-            write(chat, SETTINGS, limits=ANYTHING)
-
-    def test_a_question_that_leaves_no_room_is_none(
-        self, talker: Target, monkeypatch: pytest.MonkeyPatch
+    def test_incomplete_and_long_questions_are_left_out(
+        self, chat: Target, talker: Target, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It may be read in more tokens than it was written in."""
-        monkeypatch.setattr(ChatAuthor, "prompt", lambda self, beginning: [5] * 65)
-        with pytest.raises(ForerunError, match=r"0 are left .* long"):
-            write(talker, SETTINGS, limits=ANYTHING)
+        says = r"0 of 128 texts are usable .left out: 1.. cut off.*; give --data$"
+        with pytest.raises(ForerunError, match=says):
+            write_anything(chat, SETTINGS)
+        monkeypatch.setattr(ChatWriter, "prompt", lambda self, beginning: [5] * 65)
+        with pytest.raises(ForerunError, match=r"are usable .*\d+ long"):
+            write_anything(talker, SETTINGS)
 
     def test_what_is_left_out_is_counted(
         self, base: Target, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In the card's numbers; the note says why."""
-        faults, told = itertools.cycle(["", "short", "", "repeated", "looping"]), Told()
-        monkeypatch.setattr(Sieve, "fault_of_beginning", lambda self, text: next(faults))
-        written = write(base, SETTINGS, told, ANYTHING)
+        faults, notes = itertools.cycle(["", "short", "", "repeated", "looping"]), Notes()
+        monkeypatch.setattr(TextFilter, "fault_of_beginning", lambda self, text: next(faults))
+        written = write_anything(base, SETTINGS, notes)
         assert (len(written.lines), written.repeated, written.left_out) == (20, 13, 25)
-        (note,) = told.notes
-        assert note.startswith(f"20 texts {AUTHOR} in ")
+        (note,) = notes.notes
+        assert note.startswith(f"20 texts {SOURCE} in ")
         assert note.endswith(" s; left out: 13 short, 13 repeated, 12 looping")
 
-    def test_a_fifth_of_the_time(self, base: Target) -> None:
-        """Where a group more would take longer it is left; but a few texts there are in any
-        case."""
-        for seconds, count in ((59.0, 2 * GROUP), (61.0, GROUP), (1000.0, GROUP)):
-            settings = Training(**(SMALL | {"tokens": 80, "write": 5 * GROUP, "max_minutes": 10.0}))
+    def test_it_ends_in_time(self, base: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After a fifth of the time limit, or when nothing new comes."""
+        settings = Training(**(SIZES | {"write": 5 * GROUP, "max_minutes": 10.0}))
+        for seconds, count in ((59.0, 2 * GROUP), (1000.0, GROUP)):
             clock = itertools.count(0.0, seconds).__next__
-            written = write(base, settings, limits=ANYTHING, clock=clock)
-            assert len(written.lines) == count
+            assert len(write_anything(base, settings, clock=clock).lines) == count
+        notes, strict = Notes(), FilterLimits(min_words=0, max_repeated=-1.0)
+        with pytest.raises(ForerunError, match=r"0 of \d+ texts .*looping.*give --data$"):
+            write(base, SETTINGS, notes, strict)
+        assert len(notes.calls) <= 6 and notes.calls[0][1:] == (0, SETTINGS.write)
+        left, fault = iter(range(MIN_TEXTS)), TextFilter.fault_of_beginning
 
-    def test_a_target_that_only_loops(self, base: Target) -> None:
-        """It is given up soon, in one line that says why and what to do."""
-        told = Told()
-        with pytest.raises(ForerunError) as error:
-            write(base, SETTINGS, told, Limits(words=0, repeated=-1.0))
-        assert "0 are left (left out: " in str(error.value) and "looping" in str(error.value)
-        assert str(error.value).endswith("give --data") and "\n" not in str(error.value)
-        assert len(told.told) <= 6 and told.told[0][1:] == (0, SETTINGS.write)
+        def repeats(self: TextFilter, text: str) -> str:
+            return fault(self, text) or ("repeated" if next(left, None) is None else "")
 
-    def test_fewer_than_wanted_are_enough(
-        self, base: Target, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Once nothing new comes any more."""
-        right = Sieve.fault_of_beginning
-        left = iter(range(FEWEST))
-
-        def fault(self: Sieve, text: str) -> str:
-            return right(self, text) or ("repeated" if next(left, None) is None else "")
-
-        monkeypatch.setattr(Sieve, "fault_of_beginning", fault)
-        settings = Training(**(SMALL | {"tokens": 80, "write": 1000}))
-        assert len(write(base, settings, limits=ANYTHING).lines) == FEWEST
+        monkeypatch.setattr(TextFilter, "fault_of_beginning", repeats)
+        settings = Training(**(SIZES | {"write": 1000}))
+        assert len(write_anything(base, settings).lines) == MIN_TEXTS
 
 
 class TestVerb:
-    def test_without_data(self, verb: Verb, tmp_path: Path) -> None:
-        """To a drafter whose card says who wrote the data; what was saved is data, and measures the
-        same again."""
-        out, kept = tmp_path / "d", tmp_path / "kept.jsonl"
-        code, text, err = verb("--out", str(out), "--save-data", str(kept), "--json")
-        assert code == 0, err
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "kept.jsonl"]
-        report, card = json.loads(text), (out / "README.md").read_text()
-        assert report["data"]["sources"][0]["name"] == AUTHOR and f"{AUTHOR}: 20 documents" in card
-        assert f"--data {kept}" in card and "not kept" not in card
-        documents, _ = read_data([str(kept)])
-        train_on, held_out = split(documents, SMALL["held_out"])
-        assert (report["data"]["documents"], report["data"]["held_out"]) == (
-            len(train_on),
-            len(held_out),
-        )
-        code, text, err = verb(
-            "--out", str(tmp_path / "again"), "--data", str(kept), "--write", "0", "--json"
-        )
-        again = json.loads(text)
-        assert code == 0 and again["data"]["sha256"] == report["data"]["sha256"]
-        assert again["losses"] == report["losses"] and again["measured"] == report["measured"]
+    @pytest.fixture
+    def verb(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
+        """`forerun train` of the tiny target without data and without a filter."""
+        monkeypatch.setattr(runs, "write", write_anything)
+        values = (SMALL | {"write": 20}).items()
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values]
+        basics = ["--target", str(tiny.spoken()), "--layers", "1", *flags]
+        return lambda *args: run(monkeypatch, capsys, "train", *basics, *args)
 
-    def test_a_card_without_what_was_written(self, verb: Verb, tmp_path: Path) -> None:
-        code, _, err = verb("--out", str(tmp_path / "d"), "--steps", "0")
+    def test_without_data(self, verb: Verb, tmp_path: Path) -> None:
+        """What was saved is data, and gives the same run."""
+        out, saved = tmp_path / "d", tmp_path / "saved.jsonl"
+        code, text, err = verb("--out", str(out), "--save-data", str(saved), "--json")
         assert code == 0, err
-        assert "they were not kept (--save-data does)" in (tmp_path / "d" / "README.md").read_text()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "saved.jsonl"]
+        report = json.loads(text)
+        assert report["data"]["sources"][0]["name"] == SOURCE
+        parts = split(read_data([str(saved)])[0], SMALL["held_out"])
+        counts = report["data"]["documents"], report["data"]["held_out"]
+        assert counts == tuple(len(part) for part in parts)
+        again = str(tmp_path / "again")
+        code, text, err = verb("--out", again, "--data", str(saved), "--write", "0", "--json")
+        assert code == 0, err
+        for part in ("losses", "measured"):
+            assert json.loads(text)[part] == report[part]
+
+    def test_beside_data(self, verb: Verb, data: Path, tmp_path: Path) -> None:
+        code, text, err = verb(
+            "--out", str(tmp_path / "d"), "--data", str(data), "--write", "8", "--json"
+        )
+        assert code == 0, err
+        found = json.loads(text)["data"]
+        sources = [(source["name"], source["documents"]) for source in found["sources"]]
+        assert sources == [(str(data), len(TEXTS)), (SOURCE, 8)]
+        assert found["documents"] + found["held_out"] == len(TEXTS) + 8
 
     def test_ctrl_c_and_resume(
         self, verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The checkpoint holds what was written: nothing is written again, and all is as
-        without."""
-        code, text, _ = verb("--out", str(tmp_path / "whole"), "--json")
-        whole, out = json.loads(text), tmp_path / "halves"
-        assert code == 0
+        """The checkpoint holds what was written, and what that took counts as part of the run."""
+        whole = json.loads(verb("--out", str(tmp_path / "whole"), "--json")[1])
+        out, limit = tmp_path / "halves", ("--max-minutes", "90")
         with monkeypatch.context() as patched:
             interrupt_at(patched, 4)
-            assert verb("--out", str(out))[0] == 130
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "halves.captured", "halves.training", "halves.written", "whole",
-        ]  # fmt: skip
+            assert verb("--out", str(out), *limit)[0] == 130
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["halves.captured", "halves.training", "halves.written", "whole"]
+        state = read_checkpoint(tmp_path / "halves.training")
+        assert state["identity"]["training"]["max_minutes"] == 90
+        assert 0 < state["identity"]["written"]["seconds"] < state["began"]
         monkeypatch.delattr(runs, "write")
         code, _, err = verb("--out", str(out), "--resume", "--save-data", "kept.jsonl")
         assert code == 2 and "the run was begun with --save-data None" in err
         code, text, err = verb("--out", str(out), "--resume", "--json")
         assert code == 0, err
-        assert all(
-            json.loads(text)[part] == whole[part]
-            for part in ("losses", "evaluations", "measured", "data")
-        )
-
-    def test_writing_is_a_part_of_the_run(
-        self, verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What it took is not there for steps; the checkpoint still says what was asked for."""
-        begun: list[float] = []
-        right = runs.Trainer.run
-        monkeypatch.setattr(
-            runs.Trainer, "run", lambda self: (begun.append(self.deadline.seconds), right(self))[1]
-        )
-        with monkeypatch.context() as patched:
-            interrupt_at(patched, 2)
-            assert verb("--out", str(tmp_path / "d"), "--max-minutes", "9")[0] == 130
-        identity = read_checkpoint(tmp_path / "d.training")["identity"]
-        assert (
-            identity["training"]["max_minutes"] == 9
-            and 0 < identity["written"]["seconds"] < begun[0]
-        )
-        assert verb("--out", str(tmp_path / "d"), "--resume")[0] == 0 and len(begun) == 2
-
-    def test_beside_data(self, verb: Verb, data: Path, tmp_path: Path) -> None:
-        """What is there, and as many texts of the target as are asked for; each text once, however
-        it came."""
-        out, kept = tmp_path / "d", tmp_path / "kept.jsonl"
-        code, text, err = verb(
-            "--out",
-            str(out),
-            "--data",
-            str(data),
-            "--write",
-            "8",
-            "--save-data",
-            str(kept),
-            "--json",
-        )
-        assert code == 0, err
-        report, card = json.loads(text), (out / "README.md").read_text()
-        sources = [(source["name"], source["documents"]) for source in report["data"]["sources"]]
-        assert (
-            sources == [(str(data), len(TEXTS)), (AUTHOR, 8)]
-            and len(kept.read_text().splitlines()) == 8
-        )
-        assert report["data"]["documents"] + report["data"]["held_out"] == len(TEXTS) + 8
-        assert f"--data {data} --data {kept}" in card and "not kept" not in card
-        code, text, err = verb(
-            "--out",
-            str(tmp_path / "e"),
-            "--data",
-            str(kept),
-            "--data",
-            str(data),
-            "--write=8",
-            "--json",
-        )
-        again = json.loads(text)
-        assert code == 0 and again["data"]["sha256"] == report["data"]["sha256"], (
-            "it wrote the same once more"
-        )
-        assert "they were not kept" in (tmp_path / "e" / "README.md").read_text()
+        assert all(json.loads(text)[part] == whole[part] for part in ("losses", "measured", "data"))
 
     @pytest.mark.parametrize(
         ("flags", "says"),
         [
-            (
-                ["--data", "library", "--write", "0", "--save-data", "{tmp}/kept.jsonl"],
-                "leave one out",
-            ),
+            (["--data", "library", "--write", "0", "--save-data", "{tmp}/kept.jsonl"], "leave one out"),
             (["--save-data", "{tmp}/kept.txt"], "ends in .jsonl"),
             (["--save-data", "{tmp}/gone/kept.jsonl"], "in a directory that can be written to"),
             (["--write", "1"], "from 2 up"),
             (["--write", "0"], "nothing to learn from"),
         ],
-    )
-    def test_what_cannot_be_is_said_at_once(
+    )  # fmt: skip
+    def test_bad_input_is_one_line(
         self, verb: Verb, tmp_path: Path, flags: list[str], says: str
     ) -> None:
-        code, _, err = verb(
-            "--out", str(tmp_path / "d"), *(flag.format(tmp=tmp_path) for flag in flags)
-        )
-        assert (
-            code == 2
-            and says in err
-            and len(err.splitlines()) == 1
-            and not list(tmp_path.iterdir())
-        )
+        given = [flag.format(tmp=tmp_path) for flag in flags]
+        code, _, err = verb("--out", str(tmp_path / "d"), *given)
+        assert code == 2 and says in err and len(err.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
 
     def test_a_full_disk(self, verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """One line before any training, and nothing is left."""
+        replace = os.replace
 
-        def full(*args: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        def full(source: Any, place: Any) -> None:
+            if str(place).endswith(".jsonl"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            replace(source, place)
 
         monkeypatch.setattr(runs.Trainer, "run", lambda self: pytest.fail("it trains"))
         monkeypatch.setattr(os, "replace", full)
-        code, _, err = verb(
-            "--out", str(tmp_path / "d"), "--save-data", str(tmp_path / "kept.jsonl")
-        )
-        assert (
-            code != 0
-            and "kept.jsonl cannot be written: No space left on device" in err.splitlines()[-1]
-        )
-        assert not list(tmp_path.iterdir())
+        saved = str(tmp_path / "kept.jsonl")
+        code, _, err = verb("--out", str(tmp_path / "d"), "--save-data", saved)
+        assert code != 0 and err.splitlines()[-1].endswith("No space left on device")
+        assert "kept.jsonl cannot be written" in err and not list(tmp_path.iterdir())

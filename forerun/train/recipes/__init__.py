@@ -1,4 +1,4 @@
-"""The recipes, by what --recipe calls them."""
+"""The recipes, by the name that --recipe takes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Recipe
 from forerun.train.recipes.block import Block
+from forerun.train.recipes.eagle import Eagle3, Mtp
 from forerun.train.recipes.medusa import Medusa
-from forerun.train.recipes.pairs import Eagle3, Mtp
 from forerun.train.recipes.small_lm import SmallLM
 
-__all__ = ["RECIPES", "Block", "Eagle3", "Medusa", "Mtp", "Recipe", "SmallLM"]
+__all__ = ["RECIPES", "Block", "Eagle3", "Medusa", "Mtp", "Recipe", "SmallLM", "recipe_of"]
 
 RECIPES: dict[str, type[Recipe]] = {
-    "small-lm": SmallLM,
-    "medusa": Medusa,
-    "eagle3": Eagle3,
-    "mtp": Mtp,
-    "block": Block,
+    recipe.name: recipe for recipe in (SmallLM, Medusa, Eagle3, Mtp, Block)
 }
 
 
 def recipe_of(draft: str) -> Recipe:
-    """The recipe that makes what a draft option calls so; its options are the defaults, which say
-    nothing of a drafter that is there. Raises ConfigError for one that is not trained."""
+    """Return the recipe whose drafters a draft option calls `draft`, with default options, which
+    say nothing about an existing drafter. Raises ConfigError for a kind that is not trained."""
     for name, recipe in RECIPES.items():
         if recipe.draft == draft:
             return recipe(OPTIONS[name]())
     known = ", ".join(recipe.draft for recipe in RECIPES.values())
     raise ConfigError(
-        f"{draft} is not trained here, so there is nothing to judge: give one of {known}"
+        f"{draft} drafters are not trained here, so they cannot be measured: give one of {known}"
     )

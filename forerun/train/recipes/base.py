@@ -1,8 +1,7 @@
-"""What a recipe is: what is trained, from what it begins, what it learns, how it is judged and
-written.
+"""The interface of a recipe: how a kind of drafter is built, trained, judged and written.
 
-The loop knows nothing else of a drafter. A recipe keeps no state of its own: all that changes is
-the module."""
+The loop knows nothing else of a drafter. A recipe has no state: all that changes is the module.
+"""
 
 from __future__ import annotations
 
@@ -19,117 +18,134 @@ from torch import Tensor, nn
 from forerun.draft.head_modules import Head
 from forerun.draft.proposer import Proposer
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
-from forerun.train.lengths import chances_of
-from forerun.train.losses import at_temperature, numbered, tv
+from forerun.train.losses import (
+    DistillationLoss,
+    acceptance_probs,
+    at_temperature,
+    draft_numbers,
+    tv,
+)
+from forerun.train.target import Batch, Target
 
 
 @dataclass(slots=True)
-class Outlook:
-    """How a drafter would fare along the texts of a batch. B texts, N positions, K tokens drafted
-    ahead.
+class Forecast:
+    """Predicted acceptance of a drafter along a batch. B texts, N positions, K drafted tokens.
 
     Attributes:
-        said: [B, N] log-probability the drafter gives the token that follows, its first guess.
-        overlap: [B, N, K] 1 - TV of each drafted token's law, all before it being right.
-        chances: [B, N, K] the chance that the drafted token stands, given what the text says
-            (`lengths`).
+        token_log_probs: [B, N], the drafter's log-probability of the token that follows.
+        overlap: [B, N, K], 1 - TV of each drafted token's distribution, given the text before it.
+        acceptance: [B, N, K], probability that the drafted token is accepted, given the text.
     """
 
-    said: Tensor
+    token_log_probs: Tensor
     overlap: Tensor
-    chances: Tensor
+    acceptance: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """A kind of drafter."""
+    """A kind of drafter. `name` is what --recipe calls it, `draft` what --draft calls its
+    results."""
 
     options: Any
-    name: ClassVar[str]  # what --recipe calls it
-    draft: ClassVar[str]  # what --draft calls what it makes, before the colon
+    name: ClassVar[str]
+    draft: ClassVar[str]
 
     def aux_hidden_layers(self, module: nn.Module, target: Target) -> tuple[int, ...]:
-        """The target's hidden states that the module learns from."""
+        """Return the target layers whose hidden states the module learns from."""
         return self.reads(target)
 
     @abstractmethod
     def reads(self, target: Target) -> tuple[int, ...]:
-        """The same of the module that `build` would give."""
+        """Return the same for the module that `build` would return."""
 
     @abstractmethod
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
-        """The module as it begins, in float32. Raises ConfigError or LoadError where it does not
-        fit the target."""
+        """Return the initial module in float32. Raises ConfigError or LoadError if it does not fit
+        the target."""
 
     @abstractmethod
     def load(self, directory: Path, target: Target) -> nn.Module:
-        """The module in a directory of this kind, in float32. Raises LoadError."""
+        """Load the module in a directory of this kind in float32. Raises LoadError."""
 
     def vocab(self, module: nn.Module, target: Target) -> int:
-        """Tokens that both laws are taken over."""
+        """Return how many tokens, from 0, both distributions cover."""
         return target.vocab
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The mean over the positions of a batch that count; a scalar that passes gradients."""
+        """Return the mean loss over the learned positions, a differentiable scalar."""
 
     @abstractmethod
-    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
-        """How drafts of `depth` would fare at the batch's temperature."""
+    def forecast(self, module: nn.Module, batch: Batch, depth: int) -> Forecast:
+        """Predict the acceptance of drafts of `depth` at the batch's temperature."""
 
     @abstractmethod
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
-        """Write what `Config.draft` can name into a directory that exists."""
+        """Write a directory that `Config.draft` can name."""
 
     @abstractmethod
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        """What drafts from such a directory, for an engine that runs the target with `runner`."""
+        """Return the proposer of such a directory for an engine on `runner`."""
+
+    def distillation_loss(self) -> DistillationLoss:
+        """Return the loss with the weights of the options."""
+        return DistillationLoss(self.options.kl, self.options.tv, self.options.ce)
 
 
-def outlook_of(
+def forecast_of(
     guesses: Iterable[tuple[int, slice, Tensor]],
     batch: Batch,
     depth: int,
     ids: Tensor | None = None,
-) -> Outlook:
-    """The outlook of what a drafter guesses along the texts of a batch; where it guesses nothing,
-    nothing stands.
+) -> Forecast:
+    """Compute the forecast of a drafter's logits; where it drafts nothing, nothing is accepted.
 
     Args:
-        guesses: (k, roots, logits [B, roots, Vd]): the (k + 1)th token drafted behind each of
+        guesses: (k, roots, logits [B, roots, Vd]) for the (k + 1)th token drafted after each of
             consecutive roots.
-        ids: the tokens that it says, [Vd] int64; None: all.
+        ids: int64 [Vd], the tokens that it knows; None for all.
     """
     overlap = torch.zeros((*batch.mask.shape, depth), device=batch.tokens.device)
-    chances, said = torch.zeros_like(overlap), torch.full_like(batch.said, -math.log(batch.vocab))
-    laws, (numbers, sayable) = batch.law.over(ids), numbered(batch.tokens, ids, batch.vocab)
+    acceptance = torch.zeros_like(overlap)
+    first = torch.full_like(batch.token_log_probs, -math.log(batch.vocab))
+    target_probs = batch.probs.restricted_to(ids)
+    numbers, known = draft_numbers(batch.tokens, ids, batch.vocab)
     for k, roots, logits in guesses:
-        at, behind = (
-            slice(roots.start + k, roots.stop + k),
-            slice(roots.start + k + 1, roots.stop + k + 1),
-        )
-        law, counts, logits = (
-            laws.at((slice(None), at)),
-            batch.mask[:, at],
-            at_temperature(logits, batch.temperature),
-        )
-        guessed = logits.log_softmax(-1).gather(-1, numbers[:, behind, None])[..., 0]
-        guessed = guessed.where(sayable[:, behind], -torch.inf)
-        overlap[:, roots, k] = torch.where(counts, 1 - tv(law.logs, law.of(logits)), 0.0)
-        chances[:, roots, k] = torch.where(counts, chances_of(batch.said[:, at], guessed), 0.0)
+        at = slice(roots.start + k, roots.stop + k)
+        after = slice(at.start + 1, at.stop + 1)
+        learned = batch.mask[:, at]
+        probs = target_probs.at((slice(None), at))
+        logits = at_temperature(logits, batch.temperature)
+        guessed = logits.log_softmax(-1).gather(-1, numbers[:, after, None])[..., 0]
+        guessed = guessed.where(known[:, after], -torch.inf)
+        shared = 1 - tv(probs.log_probs, probs.log_probs_of(logits))
+        accepted = acceptance_probs(batch.token_log_probs[:, at], guessed)
+        overlap[:, roots, k] = torch.where(learned, shared, 0.0)
+        acceptance[:, roots, k] = torch.where(learned, accepted, 0.0)
         if k == 0:
-            said[:, roots] = guessed
-    return Outlook(said, overlap, chances)
+            first[:, roots] = guessed
+    return Forecast(first, overlap, acceptance)
 
 
 @torch.no_grad()
-def begin_listed(module: Head, head: nn.Linear, target: Target, corpus: Corpus) -> None:
-    """Let a module that says part of the vocabulary say what the data say most, and its head begin
-    as the target's."""
+def init_short_head(module: Head, head: nn.Linear, target: Target, corpus: Corpus) -> None:
+    """Restrict a module to the most frequent tokens of the data and initialise its head with the
+    target's rows."""
     config = target.llm.decoder.config
-    module.say_only(corpus.frequent(config.vocab, head.out_features, config.end_ids))
+    module.say_only(corpus.most_frequent(config.vocab, head.out_features, config.end_ids))
     ids = module.tokens()
     assert ids is not None
     head.weight.copy_(target.head.cpu()[ids])
+
+
+def cache_size(runner: Runner) -> dict[str, int]:
+    """Return the size of a drafter's KV cache that matches the target's."""
+    pages = runner.cache.pages
+    return {
+        "tokens": pages.count * pages.size,
+        "page": pages.size,
+        "slots": len(runner.cache.length),
+    }

@@ -1,4 +1,4 @@
-"""The recipe block: a drafter of whole blocks over hidden states of the target (DSpark,
+"""The recipe block: a drafter of whole blocks on hidden states of the target (DSpark,
 2607.05147)."""
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.rope import rope_tables
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
-from forerun.train.fused import fused_sum
-from forerun.train.losses import Mixture, nothing_learnt, numbered, tv
+from forerun.train.losses import chunked_sum, draft_numbers, tv, zero_loss
 from forerun.train.options import BlockOptions
-from forerun.train.recipes.base import Outlook, Recipe, begin_listed, outlook_of
+from forerun.train.recipes.base import Forecast, Recipe, cache_size, forecast_of, init_short_head
+from forerun.train.target import Batch, Target
 
-ANCHORS = 32  # of each text in one pass of an evaluation, where all of its tokens are anchors
+ANCHORS = 32  # anchors of a text per forward pass of an evaluation, where every token is one
 
 
 @dataclass(frozen=True, slots=True)
 class Block(Recipe):
-    """Blocks whose slot k, behind an anchor at position i, says token i + 1 + k; its law is the
-    target's at i + k.
+    """Blocks of slots: slot k after an anchor at position i predicts token i + 1 + k, and learns
+    the target's distribution at i + k.
 
-    The Markov head and the laws are taught with the text's own tokens. Embedding and head are the
-    target's, but for a drafter that says part of the vocabulary, whose head begins as the target's
-    rows; the norm before the head begins as the target's, and the Markov head says nothing yet.
+    The Markov head is taught with the text's own tokens and begins at zero. Embedding and head are
+    the target's; a drafter with a smaller vocabulary has its own head, which begins as the target's
+    rows. The norm before the head begins as the target's.
     """
 
     options: BlockOptions
@@ -54,15 +53,15 @@ class Block(Recipe):
 
     def build(self, target: Target, corpus: Corpus) -> nn.Module:
         c, options = target.llm.decoder.config, self.options
-        said = min(options.draft_vocab or c.vocab, c.vocab)
+        draft_vocab = min(options.draft_vocab or c.vocab, c.vocab)
         config = BlockConfig(
             layer=layers_like(c, options.block_layers),
             target_hidden=c.hidden,
             aux_hidden_layers=self.reads(target),
             block=options.block_size,
             mask_token=mask_token(target, corpus, options.mask_token),
-            draft_vocab=said,
-            own_head=said < c.vocab,
+            draft_vocab=draft_vocab,
+            own_head=draft_vocab < c.vocab,
             law=MarkovShape(options.markov_rank) if options.markov_rank else None,
             confidence=options.confidence > 0,
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
@@ -73,7 +72,7 @@ class Block(Recipe):
             if config.law:
                 head.markov_head.markov_w2.weight.zero_()
         if head.lm_head is not None:
-            begin_listed(head, head.lm_head, target, corpus)
+            init_short_head(head, head.lm_head, target, corpus)
         head.attach(target.view)
         return head
 
@@ -81,125 +80,114 @@ class Block(Recipe):
         head = load_block(directory, view_of(target.llm.decoder))
         if not head.config.is_bigram:
             raise LoadError(
-                f"{directory} can be drafted with, but not measured here: its law is no vanilla Markov head"
+                f"{directory} can draft, but it is not measured here: it has no vanilla Markov head"
             )
         head.attach(target.view)
         return head
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(module, BlockHead)
+        options, loss_of = self.options, self.distillation_loss()
         anchors, chosen = self.anchors(batch)
-        made = blocks(module, batch, anchors)
+        hidden = block_states(module, batch, anchors)
         ids = module.tokens()
-        numbers, sayable = numbered(batch.tokens, ids, batch.vocab)
-        at = anchors[..., None] + torch.arange(made.shape[2], device=anchors.device)
-        inside = at < batch.mask.shape[1]
-        learnt = (
-            (batch.mask & sayable[:, 1:]).gather(1, at.where(inside, 0).flatten(1)).view(at.shape)
-        )
-        counts = chosen[..., None] & inside & learnt
+        numbers, known = draft_numbers(batch.tokens, ids, batch.vocab)
+        positions = anchors[..., None] + torch.arange(hidden.shape[2], device=anchors.device)
+        inside = positions < batch.mask.shape[1]
+        learned = (batch.mask & known[:, 1:]).gather(1, positions.where(inside, 0).flatten(1))
+        counts = chosen[..., None] & inside & learned.view(positions.shape)
         row, anchor, slot = counts.nonzero(as_tuple=True)
         if not len(row):
-            return nothing_learnt(module)  # no text has a token that could be an anchor
-        at, options, weights = at[row, anchor, slot], self.options, self.options.decay**slot
-        laws, before, said = (
-            batch.law.at((row, at)).over(ids),
-            batch.tokens[row, at],
-            numbers[row, at + 1],
-        )
-        mixture = Mixture(options.kl, options.tv, options.ce)
+            return zero_loss(module)  # no text has a token that can be an anchor
+        at, weights = positions[row, anchor, slot], options.decay**slot
+        probs = batch.probs.at((row, at)).restricted_to(ids)
+        previous, following = batch.tokens[row, at], numbers[row, at + 1]
 
-        def losses(made: Tensor, part: slice) -> Tensor:
-            law, previous = laws.at(part), before[part]
-            logits = module.behind(module.say(made), previous)
-            values = mixture(law.whole(), logits, said[part])
+        def losses(hidden: Tensor, part: slice) -> Tensor:
+            target_probs = probs.at(part)
+            logits = module.behind(module.say(hidden), previous[part])
+            values = loss_of(target_probs.normalised(), logits, following[part])
             if options.confidence:
-                overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
-                trust = module.trust(made, previous).float()
+                q = target_probs.log_probs_of(logits.detach())
+                overlap = (1 - tv(target_probs.log_probs, q)).clamp(0, 1)
+                confidence = module.trust(hidden, previous[part]).float()
                 values = values + options.confidence * F.binary_cross_entropy_with_logits(
-                    trust, overlap, reduction="none"
+                    confidence, overlap, reduction="none"
                 )
             return values * weights[part]
 
-        return fused_sum(made[row, anchor, slot], module, losses) / weights.sum()
+        return chunked_sum(hidden[row, anchor, slot], module, losses) / weights.sum()
 
     def anchors(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Some positions that count, as many of each text: (positions [B, A], whether each is one).
-        They follow from the tokens of the batch, so a step can be repeated."""
-        counts = batch.mask.cpu().clone()
-        counts[:, 0] = False  # nothing was read before it
+        """Choose learned positions at random, equally many of each text. They follow from the
+        tokens of the batch, so a step can be repeated.
+
+        Returns:
+            (positions [B, A], bool [B, A]: whether each is an anchor).
+        """
+        learned = batch.mask.cpu().clone()
+        learned[:, 0] = False  # nothing is read before the first token
         seed = zlib.crc32(batch.tokens.cpu().numpy().tobytes())
-        order = torch.rand(counts.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(
-            ~counts, -1.0
-        )
-        found, anchors = order.topk(min(self.options.anchors, counts.shape[1]))
+        order = torch.rand(learned.shape, generator=torch.Generator().manual_seed(seed))
+        order = order.masked_fill(~learned, -1.0)
+        found, anchors = order.topk(min(self.options.anchors, learned.shape[1]))
         chosen = found >= 0
         device = batch.tokens.device
         return anchors.where(chosen, 1).to(device), chosen.to(device)
 
-    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+    def forecast(self, module: nn.Module, batch: Batch, depth: int) -> Forecast:
         assert isinstance(module, BlockHead)
-        return outlook_of(self._guesses(module, batch, depth), batch, depth)
+        return forecast_of(self._guesses(module, batch, depth), batch, depth)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, BlockHead)
-        save_block(module, directory, target.recorded, target.llm.decoder.dtype)
+        save_block(module, directory, target.recorded_name, target.llm.decoder.dtype)
 
     def proposer(self, directory: Path, target: Target, runner: Runner) -> Proposer:
-        view, cache = view_of(runner.decoder), runner.cache
-        room = {
-            "tokens": cache.pages.count * cache.pages.size,
-            "page": cache.pages.size,
-            "slots": len(cache.length),
-        }
-        return BlockProposer(load_block(directory, view), view, **room)
+        view = view_of(runner.decoder)
+        return BlockProposer(load_block(directory, view), view, **cache_size(runner))
 
     def _guesses(
         self, head: BlockHead, batch: Batch, depth: int
     ) -> Iterator[tuple[int, slice, Tensor]]:
-        """(k, roots, logits [B, roots, V]): what slot k says behind consecutive roots, every token
+        """Yield (k, roots, logits [B, roots, V]) of slot k after consecutive roots: every token
         that has context."""
         rows, positions = batch.mask.shape
         for first in range(1, positions, ANCHORS):
-            anchors = torch.arange(
-                first, min(first + ANCHORS, positions), device=batch.tokens.device
-            )
-            made = blocks(head, batch, anchors.expand(rows, -1))
-            for k in range(min(depth, made.shape[2])):
-                end = min(first + len(anchors), positions - k)  # behind them the text has ended
+            last = min(first + ANCHORS, positions)
+            anchors = torch.arange(first, last, device=batch.tokens.device)
+            hidden = block_states(head, batch, anchors.expand(rows, -1))
+            for k in range(min(depth, hidden.shape[2])):
+                end = min(last, positions - k)  # beyond it the text has ended
                 if end > first:
                     previous = batch.tokens[:, first + k : end + k]
-                    yield (
-                        k,
-                        slice(first, end),
-                        head.follow(head.behind(head.say(made[:, : end - first, k]), previous)),
-                    )
+                    logits = head.behind(head.say(hidden[:, : end - first, k]), previous)
+                    yield k, slice(first, end), head.follow(logits)
 
 
 def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
-    """So many Qwen3 layers of the sizes of another family's."""
+    """Return the config of `layers` Qwen3 layers with the sizes of another family."""
     raw = layer_like(c).raw | {"model_type": "qwen3", "num_hidden_layers": layers}
     return make_config(raw, Path("config.json"))
 
 
 def spread(layers: int, count: int) -> tuple[int, ...]:
-    """So many boundaries, evenly spaced: what the first layer has left, what the last one has, and
-    between; at most one for each layer."""
+    """Return `count` evenly spaced layers, from the first to the last, each at most once."""
     if count == 1:
         return (layers,)
     return tuple(sorted({1 + round(i * (layers - 1) / (count - 1)) for i in range(count)}))
 
 
-def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
-    """A token that texts hardly use: the one asked for, one that the tokenizer lacks, padding, or
-    the rarest of the data. Raises ConfigError."""
+def mask_token(target: Target, corpus: Corpus, given: int | None) -> int:
+    """Return a token that texts hardly use: the given one, one that the tokenizer lacks, padding,
+    or the rarest of the data. Raises ConfigError for a token id outside the vocabulary."""
     c = target.llm.decoder.config
-    if asked is not None:
-        if asked >= c.vocab:
+    if given is not None:
+        if given >= c.vocab:
             raise ConfigError(
-                f"mask_token={asked} is no token of the target: give a number below {c.vocab}"
+                f"mask_token={given} is no token of the target: give a number below {c.vocab}"
             )
-        return asked
+        return given
     unused = set(range(c.vocab)) - set(target.tokenizer.vocabulary().values())
     if unused:
         return min(unused)
@@ -209,32 +197,30 @@ def mask_token(target: Target, corpus: Corpus, asked: int | None) -> int:
     return int(corpus.counts(c.vocab).argmin())
 
 
-def blocks(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
-    """What the head makes of the slots that say something behind each anchor, of many anchors at
-    once.
+def block_states(head: BlockHead, batch: Batch, anchors: Tensor) -> Tensor:
+    """Compute the hidden states of the predicting slots after many anchors at once.
 
-    Each anchor has a block of its own, whose slots see context before the anchor and one another,
-    as they do while
-    drafting: windows included. Context is never changed by what is drafted, so all blocks of a text
-    share it.
+    Each anchor has its own block, whose slots see the context before the anchor and one another, as
+    they do while drafting, windows included. Drafts never change the context, so all blocks of a
+    text share it.
 
     Args:
-        anchors: [B, A] int64 positions of tokens, from 1 on: behind the very first there is no
-            context.
+        anchors: int64 [B, A] positions of tokens from 1 up; the first token has no context.
 
     Returns:
-        [B, A, K, Hd]: slot k says token anchor + 1 + k, before the Markov head.
+        [B, A, K, Hd]: slot k predicts token anchor + 1 + k, before the Markov head.
     """
     c = head.config
-    context = head.fuse(torch.cat([batch.states[boundary] for boundary in c.aux_hidden_layers], -1))
+    states = [batch.hidden_states[layer] for layer in c.aux_hidden_layers]
+    context = head.fuse(torch.cat(states, -1))
     tables = rope_tables(c.layer, c.layer.ropes[0], context.shape[1] + c.block, torch.float32)
     cosine, sine = (table.to(anchors.device) for table in tables)
     ids = torch.full((*anchors.shape, c.block), c.mask_token, device=anchors.device)
     ids[..., 0] = batch.tokens.gather(1, anchors)
     positions = anchors[..., None] + torch.arange(c.block, device=anchors.device)
     attend = _Attend(head, context, (cosine[: context.shape[1]], sine[: context.shape[1]]), anchors)
-    made: Tensor = head(head.embed(ids), (cosine[positions], sine[positions]), attend)
-    return made[:, :, c.first :]
+    hidden: Tensor = head(head.embed(ids), (cosine[positions], sine[positions]), attend)
+    return hidden[:, :, c.first :]
 
 
 class _Attend:
@@ -244,19 +230,20 @@ class _Attend:
         self, head: BlockHead, context: Tensor, rotation: tuple[Tensor, Tensor], anchors: Tensor
     ) -> None:
         self.head, self.context, self.rotation = head, context, rotation
-        # how far each token of context lies before each anchor, [B, 1, 1, A, 1, N]
+        # distance from each token of the context to each anchor, [B, 1, 1, A, 1, N]
         distance = anchors[..., None] - torch.arange(context.shape[1], device=anchors.device)
-        self.before = distance[:, None, None, :, None]
-        self.later = torch.ones(
-            head.config.block, head.config.block, dtype=torch.bool, device=anchors.device
-        ).triu(1)
+        self.distance = distance[:, None, None, :, None]
+        size = head.config.block
+        self.later = torch.ones(size, size, dtype=torch.bool, device=anchors.device).triu(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""
         keys, values = self.head.remember(layer, self.context, self.rotation)
         q = q.view(*q.shape[:3], k.shape[3], -1, q.shape[4])
         c, window = self.head.config, self.head.config.layer.windows[layer]
-        unseen = (self.before < 1) | (self.before > window) if window else self.before < 1
+        unseen = self.distance < 1
+        if window:
+            unseen = unseen | (self.distance > window)
         before = torch.einsum("bashgd,bnhd->bhgasn", q, keys).masked_fill(unseen, -torch.inf)
         own = torch.einsum("bashgd,bathd->bhgast", q, k)
         if c.is_causal(layer):

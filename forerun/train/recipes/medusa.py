@@ -1,4 +1,4 @@
-"""The recipe medusa: heads on the target's last hidden state."""
+"""The recipe medusa: heads on the target's last hidden state (2401.10774)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads, save_h
 from forerun.draft.proposer import Proposer, view_of
 from forerun.models.shortlist import spread
 from forerun.runtime.torch_runner import Runner
-from forerun.train.capture import Batch, Target
 from forerun.train.data import Corpus
-from forerun.train.losses import Mixture, masked_mean, nothing_learnt
+from forerun.train.losses import masked_mean, zero_loss
 from forerun.train.options import MedusaOptions
-from forerun.train.recipes.base import Outlook, Recipe, outlook_of
+from forerun.train.recipes.base import Forecast, Recipe, forecast_of
+from forerun.train.target import Batch, Target
 
 
 @dataclass(frozen=True, slots=True)
 class Medusa(Recipe):
-    """Heads on the target's last hidden state (2401.10774); they begin as its own head.
+    """Heads that begin as copies of the target's own head.
 
-    The head k says token j + 2 + k from the state with which the target read token j. So what it
-    drafts behind a root i comes from the state of i - 1, and its law is the target's at i + k.
+    Head k predicts token j + 2 + k from the hidden state after token j. What it drafts after root i
+    therefore comes from the state of i - 1, and its distribution is the target's at i + k.
     """
 
     options: MedusaOptions
@@ -44,21 +44,20 @@ class Medusa(Recipe):
         return load_heads(directory).requires_grad_(True)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        mixture = Mixture(self.options.kl, self.options.tv, self.options.ce)
+        loss_of = self.distillation_loss()
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for k, logits in enumerate(self._logits(module, batch)):
-            law = batch.law.at((slice(None), slice(k + 1, None)))
-            losses = mixture(law, logits, batch.tokens[:, k + 2 :])
+            probs = batch.probs.at((slice(None), slice(k + 1, None)))
+            losses = loss_of(probs, logits, batch.tokens[:, k + 2 :])
             total = total + self.options.decay**k * masked_mean(losses, batch.mask[:, k + 1 :])
             weight += self.options.decay**k
-        return total / weight if weight else nothing_learnt(module)
+        return total / weight if weight else zero_loss(module)
 
-    def analytic(self, module: nn.Module, batch: Batch, depth: int) -> Outlook:
+    def forecast(self, module: nn.Module, batch: Batch, depth: int) -> Forecast:
         positions = batch.mask.shape[1]
-        logits = self._logits(module, batch)[:depth]
-        return outlook_of(
-            ((k, slice(1, positions - k), said) for k, said in enumerate(logits)), batch, depth
-        )
+        heads = enumerate(self._logits(module, batch)[:depth])
+        guesses = ((k, slice(1, positions - k), logits) for k, logits in heads)
+        return forecast_of(guesses, batch, depth)
 
     def export(self, module: nn.Module, target: Target, directory: Path) -> None:
         assert isinstance(module, MedusaHeads)
@@ -68,14 +67,12 @@ class Medusa(Recipe):
         return MedusaProposer("medusa", load_heads(directory), view_of(runner.decoder))
 
     def _logits(self, module: nn.Module, batch: Batch) -> list[Tensor]:
-        """Of each head, at every position whose guess lies in the texts. [B, N - 1 - k, V] for head
-        k"""
+        """The logits of each head where its token lies within the texts. [B, N - 1 - k, V]"""
         assert isinstance(module, MedusaHeads)
-        (states,) = batch.states.values()
+        (states,) = batch.hidden_states.values()
         normalised = batch.view.normalise(states)
-        ends = range(batch.mask.shape[1] - 1, 0, -1)
-        said = [
-            module.say(k, normalised[:, :end])
-            for k, end in zip(range(module.levels), ends, strict=False)
-        ]
-        return [spread(logits, module.tokens(), batch.vocab) for logits in said]
+        found = []
+        for k in range(min(module.levels, batch.mask.shape[1] - 1)):
+            logits = module.say(k, normalised[:, : batch.mask.shape[1] - 1 - k])
+            found.append(spread(logits, module.tokens(), batch.vocab))
+        return found
