@@ -230,9 +230,9 @@ def _training_measurement(facts: Facts, report: Json, entry: Any) -> Measurement
     try:
         task = str(entry["task"])[:MAX_NAME]
         speeds = [
-            float(pace["times_plain"])
-            for pace in inner(report, "speed").get("results", [])
-            if pace["depth"] and pace.get("draft") != "auto"
+            float(result["times_plain"])
+            for result in inner(report, "speed").get("results", [])
+            if result["draft"] not in ("off", "auto")
         ]
         return Measurement(
             str(report.get("target"))[:MAX_NAME],

@@ -15,13 +15,13 @@ from tests.cluster.deployed import NEEDS_RAY
 pytestmark = NEEDS_RAY
 pytest.importorskip("ray")
 
-from forerun.server.auth import ApiKeys  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
 
 from forerun.cluster.plan import make_plan  # noqa: E402
 from forerun.cluster.serving import RETRIES, Ingress, Replica, merge_metrics  # noqa: E402
+from forerun.server.auth import ApiKeys  # noqa: E402
 
 TWO = {"models": [{"name": "small"}, {"name": "large:latest", "replicas": {"min": 0}}]}
 START = {"type": "http.response.start", "status": 200, "headers": []}

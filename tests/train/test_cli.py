@@ -377,7 +377,7 @@ def test_a_target_without_a_hub_id(
     code, _, err = bare(*flags, "--out", str(tmp_path / "default"))
     assert code == 0, err
     assert facts_of(str(tmp_path / "default")).made_for == DEFAULT
-    packed = pack(tmp_path / "default", "me/mine", None, "mit", [])
+    packed = prepare(tmp_path / "default", "me/mine", None, "mit", [])
     assert packed.metadata["base_model"] == DEFAULT_REPOSITORY
     shutil.copytree(tiny.worded(), tmp_path / "big")
     monkeypatch.chdir(tmp_path)
@@ -388,7 +388,7 @@ def test_a_target_without_a_hub_id(
     code, text, err = run(monkeypatch, capsys, "drafters", "info", str(tmp_path / "d"))
     assert code == 0 and re.search(rf"target +ok +it was made for {tmp_path / 'big'}", text), err
     with pytest.raises(ConfigError, match="which is no Hub id; give --for ORG/MODEL"):
-        pack(tmp_path / "d", "me/mine", None, "mit", [])
+        prepare(tmp_path / "d", "me/mine", None, "mit", [])
 
 
 def report_of(
