@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from forerun import LLM, SamplingParams
 from forerun.draft.block.module import load_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.proposer import Row, TargetView, view_of
 from forerun.draft.tree import Tree
 from forerun.verify import Noise
@@ -106,7 +106,7 @@ def drafted(
     directory: Path, target: TargetView, states: Tensor, tokens: Tensor
 ) -> Iterator[Tensor]:
     """The same of forerun, slot by slot, of those that say something."""
-    drafter = Block(load_block(directory, target), target, tokens=64, page=4, slots=1)
+    drafter = BlockProposer(load_block(directory, target), target, tokens=64, page=4, slots=1)
     text = tokens.tolist()
     drafter.open(0, text[: ANCHOR + 1])
     shown = states[:ANCHOR].split(HIDDEN, -1)

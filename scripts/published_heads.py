@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
-from forerun.draft.medusa import LevelHeads
+from forerun.draft.medusa import MedusaStyleHeads
 from forerun.draft.proposer import TargetView, view_of
 from forerun.draft.registry import LEVELS, kind_of
 
@@ -123,9 +123,9 @@ def speculators(sources: Path) -> Iterator[Case]:
         yield name, raw, tensors, "pytorch_model.bin", say
 
 
-def drafted(heads: LevelHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
+def drafted(heads: MedusaStyleHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
     """What forerun's heads say: level i behind tokens i and on."""
-    said, carried = [], heads.enter(states)
+    said, carried = [], heads.initial(states)
     for level in range(heads.levels):
         logits, carried = heads.step(level, carried, tokens[level : level + len(states)])
         said.append(logits)

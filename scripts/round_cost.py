@@ -23,8 +23,8 @@ from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
-from forerun.draft.block.proposer import Block
-from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpShape, MlpSpeculator
+from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpConfig, MlpSpeculator
 from forerun.draft.proposer import Proposer, Row, view_of
 from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
@@ -69,15 +69,15 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     c, view = llm.decoder.config, view_of(llm.decoder)
     block = BlockConfig(
         layer=layers_like(c, 2), target_hidden=c.hidden, aux_hidden_layers=spread(c.layers, 3), block=depth, mask_token=0,
-        draft_vocab=SAID, own_head=True, law=MarkovShape(64),
+        draft_vocab=SAID, own_head=True, markov=MarkovShape(64),
     )  # fmt: skip
     yield (
         "block",
-        Block(BlockHead(block).requires_grad_(False), view, tokens=1024, page=16, slots=4),
+        BlockProposer(BlockHead(block).requires_grad_(False), view, tokens=1024, page=16, slots=4),
     )
     medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=SAID)
     medusa.token_map = torch.arange(SAID)
-    mlp = MlpShape(
+    mlp = MlpConfig(
         levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True
     )
     levels = {"medusa": medusa, "mlp": MlpSpeculator(mlp)}

@@ -11,7 +11,7 @@ from forerun.catalogue.facts import Facts
 from forerun.catalogue.layout import layer_of, refusal
 from forerun.catalogue.survey import DRAFT_SHARE
 from forerun.draft.block.formats import as_speculators, is_block
-from forerun.draft.eagle.formats import read_dialect
+from forerun.draft.eagle.module import read_format
 from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
 from forerun.models.config import is_integer
@@ -214,7 +214,7 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     reads the last alone, or nobody knows. Raises LoadError."""
     raw, kind = drafter.raw, drafter.kind
     if kind.draft == "eagle3":
-        return read_dialect(raw, target.layers).aux_hidden_layers
+        return read_format(raw, target.layers).aux_hidden_layers
     name = "aux_hidden_state_layer_ids"
     ids = (as_speculators(raw) if is_block(raw) else raw).get(name)
     if ids is not None and (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from forerun.catalogue.facts import Facts
-from forerun.draft.block.formats import FLAGS, as_speculators, read_law, windows_of
+from forerun.draft.block.formats import FLAGS, as_speculators, read_markov, windows_of
 from forerun.draft.head_files import read_bool
 from forerun.draft.medusa import read_medusa, read_mlp
 from forerun.draft.registry import Json, inner
@@ -74,7 +74,7 @@ def _block(facts: Facts) -> str:
         raw = as_speculators(facts.raw)
         layer = layer_of(raw)
         windows_of(raw | {"transformer_layer_config": layer})
-        read_law(raw, shapes)
+        read_markov(raw, shapes)
         for flag in FLAGS:
             read_bool(raw, flag, False)
     except LoadError as error:

@@ -47,7 +47,7 @@ def unroll(
             head.embed(batch.tokens[:, at + 1]), state, (cosine[at], sine[at]), attend.on(rows)
         )
         yield rows, made
-        state = head.state(made)
+        state = head.next_state(made)
 
 
 class _Attend:

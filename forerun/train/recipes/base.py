@@ -129,7 +129,7 @@ def begin_listed(module: Head, head: nn.Linear, target: Target, corpus: Corpus) 
     """Let a module that says part of the vocabulary say what the data say most, and its head begin
     as the target's."""
     config = target.llm.decoder.config
-    module.say_only(corpus.frequent(config.vocab, head.out_features, config.end_ids))
+    module.set_token_ids(corpus.frequent(config.vocab, head.out_features, config.end_ids))
     ids = module.tokens()
     assert ids is not None
     head.weight.copy_(target.head.cpu()[ids])

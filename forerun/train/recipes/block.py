@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead, load_block, save_block
-from forerun.draft.block.proposer import Block as BlockProposer
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.head_modules import layer_like
 from forerun.draft.proposer import Proposer, view_of
 from forerun.errors import ConfigError, LoadError
@@ -63,14 +63,14 @@ class Block(Recipe):
             mask_token=mask_token(target, corpus, options.mask_token),
             draft_vocab=said,
             own_head=said < c.vocab,
-            law=MarkovShape(options.markov_rank) if options.markov_rank else None,
+            markov=MarkovShape(options.markov_rank) if options.markov_rank else None,
             confidence=options.confidence > 0,
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
         )
         head = BlockHead(config)
         with torch.no_grad():
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
-            if config.law:
+            if config.markov:
                 head.markov_head.markov_w2.weight.zero_()
         if head.lm_head is not None:
             begin_listed(head, head.lm_head, target, corpus)
@@ -111,11 +111,11 @@ class Block(Recipe):
 
         def losses(made: Tensor, part: slice) -> Tensor:
             law, previous = laws.at(part), before[part]
-            logits = module.behind(module.say(made), previous)
+            logits = module.add_markov_bias(module.compute_logits(made), previous)
             values = mixture(law.whole(), logits, said[part])
             if options.confidence:
                 overlap = (1 - tv(law.logs, law.of(logits.detach()))).clamp(0, 1)
-                trust = module.trust(made, previous).float()
+                trust = module.confidence_logit(made, previous).float()
                 values = values + options.confidence * F.binary_cross_entropy_with_logits(
                     trust, overlap, reduction="none"
                 )
@@ -172,7 +172,11 @@ class Block(Recipe):
                     yield (
                         k,
                         slice(first, end),
-                        head.follow(head.behind(head.say(made[:, : end - first, k]), previous)),
+                        head.over_target_vocab(
+                            head.add_markov_bias(
+                                head.compute_logits(made[:, : end - first, k]), previous
+                            )
+                        ),
                     )
 
 
@@ -253,7 +257,7 @@ class _Attend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""
-        keys, values = self.head.remember(layer, self.context, self.rotation)
+        keys, values = self.head.context_kv(layer, self.context, self.rotation)
         q = q.view(*q.shape[:3], k.shape[3], -1, q.shape[4])
         c, window = self.head.config, self.head.config.layer.windows[layer]
         unseen = (self.before < 1) | (self.before > window) if window else self.before < 1

@@ -75,7 +75,7 @@ class Medusa(Recipe):
         normalised = batch.view.normalise(states)
         ends = range(batch.mask.shape[1] - 1, 0, -1)
         said = [
-            module.say(k, normalised[:, :end])
+            module.head_logits(k, normalised[:, :end])
             for k, end in zip(range(module.levels), ends, strict=False)
         ]
         return [spread(logits, module.tokens(), batch.vocab) for logits in said]
