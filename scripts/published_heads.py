@@ -88,9 +88,8 @@ def speculators(sources: Path) -> Iterator[Case]:
         "architectures": ["MLPSpeculatorPreTrainedModel"],
     }
     extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
-    folder = sources / "ArcticTraining/projects"
-    mlp = load("arctic_mlp", folder / "mlp_speculator/mlp_speculator/speculator.py")
-    lstm = load("arctic_lstm", folder / "arctic_lstm_speculator/speculator/speculator.py")
+    folder = sources / "ArcticTraining/projects/mlp_speculator/mlp_speculator"
+    mlp = load("arctic_mlp", folder / "speculator.py")
     made: list[tuple[str, dict[str, Any], Any, str]] = []
     for tied in (False, True):
         raw = ibm | {"tie_weights": tied, "scale_input": tied}
@@ -100,20 +99,6 @@ def speculators(sources: Path) -> Iterator[Case]:
         made.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
         made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
-    for tied in (False, True):
-        raw = {
-            **common, "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": HIDDEN,
-            "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": "sum_rnn", "tie_weights": tied,
-            "tie_lstm_embs": False, "scale_input": True,
-        }  # fmt: skip
-        made.append(
-            (
-                f"Arctic, sum_rnn, tied {tied}",
-                raw,
-                lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)),
-                "",
-            )
-        )
     for name, raw, own, prefix in made:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 

@@ -254,12 +254,33 @@ def check_sizes(
         )
 
 
-def check_aux_hidden_layers(title: str, target: TargetView, ids: Sequence[int]) -> None:
-    """Raise LoadError unless the target has the hidden states that a head reads."""
+def check_fit(
+    title: str,
+    target: TargetView,
+    layer: ModelConfig,
+    target_hidden: int,
+    ids: Sequence[int],
+    mask_token: int | None,
+    *,
+    borrows: bool,
+    fewer: bool = False,
+) -> None:
+    """Raise LoadError unless the target has the sizes, the hidden states `ids` and the mask token
+    that a head needs, and the weights that it `borrows` have the size of its states."""
+    check_sizes(title, target, target_hidden, layer.vocab, fewer)
+    if borrows and layer.hidden != target.hidden:
+        raise LoadError(
+            f"this {title} has states of {layer.hidden}, its target of {target.hidden}, so the"
+            " target's weights do not fit, and it has none of its own: its checkpoint is incomplete"
+        )
     if not ids or len(set(ids)) < len(ids) or not all(0 <= i <= target.layers for i in ids):
         raise LoadError(
             f"this {title} reads the hidden states {list(ids)}, which must be different numbers"
             f" from 0 to {target.layers}, the layers of this target: {_advice(title)}"
+        )
+    if mask_token is not None and not 0 <= mask_token < layer.vocab:
+        raise LoadError(
+            f"the mask token {mask_token} of this {title} is not one of its {layer.vocab} tokens"
         )
 
 

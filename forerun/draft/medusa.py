@@ -54,12 +54,8 @@ MEDUSA = "set of Medusa heads"
 MLP = "MLP speculator"
 MAX_LEVELS = 64
 EPS = 1e-6
-IBM_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
-ARCTIC_ARCHITECTURES = (
-    "ArcticLSTMSpeculatorPreTrainedModel",
-    "MLPVariantSpeculatorPreTrainedModel",
-)
-ARCTIC_METHOD = "sum_rnn"
+# of IBM, and of Snowflake for the same layout
+MLP_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 CARRIED = LOGITS + 1  # the buffer of the state that is carried from level to level
 
 
@@ -129,48 +125,23 @@ class MlpConfig:
 
 
 def read_mlp(raw: Json) -> MlpConfig:
-    """Read the config.json of an MLP speculator by IBM or Arctic (Snowflake). Raises LoadError."""
-    named = raw.get("architectures") or [IBM_ARCHITECTURES[0]]
+    """Read the config.json of an MLP speculator. Raises LoadError."""
+    named = raw.get("architectures") or [MLP_ARCHITECTURES[0]]
     architecture = named[0] if isinstance(named, list) else named
-    supported = IBM_ARCHITECTURES + ARCTIC_ARCHITECTURES
-    if architecture not in supported:
+    if architecture not in MLP_ARCHITECTURES:
+        supported = " and ".join(MLP_ARCHITECTURES)
         raise LoadError(
-            f"its architecture is {shown(architecture)}: only {', '.join(supported)} are supported"
+            f"its architecture is {shown(architecture)}: only {supported} are supported"
         )
-    if architecture in IBM_ARCHITECTURES:
-        hidden = read_int(raw, "emb_dim")
-        inner = read_int(raw, "inner_dim", 0, default=0) or hidden
-    else:
-        hidden = read_int(raw, "input_hidden_dim")
-        sizes = {_arctic_size(raw, name) for name in ("inner_dim", "emb_dim", "proj_dim")}
-        inner = max(sizes)
-        if len(sizes) > 1:
-            raise LoadError(
-                f"inner_dim, emb_dim and proj_dim are {sorted(sizes)}: only equal ones are"
-                " supported"
-            )
-        if raw.get("method", ARCTIC_METHOD) != ARCTIC_METHOD:
-            raise LoadError(
-                f"its method is {shown(raw['method'])}: only {ARCTIC_METHOD} is supported"
-            )
+    hidden = read_int(raw, "emb_dim")
     return MlpConfig(
         levels=read_int(raw, "n_predict", 1, MAX_LEVELS),
         hidden=hidden,
-        inner=inner,
+        inner=read_int(raw, "inner_dim", 0, default=0) or hidden,
         vocab=read_int(raw, "vocab_size"),
         tied=read_bool(raw, "tie_weights", False),
         scaled=read_bool(raw, "scale_input", False),
     )
-
-
-def _arctic_size(raw: Json, name: str) -> int:
-    """Read a size that is written as text; several numbers, for several layers, are refused."""
-    value = raw.get(name)
-    if not isinstance(value, str):
-        return read_int(raw, name)
-    if not re.fullmatch(r"[0-9]{1,8}", value):
-        raise LoadError(f"{name} in config.json is {shown(value)}: only one size is supported")
-    return read_int({name: int(value)}, name)
 
 
 # ---------------------------------------------------------------- modules
@@ -447,8 +418,7 @@ def load_mlp(directory: Path) -> MlpSpeculator:
     """Load an MLP speculator, in float32. Raises LoadError.
 
     Tensors are called `emb.{i}`, `proj.{i}`, `ln.{i}` and `head.{i}`, in some files behind
-    `speculator.`; Arctic nests them one deeper (`emb.0.0`). Tied weights are stored once or for
-    every level.
+    `speculator.`. Tied weights are stored once or for every level.
     """
     raw, stored = read_config(directory, MLP), read_tensors(directory, MLP)
     with reading(directory, MLP):
@@ -456,7 +426,6 @@ def load_mlp(directory: Path) -> MlpSpeculator:
         tensors: Tensors = {}
         for name, tensor in stored.items():
             name = name.removeprefix("speculator.")
-            name = re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.(\w+)$", r"\1.\2.\3", name)
             copied = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\..*", name) if config.tied else None
             if not copied or int(copied[2]) <= (copied[1] == "proj"):
                 tensors[name] = tensor

@@ -21,8 +21,7 @@ from forerun.draft.eagle.mtp import load_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.head_files import tensor_names
 from forerun.draft.medusa import (
-    ARCTIC_ARCHITECTURES,
-    IBM_ARCHITECTURES,
+    MLP_ARCHITECTURES,
     MedusaProposer,
     MedusaStyleHeads,
     load_heads,
@@ -46,6 +45,7 @@ Json = dict[str, Any]
 DEEPSPECS = (DEEPSPEC, DEEPSPEC_GEMMA)
 NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
@@ -141,11 +141,11 @@ def _speculators(look: Look) -> Kind:
 
 
 def _is_mlp(look: Look) -> bool:
-    return look.type == "mlp_speculator" or look.arch in (*IBM_ARCHITECTURES, *ARCTIC_ARCHITECTURES)
+    return look.type == "mlp_speculator" or look.arch in MLP_ARCHITECTURES
 
 
 def _is_arctic(look: Look) -> bool:
-    return look.arch in ARCTIC_ARCHITECTURES or (look.has("input_hidden_dim") and _is_mlp(look))
+    return look.arch in ARCTIC or (look.has("input_hidden_dim") and _is_mlp(look))
 
 
 def _is_peagle(look: Look) -> bool:
@@ -193,7 +193,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
         lambda k: k.type in GEMMA_ASSISTANTS,
         Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ),
     ),
-    (_is_arctic, Kind("arctic", "", "Arctic speculator", "mlp")),
+    (_is_arctic, Kind("arctic", "", "Arctic speculator", "", NOT_READ)),
     (_is_mlp, Kind("mlp", "", "MLP speculator", "mlp")),
     (
         lambda k: k.type == "medusa" and k.has("num_heads") and not k.has("medusa_num_heads"),

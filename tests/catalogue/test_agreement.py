@@ -15,7 +15,7 @@ from forerun.catalogue.facts import facts_at
 from forerun.catalogue.fit import checks, fits, sizes_of
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import load_block, save_block
-from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.medusa import load_heads, load_mlp, save_heads
 from forerun.draft.proposer import TargetView, view_of
@@ -72,10 +72,10 @@ KINDS: dict[str, tuple[Save, Load]] = {
         load_head,
     ),
     "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
-    "eagle with a head of its own": (_eagle1, load_first_head),
+    "eagle with a head of its own": (_eagle1, load_eagle1_head),
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
-    "block with a gated head": (lambda path: block(path, law=MarkovShape(5, "gated")), load_block),
+    "block with a gated head": (lambda path: block(path, markov=MarkovShape(5, "gated")), load_block),
     "block of z-lab": (lambda path: as_published(path, ZLAB, sample_from_anchor=False), load_block),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),

@@ -72,7 +72,7 @@ class BlockTwin(Twin):
             else self.view.head(made[slot, None])[0].double()
         )
         return self.everywhere(
-            self.markov(own, made[: slot + 1], (*tokens, *path)) if c.law else own
+            self.markov(own, made[: slot + 1], (*tokens, *path)) if c.markov else own
         )
 
     def trust(self, tokens: tuple[int, ...], path: tuple[int, ...]) -> float:
@@ -87,7 +87,7 @@ class BlockTwin(Twin):
     def markov(self, said: Tensor, made: Tensor, tokens: tuple[int, ...]) -> Tensor:
         """With a Markov head: made [slots up to this one, Hd]; the token before this slot is the
         last of `tokens`."""
-        kind, table = self.config.law.kind, self.w["markov_head.markov_w1.weight"]
+        kind, table = self.config.markov.kind, self.w["markov_head.markov_w1.weight"]
         known, rank = table[tokens[-1]], table.shape[1]
         if kind == "gated":
             known = (

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import load_block, save_block
-from forerun.draft.block.proposer import Block
-from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer
@@ -129,14 +129,14 @@ def save_parallel(head: Any, directory: Path) -> Path:
 KINDS = {
     "eagle3": Kind("eagle3", eagle, functools.partial(EagleProposer, "eagle3"), EagleTwin,
                    lambda head, directory: save_head(head, directory, None, torch.float32), load_head),
-    "eagle": Kind("eagle", tiny.eagle1, functools.partial(EagleProposer, "eagle"), FirstTwin, save_first, load_first_head,
+    "eagle": Kind("eagle", tiny.eagle1, functools.partial(EagleProposer, "eagle"), FirstTwin, save_first, load_eagle1_head,
                   1e-6),
     "p-eagle": Kind("eagle3", parallel, functools.partial(ParallelEagleProposer, "eagle3"), ParallelTwin, save_parallel,
                     load_head, 1e-6),
     "mtp": Kind("mtp", tiny.mtp, functools.partial(EagleProposer, "mtp"), MtpTwin,
                 lambda head, directory: save_module(head, directory, None, torch.float32), load_module,
                 1e-6),
-    "block": Kind("block", lambda family, **changes: tiny.block(tiny.block_config(family, **changes)), Block, BlockTwin,
+    "block": Kind("block", lambda family, **changes: tiny.block(tiny.block_config(family, **changes)), BlockProposer, BlockTwin,
                   lambda head, directory: save_block(head, directory, None, torch.float32), load_block),
     **{
         name: Kind(name, levels, on_last_states, PublishedTwin,
@@ -153,7 +153,7 @@ WINDOWS = {
     "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
 SURE = {"confidence": False, "confidence_with_markov": False}
-PLAIN = {"law": None, **SURE}
+PLAIN = {"markov": None, **SURE}
 SOME = {"draft_vocab": 40, "own_head": True}
 FILL_IN = {"sample_from_anchor": False}
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
@@ -206,10 +206,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "long, some tokens": {"block": 7, **SOME},
         "windows": {"layer": WINDOWS},
         "windows, causal inside": {"layer": WINDOWS, "window_causal": True},
-        "a gated Markov head": {"law": MarkovShape(5, "gated")},
-        "a gated one, which says some tokens": {"law": MarkovShape(5, "gated"), **SOME, **FILL_IN},
-        "a recurrent Markov head": {"law": MarkovShape(5, "rnn")},
-        "a recurrent one, filling in": {"law": MarkovShape(5, "rnn"), **FILL_IN},
+        "a gated Markov head": {"markov": MarkovShape(5, "gated")},
+        "a gated one, which says some tokens": {"markov": MarkovShape(5, "gated"), **SOME, **FILL_IN},
+        "a recurrent Markov head": {"markov": MarkovShape(5, "rnn")},
+        "a recurrent one, filling in": {"markov": MarkovShape(5, "rnn"), **FILL_IN},
     },
     "mlp": {
         "IBM's": {"made": published.ibm},

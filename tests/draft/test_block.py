@@ -20,7 +20,7 @@ from forerun import LLM, ConfigError, LoadError, SamplingParams
 from forerun.draft.block import proposer as block
 from forerun.draft.block.formats import BlockConfig
 from forerun.draft.block.module import BlockHead, save_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.hidden_states import as_tensor
 from forerun.draft.proposer import DraftRequest
 from forerun.engine.engine import Engine
@@ -50,7 +50,7 @@ def engine_of(
 def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -> None:
     """States that come again, in pieces, are left out."""
     head, tokens = head_of().double(), tuple(range(5, 25))
-    drafter, plain = Block(head, target(), **ROOM), Block(head, target(), **ROOM)
+    drafter, plain = BlockProposer(head, target(), **ROOM), BlockProposer(head, target(), **ROOM)
     row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 19), 4)
     show(drafter, 0, tokens)
     show(plain, 0, tokens)
@@ -63,7 +63,7 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
         shown = parts[start:end].split(drafter.target.hidden, -1)
         drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, shown, strict=True)))
-    assert len(drafter.waiting[0]) == 3 and drafter.propose([row])[0].tokens == expected
+    assert len(drafter.pending[0]) == 3 and drafter.propose([row])[0].tokens == expected
     assert torch.allclose(
         *(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9
     )
@@ -73,7 +73,7 @@ def test_context_that_begins_late_is_not_shared() -> None:
     """Its keys have other positions."""
     tokens = tuple(range(5, 25))
     for first, shared in ((0, 16), (3, 0)):
-        drafter = Block(head_of().double(), target(), **ROOM)
+        drafter = BlockProposer(head_of().double(), target(), **ROOM)
         show(drafter, 0, tokens, first)
         assert (
             len(drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(3, 19), 4)])[0])
@@ -92,9 +92,9 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
         monkeypatch.setattr(BlockConfig, "is_causal", lambda self, layer: True)
     engine = engine_of(head)
     if fault == "states one off":
-        observe = Block.observe
+        observe = BlockProposer.observe
 
-        def shifted(self: Block, slot: int, start: int, features: Any) -> None:
+        def shifted(self: BlockProposer, slot: int, start: int, features: Any) -> None:
             observe(
                 self,
                 slot,
@@ -102,7 +102,7 @@ def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.Mon
                 {boundary: as_tensor(states).roll(1, 0) for boundary, states in features.items()},
             )
 
-        monkeypatch.setattr(Block, "observe", shifted)
+        monkeypatch.setattr(BlockProposer, "observe", shifted)
     run(engine, (0, 1), 8, 3)
     expected = head
     if fault == "slots one off":
@@ -188,7 +188,7 @@ def test_paths_that_are_not_trusted_are_not_followed(width: int) -> None:
     head, tokens = head_of(), (5, 6, 7, 8, 9)
     with torch.no_grad():
         head.confidence_head.proj.weight.mul_(0.3)
-    drafter, twin = Block(head.double(), target(), **ROOM, width=width), BlockTwin(head)
+    drafter, twin = BlockProposer(head.double(), target(), **ROOM, width=width), BlockTwin(head)
     show(drafter, 0, tokens)
     row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 4)
     whole = drafter.propose([row])[0]
@@ -232,7 +232,7 @@ def test_a_threshold_changes_no_text(rule: str) -> None:
 
 
 def test_without_states_or_room_there_is_no_draft() -> None:
-    drafter = Block(head_of().double(), target(), tokens=24, page=4, slots=4)
+    drafter = BlockProposer(head_of().double(), target(), tokens=24, page=4, slots=4)
 
     def drafted(slot: int, tokens: tuple[int, ...], depth: int = 2) -> int:
         row = DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
@@ -277,14 +277,14 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
     head, tokens = head_of(own_head=True, block=5), (5, 6, 7, 8, 9, 10)
     said = []
     for view in (target(), replace(target(), form=form)):
-        drafter = Block(head, view, **ROOM)
+        drafter = BlockProposer(head, view, **ROOM)
         show(drafter, 0, tokens)
         row = DraftRequest(0, tokens, SamplingParams(), Noise(1, 5), 5)
         drafter.propose([row])
-        (grown,) = drafter._say([block.Tree(row)])
+        (grown,) = drafter._run_blocks([block.Tree(row)])
         previous = torch.tensor([10, 3, 3, 3, 3])
-        logits = drafter.head.follow(drafter.head.behind(grown.said, previous))
-        said.append((logits, drafter.head.trust(grown.made, previous)))
+        logits = drafter.head.over_target_vocab(drafter.head.add_markov_bias(grown.logits, previous))
+        said.append((logits, drafter.head.confidence_logit(grown.outputs, previous)))
     for mine, theirs in zip(*said, strict=True):
         assert (theirs - mine).norm() / mine.norm() < (0.1 if form == "int8" else 1e-4)
     assert not isinstance(drafter.head.fc, torch.nn.Linear) and isinstance(head.fc, torch.nn.Linear)
@@ -337,5 +337,5 @@ def test_a_threshold_needs_a_head_that_knows(tmp_path: Path) -> None:
 )
 def test_a_drafter_for_another_target(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(LoadError, match=says) as error:
-        Block(head_of(**changes), target(), **ROOM)
+        BlockProposer(head_of(**changes), target(), **ROOM)
     assert "\n" not in str(error.value)

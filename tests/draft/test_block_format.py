@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import BlockHead, load_block, save_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.proposer import DraftRequest, TargetView, view_of
 from forerun.draft.registry import kind_of
 from forerun.verify import Noise
@@ -58,7 +58,7 @@ def write(directory: Path, raw: Any, tensors: dict[str, torch.Tensor]) -> Path:
 def drafts(head: BlockHead) -> list[int]:
     """What it drafts of some states that nobody ever had."""
     view = target()
-    drafter = Block(head, view, tokens=64, page=4, slots=1, width=3)
+    drafter = BlockProposer(head, view, tokens=64, page=4, slots=1, width=3)
     generator = torch.Generator().manual_seed(3)
     features = {b: torch.randn(6, view.hidden, generator=generator) for b in range(view.layers + 1)}
     drafter.open(0, range(7))
@@ -115,11 +115,11 @@ DIALECTS: dict[
     ),
     "speculators, a gated Markov head": (
         DSPARK | {"markov_head_type": "gated"},
-        FILL_IN | {"law": MarkovShape(5, "gated")},
+        FILL_IN | {"markov": MarkovShape(5, "gated")},
     ),
     "DeepSpec, a recurrent Markov head": (
         DEEPSPEC | MARKOV | {"markov_head_type": "rnn"},
-        OWN | {"law": MarkovShape(5, "rnn")},
+        OWN | {"markov": MarkovShape(5, "rnn")},
     ),
     "z-lab, with a window": (ZLAB | SLIDING, PLAIN | FILL_IN | SEEN),
     "SpecForge, with a window": (
@@ -222,8 +222,8 @@ def test_what_is_not_supported_of_other_dialects(
         {},
         PLAIN,
         {"sample_from_anchor": False, "confidence_with_markov": False},
-        {"law": MarkovShape(6, "gated")},
-        {"law": MarkovShape(3, "rnn"), "draft_vocab": 40, "own_head": True},
+        {"markov": MarkovShape(6, "gated")},
+        {"markov": MarkovShape(3, "rnn"), "draft_vocab": 40, "own_head": True},
         SEEN,
         SEEN | {"window_causal": True},
         {"draft_vocab": 40, "own_head": True, "block": 7, "mask_token": 63},

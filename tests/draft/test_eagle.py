@@ -18,7 +18,7 @@ from forerun import LoadError, SamplingParams, rng
 from forerun.cache.attention import Segment
 from forerun.draft.eagle import proposer as pairs
 from forerun.draft.eagle.module import Eagle3Head
-from forerun.draft.eagle.proposer import EagleProposer, NativeLayer
+from forerun.draft.eagle.proposer import EagleProposer, NativeEagle
 from forerun.draft.proposer import DraftRequest, view_of
 from forerun.kernels import native
 from forerun.models.config import load_config
@@ -231,8 +231,8 @@ def test_sixteenths_are_those_of_the_chances_in_torch(
         grow(trees, logits, width, source)
 
     monkeypatch.setattr(pairs, "grow", seeing)
-    monkeypatch.setattr(NativeLayer, "drafts", property(lambda _: False))
-    monkeypatch.setattr(NativeLayer, "chain", lambda *_: None)
+    monkeypatch.setattr(NativeEagle, "drafts", property(lambda _: False))
+    monkeypatch.setattr(NativeEagle, "chain", lambda *_: None)
     for draft, laws, row, full, chain in zip(
         proposed(), seen.values(), rows, whole, chains, strict=True
     ):

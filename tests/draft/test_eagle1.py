@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LoadError
-from forerun.draft.eagle.module import Eagle1Head, load_first_head
+from forerun.draft.eagle.module import Eagle1Head, load_eagle1_head
 from forerun.draft.registry import kind_of
 from tests import tiny
 from tests.draft.heads import FIELDS, save_first
@@ -62,7 +62,7 @@ def test_a_published_head_is_read_as_it_is(layout: str, tmp_path: Path) -> None:
     head = tiny.eagle1("llama", **options)
     directory = publish(tmp_path / "head", head)
     assert kind_of(directory) == "eagle"
-    loaded = load_first_head(directory, target())
+    loaded = load_eagle1_head(directory, target())
     assert {n: t.tolist() for n, t in loaded.state_dict().items()} == {
         n: t.tolist() for n, t in head.state_dict().items()
     }
@@ -75,10 +75,10 @@ def test_a_head_that_is_the_target_s_is_borrowed(tmp_path: Path) -> None:
     for stored in (theirs.float(), theirs.bfloat16()):
         damage(directory, "lm_head.weight", stored.clone())
         assert (
-            load_first_head(directory, target()).lm_head is None and kind_of(directory) == "eagle"
+            load_eagle1_head(directory, target()).lm_head is None and kind_of(directory) == "eagle"
         )
     damage(directory, "lm_head.weight", theirs.float() * 1.02)
-    assert load_first_head(directory, target()).lm_head is not None
+    assert load_eagle1_head(directory, target()).lm_head is not None
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -122,6 +122,6 @@ def test_broken_directories_are_refused_in_one_line(case: str, tmp_path: Path) -
     breaking, says = BROKEN[case]
     breaking(directory)
     with pytest.raises(LoadError, match=says) as error:
-        load_first_head(directory, target())
+        load_eagle1_head(directory, target())
     assert "\n" not in str(error.value)
     assert kind_of(directory) in ("eagle", "eagle3", "model")

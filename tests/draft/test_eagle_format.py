@@ -293,7 +293,7 @@ def test_a_map_of_the_whole_vocabulary_is_none(tmp_path) -> None:
 
 def test_a_map_of_zeros_is_told(tmp_path, capsys) -> None:
     head = head_of(aux_hidden_layers=(2, 1, 0))
-    head.say_only(torch.arange(40))
+    head.set_token_ids(torch.arange(40))
     same(load_head(write(tmp_path / "head", PLAIN, tensors_of(head, plain=True)), target()), head)
     assert "only says the tokens below 40" in capsys.readouterr().err
 

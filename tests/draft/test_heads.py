@@ -21,9 +21,9 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import hidden_states as features
-from forerun.draft.block.proposer import NativeBlock, computes
-from forerun.draft.eagle.proposer import NativeLayer
-from forerun.draft.medusa import NativeLevels
+from forerun.draft.block.proposer import NativeBlock
+from forerun.draft.eagle.proposer import NativeEagle
+from forerun.draft.medusa import NativeMedusa
 from forerun.draft.proposer import DraftRequest, Proposer, TargetView
 from forerun.draft.registry import kind_of
 from forerun.kernels import native
@@ -203,9 +203,9 @@ class Rows:
 
 
 ROUNDS: dict[str, Any] = {
-    "eagle3": NativeLayer,
-    "eagle": NativeLayer,
-    "mtp": NativeLayer,
+    "eagle3": NativeEagle,
+    "eagle": NativeEagle,
+    "mtp": NativeEagle,
     "block": NativeBlock,
 }
 IN_ONE_CALL = [
@@ -217,7 +217,7 @@ IN_ONE_CALL = [
 def expected_calls(kind: str, head: Any) -> list[str]:
     """Of a first round, of one with nothing new to read, and of one behind some tokens more."""
     if kind == "block":
-        return ["round"] * 3 if computes(head.config) and head.config.is_bigram else []
+        return ["round"] * 3 if NativeBlock.supports(head.config) and head.config.is_bigram else []
     return ["round", "chain" if ROUNDS.get(kind) else "round", "round"]
 
 
@@ -231,7 +231,7 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
     same in torch."""
     monkeypatch.setattr(features, "CHUNK", 1000 if kind != "block" else 8)
     view, head = native_view(family), head_of(kind, shape, family)
-    rows, done, calls, drafts = Rows(head, view), ROUNDS.get(kind, NativeLevels), [], []
+    rows, done, calls, drafts = Rows(head, view), ROUNDS.get(kind, NativeMedusa), [], []
     further, go_on = rows.behind((1, 2, 3, 1) if kind != "block" else (0, 1, 3, 25))
     round_, chain = done.round, getattr(done, "chain", None)
     for way in ("one call", "level by level", "torch"):
@@ -248,7 +248,7 @@ def test_a_round_in_one_call_is_the_chain_level_by_level(
                 head, view if way != "torch" else replace(view, form=None)
             )
             if way != "one call" and hasattr(drafter, "grower"):
-                drafter.grower.native = None
+                drafter.native = None
             rows.begin(drafter)
             drafts.append([drafter.propose(rows.rows) for _ in range(2)])
             go_on(drafter)

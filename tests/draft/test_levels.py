@@ -47,7 +47,7 @@ def test_native_products_are_those_of_torch(name: str, form: str, tmp_path: Path
     heads = LEVELS[made.draft](made.write(tmp_path / "heads"))
     heads.attach(target())
     fast, tokens = with_native_products(heads, form), torch.tensor([3, 9])
-    slow_state = fast_state = heads.enter(random(2, published.HIDDEN).float())
+    slow_state = fast_state = heads.initial(random(2, published.HIDDEN).float())
     for level in range(heads.levels):
         expected, slow_state = heads.step(level, slow_state, tokens)
         said, fast_state = fast.step(level, fast_state, tokens)

@@ -65,7 +65,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def observing(self: HiddenStateProposer, slot: int, start: int, features: Any) -> None:
         observe(self, slot, start, features)
-        watch.first[slot] = self.waiting[slot].begin
+        watch.first[slot] = self.pending[slot].begin
 
     for module in (pairs, block, levels):
         monkeypatch.setattr(module, "grow", seeing)

@@ -40,9 +40,8 @@ from forerun.draft.head_modules import (
     DecoderLayer,
     Head,
     Rotation,
-    check_aux_hidden_layers,
     check_fc_width,
-    check_sizes,
+    check_fit,
     drop_borrowed,
     normalise_token_map,
 )
@@ -158,7 +157,16 @@ class BlockHead(Head):
 
     def attach(self, target: TargetView) -> None:
         """Set the target that the head borrows from. Raises LoadError if it does not fit."""
-        check_fit(self.config, target)
+        c = self.config
+        check_fit(
+            BLOCK,
+            target,
+            c.layer,
+            c.target_hidden,
+            c.aux_hidden_layers,
+            c.mask_token,
+            borrows=not (c.own_embedding and c.own_head),
+        )
         self.target = target
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -217,9 +225,10 @@ def load_block(directory: Path, target: TargetView) -> BlockHead:
     with reading(directory, BLOCK):
         drop_borrowed(tensors, target)
         config = _read_block_config(as_speculators(raw), tensors, target)
-        check_fit(config, target)
         normalise_token_map(tensors, config.draft_vocab, config.layer.vocab)
-        return assemble(lambda: BlockHead(config), tensors, BLOCK)
+        head = assemble(lambda: BlockHead(config), tensors, BLOCK)
+        head.attach(target)
+        return head
 
 
 def _read_block_config(raw: Json, tensors: Tensors, target: TargetView) -> BlockConfig:
@@ -284,23 +293,6 @@ def _read_layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
     fields = {"model_type": "qwen3"} | fields | {"layer_types": None}
     config = read_layer(fields, tensors, vocab, layers=count)
     return replace(config, windows=tuple(windows)) if windows else config
-
-
-def check_fit(config: BlockConfig, target: TargetView) -> None:
-    """Raise LoadError unless a block drafter fits the target."""
-    c = config.layer
-    check_sizes(BLOCK, target, config.target_hidden, c.vocab)
-    if c.hidden != target.hidden and not (config.own_embedding and config.own_head):
-        raise LoadError(
-            f"this {BLOCK} has states of {c.hidden}, its target of {target.hidden}, so the target's"
-            " embedding and head do not fit, and it has none of its own: its checkpoint is"
-            " incomplete"
-        )
-    check_aux_hidden_layers(BLOCK, target, config.aux_hidden_layers)
-    if not 0 <= config.mask_token < c.vocab:
-        raise LoadError(
-            f"the mask token {config.mask_token} is none of the {c.vocab} tokens of the target"
-        )
 
 
 def save_block(

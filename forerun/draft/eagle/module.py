@@ -59,8 +59,8 @@ from forerun.draft.head_modules import (
     Mlp,
     Rotation,
     SelfAttention,
-    check_aux_hidden_layers,
     check_fc_width,
+    check_fit,
     check_sizes,
     drop_borrowed,
 )
@@ -355,7 +355,17 @@ class Eagle3Head(EagleModule):
         self.init_token_map(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
-        check_fit(self.config, target)
+        c = self.config
+        check_fit(
+            EAGLE3,
+            target,
+            c.layer,
+            c.target_hidden,
+            c.aux_hidden_layers,
+            c.mask_token,
+            borrows=not c.own_embedding,
+            fewer=True,
+        )
         self.target = target
 
     def tokens(self) -> Tensor | None:
@@ -516,7 +526,6 @@ def load_head(directory: Path, target: TargetView) -> Eagle3Head:
             join=read_flag(raw, "join", f"{FIRST_LAYER}input_proj.weight" in tensors),
             mask_token=found.mask_token,
         )
-        check_fit(config, target)
         if config.join and config.norm_before_residual:
             raise LoadError(
                 "join and norm_before_residual are both true in config.json: a layer has one of"
@@ -525,25 +534,9 @@ def load_head(directory: Path, target: TargetView) -> Eagle3Head:
         if parallel and "mask_hidden" in tensors:  # stored with or without axes of size 1
             tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
         _normalise_token_map(config, tensors)
-        return assemble(lambda: Eagle3Head(config), tensors, EAGLE3)
-
-
-def check_fit(config: EagleConfig, target: TargetView) -> None:
-    """Raise LoadError unless an EAGLE-3 head fits the target."""
-    c = config.layer
-    check_sizes(EAGLE3, target, config.target_hidden, c.vocab, fewer=True)
-    if not config.own_embedding and c.hidden != target.hidden:
-        raise LoadError(
-            f"this {EAGLE3} has states of {c.hidden}, its target of {target.hidden}, so the"
-            " target's embedding does not fit, and the head has none of its own: its checkpoint is"
-            " incomplete"
-        )
-    if config.mask_token is not None and config.mask_token >= c.vocab:
-        raise LoadError(
-            f"the mask token {config.mask_token} of this {EAGLE3} is not one of its {c.vocab}"
-            " tokens"
-        )
-    check_aux_hidden_layers(EAGLE3, target, config.aux_hidden_layers)
+        head = assemble(lambda: Eagle3Head(config), tensors, EAGLE3)
+        head.attach(target)
+        return head
 
 
 def _normalise_token_map(config: EagleConfig, tensors: Tensors) -> None:

@@ -26,7 +26,7 @@ from forerun.draft.tree import Tree, grow, grow_all
 from forerun.kernels import native
 from forerun.kernels.native import COp
 from forerun.models.shortlist import spread
-from forerun.runtime.program import LOGITS, QKV, Link, Packed, Pass, Recorded, Said, Start, X
+from forerun.runtime.program import LOGITS, QKV, Packed, Pass, Recorded, Said, Start, X
 from forerun.types import BESIDE
 
 # buffers of the native programs; FEATURES is the first of several
@@ -34,10 +34,10 @@ EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)
 
 
 class NativeEagle:
-    """The layer of a head as native programs: a forward pass, a chain, or a whole round.
+    """The layer of a head as native programs: a forward pass or a whole round.
 
     Attributes:
-        drafts: chains and rounds are available, not only forward passes.
+        drafts: rounds are available, not only forward passes.
         fuses: rounds can start from the target's hidden states before they are fused.
         features: the buffers of these states.
     """
@@ -88,15 +88,6 @@ class NativeEagle:
         [T, Hd]"""
         inputs = {EMBEDDED: embedded, STATE: states}
         return run_program(self._pass, Pass(segments, cache), cache, inputs).clone()
-
-    def chain(
-        self, links: Sequence[Link], states: Tensor, cache: KVCache
-    ) -> list[list[int]] | None:
-        """Draft behind each link, whose first token is paired with a row of `states` [links, Hd];
-        see `Recorded.chain`. None if that is not available."""
-        if self._step is None:
-            return None
-        return self._step.chain(links, cache, self._vocab, self._ids, {STATE: states.numpy()})
 
     def round(
         self,
@@ -249,14 +240,20 @@ class EagleProposer(HiddenStateProposer):
             self._draft_by_levels(trees)
 
     def _draft_natively(self, trees: Sequence[Tree]) -> bool:
-        """Read pending pairs and draft chains in one call; False, with nothing done, for trees,
-        sampled nodes, filters, long prompts and requests with nothing pending."""
+        """Read pending pairs and draft chains in one call; False, with nothing drafted, for trees,
+        sampled nodes, filters and requests with nothing pending."""
         native = self.native
         if native is None or not native.drafts or self.width > 1:
             return False
         pending = [self.pending[tree.row.slot] for tree in trees]
-        if not all(tree.is_plain for tree in trees) or any(p.num_parts != 1 for p in pending):
+        if not all(tree.is_plain and len(p) for tree, p in zip(trees, pending, strict=True)):
             return False
+        rows = [tree.row for tree, p in zip(trees, pending, strict=True) if p.num_parts > 1]
+        if rows:  # a long prompt takes several passes
+            parts = [self.take(row.slot) for row in rows]
+            self.read(rows, [part[:-1] for part in parts])
+            for row, part in zip(rows, parts, strict=True):
+                self.pending[row.slot].fused = part[-1:]
         raw = native.fuses and not any(p.fused for p in pending)
         starts = [self._start(tree, raw) for tree in trees]
         # an estimate that differs between temperatures only; requests without one have no floor
@@ -295,23 +292,9 @@ class EagleProposer(HiddenStateProposer):
             logits = self._logits(torch.stack(frontier))
             grow([g.tree for g in growing], logits, self.width, self.name)
             growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
-            if not growing or self._finish_chains(growing):
-                break
-            self._feed(growing)
+            if growing:
+                self._feed(growing)
             level += 1
-
-    def _finish_chains(self, growing: Sequence[_Growing]) -> bool:
-        """Finish drafts that are chains in one native call; False, with nothing done, if that is
-        not possible."""
-        if self.native is None or self.width > 1 or not all(g.tree.is_plain for g in growing):
-            return False
-        outputs = torch.stack([g.outputs[g.tree.draft.parents[-1]] for g in growing])
-        states = self.head.prepare(self.head.next_state(outputs))
-        links = [g.tree.link(g.tree.fed - 1) for g in growing]
-        chains = self.native.chain(links, states, self.cache)
-        for g, tokens in zip(growing, chains or (), strict=chains is not None):
-            g.tree.extend(tokens, self.name)
-        return chains is not None
 
     def _feed(self, growing: Sequence[_Growing]) -> None:
         """Run the nodes added last, each paired with its parent's state; nothing is committed."""
