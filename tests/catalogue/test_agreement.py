@@ -24,9 +24,6 @@ from tests import tiny
 from tests.draft import published
 from tests.draft.heads import PLAIN, WINDOWS
 from tests.draft.published import Published
-from tests.draft.test_block import head_of
-from tests.draft.test_block_format import ZLAB, tensors_of, write
-from tests.draft.test_eagle1 import wrapped
 
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
@@ -37,7 +34,7 @@ def eagle(path: Path, **changes: Any) -> None:
 
 
 def _eagle1(path: Path) -> None:
-    wrapped(path, tiny.eagle1("llama", own_head=True))
+    published.eagle1_of_vllm(own_head=True)[1].write(path)
 
 
 def block(path: Path, **changes: Any) -> None:
@@ -45,7 +42,7 @@ def block(path: Path, **changes: Any) -> None:
 
 
 def as_published(path: Path, raw: dict[str, Any], **meant: Any) -> None:
-    write(path, raw, tensors_of(head_of(**PLAIN, **meant)))
+    published.block(raw, **PLAIN, **meant)[1].write(path)
 
 
 def mtp(path: Path) -> None:
@@ -75,16 +72,18 @@ KINDS: dict[str, tuple[Save, Load]] = {
     "eagle with a head of its own": (_eagle1, load_eagle1_head),
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
-    "block with a gated head": (lambda path: block(path, markov=MarkovShape(5, "gated")), load_block),
-    "block of z-lab": (lambda path: as_published(path, ZLAB, sample_from_anchor=False), load_block),
+    "block with a gated head": (
+        lambda path: block(path, markov=MarkovShape(5, "gated")),
+        load_block,
+    ),
+    "block of z-lab": (
+        lambda path: as_published(path, published.ZLAB, sample_from_anchor=False),
+        load_block,
+    ),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
     "mlp": (
         lambda path: _write(published.ibm(), path),
-        lambda path, target: load_mlp(path).attach(target),
-    ),
-    "mlp of Arctic": (
-        lambda path: _write(published.arctic(), path),
         lambda path, target: load_mlp(path).attach(target),
     ),
     "medusa of its authors": (

@@ -29,9 +29,8 @@ from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import watching
-from tests.draft.block_twin import BlockTwin
 from tests.draft.heads import PLAIN, ROOM
-from tests.draft.twins import states_of, target
+from tests.draft.twins import BlockTwin, states_of, target
 from tests.draft.watching import Watch, run, same_as_twin, show
 from tests.engine import build
 from tests.texts import plain as plain_texts
@@ -283,7 +282,9 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
         drafter.propose([row])
         (grown,) = drafter._run_blocks([block.Tree(row)])
         previous = torch.tensor([10, 3, 3, 3, 3])
-        logits = drafter.head.over_target_vocab(drafter.head.add_markov_bias(grown.logits, previous))
+        logits = drafter.head.over_target_vocab(
+            drafter.head.add_markov_bias(grown.logits, previous)
+        )
         said.append((logits, drafter.head.confidence_logit(grown.outputs, previous)))
     for mine, theirs in zip(*said, strict=True):
         assert (theirs - mine).norm() / mine.norm() < (0.1 if form == "int8" else 1e-4)

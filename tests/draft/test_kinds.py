@@ -32,7 +32,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({"model_type": "gemma4_assistant"}, (), "gemma4_assistant", ""),
     ({"model_type": "gemma4_unified_assistant"}, (), "gemma4_assistant", ""),
     ({"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}, (), "mlp", "mlp"),
-    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": 8}, (), "arctic", "mlp"),
+    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": 8}, (), "arctic", ""),
     ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, (), "mlp", "mlp"),
     ({"medusa_num_heads": 4, "base_model_name_or_path": "x"}, (), "medusa (fasterdecoding)", "medusa"),
     ({"model_type": "medusa", "num_heads": 4}, (), "medusa (vllm)", "medusa"),
@@ -114,6 +114,6 @@ def test_any_value_may_be_of_any_type(value: Any) -> None:
 
 def test_what_is_read_is_what_the_readers_read() -> None:
     assert (
-        set(layout.LAYERS) == set(stored.DEFAULTS)
+        set(layout.LAYERS) == set(stored.LAYER_DEFAULTS)
         and layout.LARGEST_BLOCK == block_format.LARGEST_BLOCK
     )
