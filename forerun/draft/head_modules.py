@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,6 +174,32 @@ class JoinedLayer(Layer):
 # ---------------------------------------------------------------- heads and their targets
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """The shape of a head that fuses several of the target's hidden states.
+
+    Attributes:
+        layer: the decoder layers; `vocab` is the number of tokens that the head reads.
+        target_hidden: size of the target's hidden states.
+        aux_hidden_layers: the hidden states that are fused, in the order of their concatenation.
+        draft_vocab: tokens that the head predicts; fewer than `vocab` with a map, see `Head`.
+        own_embedding: the head has its own embedding; otherwise it uses the target's.
+        mask_token: stands for tokens not known yet, in heads that draft several in one pass.
+    """
+
+    layer: ModelConfig
+    target_hidden: int
+    aux_hidden_layers: tuple[int, ...]
+    draft_vocab: int
+    own_embedding: bool = False
+    mask_token: int | None = None
+
+    @property
+    def fused_width(self) -> int:
+        """The size of the concatenated hidden states."""
+        return len(self.aux_hidden_layers) * self.target_hidden
+
+
 class Head(nn.Module):
     """Base of heads that may borrow the target's embedding and lm head, and may predict only part
     of its vocabulary.
@@ -255,19 +282,12 @@ def check_sizes(
 
 
 def check_fit(
-    title: str,
-    target: TargetView,
-    layer: ModelConfig,
-    target_hidden: int,
-    ids: Sequence[int],
-    mask_token: int | None,
-    *,
-    borrows: bool,
-    fewer: bool = False,
+    title: str, target: TargetView, c: HeadConfig, *, borrows: bool, fewer: bool = False
 ) -> None:
-    """Raise LoadError unless the target has the sizes, the hidden states `ids` and the mask token
-    that a head needs, and the weights that it `borrows` have the size of its states."""
-    check_sizes(title, target, target_hidden, layer.vocab, fewer)
+    """Raise LoadError unless the target has the sizes, hidden states and mask token that a head
+    needs, and the weights that it `borrows` have the size of its states."""
+    layer, ids = c.layer, c.aux_hidden_layers
+    check_sizes(title, target, c.target_hidden, layer.vocab, fewer)
     if borrows and layer.hidden != target.hidden:
         raise LoadError(
             f"this {title} has states of {layer.hidden}, its target of {target.hidden}, so the"
@@ -278,9 +298,9 @@ def check_fit(
             f"this {title} reads the hidden states {list(ids)}, which must be different numbers"
             f" from 0 to {target.layers}, the layers of this target: {_advice(title)}"
         )
-    if mask_token is not None and not 0 <= mask_token < layer.vocab:
+    if c.mask_token is not None and not 0 <= c.mask_token < layer.vocab:
         raise LoadError(
-            f"the mask token {mask_token} of this {title} is not one of its {layer.vocab} tokens"
+            f"the mask token {c.mask_token} of this {title} is not one of its {layer.vocab} tokens"
         )
 
 

@@ -266,14 +266,6 @@ class MedusaHeads(MedusaStyleHeads):
             build.product(self.lm_heads[level], X, LOGITS),
         ]
 
-    def config(self) -> dict[str, object]:
-        """Return config.json as other engines read it."""
-        return {
-            "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": self.levels,
-            "num_hidden_layers": self.layers, "hidden_size": self.hidden,
-            "vocab_size": self.vocab, "truncated_vocab_size": self.vocab, "medusa_fc_bias": False,
-        }  # fmt: skip
-
 
 class _ShiftedRmsNorm(nn.Module):
     """An RMS norm with a weight and a bias."""
@@ -356,7 +348,12 @@ def load_heads(directory: Path) -> MedusaHeads:
 
 def save_heads(heads: MedusaHeads, directory: Path, dtype: torch.dtype) -> None:
     """Write Medusa heads in vLLM's layout. Raises OSError."""
-    write(heads, heads.config(), directory, dtype)
+    config = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": heads.levels,
+        "num_hidden_layers": heads.layers, "hidden_size": heads.hidden, "vocab_size": heads.vocab,
+        "truncated_vocab_size": heads.vocab, "medusa_fc_bias": False,
+    }  # fmt: skip
+    write(heads, config, directory, dtype)
 
 
 def _load_authors_layout(tensors: Tensors) -> MedusaHeads:

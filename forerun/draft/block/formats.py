@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forerun.draft.head_files import read_int, read_layer_ids
+from forerun.draft.head_modules import HeadConfig
 from forerun.errors import LoadError, shown
-from forerun.models.config import Json, ModelConfig, is_integer
+from forerun.models.config import Json, is_integer
 
 KINDS = ("dspark", "dflash")  # speculators' names
 DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
@@ -48,36 +49,25 @@ class MarkovShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig:
-    """The shape of a block drafter.
+class BlockConfig(HeadConfig):
+    """The shape of a block drafter; `mask_token` fills the slots behind the anchor.
 
     Attributes:
-        layer: the decoder layers, of a family like Qwen3; `vocab` is the target's.
-        target_hidden: size of the target's hidden states.
-        aux_hidden_layers: the hidden states of the context, in the order in which they are fused.
         block: the number of slots in a block, S, the anchor's included.
-        mask_token: the target's token that fills the slots behind the anchor.
         window_causal: in layers with a sliding window (`layer.windows`, counted back from the
             anchor), slots see only those before them; otherwise they see the whole block.
         sample_from_anchor: slot k predicts the token at position anchor + k + 1 (DSpark); otherwise
             the one at its own position anchor + k, and slot 0 predicts nothing (DFlash).
-        draft_vocab: tokens that it predicts; fewer than `vocab` with a map, see `Head`.
-        own_embedding, own_head: it has an embedding or lm head of its own; otherwise it uses the
-            target's.
+        own_head: it has its own lm head; otherwise it uses the target's.
         markov: the Markov head that makes a slot depend on the tokens drafted before it, if any.
         confidence: it has a confidence head,
         confidence_with_markov: which also reads the Markov head's embedding of the previous token.
     """
 
-    layer: ModelConfig
-    target_hidden: int
-    aux_hidden_layers: tuple[int, ...]
     block: int
     mask_token: int
     window_causal: bool = False
     sample_from_anchor: bool = True
-    draft_vocab: int
-    own_embedding: bool = False
     own_head: bool = False
     markov: MarkovShape | None = None
     confidence: bool = False

@@ -139,9 +139,9 @@ class BlockHead(Head):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        c, width = config.layer, len(config.aux_hidden_layers) * config.target_hidden
+        c = config.layer
         self.config = config
-        self.fc = nn.Linear(width, c.hidden, bias=False)
+        self.fc = nn.Linear(config.fused_width, c.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.layers))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
@@ -157,16 +157,8 @@ class BlockHead(Head):
 
     def attach(self, target: TargetView) -> None:
         """Set the target that the head borrows from. Raises LoadError if it does not fit."""
-        c = self.config
-        check_fit(
-            BLOCK,
-            target,
-            c.layer,
-            c.target_hidden,
-            c.aux_hidden_layers,
-            c.mask_token,
-            borrows=not (c.own_embedding and c.own_head),
-        )
+        borrows = not (self.config.own_embedding and self.config.own_head)
+        check_fit(BLOCK, target, self.config, borrows=borrows)
         self.target = target
 
     def fuse(self, states: Tensor) -> Tensor:

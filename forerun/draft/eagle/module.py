@@ -54,6 +54,7 @@ from forerun.draft.head_modules import (
     LM_HEAD,
     DecoderLayer,
     Head,
+    HeadConfig,
     JoinedLayer,
     Layer,
     Mlp,
@@ -81,36 +82,24 @@ SAME_EMBEDDING = 0.1  # relative difference up to which an EAGLE-1 embedding is 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
-    """The shape of an EAGLE-3 head.
+class EagleConfig(HeadConfig):
+    """The shape of an EAGLE-3 head, or with a `mask_token` of a P-EAGLE head, which may have
+    ordinary layers behind the first.
 
     Attributes:
-        layer: the decoder layer, of a family like Llama; `vocab` is the target's.
-        target_hidden: size of the target's hidden states.
-        aux_hidden_layers: the hidden states that are fused, in the order of their concatenation.
-        draft_vocab: tokens that the head predicts; fewer than `vocab` with a map, see `Head`.
-        own_embedding: the head has its own embedding; otherwise it uses the target's.
         norm_before_fc: the concatenated states are normed before they are fused.
         fc_norm: each state is normed by itself before they are fused.
         norm_before_residual: the residual stream starts with the normed state.
         norm_output: drafted tokens are paired with the state behind the last norm.
         join: a product joins a pair into one vector before an ordinary layer, as in multi-token
             modules; excludes `norm_before_residual`, which is about the paper's layer.
-        mask_token: stands for tokens not known yet in a head that drafts in parallel (P-EAGLE);
-            such a head may have ordinary layers behind the first.
     """
 
-    layer: ModelConfig
-    target_hidden: int
-    aux_hidden_layers: tuple[int, ...]
-    draft_vocab: int
-    own_embedding: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
     join: bool = False
-    mask_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +323,7 @@ class Eagle3Head(EagleModule):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        c, width = config.layer, len(config.aux_hidden_layers) * config.target_hidden
+        c, width = config.layer, config.fused_width
         self.config, self.layer = config, c
         self.aux_hidden_layers, self.mask_token = config.aux_hidden_layers, config.mask_token
         self.fc = nn.Linear(width, c.hidden, bias=False)
@@ -355,17 +344,8 @@ class Eagle3Head(EagleModule):
         self.init_token_map(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
-        c = self.config
-        check_fit(
-            EAGLE3,
-            target,
-            c.layer,
-            c.target_hidden,
-            c.aux_hidden_layers,
-            c.mask_token,
-            borrows=not c.own_embedding,
-            fewer=True,
-        )
+        borrows = not self.config.own_embedding
+        check_fit(EAGLE3, target, self.config, borrows=borrows, fewer=True)
         self.target = target
 
     def tokens(self) -> Tensor | None:
