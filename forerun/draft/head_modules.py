@@ -160,7 +160,7 @@ class DecoderLayer(Layer):
 
 
 class JoinedLayer(Layer):
-    """A decoder layer behind a product that joins an embedding and a state into one vector."""
+    """A decoder layer after a product that joins an embedding and a state into one vector."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class Operations:
         bias: Tensor | None = None,
         **options: Any,
     ) -> COp:
-        """Multiply buffer `source`, behind a norm if there is one, by a weight, a packed weight or
+        """Multiply buffer `source`, after a norm if there is one, by a weight, a packed weight or
         a NativeLinear. `options` are further fields of `COp`."""
         if isinstance(weight, nn.Module):
             assert isinstance(weight, NativeLinear)
@@ -505,7 +505,7 @@ class Operations:
         ]
 
     def widths(self, num_logits: int, *others: int) -> np.ndarray:
-        """Return the row width of each buffer, int32: a decoder's, and `others` behind them."""
+        """Return the row width of each buffer, int32: a decoder's, and `others` after them."""
         c = self.config
         qkv, inner = (c.heads + 2 * c.kv_heads) * c.head_dim, -(-c.intermediate // 16) * 16
         decoder = [c.hidden, qkv, c.heads * c.head_dim, inner, c.hidden, num_logits]

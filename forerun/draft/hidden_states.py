@@ -36,9 +36,9 @@ class PendingStates:
 
     Attributes:
         begin: the position of the cache's first row.
-        end: the position behind the last state received, -1 before any.
+        end: the position after the last state received, -1 before any.
         fused: fused parts [n, Hd], in order.
-        raw: parts behind them as received: [n, H] of every hidden-state layer.
+        raw: parts after them as received: [n, H] of every hidden-state layer.
         num_raw: the number of tokens in `raw`.
     """
 
@@ -109,7 +109,7 @@ class HiddenStateProposer(Proposer):
         raise NotImplementedError
 
     def scratch_rows(self, row: DraftRequest) -> int:
-        """Return the number of cache rows that a draft needs behind the committed ones."""
+        """Return the number of cache rows that a draft needs after the committed ones."""
         return 0
 
     # ------------------------------------------------------------ Proposer
@@ -228,7 +228,7 @@ class HiddenStateProposer(Proposer):
                 self.commit(row, len(part))
 
     def segment(self, row: DraftRequest, count: int) -> Segment:
-        """Return the segment of the next `count` states: each stands with the token behind it."""
+        """Return the segment of the next `count` states: each stands with the token after it."""
         first = self.next_position(row.slot) + 1
         tokens = list(row.tokens[first : first + count])
         return Segment(row.slot, tokens, list(range(-1, count - 1)), [])

@@ -180,7 +180,7 @@ class MedusaStyleHeads(nn.Module):
         return states
 
     def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one level behind each of the previous `tokens`, [F] int64.
+        """Run one level after each of the previous `tokens`, [F] int64.
 
         carried [F, C] -> logits [F, Vd], and what the next level reads [F, C'].
         """
@@ -236,7 +236,7 @@ class MedusaHeads(MedusaStyleHeads):
         self.register_buffer("token_map", ids)
 
     def begin(self, lm_head: Tensor) -> None:
-        """Start training from the target's lm head [V, H] behind blocks that do nothing."""
+        """Start training from the target's lm head [V, H] after blocks that do nothing."""
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 weight.copy_(lm_head if name.startswith("lm_heads") else torch.zeros(()))
@@ -357,7 +357,7 @@ def save_heads(heads: MedusaHeads, directory: Path, dtype: torch.dtype) -> None:
 
 
 def _load_authors_layout(tensors: Tensors) -> MedusaHeads:
-    """Load a list of heads, each a list of blocks with an lm head behind them: `0.0.linear.weight`,
+    """Load a list of heads, each a list of blocks with an lm head after them: `0.0.linear.weight`,
     `0.1.weight`. Their config.json says two heads whatever there is, so sizes are the tensors'."""
     found = [re.fullmatch(r"(\d+)\.(\d+)\.weight", name) for name in tensors]
     layers = max((int(match[2]) for match in found if match), default=0)
@@ -414,7 +414,7 @@ def _check_token_map(stored: Tensor | None, size: int, vocab: int) -> Tensor:
 def load_mlp(directory: Path) -> MlpSpeculator:
     """Load an MLP speculator, in float32. Raises LoadError.
 
-    Tensors are called `emb.{i}`, `proj.{i}`, `ln.{i}` and `head.{i}`, in some files behind
+    Tensors are called `emb.{i}`, `proj.{i}`, `ln.{i}` and `head.{i}`, in some files with the prefix
     `speculator.`. Tied weights are stored once or for every level.
     """
     raw, stored = read_config(directory, MLP), read_tensors(directory, MLP)
@@ -453,7 +453,7 @@ class NativeMedusa:
     def round(
         self, links: Sequence[Link], initial: Tensor, acceptance: array[float] | None
     ) -> list[Said]:
-        """Draft behind each link from what level 0 reads, [links, C]; see `Recorded.levels`."""
+        """Draft after each link from what level 0 reads, [links, C]; see `Recorded.levels`."""
         links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
         inputs = {CARRIED: initial.float().numpy()}
         return self._start.levels(links, self._levels, inputs, self._vocab, self._ids, acceptance)

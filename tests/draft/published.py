@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 @dataclass
 class Published:
     """A checkpoint: its --draft kind, config.json, tensors by their published names, file name, and
-    the logits behind the tokens after the target's last states [n, H], the root first."""
+    the logits after the tokens after the target's last states [n, H], the root first."""
 
     draft: str
     raw: dict[str, Any]

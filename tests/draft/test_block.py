@@ -246,7 +246,7 @@ def test_without_states_or_room_there_is_no_draft() -> None:
 
 
 def test_a_text_may_end_at_the_very_last_position() -> None:
-    """The masks behind it reach past the target's context."""
+    """The masks after it reach past the target's context."""
     engine, limit = engine_of(head_of(block=12)), target().context
     prompt = (build.prompts()[7] * 7)[: limit - 8]
     params = SamplingParams.pure(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)

@@ -102,7 +102,7 @@ def knowing() -> tuple[Eagle3Head, list[int]]:
     for root in range(PROMPT, len(text) - 1):
         path = text[root + 1 : root + DEPTH]
         after = text[root + 1 : root + 1 + DEPTH]
-        outputs += twin.made(text[: root + 1], path)[-1 - len(path) :][: len(after)]
+        outputs += twin.outputs(text[: root + 1], path)[-1 - len(path) :][: len(after)]
         wanted += after
     states = twin.norm(torch.stack(outputs), "norm")
     assert len(states) <= 128, "more than a linear head of this width can know"
@@ -294,7 +294,7 @@ def parallel_drafts(head: Eagle3Head, view: TargetView, depths: tuple[int, ...])
 
 
 def test_a_deeper_parallel_draft_begins_like_a_shallower_one() -> None:
-    """And masks leave nothing behind for the next round."""
+    """And masks leave nothing after for the next round."""
     head = tiny.parallel("llama")
     shallow, deep = (parallel_drafts(head, target(), depths) for depths in ((1, 1, 2), (7, 5, 6)))
     assert [len(d) for d in deep] == [8, 6, 7]
@@ -345,7 +345,7 @@ def last_states(path: Path, tokens: list[int]) -> dict[int, Tensor]:
 
 
 def mimo_logits(path: Path, tokens: list[int]) -> Tensor:
-    """MiMo's layer written out from its checkpoint: logits behind the last token. [V]"""
+    """MiMo's layer written out from its checkpoint: logits after the last token. [V]"""
     w = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
     own, n = "model.mtp_layers.0.", len(tokens) - 1
     c = tiny.decoder(path).config

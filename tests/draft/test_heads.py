@@ -1,7 +1,7 @@
 """What every kind of head must do, whatever it is made of.
 
 Protects: that drafted logits are those of a reference twin, node by node, in chains and trees, in
-small chunks, after preemption, behind cached prefixes and long lags, and that q is their
+small chunks, after preemption, after cached prefixes and long lags, and that q is their
 distribution; that a round in one native call drafts the same as level by level and as in torch;
 that chains end where confidence falls below the floor; that a user's directory changes no text; that
 heads of another target are refused in one line."""
@@ -74,7 +74,7 @@ def test_every_node_has_the_logits_of_the_twin(
 def test_small_chunks_and_preemption(
     kind: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States come in pieces, wait fused, and begin anew, some behind a prefix that was not shown."""
+    """States come in pieces, wait fused, and begin anew, some after a prefix that was not shown."""
     monkeypatch.setattr(hidden_states, "CHUNK", 5)
     head = head_of(kind)
     requests = run(engine_of(kind, head, 2, chunk=3, tokens=112), range(8), 12, 3)
@@ -187,9 +187,9 @@ class Rows:
                     part = {layer: own[at : at + 10] for layer, own in states.items()}
                     drafter.observe(row.slot, len(row.tokens) - 1 + at, part)
 
-        behind = [9, 8, 7, 6, 5] * 5
+        after = [9, 8, 7, 6, 5] * 5
         rows = [
-            replace(row, tokens=(*row.tokens, *behind[:count]))
+            replace(row, tokens=(*row.tokens, *after[:count]))
             for row, count in zip(self.rows, counts, strict=True)
         ]
         return rows, show_more
@@ -211,7 +211,7 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
     kind: str, shape: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A softcap and a scaled embedding where Gemma has them. Then once more with nothing new to
-    read, and behind some tokens more, of which one request has none and one has many. The same in
+    read, and after some tokens more, of which one request has none and one has many. The same in
     torch."""
     monkeypatch.setattr(hidden_states, "CHUNK", 1000 if kind != "block" else 8)
     view, head = native_view(family), head_of(kind, shape, family)

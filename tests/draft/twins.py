@@ -37,7 +37,7 @@ def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Te
 
 @functools.cache
 def last_states(tokens: tuple[int, ...]) -> Tensor:
-    """The target's states of each token behind its last norm. [T, H]"""
+    """The target's states of each token after its last norm. [T, H]"""
     decoder = tiny.decoder(tiny.family("llama"))
     x = states_of(tokens, (decoder.config.layers,))
     return norm(x, decoder.weights.norm.weight, decoder.config.norm_eps)
@@ -56,7 +56,7 @@ class Twin:
         self.cos, self.sin = rope_tables(layer, layer.ropes[0], 300, torch.float64)
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """Return logits over the target's vocabulary behind the path; states are known from `first`."""
+        """Return logits over the target's vocabulary after the path; states are known from `first`."""
         raise NotImplementedError
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -101,8 +101,8 @@ class Twin:
         )
         if self.c.qk_norm:
             q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
-        behind = positions[:, None] - positions[None]
-        unseen = (behind < 0) | (behind >= (window or len(x)))
+        distance = positions[:, None] - positions[None]
+        unseen = (distance < 0) | (distance >= (window or len(x)))
         return self.product(
             self.attend(self.rotate(q, positions), self.rotate(k, positions), v, unseen),
             f"{own}o_proj",
@@ -120,29 +120,29 @@ class PairTwin(Twin):
         """Return the states paired with the embeddings of all tokens but the first. [T - 1, Hd]"""
         raise NotImplementedError
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         """Run these pairs. [T, Hd]"""
         raise NotImplementedError
 
-    def next_state(self, made: Tensor) -> Tensor:
+    def next_state(self, outputs: Tensor) -> Tensor:
         """Return the state of a drafted token from the output of its parent."""
-        return made
+        return outputs
 
-    def lm_head(self, made: Tensor) -> Tensor:
+    def lm_head(self, outputs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def made(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+    def outputs(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
         """Run the pairs of the committed tokens from `first` on, then those of the path."""
         ids, states = list(tokens[first + 1 :]), self.states(tokens[:-1])[first:]
-        made = self.make(ids, states)
+        outputs = self.run_pairs(ids, states)
         for token in path:
-            states = torch.cat((states, self.next_state(made[-1:])))
+            states = torch.cat((states, self.next_state(outputs[-1:])))
             ids.append(token)
-            made = self.make(ids, states)
-        return made
+            outputs = self.run_pairs(ids, states)
+        return outputs
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        return self.over_target_vocab(self.lm_head(self.made(tokens, path, first)[-1]))
+        return self.over_target_vocab(self.lm_head(self.outputs(tokens, path, first)[-1]))
 
 
 class EagleTwin(PairTwin):
@@ -166,7 +166,7 @@ class EagleTwin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return self.fuse(states_of(tokens, self.config.aux_hidden_layers))
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         return self.layer(self.embedded(ids), states)
 
     def layer(self, embedded: Tensor, state: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ class EagleTwin(PairTwin):
         x = (normed if self.config.norm_before_residual else state) + out
         return x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), at)
 
-    def next_state(self, made: Tensor) -> Tensor:
-        return self.norm(made, "norm") if self.config.norm_output else made
+    def next_state(self, outputs: Tensor) -> Tensor:
+        return self.norm(outputs, "norm") if self.config.norm_output else outputs
 
-    def lm_head(self, made: Tensor) -> Tensor:
-        return self.product(self.norm(made, "norm"), "lm_head")
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return self.product(self.norm(outputs, "norm"), "lm_head")
 
 
 class ParallelTwin(EagleTwin):
@@ -197,7 +197,7 @@ class ParallelTwin(EagleTwin):
         """Only the length of the path matters."""
         features = states_of(tokens[:-1], self.config.aux_hidden_layers)[first:]
         masks = self.w["mask_hidden"].view(1, -1).expand(len(path), -1)
-        x = self.make(
+        x = self.run_pairs(
             [*tokens[first + 1 :], *[self.config.mask_token] * len(path)],
             self.fuse(torch.cat((features, masks))),
         )
@@ -217,13 +217,13 @@ class Eagle1Twin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return last_states(tokens)
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         x = self.product(torch.cat((self.embedded(ids), states), -1), "fc")
         x = x + self.attention(x)
         return x + self.mlp(self.norm(x, "layers.0.post_attention_layernorm"))
 
-    def lm_head(self, made: Tensor) -> Tensor:
-        return made @ self.w.get("lm_head.weight", self.target_head).T
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return outputs @ self.w.get("lm_head.weight", self.target_head).T
 
 
 class MtpTwin(PairTwin):
@@ -237,7 +237,7 @@ class MtpTwin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return last_states(tokens)
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         joined = (self.norm(self.embedded(ids), f"{self.AT}token_layernorm"),
                   self.norm(states, f"{self.AT}hidden_layernorm"))  # fmt: skip
         x = self.product(torch.cat(joined, -1), f"{self.AT}input_proj")
@@ -245,8 +245,8 @@ class MtpTwin(PairTwin):
         x = x + self.mlp(self.norm(x, f"{self.AT}post_attention_layernorm"), self.AT)
         return self.norm(x, f"{self.AT}final_layernorm")
 
-    def lm_head(self, made: Tensor) -> Tensor:
-        return made @ self.w.get("lm_head.weight", self.target_head).T
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return outputs @ self.w.get("lm_head.weight", self.target_head).T
 
 
 class BlockTwin(Twin):
@@ -258,7 +258,7 @@ class BlockTwin(Twin):
         self.outputs = functools.cache(self._outputs)
 
     def _outputs(self, tokens: tuple[int, ...], first: int = 0) -> Tensor:
-        """Run the block behind `tokens`, whose states are known from `first` on. [S, Hd]"""
+        """Run the block after `tokens`, whose states are known from `first` on. [S, Hd]"""
         c = self.config
         states = states_of(tokens[:-1], c.aux_hidden_layers)[first:]
         context = self.norm(self.product(states, "fc"), "hidden_norm")
@@ -303,7 +303,7 @@ class BlockTwin(Twin):
         return self.over_target_vocab(logits)
 
     def confidence(self, tokens: tuple[int, ...], path: tuple[int, ...]) -> float:
-        """Return the confidence in the token behind the path."""
+        """Return the confidence in the token after the path."""
         known = self.w["markov_head.markov_w1.weight"][(*tokens, *path)[-1]]
         read = torch.cat((self.outputs(tokens)[len(path)], known))
         return float(self.product(read, "confidence_head.proj").sigmoid())

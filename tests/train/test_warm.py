@@ -123,9 +123,7 @@ def test_where_the_layer_is_of_another_kind_pairs_are_joined_to_what_leaves_it(
     head = Mtp(PairOptions()).build(target, corpus)
     assert isinstance(head, MtpModule) and seen == [target.llm.decoder.config.layers]
     pair = torch.nn.functional.rms_norm(torch.randn(2, 1, head.layer.hidden), (head.layer.hidden,))
-    out = head.parts().forward(
-        pair[0], pair[1], (torch.ones(1, 1), torch.zeros(1, 1)), lambda layer, q, k, v: q
-    )
+    out = head(pair[0], pair[1], (torch.ones(1, 1), torch.zeros(1, 1)), lambda layer, q, k, v: q)
     assert torch.allclose(
         out, torch.cat((pair[0], pair[1]), -1).sum(-1, keepdim=True).expand_as(out), atol=1e-4
     )

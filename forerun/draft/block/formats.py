@@ -5,7 +5,7 @@ Markov and confidence heads). Numbers of hidden states mean the same there as in
 enters layer i of the target. DeepSpec, z-lab and SpecForge count outputs of layers instead, and
 have their fields at the top or in `dflash_config`.
 
-Whether slot k predicts the token behind its own position or the one at it is a flag, and a head
+Whether slot k predicts the token after its own position or the one at it is a flag, and a head
 that is read the wrong way still drafts, but is never right. Without the flag, slots predict the
 token at their own position (older files of both kinds), except for DeepSpec's.
 """
@@ -50,7 +50,7 @@ class MarkovShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig(HeadConfig):
-    """The shape of a block drafter; `mask_token` fills the slots behind the anchor.
+    """The shape of a block drafter; `mask_token` fills the slots after the anchor.
 
     Attributes:
         block: the number of slots in a block, S, the anchor's included.
@@ -75,7 +75,7 @@ class BlockConfig(HeadConfig):
 
     @property
     def first(self) -> int:
-        """The slot that predicts the token behind the anchor."""
+        """The slot that predicts the token after the anchor."""
         return 0 if self.sample_from_anchor else 1
 
     @property

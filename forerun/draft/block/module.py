@@ -79,12 +79,12 @@ class Markov(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def bias(self, previous: Tensor) -> Tensor:
-        """Return a vanilla head's bias behind these tokens. [..] -> [.., Vd]"""
+        """Return a vanilla head's bias after these tokens. [..] -> [.., Vd]"""
         out: Tensor = self.markov_w2(self.markov_w1(previous))
         return out
 
     def initial_state(self, slots: Tensor, anchor: Tensor) -> Tensor:
-        """Return the state [..] behind the anchor [1]; `slots` [S, Hd] is the block."""
+        """Return the state [..] after the anchor [1]; `slots` [S, Hd] is the block."""
         if self.kind != "rnn":
             return slots.new_zeros(0)
         state = slots.new_zeros(1, self.markov_w1.embedding_dim)
@@ -95,7 +95,7 @@ class Markov(nn.Module):
     def forward(
         self, slot: Tensor, logits: Tensor, previous: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add the bias behind the nodes `previous` [F] to the logits [F, Vd] of a slot [Hd].
+        """Add the bias after the nodes `previous` [F] to the logits [F, Vd] of a slot [Hd].
 
         `state` [F, ..] is that of the nodes' parents. Returns logits [F, Vd] and the nodes' states.
         """
@@ -190,7 +190,7 @@ class BlockHead(Head):
         return out
 
     def add_markov_bias(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """Add the bias of a vanilla Markov head, if there is one, behind the tokens `previous`, as
+        """Add the bias of a vanilla Markov head, if there is one, after the tokens `previous`, as
         training does. [.., Vd], [..] -> [.., Vd]"""
         return logits + self.markov_head.bias(previous) if self.config.markov else logits
 
@@ -200,7 +200,7 @@ class BlockHead(Head):
         return spread(logits, self.tokens(), self.config.layer.vocab)
 
     def confidence_logit(self, slots: Tensor, previous: Tensor) -> Tensor:
-        """Return the logit of the probability that the token behind `previous` is accepted,
+        """Return the logit of the probability that the token after `previous` is accepted,
         whichever it is. [.., Hd], [..] -> [..]"""
         if self.config.confidence_with_markov:
             slots = torch.cat((slots, self.markov_head.markov_w1(previous)), -1)

@@ -2,7 +2,7 @@
 
 The context of a committed token is fused from the target's hidden states of that token alone. Its
 keys and values are computed once for each layer, stay in the head's own KV cache, and never change.
-The block of a round stands behind them in scratch rows, which the next round overwrites. So a draft
+The block of a round stands after them in scratch rows, which the next round overwrites. So a draft
 of any depth costs one pass of a few layers, and the tokens are then taken from it level by level.
 
 The root is the block's anchor: its own hidden states are not known yet, and the context ends before
@@ -102,7 +102,7 @@ class NativeBlock:
     def round(
         self, starts: Sequence[Start], cache: KVCache, raw: bool, acceptance: array[float] | None
     ) -> list[Said]:
-        """Read the starts' context and draft behind it in one call; see `Recorded.block`. With
+        """Read the starts' context and draft after it in one call; see `Recorded.block`. With
         `raw` the starts hold the target's hidden states before they are fused."""
         assert self._predict is not None
         config = self._config
@@ -161,7 +161,7 @@ class NativeBlock:
 
 
 def block_segment(config: BlockConfig, slot: int, anchor: int, offset: int = 0) -> Segment:
-    """Return the slots of a block, `offset` tokens behind what is committed."""
+    """Return the slots of a block, `offset` tokens after what is committed."""
     tokens = [anchor, *[config.mask_token] * (config.block - 1)]
     return Segment(slot, tokens, list(range(-1, offset + config.block - 1)), [], offset)
 
@@ -311,7 +311,7 @@ class BlockProposer(HiddenStateProposer):
     # ------------------------------------------------------------ level by level
 
     def _run_blocks(self, trees: Sequence[Tree]) -> list[_Growing]:
-        """Run the block behind each root. It always has all slots: their number matters to what
+        """Run the block after each root. It always has all slots: their number matters to what
         each of them predicts."""
         c = self.config
         segments = [block_segment(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
@@ -330,7 +330,7 @@ class BlockProposer(HiddenStateProposer):
         return [_Growing(*each) for each in zip(trees, slots, outputs, logits, strict=True)]
 
     def _logits(self, g: _Growing, level: int) -> Tensor:
-        """Return the logits behind each node of the frontier, [F, V]."""
+        """Return the logits after each node of the frontier, [F, V]."""
         previous = g.frontier_tokens()
         logits = g.logits[level].expand(len(previous), -1)
         if self.config.markov is not None:
@@ -360,7 +360,7 @@ class BlockProposer(HiddenStateProposer):
 
 
 class _BlockAttention(Attention):
-    """Attention of whole blocks, whose anchors stand behind all committed tokens.
+    """Attention of whole blocks, whose anchors stand after all committed tokens.
 
     All slots of a block see the same context: in a layer with a window, the last `window` tokens
     before the anchor. Which slots see one another is `BlockConfig.is_causal` of the layer.

@@ -84,13 +84,13 @@ SAME_EMBEDDING = 0.1  # relative difference up to which an EAGLE-1 embedding is 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(HeadConfig):
     """The shape of an EAGLE-3 head, or with a `mask_token` of a P-EAGLE head, which may have
-    ordinary layers behind the first.
+    ordinary layers after the first.
 
     Attributes:
         norm_before_fc: the concatenated states are normed before they are fused.
         fc_norm: each state is normed by itself before they are fused.
         norm_before_residual: the residual stream starts with the normed state.
-        norm_output: drafted tokens are paired with the state behind the last norm.
+        norm_output: drafted tokens are paired with the state after the last norm.
         join: a product joins a pair into one vector before an ordinary layer, as in multi-token
             modules; excludes `norm_before_residual`, which is about the paper's layer.
     """
@@ -194,15 +194,16 @@ def read_draft_vocab(raw: Json, rows: int, vocab: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """The modules between a pair and the layer's output, in whatever arrangement a head has.
+    """The modules that a head consists of beside its embedding, fusion and lm head.
 
     Attributes:
         layer: attention and MLP.
         embed_norm, state_norm: norms of the two halves of a pair.
         join: the product [Hd, 2 Hd] that joins a pair. Without it both halves enter the attention
             side by side, and the state alone starts the residual stream.
-        attention_norm: behind `join`, before the attention.
+        attention_norm: after `join`, before the attention.
         last_norm: of the layer's output, before the lm head.
+        fused_norm: of fused states, where the residual stream starts with normed states.
         carried: norms, in order, of the layer's output where it becomes the next token's state.
     """
 
@@ -212,17 +213,8 @@ class HeadParts:
     join: nn.Linear | None = None
     attention_norm: nn.Module = NO_NORM
     last_norm: nn.Module = NO_NORM
+    fused_norm: nn.Module = NO_NORM
     carried: Sequence[nn.Module] = ()
-
-    def forward(
-        self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend
-    ) -> Tensor:
-        """Return the layer's output of pairs, [.., Hd] of either half. -> [.., Hd]"""
-        pair = torch.cat((self.embed_norm(embedded), self.state_norm(state)), dim=-1)
-        if self.join is None:
-            return self.layer.add_residuals(state, pair, rotation, attend)
-        x = self.join(pair)
-        return self.layer.add_residuals(x, self.attention_norm(x), rotation, attend)
 
 
 class EagleModule(Head):
@@ -248,7 +240,7 @@ class EagleModule(Head):
         self.target = target
 
     def parts(self) -> HeadParts:
-        """Return the modules of `forward` between `prepare` and `finish`."""
+        """Return the modules of which `forward`, `logits` and `next_state` consist."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -256,23 +248,9 @@ class EagleModule(Head):
         return self.target.normalise(states)
 
     def fusion_products(self) -> list[tuple[nn.Module | None, Tensor]]:
-        """Return products [Hd, width] whose sum is `fuse`, each with the norm before it, over equal
-        parts of the states in order; [] if `fuse` is not such a sum."""
+        """Return products [Hd, width], each with the norm before it, over equal parts of the states
+        in order. Their sum after `fused_norm` is `fuse`; [] if that is not so."""
         return []
-
-    @property
-    def stream_norm(self) -> nn.Module | None:
-        """The norm of states before they start the residual stream, if there is one."""
-        return None
-
-    def prepare(self, state: Tensor) -> Tensor:
-        """Apply `stream_norm`. [.., Hd] -> [.., Hd]"""
-        norm = self.stream_norm
-        return state if norm is None else norm(state)
-
-    def finish(self, x: Tensor) -> Tensor:
-        """Turn the layer's output into the head's. [.., Hd] -> [.., Hd]"""
-        return x
 
     def forward(
         self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend
@@ -281,15 +259,22 @@ class EagleModule(Head):
 
         `rotation` is that of the pairs' positions, `attend` as in `models.decoder`, of layer 0.
         """
-        return self.finish(self.parts().forward(embedded, self.prepare(state), rotation, attend))
+        parts = self.parts()
+        pair = torch.cat((parts.embed_norm(embedded), parts.state_norm(state)), dim=-1)
+        if parts.join is None:
+            return parts.layer.add_residuals(state, pair, rotation, attend)
+        x = parts.join(pair)
+        return parts.layer.add_residuals(x, parts.attention_norm(x), rotation, attend)
 
     def logits(self, output: Tensor) -> Tensor:
         """Return the logits of the head's outputs. [.., Hd] -> [.., Vd]"""
-        return self.compute_logits(output)
+        return self.compute_logits(self.parts().last_norm(output))
 
     def next_state(self, output: Tensor) -> Tensor:
         """Return the state paired with a drafted token, from the head's output of its parent.
         [.., Hd] -> [.., Hd]"""
+        for norm in self.parts().carried:
+            output = norm(output)
         return output
 
 
@@ -306,7 +291,7 @@ class _Eagle3Layer(Layer):
 
 
 class _JoinedEagle3Layer(JoinedLayer):
-    """A layer behind a product that joins the normed halves of a pair."""
+    """A layer after a product that joins the normed halves of a pair."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__(c)
@@ -361,7 +346,7 @@ class Eagle3Head(EagleModule):
             parts = torch.split(states, self.config.target_hidden, dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             states = torch.cat(normed, dim=-1)
-        out: Tensor = self.fc(states)
+        out: Tensor = self.parts().fused_norm(self.fc(states))
         return out
 
     def fusion_products(self) -> list[tuple[nn.Module | None, Tensor]]:
@@ -380,13 +365,6 @@ class Eagle3Head(EagleModule):
             x = layer(x, rotation, attend)
         return x
 
-    @property
-    def stream_norm(self) -> nn.Module | None:
-        first = self.layers[0]
-        if isinstance(first, _Eagle3Layer) and self.config.norm_before_residual:
-            return first.hidden_norm
-        return None
-
     def parts(self) -> HeadParts:
         first = self.layers[0]
         carried: list[nn.Module] = [self.norm] if self.config.norm_output else []
@@ -401,13 +379,14 @@ class Eagle3Head(EagleModule):
                 carried=carried,
             )
         assert isinstance(first, _Eagle3Layer)
-        early = self.stream_norm
+        early = self.config.norm_before_residual
         return HeadParts(
             layer=first,
             embed_norm=first.input_layernorm,
-            state_norm=first.hidden_norm if early is None else NO_NORM,
+            state_norm=NO_NORM if early else first.hidden_norm,
             last_norm=self.norm,
-            carried=carried if early is None else [*carried, early],
+            fused_norm=first.hidden_norm if early else NO_NORM,
+            carried=[*carried, first.hidden_norm] if early else carried,
         )
 
     @property
@@ -416,13 +395,6 @@ class Eagle3Head(EagleModule):
         (layer,) = self.layers
         assert isinstance(layer, JoinedLayer)
         return layer
-
-    def logits(self, output: Tensor) -> Tensor:
-        return self.compute_logits(self.norm(output))
-
-    def next_state(self, output: Tensor) -> Tensor:
-        out: Tensor = self.norm(output) if self.config.norm_output else output
-        return out
 
 
 class _Eagle1Layer(Layer):

@@ -41,7 +41,7 @@ PREFIX = "mtp_layers.0."
 
 
 class _MtpLayer(JoinedLayer):
-    """A joined layer with the norms of a pair and the norm behind it."""
+    """A joined layer with the norms of a pair and the norm after it."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__(c)
@@ -51,8 +51,7 @@ class _MtpLayer(JoinedLayer):
 
 
 class MtpModule(EagleModule):
-    """A multi-token module with the tensor names of the speculators format; its output is normed
-    already."""
+    """A multi-token module with the tensor names of the speculators format."""
 
     title = MTP
     program_prefix = "mtp_layers"
@@ -80,10 +79,6 @@ class MtpModule(EagleModule):
         """Start training from the target's norm [H] before its lm head."""
         with torch.no_grad():
             self.joined.final_layernorm.weight.copy_(norm)
-
-    def finish(self, x: Tensor) -> Tensor:
-        out: Tensor = self.joined.final_layernorm(x)
-        return out
 
     def parts(self) -> HeadParts:
         layer = self.joined

@@ -96,7 +96,7 @@ class NativeEagle:
         raw: bool,
         acceptance: array[float] | None,
     ) -> tuple[list[Said], np.ndarray]:
-        """Read pairs and draft behind them in one call; see `Recorded.round`. With `raw` the starts
+        """Read pairs and draft after them in one call; see `Recorded.round`. With `raw` the starts
         hold the target's hidden states before they are fused."""
         begin, inputs = (self._fused_step, self.features) if raw else (self._step, [STATE])
         assert self._step is not None and begin is not None
@@ -146,7 +146,7 @@ class NativeEagle:
             build.product(weight, FEATURES + i, FUSED, norm, combine=native.ADD if i else 0)
             for i, (norm, weight) in enumerate(products)
         ]
-        return [*ops, build.copy(FUSED, STATE, head.stream_norm)]
+        return [*ops, build.copy(FUSED, STATE, head.parts().fused_norm)]
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class EagleProposer(HiddenStateProposer):
 
     native: NativeEagle | None
     num_fed = 1
-    lead = 1  # a state is read with the token behind it
+    lead = 1  # a state is read with the token after it
 
     def __init__(
         self, name: str, head: EagleModule, target: TargetView, *, width: int = 1, **room: int
@@ -197,7 +197,7 @@ class EagleProposer(HiddenStateProposer):
         self._last.pop(slot, None)
 
     def can_draft(self, row: DraftRequest) -> bool:
-        """Return False also behind a token that the head's own embedding lacks."""
+        """Return False also after a token that the head's own embedding lacks."""
         if self.head.embed_tokens is not None and row.slot in self.pending:
             unread = row.tokens[self.next_position(row.slot) + 1 :]
             if max(unread, default=0) >= self.layer.vocab:
@@ -220,8 +220,7 @@ class EagleProposer(HiddenStateProposer):
         ids = torch.tensor(tokens, device=self.target.device)
         embedded = self.head.embed(ids).to(self.dtype)
         if self.native is not None:
-            x = self.native(embedded, self.head.prepare(states), segments, self.cache)
-            outputs = self.head.finish(x)
+            outputs = self.native(embedded, states, segments, self.cache)
         else:
             attention = Attention(segments, self.cache, self.layer)
             rotation = self.rotation_at(attention.positions)
@@ -259,10 +258,9 @@ class EagleProposer(HiddenStateProposer):
         # an estimate that differs between temperatures only; requests without one have no floor
         acceptance = trees[0].row.stands
         found, last = native.round(starts, self.cache, raw, acceptance)
-        outputs = self.head.finish(torch.from_numpy(last))
-        for tree, start, own, output in zip(trees, starts, found, outputs, strict=True):
+        for tree, start, own, output in zip(trees, starts, found, last, strict=True):
             self.commit(tree.row, len(start.segment.tokens))
-            self._last[tree.row.slot] = output
+            self._last[tree.row.slot] = torch.from_numpy(output)
             tree.weigh(own, self.name, self.beside)
         return True
 
@@ -275,7 +273,7 @@ class EagleProposer(HiddenStateProposer):
             if len(states) > len(self.native.features):
                 states = [np.concatenate(states, -1)]
         else:
-            states = [self.head.prepare(part).numpy() for part in self.take(row.slot)]
+            states = [part.numpy() for part in self.take(row.slot)]
         count = len(states[0])
         segment = self.segment(row, count)
         segment.want = [count - 1]
@@ -330,7 +328,7 @@ class ParallelEagleProposer(EagleProposer):
         grow_all(trees, logits, self.width, self.name)
 
     def _level_logits(self, rows: Sequence[DraftRequest]) -> Sequence[Tensor]:
-        """Read pending pairs with the masks behind them; the logits of each request's levels,
+        """Read pending pairs with the masks after them; the logits of each request's levels,
         [depth, V]."""
         parts = [self.take(row.slot) for row in rows]
         self.read(rows, [own[:-1] for own in parts])  # a long prompt takes several passes
@@ -347,7 +345,7 @@ class ParallelEagleProposer(EagleProposer):
     def _run_masks(
         self, rows: Sequence[DraftRequest], parts: Sequence[list[Tensor]]
     ) -> list[Tensor]:
-        """Run each request's last part, if any, with depth - 1 masks behind it; the outputs
+        """Run each request's last part, if any, with depth - 1 masks after it; the outputs
         [n, Hd]."""
         mask_state = self.fuse(self.head.mask_hidden.view(1, -1).to(self.dtype))
         mask_token = self.head.mask_token
