@@ -9,7 +9,7 @@ precision of its products: a draft may differ, the generated text cannot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -327,14 +327,15 @@ def normalise_token_map(tensors: Tensors, size: int, vocab: int) -> None:
         tensors["d2t"], tensors["t2d"] = maps_of(ids_of(stored, size, vocab), vocab)
 
 
-def is_target_embedding(table: Tensor, target: TargetView) -> bool:
-    """Return True if an embedding [V, H] equals the target's (as used), up to rounding."""
+def is_target_embedding(table: Tensor, target: TargetView, tolerance: float = ROUNDING) -> bool:
+    """Return True if every row of an embedding [V, H] is the target's (as used), up to a relative
+    difference."""
     if table.shape != (target.vocab, target.hidden):
         return False
     for start in range(0, target.vocab, CHUNK_ROWS):
         ids = torch.arange(start, min(start + CHUNK_ROWS, target.vocab))
         own = table[ids]
-        if not _close(own - target.embed(ids.to(target.device)).cpu(), own):
+        if not _close(own - target.embed(ids.to(target.device)).cpu(), own, tolerance):
             return False
     return True
 
@@ -352,19 +353,19 @@ def is_target_lm_head(weight: Tensor, target: TargetView) -> bool:
     return _close((weight @ probes.T - theirs) / NUM_PROBES**0.5, weight)
 
 
-def drop_borrowed(
-    tensors: Tensors,
-    target: TargetView,
-    is_embedding: Callable[[Tensor, TargetView], bool] = is_target_embedding,
-) -> None:
-    """Remove the target's own embedding and lm head from a checkpoint: the head borrows them."""
-    for name, is_same in ((EMBEDDING, is_embedding), (LM_HEAD, is_target_lm_head)):
-        if name in tensors and is_same(tensors[name], target):
-            del tensors[name]
+def drop_borrowed(tensors: Tensors, target: TargetView, tolerance: float = ROUNDING) -> None:
+    """Remove the target's own embedding and lm head from a checkpoint: the head borrows them.
+
+    `tolerance` is the relative difference up to which an embedding is the target's.
+    """
+    if EMBEDDING in tensors and is_target_embedding(tensors[EMBEDDING], target, tolerance):
+        del tensors[EMBEDDING]
+    if LM_HEAD in tensors and is_target_lm_head(tensors[LM_HEAD], target):
+        del tensors[LM_HEAD]
 
 
-def _close(difference: Tensor, rows: Tensor) -> bool:
-    return bool((difference.norm(dim=1) <= ROUNDING * rows.norm(dim=1)).all())
+def _close(difference: Tensor, rows: Tensor, tolerance: float = ROUNDING) -> bool:
+    return bool((difference.norm(dim=1) <= tolerance * rows.norm(dim=1)).all())
 
 
 # ---------------------------------------------------------------- native kernels

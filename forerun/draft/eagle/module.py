@@ -75,7 +75,8 @@ EAGLE1, EAGLE3 = "EAGLE head", "EAGLE-3 head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # in the order in which vLLM looks
 NO_NORM = nn.Identity()
-SAME_EMBEDDING = 0.1  # relative difference up to which an EAGLE-1 embedding is the target's
+# relative difference up to which an embedding in an EAGLE-1 head is a copy of a quantised target's
+SAME_EMBEDDING = 0.1
 
 
 # ---------------------------------------------------------------- config.json
@@ -575,18 +576,8 @@ def load_eagle1_head(directory: Path, target: TargetView) -> Eagle1Head:
             qkv_bias=read_flag(fields, "qkv_bias", biased),
         )
         bias = read_flag(fields, "bias", "fc.bias" in tensors)
-        drop_borrowed(tensors, target, _resembles_target_embedding)
+        drop_borrowed(tensors, target, SAME_EMBEDDING)
         own = EMBEDDING in tensors, LM_HEAD in tensors
         head = assemble(lambda: Eagle1Head(layer, target.layers, bias, *own), tensors, EAGLE1)
         head.attach(target)
         return head
-
-
-def _resembles_target_embedding(table: Tensor, target: TargetView) -> bool:
-    """Return True if some rows from all over an embedding are the target's up to storage: such an
-    embedding is borrowed."""
-    if table.shape != (target.vocab, target.hidden):
-        return False
-    ids = torch.linspace(0, target.vocab - 1, min(64, target.vocab)).long()
-    theirs = target.embed(ids.to(target.device)).cpu()
-    return bool((table[ids] - theirs).norm() <= SAME_EMBEDDING * theirs.norm())
