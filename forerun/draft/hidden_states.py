@@ -12,8 +12,9 @@ received: rotary embeddings depend on distances only.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
+from forerun.runtime.program import Said, Start
 from forerun.types import Draft, States
 
 CHUNK = 512  # pending tokens from which on hidden states are fused
@@ -57,6 +59,20 @@ class PendingStates:
         return len(self.fused) + bool(self.raw)
 
 
+class NativeRounds:
+    """Base of a head's native programs.
+
+    Attributes:
+        drafts: whole rounds are available, not only forward passes.
+        fuses: rounds can start from the target's hidden states before they are fused.
+        features: the buffers of these states.
+    """
+
+    drafts = False
+    fuses = False
+    features: range
+
+
 class HiddenStateProposer(Proposer):
     """Keeps pending hidden states and the cache for its subclasses.
 
@@ -66,15 +82,17 @@ class HiddenStateProposer(Proposer):
         dtype: of fused states and of the cache.
         rotation: cos and sin of all positions, [context, 1, D / 2].
         native: the layers as native programs, if available.
+        max_depth: the number of tokens that the head can draft, None for any.
         lead: the number of later tokens on which a cached row depends.
         num_fed: 1 if the root is among the tokens that are read, 0 if they end before it.
     """
 
     cache: KVCache
     pending: dict[int, PendingStates]
-    native: object | None = None
+    native: NativeRounds | None = None
     lead = 0
     num_fed = 0
+    max_depth: int | None = None
 
     def __init__(
         self,
@@ -111,6 +129,13 @@ class HiddenStateProposer(Proposer):
     def scratch_rows(self, row: DraftRequest) -> int:
         """Return the number of cache rows that a draft needs after the committed ones."""
         return 0
+
+    def run_round(
+        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
+    ) -> list[Said]:
+        """Read what the starts hold, and draft after it in one native call; with `raw` they hold
+        hidden states that are not fused yet."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------ Proposer
 
@@ -178,6 +203,51 @@ class HiddenStateProposer(Proposer):
             pending.num_raw += new
         if pending.num_raw >= CHUNK:
             self._fuse_pending(pending)
+
+    # ------------------------------------------------------------ whole rounds in one native call
+
+    def draft_natively(self, trees: Sequence[Tree]) -> bool:
+        """Read pending states and draft chains in one call; False, with nothing done, for trees,
+        sampled nodes and filters, or without native rounds."""
+        native = self.native
+        if native is None or not self.weighs or not all(tree.is_plain for tree in trees):
+            return False
+        self._read_all_but_last([tree.row for tree in trees])
+        raw = native.fuses and not any(self.pending[tree.row.slot].fused for tree in trees)
+        starts = [self._start(native, tree, raw) for tree in trees]
+        # an estimate that differs between temperatures only; requests without one have no floor
+        acceptance = trees[0].row.stands
+        found = self.run_round(starts, raw, acceptance)
+        for tree, start, own in zip(trees, starts, found, strict=True):
+            if start.segment.tokens:
+                self.commit(tree.row, len(start.segment.tokens))
+            tree.weigh(own, self.name, self.beside)
+        return True
+
+    def _read_all_but_last(self, rows: Sequence[DraftRequest]) -> None:
+        """Read all parts but the last of requests with several: a long prompt takes several
+        passes."""
+        rows = [row for row in rows if self.pending[row.slot].num_parts > 1]
+        parts = [self.take(row.slot) for row in rows]
+        self.read(rows, [part[:-1] for part in parts])
+        for row, part in zip(rows, parts, strict=True):
+            self.pending[row.slot].fused = part[-1:]
+
+    def _start(self, native: NativeRounds, tree: Tree, raw: bool) -> Start:
+        """Take one request's pending states; with `raw` the program fuses them."""
+        row = tree.row
+        if raw:
+            states = self.take_raw(row.slot)
+            if len(states) > len(native.features):
+                states = [np.concatenate(states, -1)]
+        else:
+            states = [part.numpy() for part in self.take(row.slot)]
+        count = len(states[0]) if states else 0
+        segment, link = self.segment(row, count), tree.link(count)
+        if self.num_fed:
+            segment.want = [count - 1]  # the root's logits give the first token
+        link = replace(link, keys=link.keys[: self.max_depth])
+        return Start(segment, states, row.noise.target(0), link)
 
     # ------------------------------------------------------------ reading pending states
 

@@ -21,7 +21,7 @@ from forerun.cache.attention import Segment
 from forerun.draft.eagle import proposer as eagle
 from forerun.draft.eagle.module import Eagle3Head
 from forerun.draft.eagle.mtp import load_module
-from forerun.draft.eagle.proposer import EagleProposer, NativeEagle, ParallelEagleProposer
+from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.proposer import DraftRequest, TargetView, view_of
 from forerun.kernels import native
 from forerun.models.config import load_config
@@ -240,7 +240,7 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
         grow(trees, logits, width, source)
 
     monkeypatch.setattr(eagle, "grow", watched)
-    monkeypatch.setattr(NativeEagle, "drafts", property(lambda _: False))
+    monkeypatch.setattr(EagleProposer, "draft_natively", lambda *_: False)
     for draft, row, full in zip(proposed(), rows, whole, strict=True):
         chain, expected, above = chain_of(full), [], 1.0
         assert draft.tokens == chain.tokens

@@ -23,6 +23,7 @@ from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import hidden_states
 from forerun.draft.block.proposer import NativeBlock
 from forerun.draft.eagle.proposer import NativeEagle
+from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.medusa import NativeMedusa
 from forerun.draft.proposer import DraftRequest, Proposer, TargetView
 from forerun.draft.registry import LEVELS
@@ -223,7 +224,7 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
             if way == "one call":
                 patched.setattr(programs, "round", lambda *a: (rounds.append(1), one_call(*a))[1])
             else:
-                patched.setattr(programs, "drafts", False, raising=False)
+                patched.setattr(HiddenStateProposer, "draft_natively", lambda *_: False)
             own_view = view if way != "torch" else replace(view, form=None)
             drafter = KINDS[kind].propose(head, own_view)
             if way != "one call" and kind in LEVELS:

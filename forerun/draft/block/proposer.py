@@ -30,7 +30,7 @@ from forerun.draft.head_modules import (
     run_program,
     with_native_products,
 )
-from forerun.draft.hidden_states import HiddenStateProposer
+from forerun.draft.hidden_states import HiddenStateProposer, NativeRounds
 from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.errors import ConfigError
@@ -43,8 +43,10 @@ from forerun.types import BESIDE
 CONTEXT, FUSED, MARKOV, FEATURES = range(LOGITS + 1, LOGITS + 5)
 
 
-class NativeBlock:
+class NativeBlock(NativeRounds):
     """The layers of a block drafter as native programs: a forward pass or a whole round."""
+
+    fuses = True
 
     def __init__(
         self, head: BlockHead, form: str, rotation: Rotation, lm_head: Packed | None, softcap: float
@@ -64,7 +66,7 @@ class NativeBlock:
         features = [config.target_hidden] * len(config.aux_hidden_layers)
         num_logits = lm_head.matrix.outputs if lm_head else 1
         widths = build.widths(num_logits, c.hidden, c.hidden, rank, *features)
-        self._features = range(FEATURES, len(widths))
+        self.features = range(FEATURES, len(widths))
         table, scale = head.table()
         context, layers = self._layers(head)
         slots = [build.embedding(table, X, scale), *layers]
@@ -76,6 +78,7 @@ class NativeBlock:
         if lm_head and config.is_bigram:
             logits = build.product(lm_head, X, LOGITS, head.norm, wanted=1, softcap=softcap)
             self._predict = Recorded(c, [*slots, logits], widths)
+            self.drafts = True
             if config.markov:
                 self._markov = Recorded(c, self._markov_bias(head.markov_head), widths)
 
@@ -84,11 +87,6 @@ class NativeBlock:
         """Return True if the kernels have the attention of the layers: a pass is causal or not in
         all layers alike, and windows are counted from the last slot that is seen."""
         return not (any(config.layer.windows) and config.window_causal)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether whole rounds are available."""
-        return self._predict is not None
 
     def write_context(self, segments: Sequence[Segment], context: Tensor, cache: KVCache) -> None:
         """Write keys and values of context [T, Hd] in the segments' rows."""
@@ -116,7 +114,7 @@ class NativeBlock:
             self._ids,
             config.first,
             self._fused_context if raw else self._context,
-            self._features if raw else [CONTEXT],
+            self.features if raw else [CONTEXT],
             self._markov,
             acceptance,
         )
@@ -227,7 +225,7 @@ class BlockProposer(HiddenStateProposer):
         # the last block of a text reaches past the target's context
         super().__init__(target, config.layer, dtype, target.context + config.block, **room)
         self.config, self.aux_hidden_layers = config, config.aux_hidden_layers
-        self.width, self.threshold = width, threshold
+        self.width, self.threshold, self.max_depth = width, threshold, config.depth
         self.head, self.native = head, None
         if target.form is not None:
             programs = NativeBlock.supports(config)
@@ -264,7 +262,7 @@ class BlockProposer(HiddenStateProposer):
             self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
-        if self._draft_natively(trees):
+        if not self.threshold and self.draft_natively(trees):
             return
         self.catch_up([tree.row for tree in trees])
         growing = self._run_blocks(trees)
@@ -277,36 +275,11 @@ class BlockProposer(HiddenStateProposer):
             logits = torch.cat([self._logits(g, level) for g in growing])
             grow([g.tree for g in growing], logits, self.width, self.name)
 
-    # ------------------------------------------------------------ whole rounds in one native call
-
-    def _draft_natively(self, trees: Sequence[Tree]) -> bool:
-        """Read pending context and draft chains in one call; False, with nothing done, for trees,
-        sampled nodes, filters and thresholds."""
-        native = self.native
-        if native is None or not self.weighs or self.threshold:
-            return False
-        if not all(tree.is_plain for tree in trees):
-            return False
-        self.catch_up([tree.row for tree in trees if self.pending[tree.row.slot].num_parts > 1])
-        raw = not any(self.pending[tree.row.slot].fused for tree in trees)
-        starts = [self._start(tree, raw) for tree in trees]
-        # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.stands
-        found = native.round(starts, self.cache, raw, acceptance)
-        for tree, start, own in zip(trees, starts, found, strict=True):
-            if start.segment.tokens:
-                self.commit(tree.row, len(start.segment.tokens))
-            tree.weigh(own, self.name, self.beside)
-        return True
-
-    def _start(self, tree: Tree, raw: bool) -> Start:
-        """Take one request's pending states; with `raw` the program fuses them."""
-        row = tree.row
-        states = self.take_raw(row.slot) if raw else [part.numpy() for part in self.take(row.slot)]
-        count = len(states[0]) if states else 0
-        link = tree.link(count)
-        link = replace(link, keys=link.keys[: self.config.depth])
-        return Start(self.segment(row, count), states, 0, link)
+    def run_round(
+        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
+    ) -> list[Said]:
+        assert self.native is not None
+        return self.native.round(starts, self.cache, raw, acceptance)
 
     # ------------------------------------------------------------ level by level
 

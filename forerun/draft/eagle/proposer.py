@@ -20,7 +20,7 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.head_modules import Operations, Rotation, run_program, with_native_products
-from forerun.draft.hidden_states import HiddenStateProposer
+from forerun.draft.hidden_states import HiddenStateProposer, NativeRounds
 from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree, grow, grow_all
 from forerun.kernels import native
@@ -33,14 +33,8 @@ from forerun.types import BESIDE
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)
 
 
-class NativeEagle:
-    """The layer of a head as native programs: a forward pass or a whole round.
-
-    Attributes:
-        drafts: rounds are available, not only forward passes.
-        fuses: rounds can start from the target's hidden states before they are fused.
-        features: the buffers of these states.
-    """
+class NativeEagle(NativeRounds):
+    """The layer of a head as native programs: a forward pass or a whole round."""
 
     def __init__(
         self,
@@ -70,16 +64,9 @@ class NativeEagle:
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
             self._step = Recorded(c, step, widths)
+            self.drafts, self.fuses = True, bool(fusion)
             if fusion:
                 self._fused_step = Recorded(c, [*self._fusion(head, fusion), *step], widths)
-
-    @property
-    def drafts(self) -> bool:
-        return self._step is not None
-
-    @property
-    def fuses(self) -> bool:
-        return self._fused_step is not None
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
@@ -232,52 +219,20 @@ class EagleProposer(HiddenStateProposer):
         -> [F, V]"""
         return spread(self.head.logits(outputs), self.ids, self.target.vocab)
 
-    # ------------------------------------------------------------ whole rounds in one native call
-
     def grow_trees(self, trees: Sequence[Tree]) -> None:
-        if not self._draft_natively(trees):
+        # a native round begins with pairs that are not read yet
+        pending = all(len(self.pending[tree.row.slot]) for tree in trees)
+        if not pending or not self.draft_natively(trees):
             self._draft_by_levels(trees)
 
-    def _draft_natively(self, trees: Sequence[Tree]) -> bool:
-        """Read pending pairs and draft chains in one call; False, with nothing drafted, for trees,
-        sampled nodes, filters and requests with nothing pending."""
-        native = self.native
-        if native is None or not native.drafts or self.width > 1:
-            return False
-        pending = [self.pending[tree.row.slot] for tree in trees]
-        if not all(tree.is_plain and len(p) for tree, p in zip(trees, pending, strict=True)):
-            return False
-        rows = [tree.row for tree, p in zip(trees, pending, strict=True) if p.num_parts > 1]
-        if rows:  # a long prompt takes several passes
-            parts = [self.take(row.slot) for row in rows]
-            self.read(rows, [part[:-1] for part in parts])
-            for row, part in zip(rows, parts, strict=True):
-                self.pending[row.slot].fused = part[-1:]
-        raw = native.fuses and not any(p.fused for p in pending)
-        starts = [self._start(tree, raw) for tree in trees]
-        # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.stands
-        found, last = native.round(starts, self.cache, raw, acceptance)
-        for tree, start, own, output in zip(trees, starts, found, last, strict=True):
-            self.commit(tree.row, len(start.segment.tokens))
-            self._last[tree.row.slot] = torch.from_numpy(output)
-            tree.weigh(own, self.name, self.beside)
-        return True
-
-    def _start(self, tree: Tree, raw: bool) -> Start:
-        """Take one request's pending states; with `raw` the program fuses them."""
-        row = tree.row
+    def run_round(
+        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
+    ) -> list[Said]:
         assert self.native is not None
-        if raw:
-            states = self.take_raw(row.slot)
-            if len(states) > len(self.native.features):
-                states = [np.concatenate(states, -1)]
-        else:
-            states = [part.numpy() for part in self.take(row.slot)]
-        count = len(states[0])
-        segment = self.segment(row, count)
-        segment.want = [count - 1]
-        return Start(segment, states, row.noise.target(0), tree.link(count))
+        found, outputs = self.native.round(starts, self.cache, raw, acceptance)
+        for start, output in zip(starts, outputs, strict=True):
+            self._last[start.segment.slot] = torch.from_numpy(output)
+        return found
 
     # ------------------------------------------------------------ level by level
 
