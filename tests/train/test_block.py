@@ -75,9 +75,9 @@ def proposed(
     row_of = DraftRequest(0, tokens[: root + 1], SamplingParams(), Noise(1, root), 9)
     drafter.propose([row_of])
     with torch.no_grad():
-        (grown,) = drafter._say([Tree(row_of)])
+        (grown,) = drafter._run_blocks([Tree(row_of)])
         found = []
-        for k, (made, said) in enumerate(zip(grown.made, grown.said, strict=True)):
+        for k, (made, said) in enumerate(zip(grown.outputs, grown.logits, strict=True)):
             if root + k < len(tokens):
                 previous = batch.tokens[row, root + k]
                 trust = (
