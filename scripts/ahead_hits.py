@@ -28,7 +28,7 @@ from forerun.types import Draft
 
 def before(ahead: Ahead, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
     """Draft ahead before the pass, not beside it."""
-    Ahead.begin_ahead(ahead, rows, drafts)
+    Ahead.begin_overlap(ahead, rows, drafts)
     ahead.finish()
 
 
@@ -74,9 +74,9 @@ def main() -> None:
         shares = {}
         for coupled in (True, False):
             ahead.coupled, ahead.asked, ahead.hits = coupled, 0, 0
-            ahead.begin_ahead = before.__get__(ahead)  # type: ignore[method-assign]
+            ahead.begin_overlap = before.__get__(ahead)  # type: ignore[method-assign]
             run(llm, prompts, llm.draft, params, args.depth)
-            del ahead.begin_ahead
+            del ahead.begin_overlap
             shares[coupled] = ahead.hits / ahead.asked
         print(
             f"temperature {temperature:g}: {shares[True]:.1%} foreseen, {shares[False]:.1%} without the noise"

@@ -210,18 +210,18 @@ class HiddenStateProposer(Proposer):
         """Read pending states and draft chains in one call; False, with nothing done, for trees,
         sampled nodes and filters, or without native rounds."""
         native = self.native
-        if native is None or not self.weighs or not all(tree.is_plain for tree in trees):
+        if native is None or not self.reports_confidence or not all(tree.is_plain for tree in trees):
             return False
         self._read_all_but_last([tree.row for tree in trees])
         raw = native.fuses and not any(self.pending[tree.row.slot].fused for tree in trees)
         starts = [self._start(native, tree, raw) for tree in trees]
         # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.stands
+        acceptance = trees[0].row.confidence_rates
         found = self.run_round(starts, raw, acceptance)
         for tree, start, own in zip(trees, starts, found, strict=True):
             if start.segment.tokens:
                 self.commit(tree.row, len(start.segment.tokens))
-            tree.weigh(own, self.name, self.beside)
+            tree.weigh(own, self.name, self.extra_nodes)
         return True
 
     def _read_all_but_last(self, rows: Sequence[DraftRequest]) -> None:

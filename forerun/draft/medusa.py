@@ -480,8 +480,8 @@ class MedusaProposer(Proposer):
             self.heads = with_native_products(self.heads, target.form)
             if width == 1:
                 self.native = NativeMedusa(self.heads, target.config, target.form)
-        self.stops = self.weighs = self.native is not None
-        self.beside = BESIDE if self.native is not None else 0
+        self.ends_chains = self.reports_confidence = self.native is not None
+        self.extra_nodes = BESIDE if self.native is not None else 0
         self._last: dict[int, tuple[int, States]] = {}  # by slot: position and state
 
     def open(
@@ -523,7 +523,7 @@ class MedusaProposer(Proposer):
         if self.native is None or not all(tree.is_plain for tree in trees):
             return False
         # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.stands
+        acceptance = trees[0].row.confidence_rates
         found = self.native.round([tree.link(0) for tree in trees], initial, acceptance)
         for tree, own in zip(trees, found, strict=True):
             tree.weigh(own, self.name, BESIDE)

@@ -26,7 +26,7 @@ class NGram(PerSlotProposer[_Index]):
     `longest`..`shortest` tokens."""
 
     name = "ngram"
-    copies = True
+    copies_text = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         super().__init__()

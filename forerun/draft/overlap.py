@@ -54,7 +54,7 @@ class Ahead(CompositeProposer):
         asked, hits: verdicts since something was drafted ahead, and those that were foreseen.
     """
 
-    ahead = True
+    overlaps = True
 
     def __init__(
         self, model: DraftModel, outcomes: int = OUTCOMES, *, coupled: bool = True
@@ -68,7 +68,7 @@ class Ahead(CompositeProposer):
             model.width,
         )
         self.inner = model.model if isinstance(model, Cascade) else model
-        self.aux_hidden_layers, self.learns = model.aux_hidden_layers, model.learns
+        self.aux_hidden_layers, self.wants_logits = model.aux_hidden_layers, model.wants_logits
         self.outcomes, self.coupled, self.asked, self.hits = outcomes, coupled, 0, 0
         self._odds = _Odds()
         self._foreseen: dict[int, _Foresight] = {}  # by slot
@@ -92,7 +92,7 @@ class Ahead(CompositeProposer):
         super().close(slot, finished)
 
     def reset(self) -> None:
-        self.end_ahead()
+        self.end_overlap()
         self._wait()
         self._foreseen.clear()
         super().reset()
@@ -111,8 +111,8 @@ class Ahead(CompositeProposer):
         drafts |= zip((tree.row.slot for tree in begun), self.inner.complete(begun), strict=True)
         return [drafts[row.slot] for row in rows]
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """The target is about to verify these drafts: draft on meanwhile, until `end_ahead`. Passes
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        """The target is about to verify these drafts: draft on meanwhile, until `end_overlap`. Passes
         of this thread have fewer threads till then."""
         each = max(self.outcomes // max(len(rows), 1), 1)
         made = (self._foresee(row, draft, each) for row, draft in zip(rows, drafts, strict=True))
@@ -123,7 +123,7 @@ class Ahead(CompositeProposer):
             self._working = self._thread.submit(self._work, foresights)
             native.share(max(native.threads() - native.reserved(), 1))
 
-    def end_ahead(self) -> None:
+    def end_overlap(self) -> None:
         """The pass is over: no further one of the model's begins."""
         self._over.set()
         native.share(0)
@@ -166,7 +166,7 @@ class Ahead(CompositeProposer):
         begun, working, self._working = time.perf_counter(), self._working, None
         self._over.set()
         error = working.exception() if working else None
-        self.waited = time.perf_counter() - begun
+        self.wait_seconds = time.perf_counter() - begun
         return error
 
     def _recall(self, row: DraftRequest) -> Tree | None:
@@ -317,7 +317,7 @@ class _Odds:
         )
         found = []
         for node, tokens in enumerate(ranked):
-            stands = draft.chances[node - 1] if node and draft.chances else rate ** depths[node]
+            stands = draft.path_probs[node - 1] if node and draft.path_probs else rate ** depths[node]
             is_leaf = not children[node]
             ends = stands if is_leaf else stands * (1 - rate)
             chances = [count / self.ends[is_leaf] for count in self.ranks[is_leaf]]
@@ -330,7 +330,7 @@ class _Odds:
 
     def learn(self, foresight: _Foresight, said: Sequence[int]) -> None:
         """What the target said instead."""
-        path = foresight.draft.followed(said)
+        path = foresight.draft.match_tokens(said)
         if len(path) != len(said) or not foresight.ranked:
             return
         is_leaf, tokens = not foresight.draft.children()[path[-1]], foresight.ranked[path[-1]]

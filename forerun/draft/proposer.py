@@ -159,8 +159,8 @@ class DraftRequest:
     depth: int
     coupled: bool = True
     branching: bool = True
-    stands: array[float] | None = None
-    floor: float = 0.0
+    confidence_rates: array[float] | None = None
+    min_prob: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,27 +221,27 @@ class Proposer:
         copies: to look what it has takes the same however deep, and `Draft.match` says what that is
             worth.
         rivals: those of its parts of which only the best is asked, who might draft where others do.
-        ahead: it drafts on while the target verifies, between `begin_ahead` and `end_ahead`,
+        ahead: it drafts on while the target verifies, between `begin_overlap` and `end_overlap`,
         waited: and so long `propose` waited for what goes on, in seconds.
     """
 
     name = ""
     width = 1
-    beside = 0
-    stops = False
-    weighs = False
-    learns = False
-    merges = False
-    sees_all = False
-    copies = False
-    ahead = False
-    waited = 0.0
+    extra_nodes = 0
+    ends_chains = False
+    reports_confidence = False
+    wants_logits = False
+    merges_drafts = False
+    always_observes = False
+    copies_text = False
+    overlaps = False
+    wait_seconds = 0.0
     aux_hidden_layers: tuple[int, ...] = ()
     rivals: tuple[Proposer, ...] = ()
 
     def most(self, depth: int) -> int:
         """The most nodes of a draft so deep, the root apart."""
-        return depth * self.width + self.beside
+        return depth * self.width + self.extra_nodes
 
     @property
     def parts(self) -> Sequence[Proposer]:
@@ -285,11 +285,11 @@ class Proposer:
         """Start over with a cache of so many tokens, if it has one; what it shares has been made
         anew."""
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         """The target is about to verify these drafts, of rows that it was asked for in this step.
         Only for who is `ahead`."""
 
-    def end_ahead(self) -> None:
+    def end_overlap(self) -> None:
         """The target has verified them."""
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
@@ -337,8 +337,8 @@ def _fault(proposer: Proposer, row: DraftRequest, draft: Draft, vocab: int) -> s
     if not isinstance(draft, Draft):
         return f"gave {shorten(draft)}, which is no Draft: make one with Draft.root and add, or with Draft.chain"
     count = len(draft.tokens)
-    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.laws):
-        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.laws)} laws"
+    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.proposals):
+        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.proposals)} laws"
         return f"gave a draft of {lengths}: it needs a root, and one of each for every node"
     if draft.tokens[0] != row.tokens[-1] or draft.parents[0] != -1:
         return f"gave a draft that begins with token {draft.tokens[0]}: its root is row.tokens[-1], {row.tokens[-1]}"
@@ -354,7 +354,7 @@ def _fault(proposer: Proposer, row: DraftRequest, draft: Draft, vocab: int) -> s
         )
     if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
         return f"gave a token that is not in the vocabulary of {vocab}"
-    if any(draft.laws):
+    if any(draft.proposals):
         if row.coupled:
             return "gave sampled tokens under a rule that wants Law.GIVEN: look at row.coupled"
         if not isinstance(draft.probs, np.ndarray) or draft.probs.shape != (count, vocab):
@@ -410,7 +410,7 @@ class CompositeProposer(Proposer):
         self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
     ) -> None:
         for part in self.told:
-            if part.learns:
+            if part.wants_logits:
                 part.learn(slot, before, tokens, logits)
 
     def forget(self) -> None:

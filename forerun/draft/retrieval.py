@@ -119,7 +119,7 @@ class Retrieval(PerSlotProposer[_Slot]):
     passages that fit the request."""
 
     name = RETRIEVAL
-    copies = True
+    copies_text = True
 
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all."""

@@ -35,7 +35,7 @@ class Suffix(PerSlotProposer[_Slot]):
     longest ago."""
 
     name = "suffix"
-    copies = True
+    copies_text = True
 
     def __init__(self, shortest: int = 2, memory: int = 50_000) -> None:
         super().__init__()

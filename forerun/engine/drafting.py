@@ -155,7 +155,7 @@ class Drafting:
             del drafts[request.id]
 
     def _meanwhile(self) -> Overlap:
-        return Overlap(self.policy, stands=self.clock is time.thread_time)
+        return Overlap(self.policy, confidence_rates=self.clock is time.thread_time)
 
     def _tend(self, request: Request) -> None:
         """Who drafts nothing for long keeps nothing, which would take time and memory."""
@@ -166,7 +166,7 @@ class Drafting:
         if (
             left > LONG
             and not request.dropped
-            and not any(part.sees_all for part in proposer.parts)
+            and not any(part.always_observes for part in proposer.parts)
         ):
             drop(request, proposer)
         elif left <= WARM and request.dropped:
@@ -212,7 +212,7 @@ class Drafting:
             if i is None or not self.target.cache.pages.grow(request.slot, room):
                 continue
             start, rival = self.clock(), rivals[i]
-            row = replace(self._row(request, rival, PROBE_DEPTH, place), stands=None)
+            row = replace(self._row(request, rival, PROBE_DEPTH, place), confidence_rates=None)
             (draft,) = self._proposed(rival, [row], [request])
             self._time(rival, [row], [draft], [request], self.clock() - start)
             if draft is not None:
@@ -305,18 +305,18 @@ class Drafting:
         copied. What becomes of copies depends on the text alone, so it is exact under every
         rule."""
         request, proposer, taken = plan.work.request, plan.asked, draft
-        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
+        kind = kind_of_match(proposer.name, draft.match_length) if draft.match_length else ""
         request.offered.append(Offered(proposer.name, kind, draft))
         copied, speed = bool(kind) and request.depth == "auto", 0.0
-        if draft.chances:
-            taken = draft.first(self.policy.enough(draft.chances, place))
+        if draft.path_probs:
+            taken = draft.first(self.policy.enough(draft.path_probs, place))
         elif kind:
             count, speed = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, place)
             if copied:
                 taken = draft.first(0 if self._is_beaten(plan, speed, place) else count)
-        if plan.whole.merges and request.rule.coupled and not draft.chances:
-            draft.chances = self._chances(request, draft, kind or proposer.name, proposer.name)
-            taken.chances = draft.chances[: len(taken) - 1]
+        if plan.whole.merges_drafts and request.rule.coupled and not draft.path_probs:
+            draft.path_probs = self._chances(request, draft, kind or proposer.name, proposer.name)
+            taken.path_probs = draft.path_probs[: len(taken) - 1]
         return Offer(draft, taken, copied and len(taken) > 1, speed)
 
     def _is_beaten(self, plan: Plan, speed: float, place: BatchState) -> bool:
@@ -326,7 +326,7 @@ class Drafting:
         others = [
             part
             for part in plan.left
-            if not part.copies and request.acceptance[part.name].rest is None
+            if not part.copies_text and request.acceptance[part.name].rest is None
         ]
         return any(self.policy.hoped(self._wish(request, part), place) > speed for part in others)
 
@@ -335,15 +335,15 @@ class Drafting:
         chances, rate = [1.0], self.policy.rate(known, request.acceptance[known])
         stands = self.policy.survival(name, request.params.greedy).stands
         for node in range(1, len(draft)):
-            own = stands[draft.sure[node - 1]] if draft.sure else rate
+            own = stands[draft.confidence_bins[node - 1]] if draft.confidence_bins else rate
             chances.append(chances[draft.parents[node]] * min(own, 1.0))
         return chances[1:]
 
     def _taken(self, plan: Plan, draft: Draft, place: BatchState) -> Draft:
         """What of a draft is verified."""
         request = plan.work.request
-        if plan.whole.merges and draft.chances and request.depth == "auto":
-            draft = draft.first(self.policy.enough(draft.chances, place))
+        if plan.whole.merges_drafts and draft.path_probs and request.depth == "auto":
+            draft = draft.first(self.policy.enough(draft.path_probs, place))
         grammar = request.state.grammar
         return grammar.prune(draft) if grammar and len(draft) > 1 else draft
 
@@ -408,11 +408,11 @@ class Drafting:
         source = self.proposers[request.draft].parts.index(proposer)
         if _stops(request, proposer):
             stands = self.policy.survival(proposer.name, request.params.greedy).stands
-            if proposer.stops:
+            if proposer.ends_chains:
                 floor = self.policy.floor(proposer.name, request.acceptance[proposer.name], place)
         return DraftRequest(
-            stands=stands,
-            floor=floor,
+            confidence_rates=stands,
+            min_prob=floor,
             slot=request.slot,
             tokens=request.tokens,
             params=request.params,
@@ -426,7 +426,7 @@ class Drafting:
 def _reach(request: Request, proposer: Proposer) -> int:
     """How deep it may draft if it is asked at all: copies are cut to what pays, and who stops by
     itself does."""
-    if proposer.copies and request.depth == "auto":
+    if proposer.copies_text and request.depth == "auto":
         return DEEPEST
     return STOPPED if _stops(request, proposer) else 0
 
@@ -435,13 +435,13 @@ def _stops(request: Request, proposer: Proposer) -> bool:
     """Whether its drafts end where the drafter is not sure any more. Not under a ratio rule: that
     depends on what was drawn. Nor with filters, behind which the drafter draws level by level."""
     free = request.depth == "auto" and request.rule.coupled and request.params.unfiltered
-    return free and (proposer.stops or proposer.weighs)
+    return free and (proposer.ends_chains or proposer.reports_confidence)
 
 
 def _drafted(
     proposer: Proposer, rows: Sequence[DraftRequest], proposed: Sequence[Draft | None]
 ) -> int:
     """How deep they drafted: as deep as they were asked to, but for who stops by itself."""
-    if not proposer.stops:
+    if not proposer.ends_chains:
         return max(row.depth for row in rows)
     return max(1, *(max(draft.depths()) for draft in proposed if draft is not None))

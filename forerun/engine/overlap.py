@@ -37,7 +37,7 @@ class Overlap:
         self, proposer: Proposer, requests: Sequence[Request], rows: Sequence[DraftRequest]
     ) -> None:
         """A proposer is asked for these rows of requests."""
-        if proposer.ahead:
+        if proposer.overlaps:
             asked = {request.id: row for request, row in zip(requests, rows, strict=True)}
             self.rows.setdefault(proposer, {}).update(asked)
 
@@ -46,9 +46,9 @@ class Overlap:
     ) -> None:
         """Drafting to `depth` for so many requests took so long, and to read what was missed of
         them."""
-        if proposer.ahead:
+        if proposer.overlaps:
             self.spent.append(
-                (proposer.name, depth, seconds + proposer.waited * self.stands, requests, lag)
+                (proposer.name, depth, seconds + proposer.wait_seconds * self.confidence_rates, requests, lag)
             )
         else:
             self.policy.record_draft(proposer.name, depth, seconds, requests, lag)
@@ -59,7 +59,7 @@ class Overlap:
         for proposer, rows in self.rows.items():
             verified = [request for request in rows if len(drafts[request]) > 1]
             if verified:
-                proposer.begin_ahead(
+                proposer.begin_overlap(
                     [rows[request] for request in verified],
                     [drafts[request] for request in verified],
                 )
@@ -68,7 +68,7 @@ class Overlap:
             yield
         finally:
             for proposer in self.busy:
-                proposer.end_ahead()
+                proposer.end_overlap()
 
     def record(self, tokens: int, seconds: float, measures: bool) -> None:
         """The pass of the step, over so many tokens and with all that came of it, took so long;

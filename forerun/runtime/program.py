@@ -709,7 +709,7 @@ def _chain(
     if stands is not None:
         draws.weigh()
         chain.stands, chain.floors = address(stands), address(draws.floors)
-        chain.sure, chain.counts = address(draws.sure), address(draws.counts)
+        chain.confidence_bins, chain.counts = address(draws.sure), address(draws.counts)
         chain.beside, chain.beside_sure = address(draws.beside), address(draws.beside_sure)
     return chain
 

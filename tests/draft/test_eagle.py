@@ -247,11 +247,11 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
         for level, token in enumerate(draft.tokens[1:]):
             chances = chances_of(seen[row.slot][level], row, level)
             own = chances.pop(token, 0.0)
-            assert abs(min(own * 16, 15.99) - 0.5 - chain.sure[level]) <= 0.51 + own / 2
+            assert abs(min(own * 16, 15.99) - 0.5 - chain.confidence_bins[level]) <= 0.51 + own / 2
             near = sorted(chances.values(), reverse=True)[:BESIDE] if own else []
             expected += [above * ACCEPTANCE[16 + min(int(chance * 16), 15)] for chance in near]
-            above *= ACCEPTANCE[chain.sure[level]]
-        found = zip(full.chances, full.sure, strict=True)
+            above *= ACCEPTANCE[chain.confidence_bins[level]]
+        found = zip(full.path_probs, full.confidence_bins, strict=True)
         beside = [chance for chance, sure in found if sure >= 16]
         assert beside == pytest.approx(sorted(expected, reverse=True)[:BESIDE], rel=0.15)
 

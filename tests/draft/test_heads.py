@@ -28,7 +28,7 @@ from forerun.draft.medusa import NativeMedusa
 from forerun.draft.proposer import DraftRequest, Proposer, TargetView
 from forerun.draft.registry import LEVELS
 from forerun.kernels import native
-from forerun.types import BESIDE, Draft, Law
+from forerun.types import BESIDE, Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.heads import ALL, CACHED, CASES, KINDS, head_of
@@ -137,7 +137,7 @@ def test_q_is_the_distribution_of_the_logits(kind: str, shape: str | None) -> No
     first, again = drafter.propose([row])[0], drafter.propose([row])[0]
     count = min(3, depth_of(kind, head))
     assert first.tokens == again.tokens and len(first) == 1 + count
-    assert set(first.laws[1:]) == {Law.SAMPLED}
+    assert set(first.proposals[1:]) == {Proposal.SAMPLED}
     twin, close = KINDS[kind].twin(head), KINDS[kind].closeness
     for node in range(count):
         expected = twin.logits(TEXT, tuple(first.tokens[1 : node + 1])).softmax(-1)
@@ -284,10 +284,10 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 
     def proposed(floors: Sequence[float]) -> list[Draft]:
         drafter = KINDS[kind].propose(head, view)
-        assert drafter.stops and drafter.beside == BESIDE
+        assert drafter.ends_chains and drafter.beside == BESIDE
         rows.begin(drafter)
         return drafter.propose(
-            [replace(r, stands=ACCEPTANCE, floor=f) for r, f in zip(rows.rows, floors, strict=True)]
+            [replace(r, stands=ACCEPTANCE, min_prob=f) for r, f in zip(rows.rows, floors, strict=True)]
         )
 
     whole, ends = proposed((0.0,) * 4), []
@@ -296,12 +296,12 @@ def test_chains_end_where_confidence_falls_below_the_floor(
     chains = [chain_of(draft) for draft in whole]
     for floors in ((0.5,) * 4, (0.05, 0.3, 0.2, 0.7), (0.0, 0.9, 0.1, 0.4), (0.95,) * 4):
         for draft, full, floor in zip(proposed(floors), chains, floors, strict=True):
-            chances = list(itertools.accumulate((ACCEPTANCE[i] for i in full.sure), operator.mul))
+            chances = list(itertools.accumulate((ACCEPTANCE[i] for i in full.confidence_bins), operator.mul))
             end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
             chain = chain_of(draft)
-            assert (chain.tokens, chain.sure) == (full.tokens[: end + 1], full.sure[:end])
-            assert chain.chances == pytest.approx(chances[:end])
-            assert draft.chances == sorted(draft.chances, reverse=True)
+            assert (chain.tokens, chain.confidence_bins) == (full.tokens[: end + 1], full.confidence_bins[:end])
+            assert chain.path_probs == pytest.approx(chances[:end])
+            assert draft.path_probs == sorted(draft.path_probs, reverse=True)
             assert len(draft) - 1 <= end + BESIDE
             ends.append(end)
     assert len(set(ends)) > 1

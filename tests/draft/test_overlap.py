@@ -35,12 +35,12 @@ class Driven(Ahead):
 
     passes: int | None = None
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         run = self._thread.submit
         self._thread.submit = lambda work, foresights: run(self._some, foresights)
-        super().begin_ahead(rows, drafts)
+        super().begin_overlap(rows, drafts)
         self.finish()
-        self.end_ahead()
+        self.end_overlap()
 
     def _some(self, foresights: Sequence[object]) -> None:
         for count, _ in enumerate(self.steps(foresights), 1):
@@ -61,10 +61,10 @@ def models(kernels: str, count: int, width: int = 1, slots: int = 8) -> list[Dra
 
 def same(found: Draft, expected: Draft) -> None:
     """The same but for where it came from."""
-    assert (found.tokens, found.parents, found.laws) == (
+    assert (found.tokens, found.parents, found.proposals) == (
         expected.tokens,
         expected.parents,
-        expected.laws,
+        expected.proposals,
     )
     assert (found.probs is None) == (expected.probs is None)
     assert (
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_the_model_alone(
         for one, other in zip(found, expected, strict=True):
             same(one, other)
         ahead.passes = [1, 2, 3, None][count % 4]
-        ahead.begin_ahead(rows, found)
+        ahead.begin_overlap(rows, found)
         for slot, text in texts.items():
             text += verdict(found[slot], ahead, slot, chance)
     assert ahead.hits > 10 and ahead.hits < ahead.asked
@@ -133,7 +133,7 @@ def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> Non
         ahead.passes = done
         ahead.open(0, text)
         (draft,) = ahead.propose([row(text, depth=4)])
-        ahead.begin_ahead([row(text, depth=4)], [draft])
+        ahead.begin_overlap([row(text, depth=4)], [draft])
         text += ahead._foreseen[0].branches[0].said
         passes.clear()
         (draft,) = ahead.propose([row(text, depth=4)])
@@ -150,7 +150,7 @@ def test_outcomes_are_ranked_by_what_the_target_will_draw_with() -> None:
         ahead, text = Driven(model, outcomes=4), text_of(9)
         ahead.open(0, text)
         (deep,) = ahead.propose([row(text, params, depth=4)])
-        ahead.begin_ahead([row(text, params, depth=3)], [deep.first(3)])
+        ahead.begin_overlap([row(text, params, depth=3)], [deep.first(3)])
         said = [b.said for b in ahead._foreseen[0].branches]
         assert tuple(deep.tokens[1:]) in said, (
             "the path goes on to the end, and then as the model would have said"
@@ -168,7 +168,7 @@ def test_where_there_is_no_room_it_is_the_model_alone() -> None:
         ahead.open(0, text)
         (draft,) = ahead.propose([row(text)])
         assert len(draft) == 5
-        ahead.begin_ahead([row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")])
+        ahead.begin_overlap([row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")])
         assert not ahead._foreseen
         (again,) = ahead.propose([row([*text, draft.tokens[1]])])
         assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1
@@ -198,10 +198,10 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
         rows = [row(texts[slot], params, depth=chance.randint(1, 5), slot=slot) for slot in asked]
         expected, found = alone.propose(rows), ahead.propose(rows)
         assert [draft.tokens for draft in found] == [draft.tokens for draft in expected]
-        ahead.begin_ahead(rows, found)
+        ahead.begin_overlap(rows, found)
         for _ in range(chance.choice((0, 0, 200, 2000, 20_000))):
             pass  # what a target may take
-        ahead.end_ahead()
+        ahead.end_overlap()
         for slot, draft in zip(asked, found, strict=True):
             texts[slot] += verdict(draft, ahead, slot, chance)
         for slot in [
@@ -248,7 +248,7 @@ def test_noise_of_the_next_round_is_that_of_its_place() -> None:
     ahead, text = Driven(model), text_of(9)
     ahead.open(0, text)
     (draft,) = ahead.propose([row(text, WARM)])
-    ahead.begin_ahead([row(text, WARM)], [draft])
+    ahead.begin_overlap([row(text, WARM)], [draft])
     for branch in ahead._foreseen[0].branches:
         assert branch.tree.row.noise == Noise(11, len(text) - 1 + len(branch.said))
 
@@ -263,11 +263,11 @@ def test_what_fails_ahead_is_told_and_over(monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as broken:
         broken.setattr(ahead, "steps", lambda foresights: 1 / 0)
         for _ in range(2):
-            ahead.begin_ahead(rows, [draft])
+            ahead.begin_overlap(rows, [draft])
             ahead.finish()
             ahead.close(1)
             ahead.open(1, text)
-        ahead.begin_ahead(rows, [draft])
+        ahead.begin_overlap(rows, [draft])
         with pytest.raises(ZeroDivisionError):
             ahead.propose(rows)
     assert ahead.propose(rows)[0].tokens == draft.tokens

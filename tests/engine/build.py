@@ -56,8 +56,8 @@ HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 class Foreseeing(Ahead):
     """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        super().begin_ahead(rows, drafts)
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        super().begin_overlap(rows, drafts)
         self.finish()
 
 

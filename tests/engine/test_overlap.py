@@ -19,16 +19,16 @@ from forerun.verify import Noise
 class Busy(Proposer):
     """Notes when it may draft ahead, and for whom."""
 
-    name, ahead, waited = "busy", True, 0.25
+    name, overlaps, wait_seconds = "busy", True, 0.25
 
     def __init__(self) -> None:
         self.begun: list[list[int]] = []
         self.ended = 0
 
-    def begin_ahead(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         self.begun.append([row.slot for row in rows])
 
-    def end_ahead(self) -> None:
+    def end_overlap(self) -> None:
         self.ended += 1
 
 
@@ -73,7 +73,7 @@ def test_what_a_pass_takes_longer_is_a_cost_of_drafting(stands: bool) -> None:
     """And what it waits for who drafts ahead, where the clock has not counted that already."""
     policy = known()
     for _ in range(20):
-        step(policy, Busy(), stands=stands).record(5, 1.4, measures=True)
+        step(policy, Busy(), confidence_rates=stands).record(5, 1.4, measures=True)
     passes, drafts = policy.costs()
     assert passes[5] == pytest.approx(1.0, rel=0.02), "and no measure of passes"
     assert drafts["busy"][2] == pytest.approx(0.5 + 0.25 * stands + 0.4, rel=0.05)

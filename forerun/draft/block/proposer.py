@@ -235,8 +235,8 @@ class BlockProposer(HiddenStateProposer):
                 lm_head = packed.packed_lm_head()
                 self.native = NativeBlock(head, target.form, self.rotation, *lm_head)
         whole_rounds = self.native is not None and self.native.drafts
-        self.stops = self.weighs = whole_rounds and width == 1 and not threshold
-        self.beside = BESIDE if self.weighs else 0
+        self.ends_chains = self.reports_confidence = whole_rounds and width == 1 and not threshold
+        self.extra_nodes = BESIDE if self.reports_confidence else 0
         self.reset()
 
     def scratch_rows(self, row: DraftRequest) -> int:
