@@ -89,17 +89,26 @@ class Draft:
         parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.proposals[:end]
         probs = None if self.probs is None else self.probs[:end]
         return Draft(
-            *parts, probs, match_length=self.match_length, confidence_bins=self.confidence_bins[:count], path_probs=self.path_probs[:count]
+            *parts,
+            probs,
+            match_length=self.match_length,
+            confidence_bins=self.confidence_bins[:count],
+            path_probs=self.path_probs[:count],
         )
 
     def behind(self, node: int) -> Draft:
         """What stands behind a node of a chain, of which that is the root then."""
         count = len(self) - node
         probs = None if self.probs is None else self.probs[node:]
-        sources, proposals = ["", *self.sources[node + 1 :]], [Proposal.DETERMINISTIC, *self.proposals[node + 1 :]]
+        sources, proposals = (
+            ["", *self.sources[node + 1 :]],
+            [Proposal.DETERMINISTIC, *self.proposals[node + 1 :]],
+        )
         return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, proposals, probs)
 
-    def add(self, token: int, parent: int, source: str, proposal: Proposal = Proposal.DETERMINISTIC) -> int:
+    def add(
+        self, token: int, parent: int, source: str, proposal: Proposal = Proposal.DETERMINISTIC
+    ) -> int:
         """Append a node below `parent`; returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)

@@ -88,7 +88,9 @@ def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     if not children:
         return None
     q = np.zeros(vocab)
-    if draft.probs is not None and any(draft.proposals[c] is not Proposal.DETERMINISTIC for c in children):
+    if draft.probs is not None and any(
+        draft.proposals[c] is not Proposal.DETERMINISTIC for c in children
+    ):
         q += draft.probs[node]
     q[[draft.tokens[c] for c in children if draft.proposals[c] is Proposal.DETERMINISTIC]] = 1.0
     return q

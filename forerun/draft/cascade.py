@@ -233,4 +233,6 @@ def _inner(row: DraftRequest, last: int, depth: int) -> DraftRequest:
         if row.coupled
         else replace(row.noise, seed=rng.mix(row.noise.seed ^ (INNER + last)))
     )
-    return replace(row, branching=False, confidence_rates=None, min_prob=0.0, noise=noise, depth=depth)
+    return replace(
+        row, branching=False, confidence_rates=None, min_prob=0.0, noise=noise, depth=depth
+    )

@@ -210,7 +210,11 @@ class HiddenStateProposer(Proposer):
         """Read pending states and draft chains in one call; False, with nothing done, for trees,
         sampled nodes and filters, or without native rounds."""
         native = self.native
-        if native is None or not self.reports_confidence or not all(tree.is_plain for tree in trees):
+        if (
+            native is None
+            or not self.reports_confidence
+            or not all(tree.is_plain for tree in trees)
+        ):
             return False
         self._read_all_but_last([tree.row for tree in trees])
         raw = native.fuses and not any(self.pending[tree.row.slot].fused for tree in trees)

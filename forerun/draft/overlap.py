@@ -317,7 +317,9 @@ class _Odds:
         )
         found = []
         for node, tokens in enumerate(ranked):
-            stands = draft.path_probs[node - 1] if node and draft.path_probs else rate ** depths[node]
+            stands = (
+                draft.path_probs[node - 1] if node and draft.path_probs else rate ** depths[node]
+            )
             is_leaf = not children[node]
             ends = stands if is_leaf else stands * (1 - rate)
             chances = [count / self.ends[is_leaf] for count in self.ranks[is_leaf]]

@@ -253,11 +253,14 @@ def branch_twin(tables: Sequence[Successors], growth: Growth) -> Branches:
                 else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / NUM_CONFIDENCE_BINS)
             )
             heapq.heappush(
-                candidates, (-nodes.path_probs[node] * min(worth, 1.0), order, node, token, sixteenth)
+                candidates,
+                (-nodes.path_probs[node] * min(worth, 1.0), order, node, token, sixteenth),
             )
             order += 1
         if node == growth.most or not candidates:
-            return Branches(nodes.tokens[1:], nodes.parents[1:], nodes.confidence_bins[1:], nodes.path_probs[1:])
+            return Branches(
+                nodes.tokens[1:], nodes.parents[1:], nodes.confidence_bins[1:], nodes.path_probs[1:]
+            )
         chance, _, parent, token, sixteenth = heapq.heappop(candidates)
         nodes.tokens.append(token)
         nodes.parents.append(parent)

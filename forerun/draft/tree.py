@@ -92,7 +92,10 @@ class Tree:
         for level, (token, sure, near) in enumerate(
             zip(said.tokens, said.sure, said.beside, strict=True)
         ):
-            others += [(above * stands[NUM_CONFIDENCE_BINS + i], level, t, NUM_CONFIDENCE_BINS + i) for t, i in near]
+            others += [
+                (above * stands[NUM_CONFIDENCE_BINS + i], level, t, NUM_CONFIDENCE_BINS + i)
+                for t, i in near
+            ]
             above *= min(stands[sure], 1.0)
             chain.append((above, level, token, sure))
         suggest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]

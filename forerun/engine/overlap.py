@@ -48,7 +48,13 @@ class Overlap:
         them."""
         if proposer.overlaps:
             self.spent.append(
-                (proposer.name, depth, seconds + proposer.wait_seconds * self.confidence_rates, requests, lag)
+                (
+                    proposer.name,
+                    depth,
+                    seconds + proposer.wait_seconds * self.confidence_rates,
+                    requests,
+                    lag,
+                )
             )
         else:
             self.policy.record_draft(proposer.name, depth, seconds, requests, lag)

@@ -198,7 +198,9 @@ def test_sampled_siblings_come_first() -> None:
         and draft.proposals[2:] == [Proposal.DETERMINISTIC] * 2
     )
     same = merged([given((1,)), sampled])
-    assert len(same) == 2 and same.proposals[1] is Proposal.SAMPLED and same.sources[1] == "copy&head"
+    assert (
+        len(same) == 2 and same.proposals[1] is Proposal.SAMPLED and same.sources[1] == "copy&head"
+    )
     assert same.probs is not None and same.probs[0].tolist() == [0.5, 0.5]
 
 

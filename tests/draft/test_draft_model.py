@@ -212,7 +212,11 @@ def test_proposing_twice_gives_the_same_draft(width: int, coupled: bool) -> None
     drafter.propose([row(rows[0].tokens, GREEDY, 2, 0)])
     again = [draft for r in reversed(rows) for draft in drafter.propose([r])][::-1]
     for one, other in zip(first, again, strict=True):
-        assert (one.tokens, one.parents, one.proposals) == (other.tokens, other.parents, other.proposals)
+        assert (one.tokens, one.parents, one.proposals) == (
+            other.tokens,
+            other.parents,
+            other.proposals,
+        )
         assert (one.probs is None) == (other.probs is None)
         assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
 

@@ -287,7 +287,10 @@ def test_chains_end_where_confidence_falls_below_the_floor(
         assert drafter.ends_chains and drafter.beside == BESIDE
         rows.begin(drafter)
         return drafter.propose(
-            [replace(r, stands=ACCEPTANCE, min_prob=f) for r, f in zip(rows.rows, floors, strict=True)]
+            [
+                replace(r, stands=ACCEPTANCE, min_prob=f)
+                for r, f in zip(rows.rows, floors, strict=True)
+            ]
         )
 
     whole, ends = proposed((0.0,) * 4), []
@@ -296,10 +299,15 @@ def test_chains_end_where_confidence_falls_below_the_floor(
     chains = [chain_of(draft) for draft in whole]
     for floors in ((0.5,) * 4, (0.05, 0.3, 0.2, 0.7), (0.0, 0.9, 0.1, 0.4), (0.95,) * 4):
         for draft, full, floor in zip(proposed(floors), chains, floors, strict=True):
-            chances = list(itertools.accumulate((ACCEPTANCE[i] for i in full.confidence_bins), operator.mul))
+            chances = list(
+                itertools.accumulate((ACCEPTANCE[i] for i in full.confidence_bins), operator.mul)
+            )
             end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
             chain = chain_of(draft)
-            assert (chain.tokens, chain.confidence_bins) == (full.tokens[: end + 1], full.confidence_bins[:end])
+            assert (chain.tokens, chain.confidence_bins) == (
+                full.tokens[: end + 1],
+                full.confidence_bins[:end],
+            )
             assert chain.path_probs == pytest.approx(chances[:end])
             assert draft.path_probs == sorted(draft.path_probs, reverse=True)
             assert len(draft) - 1 <= end + BESIDE

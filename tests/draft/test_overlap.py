@@ -168,7 +168,9 @@ def test_where_there_is_no_room_it_is_the_model_alone() -> None:
         ahead.open(0, text)
         (draft,) = ahead.propose([row(text)])
         assert len(draft) == 5
-        ahead.begin_overlap([row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")])
+        ahead.begin_overlap(
+            [row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]
+        )
         assert not ahead._foreseen
         (again,) = ahead.propose([row([*text, draft.tokens[1]])])
         assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1

@@ -104,7 +104,11 @@ def test_q_is_the_law_of_the_level() -> None:
     drafter, text = proposer(), random.Random(2).choices(range(tiny.VOCAB), k=9)
     drafter.open(0, text)
     (draft,) = drafter.propose([row(text, 4, coupled=False, branching=False)])
-    assert len(draft) == 5 and set(draft.proposals[1:]) == {Proposal.SAMPLED} and draft.probs is not None
+    assert (
+        len(draft) == 5
+        and set(draft.proposals[1:]) == {Proposal.SAMPLED}
+        and draft.probs is not None
+    )
     expected = (levels("llama", text, 4) / 0.8).softmax(-1)
     assert torch.allclose(torch.from_numpy(draft.probs[:4]), expected, atol=1e-4)
 

@@ -213,7 +213,13 @@ def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
         [0, 0, 1, 3, 1],
         [-1, 0, 0, 0, 1],
         ["toy"] * 5,
-        [Proposal.DETERMINISTIC, Proposal.SAMPLED, Proposal.SAMPLED, Proposal.DETERMINISTIC, Proposal.DETERMINISTIC],
+        [
+            Proposal.DETERMINISTIC,
+            Proposal.SAMPLED,
+            Proposal.SAMPLED,
+            Proposal.DETERMINISTIC,
+            Proposal.DETERMINISTIC,
+        ],
     )
     draft.probs = np.tile(q, (5, 1))
     verdict = tree.verify_tree(draft, np.tile(p, (5, 1)), Noise(1, 1))

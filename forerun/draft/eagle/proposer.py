@@ -166,7 +166,9 @@ class EagleProposer(HiddenStateProposer):
         self.head, self.native = head, None
         if target.form is not None:
             self.head, self.native = self._make_native(head, target.form)
-        self.ends_chains = self.reports_confidence = self.native is not None and self.native.drafts and width == 1
+        self.ends_chains = self.reports_confidence = (
+            self.native is not None and self.native.drafts and width == 1
+        )
         self.extra_nodes = BESIDE if self.ends_chains else 0
         self.reset()
 
