@@ -22,8 +22,8 @@ from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
-from forerun.draft.block.proposer import Block
-from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpShape, MlpSpeculator
+from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpConfig, MlpSpeculator
 from forerun.draft.proposer import Proposer, Row, view_of
 from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
@@ -72,14 +72,14 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
         mask_token=0,
         draft_vocab=DRAFT_VOCAB,
         own_head=True,
-        law=MarkovShape(64),
+        markov=MarkovShape(64),
     )
     head = BlockHead(block).requires_grad_(False)
-    yield "block", Block(head, view, tokens=1024, page=16, slots=4)
+    yield "block", BlockProposer(head, view, tokens=1024, page=16, slots=4)
     medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=DRAFT_VOCAB)
     medusa.token_map = torch.arange(DRAFT_VOCAB)
     yield "medusa", MedusaProposer("medusa", medusa.requires_grad_(False), view)
-    shape = MlpShape(
+    shape = MlpConfig(
         levels=depth, hidden=c.hidden, inner=c.hidden, vocab=c.vocab, tied=True, scaled=True
     )
     yield "mlp", MedusaProposer("mlp", MlpSpeculator(shape).requires_grad_(False), view)

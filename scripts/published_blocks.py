@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from forerun import LLM, SamplingParams
 from forerun.draft.block.module import load_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.proposer import Row, TargetView, view_of
 from forerun.draft.tree import Tree
 from forerun.verify import Noise
@@ -113,8 +113,8 @@ def said(theirs: Any, states: Tensor, tokens: Tensor) -> Tensor:
 def drafted(
     directory: Path, target: TargetView, states: Tensor, tokens: Tensor
 ) -> Iterator[Tensor]:
-    """The same of forerun, slot by slot, of those that say something."""
-    drafter = Block(load_block(directory, target), target, tokens=64, page=4, slots=1)
+    """Yield the logits of forerun, slot by slot, of those that predict a token."""
+    drafter = BlockProposer(load_block(directory, target), target, tokens=64, page=4, slots=1)
     text = tokens.tolist()
     drafter.open(0, text[: ANCHOR + 1])
     shown = states[:ANCHOR].split(HIDDEN, -1)
@@ -122,9 +122,9 @@ def drafted(
     row = Row(0, text[: ANCHOR + 1], SamplingParams(), Noise(1, ANCHOR), drafter.config.depth)
     drafter.propose([row])  # reads the context
     tree = Tree(row)
-    (growing,) = drafter._say([tree])
+    (growing,) = drafter._run_blocks([tree])
     for level in range(drafter.config.depth):
-        yield drafter._follow(growing, level)[0]
+        yield drafter._logits(growing, level)[0]
         tree.frontier = [tree.draft.add(text[ANCHOR + 1 + level], tree.frontier[0], "text")]
 
 

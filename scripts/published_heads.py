@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
-from forerun.draft.medusa import LevelHeads
+from forerun.draft.medusa import MedusaStyleHeads
 from forerun.draft.proposer import TargetView, view_of
 from forerun.draft.registry import LEVELS, kind_of
 
@@ -89,9 +89,8 @@ def speculators(sources: Path) -> Iterator[Case]:
         "architectures": ["MLPSpeculatorPreTrainedModel"],
     }
     extras = load("fms_speculator", sources / "fms-extras/fms_extras/models/speculator.py")
-    folder = sources / "ArcticTraining/projects"
-    mlp = load("arctic_mlp", folder / "mlp_speculator/mlp_speculator/speculator.py")
-    lstm = load("arctic_lstm", folder / "arctic_lstm_speculator/speculator/speculator.py")
+    folder = sources / "ArcticTraining/projects/mlp_speculator/mlp_speculator"
+    mlp = load("arctic_mlp", folder / "speculator.py")
     made: list[tuple[str, dict[str, Any], Any, str]] = []
     for tied in (False, True):
         raw = ibm | {"tie_weights": tied, "scale_input": tied}
@@ -101,20 +100,6 @@ def speculators(sources: Path) -> Iterator[Case]:
         made.append((f"IBM, tied {tied}", raw, own, "speculator."))
         raw = raw | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
         made.append((f"Arctic, tied {tied}", raw, mlp.MLPSpeculator(SimpleNamespace(**raw)), ""))
-    for tied in (False, True):
-        raw = {
-            **common, "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": HIDDEN,
-            "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "method": "sum_rnn", "tie_weights": tied,
-            "tie_lstm_embs": False, "scale_input": True,
-        }  # fmt: skip
-        made.append(
-            (
-                f"Arctic, sum_rnn, tied {tied}",
-                raw,
-                lstm.ArcticLSTMSpeculator(SimpleNamespace(**raw)),
-                "",
-            )
-        )
     for name, raw, own, prefix in made:
         tensors = {f"{prefix}{k}": tensor for k, tensor in filled(own).state_dict().items()}
 
@@ -124,9 +109,9 @@ def speculators(sources: Path) -> Iterator[Case]:
         yield name, raw, tensors, "pytorch_model.bin", say
 
 
-def drafted(heads: LevelHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
+def drafted(heads: MedusaStyleHeads, states: Tensor, tokens: Tensor) -> list[Tensor]:
     """What forerun's heads say: level i behind tokens i and on."""
-    said, carried = [], heads.enter(states)
+    said, carried = [], heads.initial(states)
     for level in range(heads.levels):
         logits, carried = heads.step(level, carried, tokens[level : level + len(states)])
         said.append(logits)

@@ -25,7 +25,7 @@ from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
 from forerun.draft.eagle.module import Eagle1Head, Eagle3Head, EagleConfig
 from forerun.draft.eagle.mtp import MtpModule
-from forerun.draft.medusa import MedusaHeads, MlpShape, MlpSpeculator
+from forerun.draft.medusa import MedusaHeads, MlpConfig, MlpSpeculator
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
@@ -183,7 +183,7 @@ def mlp(name: str, **changes: Any) -> MlpSpeculator:
         dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True)
         | changes
     )
-    return _filled(MlpSpeculator(MlpShape(**fields))).requires_grad_(False)
+    return _filled(MlpSpeculator(MlpConfig(**fields))).requires_grad_(False)
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:
@@ -211,7 +211,7 @@ def eagle(config: EagleConfig, seed: int = 6) -> Eagle3Head:
     torch.manual_seed(seed)
     head = _filled(Eagle3Head(config))
     if head.d2t is not None:
-        head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
+        head.set_token_ids(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
 
 
@@ -250,7 +250,7 @@ def mtp(
         MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None)
     )
     if module.d2t is not None:
-        module.say_only(torch.randperm(c.vocab)[:draft_vocab].sort().values)
+        module.set_token_ids(torch.randperm(c.vocab)[:draft_vocab].sort().values)
     return module.requires_grad_(False)
 
 
@@ -264,7 +264,7 @@ def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
     )  # fmt: skip
     settings: dict[str, Any] = dict(
         target_hidden=target.hidden, aux_hidden_layers=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
-        law=MarkovShape(5), confidence=True, confidence_with_markov=True,
+        markov=MarkovShape(5), confidence=True, confidence_with_markov=True,
     )  # fmt: skip
     return BlockConfig(
         layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes)
@@ -277,7 +277,7 @@ def block(config: BlockConfig, seed: int = 7) -> BlockHead:
     torch.manual_seed(seed)
     head = _filled(BlockHead(config))
     if head.d2t is not None:
-        head.say_only(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
+        head.set_token_ids(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
     return head.requires_grad_(False)
 
 

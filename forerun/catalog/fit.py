@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
-from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_law, windows_of
-from forerun.draft.eagle.formats import read_dialect
-from forerun.draft.head_files import read_bool, read_whole
+from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
+from forerun.draft.eagle.module import read_format
+from forerun.draft.head_files import read_bool, read_int
 from forerun.draft.medusa import read_medusa, read_mlp
 from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
@@ -79,11 +79,11 @@ def _refuse_block(facts: Facts) -> str:
     raw = as_speculators(facts.raw)
     layer = layer_config(raw)
     windows_of(raw | {"transformer_layer_config": layer})
-    read_law(raw, {PREFIX.sub("", name): shape for name, shape in facts.shapes.items()})
+    read_markov(raw, {PREFIX.sub("", name): shape for name, shape in facts.shapes.items()})
     for flag in FLAGS:
         read_bool(raw, flag, False)
-    read_whole(raw, "block_size", 1, MAX_BLOCK_SIZE)
-    read_whole(raw, "mask_token_id", 0, read_whole(layer, "vocab_size", default=MAX_SIZE) - 1)
+    read_int(raw, "block_size", 1, MAX_BLOCK_SIZE)
+    read_int(raw, "mask_token_id", 0, read_int(layer, "vocab_size", default=MAX_SIZE) - 1)
     num_layers = _count(facts, "layers")
     if num_layers and layer.get("num_hidden_layers") != num_layers:
         configured = shown(layer.get("num_hidden_layers"))
@@ -351,7 +351,7 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     """
     raw = drafter.raw
     if drafter.kind.draft == "eagle3":
-        return read_dialect(raw, target.num_layers).aux_hidden_layers
+        return read_format(raw, target.num_layers).aux_hidden_layers
     name = "aux_hidden_state_layer_ids"
     layers = (as_speculators(raw) if is_block(raw) else raw).get(name)
     if layers is None:

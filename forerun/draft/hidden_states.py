@@ -1,19 +1,20 @@
-"""What proposers that read the target's hidden states (its features) have in common: a KV cache of
-their own, behind.
+"""Base of proposers that read the target's hidden states and keep a KV cache of their own.
 
-What a head keeps of a committed token depends on the target's features alone, never on a draft. So
-it is computed once, when a draft is next asked for; until then features wait, and many of them wait
-fused, which makes them narrower. Pages of the cache are shared between requests that begin alike,
-as the target shares its own.
+What a head computes from a committed token depends on the target's hidden states alone, never on a
+draft. It is computed once, when a draft is next requested; until then the states are pending, and
+many of them are fused early because that makes them narrower. Cache pages are shared between
+requests with a common prefix, as the target shares its own.
 
-The features of a cached prefix are not shown. Mostly what a head made of them is in its own cache
-too. Where it is not, positions are counted from the first features a slot has: rotary embeddings
-only see distances."""
+The target does not show the hidden states of a cached prefix. Usually the head's own cache holds
+what was computed from them. Otherwise positions are counted from the first states that the slot
+received: rotary embeddings depend on distances only.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,107 +26,146 @@ from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
+from forerun.runtime.program import Said, Start
 from forerun.types import Draft, States
 
-CHUNK = 512  # so many features that wait are fused, and some heads read no more in a pass
+CHUNK = 512  # pending tokens from which on hidden states are fused
 
 
 @dataclass(slots=True)
-class Waiting:
-    """What a slot was shown and its cache lacks.
+class PendingStates:
+    """Hidden states that a slot received and its cache lacks.
 
     Attributes:
-        begin: position of the first row of the cache. seen: the next position to be shown.
-        fused: parts [n, Hd], in order.
-        shown: what comes behind them as it came, [n, H] of every boundary. unfused: how many tokens
-            that is.
+        begin: the position of the cache's first row.
+        end: the position after the last state received, -1 before any.
+        fused: fused parts [n, Hd], in order.
+        raw: parts after them as received: [n, H] of every hidden-state layer.
+        num_raw: the number of tokens in `raw`.
     """
 
     begin: int = 0
-    seen: int = -1
+    end: int = -1
     fused: list[Tensor] = field(default_factory=list)
-    shown: list[list[States]] = field(default_factory=list)
-    unfused: int = 0
+    raw: list[list[States]] = field(default_factory=list)
+    num_raw: int = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self.fused)) + self.unfused
+        return sum(map(len, self.fused)) + self.num_raw
 
     @property
-    def parts(self) -> int:
-        """How many parts it is taken in."""
-        return len(self.fused) + bool(self.shown)
+    def num_parts(self) -> int:
+        """The number of parts that `take` returns."""
+        return len(self.fused) + bool(self.raw)
+
+
+class NativeRounds:
+    """Base of a head's native programs.
+
+    Attributes:
+        drafts: whole rounds are available, not only forward passes.
+        fuses: rounds can start from the target's hidden states before they are fused.
+        features: the buffers of these states.
+    """
+
+    drafts = False
+    fuses = False
+    features: range
 
 
 class HiddenStateProposer(Proposer):
-    """Keeps count of features, and the cache, for its subclasses.
+    """Keeps pending hidden states and the cache for its subclasses.
 
     Attributes:
-        cache: keys and values of `layer`, the head's layers.
-        waiting: by slot.
-        dtype: what features are fused in, and the cache is kept in.
+        cache: keys and values of `layer`, the config of the head's layers.
+        pending: by slot.
+        dtype: of fused states and of the cache.
         rotation: cos and sin of all positions, [context, 1, D / 2].
-        native: what computes the layers on the native kernels, if that is there.
-        lead: what is kept of a token depends on so many behind it.
-        fed: what is read has the root in it (1), or ends before it (0).
+        native: the layers as native programs, if available.
+        max_depth: the number of tokens that the head can draft, None for any.
+        lead: the number of later tokens on which a cached row depends.
+        num_fed: 1 if the root is among the tokens that are read, 0 if they end before it.
     """
 
     cache: KVCache
-    waiting: dict[int, Waiting]
-    native: object | None = None
-    lead = fed = 0
+    pending: dict[int, PendingStates]
+    native: NativeRounds | None = None
+    lead = 0
+    num_fed = 0
+    max_depth: int | None = None
 
     def __init__(
-        self, target: TargetView, layer: ModelConfig, dtype: torch.dtype, context: int, *,
-        tokens: int, page: int, slots: int,
-    ) -> None:  # fmt: skip
-        """Room for what is kept of `tokens` tokens in pages of `page`, for `slots` requests at a
-        time, each of at most `context`. There is a cache after a `reset`."""
+        self,
+        target: TargetView,
+        layer: ModelConfig,
+        dtype: torch.dtype,
+        context: int,
+        *,
+        tokens: int,
+        page: int,
+        slots: int,
+    ) -> None:
+        """Reserve a cache of `tokens` rows in pages of `page`, for `slots` requests of at most
+        `context` tokens each. Subclasses call `reset` to allocate it."""
         self.target, self.layer, self.dtype = target, layer, dtype
         self._room = {"tokens": tokens, "page": page, "slots": slots, "context": context}
         cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
         self.rotation = cosine.to(target.device), sine.to(target.device)
 
+    # ------------------------------------------------------------ for subclasses
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Fuse hidden states [n, layers x H] into what the head reads, [n, Hd]."""
+        raise NotImplementedError
+
+    def write_cache(self, segments: Sequence[Segment], fused: Tensor) -> None:
+        """Compute the cache rows of fused states [T, Hd] of these segments."""
+        raise NotImplementedError
+
+    def grow_trees(self, trees: Sequence[Tree]) -> None:
+        """Grow each tree as deep as its request allows; there is at least one."""
+        raise NotImplementedError
+
+    def scratch_rows(self, row: DraftRequest) -> int:
+        """Return the number of cache rows that a draft needs after the committed ones."""
+        return 0
+
+    def run_round(
+        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
+    ) -> list[Said]:
+        """Read what the starts hold, and draft after it in one native call; with `raw` they hold
+        hidden states that are not fused yet."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ Proposer
+
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        trees = [Tree(row, fed=self.fed) for row in rows]
+        trees = [Tree(row, fed=self.num_fed) for row in rows]
         active = [tree for tree in trees if self.can_draft(tree.row)]
         if active:
-            self.draft(active)
+            self.grow_trees(active)
         return [tree.finish(self.target.vocab) for tree in trees]
 
     def can_draft(self, row: DraftRequest) -> bool:
-        """Without the features of all tokens before the root, or without room, a request goes on
-        without a draft."""
-        waiting = self.waiting.get(row.slot)
-        if waiting is None or waiting.seen != len(row.tokens) - 1:
+        """Return True if all states before the root were received and the cache has room; reserves
+        the room."""
+        pending = self.pending.get(row.slot)
+        if pending is None or pending.end != len(row.tokens) - 1:
             return False
-        return self.cache.pages.grow(
-            row.slot, self.cache.length[row.slot] + len(waiting) + self.scratch(row)
-        )
-
-    def scratch(self, row: DraftRequest) -> int:
-        """Rows that a draft takes behind what is read."""
-        return 0
-
-    def draft(self, trees: Sequence[Tree]) -> None:
-        """Grow these trees, each as deep as its row allows; there is one at least."""
-        raise NotImplementedError
-
-    def fuse(self, shown: Tensor) -> Tensor:
-        """Features [n, boundaries x H] as the head reads them, [n, Hd]."""
-        raise NotImplementedError
-
-    def rotate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T]. -> [T, 1, D / 2] each"""
-        cosine, sine = self.rotation
-        return cosine[positions], sine[positions]
+        rows = self.cache.length[row.slot] + len(pending) + self.scratch_rows(row)
+        return self.cache.pages.grow(row.slot, rows)
 
     def reset(self) -> None:
-        self.waiting = {}
+        self.pending = {}
         self.cache = KVCache(
-            self.layer, **self._room, dtype=self.dtype, device=self.target.device, ahead=self.lead,
+            self.layer,
+            **self._room,
+            dtype=self.dtype,
+            device=self.target.device,
+            ahead=self.lead,
             native=self.native is not None,
-        )  # fmt: skip
+        )
 
     def kv(self) -> KVCache:
         return self.cache
@@ -141,126 +181,155 @@ class HiddenStateProposer(Proposer):
         references: Sequence[Reference] = (),
         tenant: str = "",
     ) -> None:
-        self.waiting[slot] = Waiting()
+        self.pending[slot] = PendingStates()
         self.cache.open(slot, tokens, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self.waiting.pop(slot, None)
+        self.pending.pop(slot, None)
         self.cache.close(slot)
 
     def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        waiting = self.waiting[slot]
-        if waiting.seen < 0 and self.cache.length[slot] < start:
-            self.cache.close(
-                slot
-            )  # what lies between was shown to others, and is not here any more
-            waiting.begin = start
-        shown = [features[boundary] for boundary in self.aux_hidden_layers]
-        waiting.seen = start + len(shown[0])
-        new = waiting.seen - self.next_position(slot) - len(waiting)
+        pending = self.pending[slot]
+        if pending.end < 0 and self.cache.length[slot] < start:
+            # the states between the cached rows and `start` are gone: begin anew
+            self.cache.close(slot)
+            pending.begin = start
+        states = [features[layer] for layer in self.aux_hidden_layers]
+        pending.end = start + len(states[0])
+        new = pending.end - self.next_position(slot) - len(pending)
         if new > 0:
-            waiting.shown.append(shown if new == len(shown[0]) else [part[-new:] for part in shown])
-            waiting.unfused += new
-        if waiting.unfused >= CHUNK:
-            self._fuse(waiting)
+            known = len(states[0]) - new
+            pending.raw.append([part[known:] for part in states] if known else states)
+            pending.num_raw += new
+        if pending.num_raw >= CHUNK:
+            self._fuse_pending(pending)
+
+    # ------------------------------------------------------------ whole rounds in one native call
+
+    def draft_natively(self, trees: Sequence[Tree]) -> bool:
+        """Read pending states and draft chains in one call; False, with nothing done, for trees,
+        sampled nodes and filters, or without native rounds."""
+        native = self.native
+        if (
+            native is None
+            or not self.reports_confidence
+            or not all(tree.is_plain for tree in trees)
+        ):
+            return False
+        self._read_all_but_last([tree.row for tree in trees])
+        raw = native.fuses and not any(self.pending[tree.row.slot].fused for tree in trees)
+        starts = [self._start(native, tree, raw) for tree in trees]
+        # an estimate that differs between temperatures only; requests without one have no floor
+        acceptance = trees[0].row.confidence_rates
+        found = self.run_round(starts, raw, acceptance)
+        for tree, start, own in zip(trees, starts, found, strict=True):
+            if start.segment.tokens:
+                self.commit(tree.row, len(start.segment.tokens))
+            tree.weigh(own, self.name, self.extra_nodes)
+        return True
+
+    def _read_all_but_last(self, rows: Sequence[DraftRequest]) -> None:
+        """Read all parts but the last of requests with several: a long prompt takes several
+        passes."""
+        rows = [row for row in rows if self.pending[row.slot].num_parts > 1]
+        parts = [self.take(row.slot) for row in rows]
+        self.read(rows, [part[:-1] for part in parts])
+        for row, part in zip(rows, parts, strict=True):
+            self.pending[row.slot].fused = part[-1:]
+
+    def _start(self, native: NativeRounds, tree: Tree, raw: bool) -> Start:
+        """Take one request's pending states; with `raw` the program fuses them."""
+        row = tree.row
+        if raw:
+            states = self.take_raw(row.slot)
+            if len(states) > len(native.features):
+                states = [np.concatenate(states, -1)]
+        else:
+            states = [part.numpy() for part in self.take(row.slot)]
+        count = len(states[0]) if states else 0
+        segment, link = self.segment(row, count), tree.link(count)
+        if self.num_fed:
+            segment.want = [count - 1]  # the root's logits give the first token
+        link = replace(link, keys=link.keys[: self.max_depth])
+        return Start(segment, states, row.noise.target(0), link)
+
+    # ------------------------------------------------------------ reading pending states
+
+    def rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions [T], [T, 1, D / 2] each."""
+        cosine, sine = self.rotation
+        return cosine[positions], sine[positions]
 
     def next_position(self, slot: int) -> int:
-        """Of the first token whose features are not in the cache."""
-        return self.waiting[slot].begin + self.cache.length[slot]
+        """Return the position of the first token whose states are not in the cache."""
+        return self.pending[slot].begin + self.cache.length[slot]
 
     def take_raw(self, slot: int) -> list[np.ndarray]:
-        """All that waits as it was shown, [n, H] of every boundary, if anything does; it waits no
-        more. None of it may be fused."""
-        waiting = self.waiting[slot]
-        shown, waiting.shown, waiting.unfused = waiting.shown, [], 0
-        found = [[*map(as_array, parts)] for parts in shown]
-        return (
-            found[0]
-            if len(found) == 1
-            else [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        )
+        """Take all pending states as received, [n, H] of every layer; [] if there are none.
+
+        Only allowed where none of them is fused.
+        """
+        pending = self.pending[slot]
+        parts = [[as_array(states) for states in layers] for layers in pending.raw]
+        pending.raw, pending.num_raw = [], 0
+        if len(parts) == 1:
+            return parts[0]
+        return [np.concatenate(layers) for layers in zip(*parts, strict=True)]
 
     def take(self, slot: int) -> list[Tensor]:
-        """All that waits, fused, in parts [n, Hd]; it waits no more."""
-        waiting = self.waiting[slot]
-        self._fuse(waiting)
-        parts, waiting.fused = waiting.fused, []
+        """Take all pending states, fused, in parts [n, Hd]."""
+        pending = self.pending[slot]
+        self._fuse_pending(pending)
+        parts, pending.fused = pending.fused, []
         return parts
 
     def catch_up(self, rows: Sequence[DraftRequest]) -> None:
-        """Read all that waits."""
+        """Read all pending states of these requests."""
         self.read(rows, [self.take(row.slot) for row in rows])
 
     def read(self, rows: Sequence[DraftRequest], parts: Sequence[list[Tensor]]) -> None:
-        """Read these features, [n, Hd] each, a part of each row in a pass; all are final."""
+        """Read the parts [n, Hd] of each request, one part of each in a forward pass, and commit
+        them to the cache."""
         for number in range(max(map(len, parts), default=0)):
-            lagging = [
-                (row, taken[number])
-                for row, taken in zip(rows, parts, strict=True)
-                if number < len(taken)
+            reading = [
+                (row, own[number])
+                for row, own in zip(rows, parts, strict=True)
+                if number < len(own)
             ]
-            segments = [self.behind(row, len(part)) for row, part in lagging]
-            self.keep(segments, torch.cat([part for _, part in lagging]))
-            for row, part in lagging:
+            segments = [self.segment(row, len(part)) for row, part in reading]
+            self.write_cache(segments, torch.cat([part for _, part in reading]))
+            for row, part in reading:
                 self.commit(row, len(part))
 
-    def behind(self, row: DraftRequest, count: int) -> Segment:
-        """The tokens behind the next `count` features, in the rows that are kept of these."""
+    def segment(self, row: DraftRequest, count: int) -> Segment:
+        """Return the segment of the next `count` states: each stands with the token after it."""
         first = self.next_position(row.slot) + 1
-        return Segment(
-            row.slot, list(row.tokens[first : first + count]), list(range(-1, count - 1)), []
-        )
-
-    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
-        """Write to the cache what is kept of features [T, Hd], in the segments' rows."""
-        raise NotImplementedError
+        tokens = list(row.tokens[first : first + count])
+        return Segment(row.slot, tokens, list(range(-1, count - 1)), [])
 
     def commit(self, row: DraftRequest, count: int) -> None:
-        """Keep `count` rows that were written to the cache, and share its full pages."""
+        """Commit `count` rows that were written to the cache, and share its full pages."""
         self.cache.commit(row.slot, range(count))
-        if self.waiting[row.slot].begin == 0:  # others have other positions
+        if self.pending[row.slot].begin == 0:  # other texts have other positions
             self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
 
     @torch.inference_mode()
-    def _fuse(self, waiting: Waiting) -> None:
-        if waiting.shown:
+    def _fuse_pending(self, pending: PendingStates) -> None:
+        if pending.raw:
             columns = [
-                torch.cat([*map(as_tensor, parts)]) for parts in zip(*waiting.shown, strict=True)
+                torch.cat([as_tensor(states) for states in parts])
+                for parts in zip(*pending.raw, strict=True)
             ]
-            waiting.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
-            waiting.shown.clear()
-            waiting.unfused = 0
-
-
-class LayerProposer(HiddenStateProposer):
-    """Goes on from what its layer made of the last token that it read."""
-
-    lead = 1  # each state is read with the token behind it, and the last one is always to be read
-
-    def reset(self) -> None:
-        super().reset()
-        self._last: dict[
-            int, Tensor
-        ] = {}  # by slot: what was made of the last token that was read, [Hd]
-
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        super().close(slot, finished)
-        self._last.pop(slot, None)
-
-    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
-        for segment, made in zip(segments, self.run(segments, fused), strict=True):
-            self._last[segment.slot] = made[-1].clone()  # a view would keep the whole pass
-
-    def run(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
-        """Pass the segments' tokens with states [T, Hd]; what is made of each segment's. [n, Hd]"""
-        raise NotImplementedError
+            pending.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
+            pending.raw.clear()
+            pending.num_raw = 0
 
 
 def as_tensor(states: States) -> Tensor:
-    """States as torch has them; they share memory."""
+    """Return states as a torch tensor that shares their memory."""
     return states if isinstance(states, Tensor) else torch.from_numpy(states)
 
 
 def as_array(states: States) -> np.ndarray:
-    """States in main memory as numpy has them; they share memory."""
+    """Return states in main memory as a numpy array that shares their memory."""
     return states.numpy() if isinstance(states, Tensor) else states

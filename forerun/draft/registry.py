@@ -13,15 +13,20 @@ from typing import Any, Protocol
 from forerun.cache.kv import KVCache
 from forerun.draft.block.formats import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.draft.block.module import load_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import Either, composed
 from forerun.draft.corpus import Index
-from forerun.draft.eagle.formats import MASKS
-from forerun.draft.eagle.module import EagleModule, load_first_head, load_head
+from forerun.draft.eagle.module import MASK_TOKENS, EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.mtp import load_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.head_files import tensor_names
-from forerun.draft.medusa import PLAIN, VARIANTS, LevelHeads, MedusaProposer, load_heads, load_mlp
+from forerun.draft.medusa import (
+    MLP_ARCHITECTURES,
+    MedusaProposer,
+    MedusaStyleHeads,
+    load_heads,
+    load_mlp,
+)
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import Proposer, TargetView
 from forerun.draft.recycle import Recycle, Successors
@@ -40,6 +45,7 @@ Json = dict[str, Any]
 DEEPSPECS = (DEEPSPEC, DEEPSPEC_GEMMA)
 NATIVE = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 SPECULATORS = {  # type to --draft
     "eagle3": "eagle3", "peagle": "eagle3", "mtp": "mtp", "dspark": "block", "dflash": "block",
@@ -135,16 +141,16 @@ def _speculators(look: Look) -> Kind:
 
 
 def _is_mlp(look: Look) -> bool:
-    return look.type == "mlp_speculator" or look.arch in (*PLAIN, *VARIANTS)
+    return look.type == "mlp_speculator" or look.arch in MLP_ARCHITECTURES
 
 
 def _is_arctic(look: Look) -> bool:
-    return look.arch in VARIANTS or (look.has("input_hidden_dim") and _is_mlp(look))
+    return look.arch in ARCTIC or (look.has("input_hidden_dim") and _is_mlp(look))
 
 
 def _is_peagle(look: Look) -> bool:
     return look.arch == "PEagleDraftModel" or (
-        _is_eagle3(look) and look.has(*MASKS, "parallel_drafting")
+        _is_eagle3(look) and look.has(*MASK_TOKENS, "parallel_drafting")
     )
 
 
@@ -187,7 +193,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
         lambda k: k.type in GEMMA_ASSISTANTS,
         Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ),
     ),
-    (_is_arctic, Kind("arctic", "", "Arctic speculator", "mlp")),
+    (_is_arctic, Kind("arctic", "", "Arctic speculator", "", NOT_READ)),
     (_is_mlp, Kind("mlp", "", "MLP speculator", "mlp")),
     (
         lambda k: k.type == "medusa" and k.has("num_heads") and not k.has("medusa_num_heads"),
@@ -304,10 +310,10 @@ def bundled_for(model: Path) -> Path | None:
 
 
 PAIRS: dict[str, Callable[[Path, TargetView], EagleModule]] = {
-    "eagle": load_first_head, "eagle3": load_head, "mtp": load_module,
+    "eagle": load_eagle1_head, "eagle3": load_head, "mtp": load_module,
 }  # fmt: skip
 
-LEVELS: dict[str, Callable[[Path], LevelHeads]] = {"medusa": load_heads, "mlp": load_mlp}
+LEVELS: dict[str, Callable[[Path], MedusaStyleHeads]] = {"medusa": load_heads, "mlp": load_mlp}
 
 
 def kind_of(directory: Path) -> str:
@@ -371,7 +377,7 @@ def make_proposers(
             proposers[name] = pairs(name, head, target, **room, width=width)
         if kind == "block":
             block = load_block(find_model(argument, pickled=True), target)
-            proposers[name] = Block(block, target, **room, width=width, threshold=threshold)
+            proposers[name] = BlockProposer(block, target, **room, width=width, threshold=threshold)
         if name not in proposers and kind in plugins():
             proposers[name] = load_plugin(kind, argument)
             proposers[name].name = name

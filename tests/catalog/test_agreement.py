@@ -14,7 +14,7 @@ from forerun.catalog.facts import facts_at
 from forerun.catalog.fit import checks, fits, sizes_of
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import load_block, save_block
-from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.medusa import load_heads, load_mlp, save_heads
 from forerun.draft.proposer import TargetView, view_of
@@ -23,9 +23,6 @@ from tests import tiny
 from tests.draft import published
 from tests.draft.heads import PLAIN, WINDOWS
 from tests.draft.published import Published
-from tests.draft.test_block import head_of
-from tests.draft.test_block_format import ZLAB, tensors_of, write
-from tests.draft.test_eagle1 import wrapped
 
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
@@ -36,7 +33,7 @@ def eagle(path: Path, **changes: Any) -> None:
 
 
 def _eagle1(path: Path) -> None:
-    wrapped(path, tiny.eagle1("llama", own_head=True))
+    published.eagle1_of_vllm(own_head=True)[1].write(path)
 
 
 def block(path: Path, **changes: Any) -> None:
@@ -44,7 +41,7 @@ def block(path: Path, **changes: Any) -> None:
 
 
 def as_published(path: Path, raw: dict[str, Any], **meant: Any) -> None:
-    write(path, raw, tensors_of(head_of(**PLAIN, **meant)))
+    published.block(raw, **PLAIN, **meant)[1].write(path)
 
 
 def mtp(path: Path) -> None:
@@ -71,19 +68,21 @@ KINDS: dict[str, tuple[Save, Load]] = {
         load_head,
     ),
     "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
-    "eagle with a head of its own": (_eagle1, load_first_head),
+    "eagle with a head of its own": (_eagle1, load_eagle1_head),
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
-    "block with a gated head": (lambda path: block(path, law=MarkovShape(5, "gated")), load_block),
-    "block of z-lab": (lambda path: as_published(path, ZLAB, sample_from_anchor=False), load_block),
+    "block with a gated head": (
+        lambda path: block(path, markov=MarkovShape(5, "gated")),
+        load_block,
+    ),
+    "block of z-lab": (
+        lambda path: as_published(path, published.ZLAB, sample_from_anchor=False),
+        load_block,
+    ),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
     "mlp": (
         lambda path: _write(published.ibm(), path),
-        lambda path, target: load_mlp(path).attach(target),
-    ),
-    "mlp of Arctic": (
-        lambda path: _write(published.arctic(), path),
         lambda path, target: load_mlp(path).attach(target),
     ),
     "medusa of its authors": (

@@ -1,5 +1,5 @@
-"""Every kind of head, registered once: tiny ones in each of its shapes, their proposers, their
-twins, their files.
+"""Every kind of draft head, registered once: tiny heads in each of its shapes, their proposers,
+reference twins and files.
 
 `tests/draft/test_heads.py` asks of all of them what any head must do; a new kind is a line in KINDS
 and some in SHAPES."""
@@ -7,19 +7,17 @@ and some in SHAPES."""
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import load_block, save_block
-from forerun.draft.block.proposer import Block
-from forerun.draft.eagle.module import load_first_head, load_head, save_head
+from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer
@@ -27,29 +25,23 @@ from forerun.draft.proposer import Proposer, TargetView
 from forerun.draft.registry import LEVELS
 from tests import tiny
 from tests.draft import published
-from tests.draft.block_twin import BlockTwin
 from tests.draft.published import Published, PublishedTwin
-from tests.draft.twins import EagleTwin, FirstTwin, MtpTwin, ParallelTwin, target
+from tests.draft.twins import BlockTwin, Eagle1Twin, EagleTwin, MtpTwin, ParallelTwin, target
 
 ROOM = {"tokens": 1024, "page": 4, "slots": 8}
-FIELDS = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=128, rms_norm_eps=1e-6,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of head is made of, and what is made of it.
+    """A kind of head.
 
     Attributes:
-        draft: what `--draft` calls it.
-        make: one for a family, of a shape that further keywords say.
-        drafter: how it drafts.
-        twin: what it is compared with.
-        save, load: write it as it is published, and read it.
-        closeness: how far twin and head may be apart: some twins compute with the embedding in
-            float64.
+        draft: its --draft kind.
+        make: makes a head for a family, of a shape given by further keywords.
+        drafter: its proposer.
+        twin: the reference implementation.
+        save, load: write it as it is published, and load it.
+        closeness: the tolerance of logits; some twins compute with a float64 embedding.
     """
 
     draft: str
@@ -69,91 +61,70 @@ class Kind:
 
 def eagle(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
     config = tiny.eagle_config(family, **changes)
-    return tiny.eagle(
-        replace(config, layer=replace(config.layer, windows=windows)) if windows else config
-    )
+    if windows:
+        config = replace(config, layer=replace(config.layer, windows=windows))
+    return tiny.eagle(config)
 
 
 def parallel(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
     head = tiny.parallel(family, **changes)
-    return (
-        tiny.eagle(replace(head.config, layer=replace(head.layer, windows=windows)))
-        if windows
-        else head
-    )
+    if not windows:
+        return head
+    return tiny.eagle(replace(head.config, layer=replace(head.layer, windows=windows)))
 
 
-def levels(family: str, made: Callable[[], Published]) -> Any:
-    """Heads out of a published directory, which know what they were published as."""
+def block(family: str, **changes: Any) -> Any:
+    return tiny.block(tiny.block_config(family, **changes))
+
+
+def medusa_style(family: str, made: Callable[[], Published]) -> Any:
+    """Heads from a published directory, which remember their publication."""
     publication, directory = made(), tiny.new_directory("heads-") / "heads"
     heads = LEVELS[publication.draft](publication.write(directory))
     heads.published = publication
     return heads
 
 
-def on_last_states(head: Any, view: TargetView, width: int, **room: int) -> Proposer:
+def medusa_proposer(head: Any, view: TargetView, width: int, **room: int) -> Proposer:
     return MedusaProposer(head.published.draft, head, view, width)
 
 
-def save_tensors(
-    head: Any,
-    directory: Path,
-    fields: dict[str, Any],
-    layer: str = "",
-    more: dict[str, torch.Tensor] | None = None,
-) -> Path:
-    """`layer`: what the first layer is called there."""
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(fields))
-    named = {
-        n.replace("layers.0.", layer) if layer else n: t.clone()
-        for n, t in head.state_dict().items()
-    }
-    save_file((more or {}) | named, directory / "model.safetensors")
-    return directory
-
-
-def save_first(head: Any, directory: Path, **fields: Any) -> Path:
-    """As EAGLE-1's authors publish it: a copy of the target's embedding is in it."""
-    table = {"embed_tokens.weight": target().embed(torch.arange(tiny.VOCAB)).half()}
-    return save_tensors(head, directory, FIELDS | fields, more=table)
-
-
-def save_parallel(head: Any, directory: Path) -> Path:
-    fields = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 3}
-    return save_tensors(
-        head, directory, FIELDS | fields | {"eagle_aux_hidden_state_layer_ids": [2, 0, 3]}
-    )
-
-
 KINDS = {
-    "eagle3": Kind("eagle3", eagle, functools.partial(EagleProposer, "eagle3"), EagleTwin,
-                   lambda head, directory: save_head(head, directory, None, torch.float32), load_head),
-    "eagle": Kind("eagle", tiny.eagle1, functools.partial(EagleProposer, "eagle"), FirstTwin, save_first, load_first_head,
-                  1e-6),
-    "p-eagle": Kind("eagle3", parallel, functools.partial(ParallelEagleProposer, "eagle3"), ParallelTwin, save_parallel,
-                    load_head, 1e-6),
-    "mtp": Kind("mtp", tiny.mtp, functools.partial(EagleProposer, "mtp"), MtpTwin,
-                lambda head, directory: save_module(head, directory, None, torch.float32), load_module,
-                1e-6),
-    "block": Kind("block", lambda family, **changes: tiny.block(tiny.block_config(family, **changes)), Block, BlockTwin,
-                  lambda head, directory: save_block(head, directory, None, torch.float32), load_block),
+    "eagle3": Kind(
+        "eagle3", eagle, functools.partial(EagleProposer, "eagle3"), EagleTwin, save_head, load_head
+    ),
+    "eagle": Kind(
+        "eagle", tiny.eagle1, functools.partial(EagleProposer, "eagle"), Eagle1Twin,
+        lambda head, directory: published.as_eagle1(head).write(directory), load_eagle1_head, 1e-6,
+    ),
+    "p-eagle": Kind(
+        "eagle3", parallel, functools.partial(ParallelEagleProposer, "eagle3"), ParallelTwin,
+        lambda head, directory: published.of_head(
+            "eagle3", head, published.PEAGLE_SPECFORGE
+        ).write(directory),
+        load_head, 1e-6,
+    ),
+    "mtp": Kind(
+        "mtp", tiny.mtp, functools.partial(EagleProposer, "mtp"), MtpTwin,
+        lambda head, directory: save_module(head, directory, None, torch.float32), load_module, 1e-6,
+    ),
+    "block": Kind("block", block, BlockProposer, BlockTwin, save_block, load_block),
     **{
-        name: Kind(name, levels, on_last_states, PublishedTwin,
-                   lambda head, directory: head.published.write(directory),
-                   lambda directory, view, name=name: LEVELS[name](directory), 1e-4)
+        name: Kind(
+            name, medusa_style, medusa_proposer, PublishedTwin,
+            lambda head, directory: head.published.write(directory),
+            lambda directory, view, name=name: LEVELS[name](directory), 1e-4,
+        )
         for name in ("mlp", "medusa")
     },
 }  # fmt: skip
-CACHED = [
-    name for name in KINDS if name not in ("mlp", "medusa")
-]  # with keys and values of their own
+CACHED = [name for name in KINDS if name not in LEVELS]  # with a KV cache of their own
 WINDOWS = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
-SURE = {"confidence": False, "confidence_with_markov": False}
-PLAIN = {"law": None, **SURE}
+NO_CONFIDENCE = {"confidence": False, "confidence_with_markov": False}
+PLAIN = {"markov": None, **NO_CONFIDENCE}
 SOME = {"draft_vocab": 40, "own_head": True}
 FILL_IN = {"sample_from_anchor": False}
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
@@ -206,24 +177,22 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "long, some tokens": {"block": 7, **SOME},
         "windows": {"layer": WINDOWS},
         "windows, causal inside": {"layer": WINDOWS, "window_causal": True},
-        "a gated Markov head": {"law": MarkovShape(5, "gated")},
-        "a gated one, which says some tokens": {"law": MarkovShape(5, "gated"), **SOME, **FILL_IN},
-        "a recurrent Markov head": {"law": MarkovShape(5, "rnn")},
-        "a recurrent one, filling in": {"law": MarkovShape(5, "rnn"), **FILL_IN},
+        "a gated Markov head": {"markov": MarkovShape(5, "gated")},
+        "a gated one, which says some tokens": {"markov": MarkovShape(5, "gated"), **SOME, **FILL_IN},
+        "a recurrent Markov head": {"markov": MarkovShape(5, "rnn")},
+        "a recurrent one, filling in": {"markov": MarkovShape(5, "rnn"), **FILL_IN},
     },
     "mlp": {
         "IBM's": {"made": published.ibm},
         "IBM's, tied": {"made": lambda: published.ibm(tied=True, scaled=True)},
         "IBM's, of one level": {"made": lambda: published.ibm(levels=1, prefix="")},
-        "Arctic's, recurrent": {"made": published.arctic},
-        "Arctic's, not tied": {"made": lambda: published.arctic(tied=False)},
     },
     "medusa": {
         "its authors'": {"made": published.medusa},
         "two layers": {"made": lambda: published.medusa(2, "medusa_head.", "medusa_lm_head.safetensors")},
         "vLLM's": {"made": published.medusa_of_vllm},
-        "vLLM's, some tokens": {"made": lambda: published.medusa_of_vllm(said=40)},
-        "vLLM's, rows of all": {"made": lambda: published.medusa_of_vllm(said=40, whole=True)},
+        "vLLM's, some tokens": {"made": lambda: published.medusa_of_vllm(draft_vocab=40)},
+        "vLLM's, rows of all": {"made": lambda: published.medusa_of_vllm(draft_vocab=40, all_rows=True)},
         "vLLM's, all else": {"made": lambda: published.medusa_of_vllm(bias=True, shared=True, scale=0.5)},
     },
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""Checkpoints of heads, one a level, exactly as they are published, with what the families'
-formulas make of them."""
+"""Checkpoints of draft heads as they are published: configs, tensors, and the formulas of those whose
+family has no other reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import tiny
-from tests.draft.twins import last_states
+from tests.draft.twins import last_states, target
 
 HIDDEN, VOCAB = 32, tiny.VOCAB
 Tensors = dict[str, Tensor]
@@ -23,39 +23,28 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Published:
-    """A checkpoint: what `--draft` calls it, the fields of its config.json, its tensors by their
-    published names, and
-    its formula: logits after the tokens that follow the states [n, H] of the target, the root
-        first."""
+    """A checkpoint: its --draft kind, config.json, tensors by their published names, file name, and
+    the logits after the tokens after the target's last states [n, H], the root first."""
 
     draft: str
     raw: dict[str, Any]
     tensors: Tensors
-    naive: Callable[[Tensor, Sequence[int]], Tensor]
+    naive: Callable[[Tensor, Sequence[int]], Tensor] | None = None
     file: str = "model.safetensors"
 
     def write(self, directory: Path) -> Path:
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(self.raw))
         tensors = {
-            name: tensor.float()
-            for name, tensor in self.tensors.items()
-            if tensor.is_floating_point()
-        }
-        tensors |= {
-            name: tensor for name, tensor in self.tensors.items() if not tensor.is_floating_point()
+            name: (t.float() if t.dtype == torch.float64 else t).clone()
+            for name, t in self.tensors.items()
         }
         path = directory / self.file
-        torch.save(tensors, path) if path.suffix != ".safetensors" else save_file(
-            {name: tensor.clone() for name, tensor in tensors.items()}, path
-        )
+        if path.suffix == ".safetensors":
+            save_file(tensors, path)
+        else:
+            torch.save(tensors, path)
         return directory
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers of some consequence, exact in float32."""
-    generator = torch.Generator().manual_seed(hash((shape, seed)) % 1_000_003)
-    return torch.randn(shape, generator=generator).mul(0.5 if len(shape) > 1 else 0.2).double()
 
 
 class PublishedTwin:
@@ -68,22 +57,114 @@ class PublishedTwin:
         return self.naive(last_states(tokens[:-1])[first:], (tokens[-1], *path))
 
 
-def damage(directory: Path, name: str, value: Tensor | None = None) -> None:
-    """Take a tensor out of a checkpoint, or put another in."""
-    (path,) = [
-        file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".bin")
-    ]
-    tensors = (
-        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    )
-    tensors.pop(name, None)
-    tensors |= {} if value is None else {name: value}
-    save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+def of_head(
+    draft: str,
+    head: Any,
+    raw: dict[str, Any],
+    *,
+    layer: str = "",
+    prefix: str = "",
+    file: str = "model.safetensors",
+    more: Tensors | None = None,
+) -> Published:
+    """A head of ours under published names; `layer` is what the first layer is called there."""
+    named = {
+        prefix + (name.replace("layers.0.", layer) if layer else name): tensor
+        for name, tensor in head.state_dict().items()
+    }
+    return Published(draft, raw, named | (more or {}), file=file)
 
 
-def change(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers that are exact in float32."""
+    generator = torch.Generator().manual_seed(hash((shape, seed)) % 1_000_003)
+    return torch.randn(shape, generator=generator).mul(0.5 if len(shape) > 1 else 0.2).double()
+
+
+# ---------------------------------------------------------------- EAGLE
+
+SIZES = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=64, max_position_embeddings=128,
+)  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6} | SIZES
+SAFEAILAB = LLAMA | {"rms_norm_eps": 1e-5, "draft_vocab_size": 40}
+TWO_LAYERS = LLAMA | {"num_hidden_layers": 2}
+IDS = {"eagle_aux_hidden_state_layer_ids": [2, 0, 3]}
+PEAGLE_SPECULATORS = {
+    "speculators_model_type": "peagle", "mask_token_id": 3, "transformer_layer_config": TWO_LAYERS,
+} | IDS  # fmt: skip
+PEAGLE_VLLM = TWO_LAYERS | {
+    "architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3, "parallel_drafting": True,
+    "eagle_config": IDS,
+}  # fmt: skip
+PEAGLE_SPECFORGE = TWO_LAYERS | {"architectures": ["PEagleDraftModel"], "mask_token_id": 3} | IDS
+
+
+def eagle3(raw: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Published]:
+    """An EAGLE-3 head in SafeAILab's layout, or with changes of its config."""
+    settings = {
+        "draft_vocab": 40, "layer": {"rms_norm_eps": 1e-5}, "aux_hidden_layers": (2, 1, 0),
+    }  # fmt: skip
+    head = tiny.eagle(tiny.eagle_config("llama", **settings | changes))
+    return head, of_head("eagle3", head, SAFEAILAB | (raw or {}), layer="midlayer.")
+
+
+def eagle1(raw: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Published]:
+    """An EAGLE-1 head as its authors publish it, with a copy of the target's embedding."""
+    head = tiny.eagle1("llama", **changes)
+    return head, as_eagle1(head, raw)
+
+
+def as_eagle1(head: Any, raw: dict[str, Any] | None = None) -> Published:
+    table = {"embed_tokens.weight": target().embed(torch.arange(VOCAB)).half()}
+    copied = {} if head.embed_tokens is not None else table
+    return of_head("eagle", head, LLAMA | (raw or {}), more=copied)
+
+
+def eagle1_of_vllm(**changes: Any) -> tuple[Any, Published]:
+    """The same with the fields of the layer apart."""
+    head = tiny.eagle1("llama", **changes)
+    raw = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": LLAMA}
+    tensors = {n if n[:2] == "fc" else f"model.{n}": t for n, t in head.state_dict().items()}
+    return head, Published("eagle", raw, tensors)
+
+
+# ---------------------------------------------------------------- block drafters
+
+QWEN3 = SIZES | dict(model_type="qwen3", num_hidden_layers=2, head_dim=16, rms_norm_eps=1e-6)
+DFLASH = {
+    "speculators_model_type": "dflash", "transformer_layer_config": QWEN3, "block_size": 4,
+    "mask_token_id": 0, "aux_hidden_state_layer_ids": [2, 0, 3],
+}  # fmt: skip
+MARKOV = {
+    "markov_rank": 5, "enable_confidence_head": True, "confidence_head_with_markov": True,
+}  # fmt: skip
+DSPARK = DFLASH | MARKOV | {"speculators_model_type": "dspark"}
+FLAT = QWEN3 | {"num_target_layers": 3, "layer_types": ["full_attention"] * 2}
+DEEPSPEC = FLAT | {
+    "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [1, -1, 2], "block_size": 4,
+    "mask_token_id": 0, "num_anchors": 512,
+}  # fmt: skip
+ZLAB_OWN = {"target_layer_ids": [1, -1, 2], "mask_token_id": 0}
+ZLAB = FLAT | {
+    "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": ZLAB_OWN,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+}  # fmt: skip
+SPECFORGE_OWN = ZLAB_OWN | {
+    "block_size": 4, "projector_type": "dspark", "markov_rank": 5, "attention_mode": "gqa",
+}  # fmt: skip
+SPECFORGE = FLAT | {"architectures": ["DSparkDraftModel"], "dflash_config": SPECFORGE_OWN}
+SLIDING = {
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5,
+    "use_sliding_window": True,
+}  # fmt: skip
+
+
+def block(raw: dict[str, Any], **changes: Any) -> tuple[Any, Published]:
+    """A block drafter with this config.json; `changes` say what it means."""
+    head = tiny.block(tiny.block_config("llama", **changes))
+    return head, of_head("block", head, raw)
 
 
 # ---------------------------------------------------------------- MLP speculators
@@ -104,10 +185,8 @@ def ibm(
         j, k = (0, min(i, 1)) if tied else (i, i)
         own[f"emb.{i}.weight"] = random(VOCAB, inner, seed=j)
         own[f"proj.{i}.weight"] = random(inner, inner if i else HIDDEN, seed=10 + k)
-        own[f"ln.{i}.weight"], own[f"ln.{i}.bias"] = (
-            1 + random(inner, seed=20 + j),
-            random(inner, seed=30 + j),
-        )
+        own[f"ln.{i}.weight"] = 1 + random(inner, seed=20 + j)
+        own[f"ln.{i}.bias"] = random(inner, seed=30 + j)
         own[f"head.{i}.weight"] = random(VOCAB, inner, seed=40 + j)
 
     def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -120,27 +199,6 @@ def ibm(
         return own[f"head.{len(tokens) - 1}.weight"] @ s
 
     return Published("mlp", raw, {f"{prefix}{name}": tensor for name, tensor in own.items()}, naive)
-
-
-def arctic(tied: bool = True, inner: int = 24) -> Published:
-    """Arctic's, as ArcticTraining saves them: pickled, with sizes as texts, and shared tensors
-    written again."""
-    n = 3
-    raw = {
-        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "base_model_name_or_path": "some/target",
-        "input_hidden_dim": HIDDEN, "inner_dim": str(inner), "proj_dim": str(inner), "emb_dim": str(inner),
-        "model_type": "mlp_speculator", "n_candidates": n, "n_predict": n, "scale_input": True, "tie_weights": tied,
-        "tie_lstm_embs": False, "top_k_tokens_per_head": [1] * n, "torch_dtype": "bfloat16", "vocab_size": VOCAB,
-        "method": "sum_rnn",
-    }  # fmt: skip
-    plain, own = ibm(tied, scaled=True, prefix=""), {}
-    for name, tensor in plain.tensors.items():
-        part, level, kind = name.split(".")
-        if part == "head":
-            own[name] = tensor
-        elif not tied or int(level) <= (part == "proj"):
-            own[f"{part}.{level}.0.{kind}"] = tensor
-    return Published("mlp", raw, own, plain.naive, "pytorch_model.bin")
 
 
 # ---------------------------------------------------------------- Medusa
@@ -172,27 +230,29 @@ def medusa(layers: int = 1, prefix: str = "", file: str = "medusa_lm_head.pt") -
 
 
 def medusa_of_vllm(
-    said: int = VOCAB,
-    whole: bool = False,
+    draft_vocab: int = VOCAB,
+    all_rows: bool = False,
     bias: bool = False,
     shared: bool = False,
     scale: float = 1.0,
 ) -> Published:
-    """vLLM's, of which some say no more than the `said` tokens of their token_map; `whole` ones
-    have rows of all."""
+    """vLLM's: some predict only the `draft_vocab` tokens of their token_map, and of these some
+    (`all_rows`) store an lm head with rows for all tokens."""
     raw = {
         "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "max_paths": 64, "medusa_fc_bias": bias,
         "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "original_lm_head": shared, "topk": 10,
-        "truncated_vocab_size": said, "vocab_size": VOCAB, "logit_scale": scale,
+        "truncated_vocab_size": draft_vocab, "vocab_size": VOCAB, "logit_scale": scale,
     }  # fmt: skip
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:said]
-    own = {} if said == VOCAB else {"token_map": ids}
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:draft_vocab]
+    own = {} if draft_vocab == VOCAB else {"token_map": ids}
     for i in range(3):
         own[f"blocks.{i}.layers.0.weight"] = random(HIDDEN, HIDDEN, seed=i)
         if bias:
             own[f"blocks.{i}.layers.0.bias"] = random(HIDDEN, seed=i)
         if not shared or i == 0:
-            own[f"lm_heads.{i}.weight"] = random(VOCAB if whole else said, HIDDEN, seed=10 + i)
+            own[f"lm_heads.{i}.weight"] = random(
+                VOCAB if all_rows else draft_vocab, HIDDEN, seed=10 + i
+            )
 
     def naive(states: Tensor, tokens: Sequence[int]) -> Tensor:
         i, x = len(tokens) - 1, states[-1]
@@ -200,10 +260,10 @@ def medusa_of_vllm(
             own[f"blocks.{i}.layers.0.bias"] if bias else 0
         )
         logits = scale * (own[f"lm_heads.{0 if shared else i}.weight"] @ (x + y / (1 + (-y).exp())))
-        if said == VOCAB:
+        if draft_vocab == VOCAB:
             return logits
         full = torch.full((VOCAB,), -torch.inf).double()
-        full[ids] = logits[ids] if whole else logits
+        full[ids] = logits[ids] if all_rows else logits
         return full
 
     return Published("medusa", raw, own, naive)

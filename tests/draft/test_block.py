@@ -1,13 +1,13 @@
-"""Block drafters, beyond what every head must do: what of a prefix is read again, alignment, trust,
+"""Block drafters, beyond what every head must do: what of a prefix is read again, alignment,
 thresholds.
 
-A head that is fed the states of the wrong position, sees too much or too little of its block, or
-whose slots are read
-one off still drafts, only worse: so one that knows a text must be right about all of it, and faults
-must show."""
+A head that reads the states of the wrong position, sees too much or too little of its block, or
+whose slots are read one off still drafts, only worse: so one that knows a text must be right about
+all of it, and faults must show."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, ConfigError, LoadError, SamplingParams
+from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft.block import proposer as block
 from forerun.draft.block.formats import BlockConfig
 from forerun.draft.block.module import BlockHead, save_block
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.hidden_states import as_tensor
 from forerun.draft.proposer import DraftRequest
 from forerun.engine.engine import Engine
@@ -29,9 +29,8 @@ from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import watching
-from tests.draft.block_twin import BlockTwin
 from tests.draft.heads import PLAIN, ROOM
-from tests.draft.twins import states_of, target
+from tests.draft.twins import BlockTwin, states_of, target
 from tests.draft.watching import Watch, run, same_as_twin, show
 from tests.engine import build
 from tests.texts import plain as plain_texts
@@ -47,10 +46,10 @@ def engine_of(
     return watching.engine_of("block", head, width, chunk=chunk, rule=rule, **room)
 
 
-def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -> None:
-    """States that come again, in pieces, are left out."""
+def test_states_of_a_prefix_that_the_cache_holds_are_left_out() -> None:
+    """They come again in pieces."""
     head, tokens = head_of().double(), tuple(range(5, 25))
-    drafter, plain = Block(head, target(), **ROOM), Block(head, target(), **ROOM)
+    drafter, plain = BlockProposer(head, target(), **ROOM), BlockProposer(head, target(), **ROOM)
     row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 19), 4)
     show(drafter, 0, tokens)
     show(plain, 0, tokens)
@@ -63,22 +62,20 @@ def test_a_prefix_that_is_known_beyond_what_the_target_has_is_not_read_twice() -
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
         shown = parts[start:end].split(drafter.target.hidden, -1)
         drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, shown, strict=True)))
-    assert len(drafter.waiting[0]) == 3 and drafter.propose([row])[0].tokens == expected
-    assert torch.allclose(
-        *(d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain)), atol=1e-9
-    )
+    assert len(drafter.pending[0]) == 3
+    assert drafter.propose([row])[0].tokens == expected
+    mine, theirs = (d.cache.data[:, :, d.cache.pages.rows[0, :19]] for d in (drafter, plain))
+    assert torch.allclose(mine, theirs, atol=1e-9)
 
 
 def test_context_that_begins_late_is_not_shared() -> None:
     """Its keys have other positions."""
     tokens = tuple(range(5, 25))
     for first, shared in ((0, 16), (3, 0)):
-        drafter = Block(head_of().double(), target(), **ROOM)
+        drafter = BlockProposer(head_of().double(), target(), **ROOM)
         show(drafter, 0, tokens, first)
-        assert (
-            len(drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(3, 19), 4)])[0])
-            == 5
-        )
+        row = DraftRequest(0, tokens, SamplingParams(), Noise(3, 19), 4)
+        assert len(drafter.propose([row])[0]) == 5
         drafter.close(0)
         drafter.open(0, tokens)
         assert drafter.cache.length[0] == shared
@@ -86,23 +83,19 @@ def test_context_that_begins_late_is_not_shared() -> None:
 
 @pytest.mark.parametrize("fault", ["a causal block", "states one off", "slots one off"])
 def test_a_fault_would_be_seen(fault: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the comparisons above."""
+    """By the comparisons with the twin in test_heads.py."""
     head = head_of()
     if fault == "a causal block":
         monkeypatch.setattr(BlockConfig, "is_causal", lambda self, layer: True)
     engine = engine_of(head)
     if fault == "states one off":
-        observe = Block.observe
+        observe = BlockProposer.observe
 
-        def shifted(self: Block, slot: int, start: int, features: Any) -> None:
-            observe(
-                self,
-                slot,
-                start,
-                {boundary: as_tensor(states).roll(1, 0) for boundary, states in features.items()},
-            )
+        def shifted(self: BlockProposer, slot: int, start: int, features: Any) -> None:
+            rolled = {layer: as_tensor(states).roll(1, 0) for layer, states in features.items()}
+            observe(self, slot, start, rolled)
 
-        monkeypatch.setattr(Block, "observe", shifted)
+        monkeypatch.setattr(BlockProposer, "observe", shifted)
     run(engine, (0, 1), 8, 3)
     expected = head
     if fault == "slots one off":
@@ -120,10 +113,8 @@ PARAMS = SamplingParams.pure(max_tokens=LENGTH, temperature=1.5, seed=3, ignore_
 
 
 def knowing(sample_from_anchor: bool) -> tuple[BlockHead, list[int]]:
-    """A head that knows a text, and the text: wherever in it a block begins, its slots name what
-    comes next."""
-    runner = Runner(tiny.decoder(tiny.family("llama")), **ROOM)
-    plain = Engine(runner, {})
+    """A head that knows a text, and the text: from every root its slots predict what comes next."""
+    plain = Engine(Runner(tiny.decoder(tiny.family("llama")), **ROOM), {})
     request = plain.add(build.prompts()[2][:PROMPT], PARAMS)
     build.finish(plain)
     text = tuple(request.tokens)
@@ -132,14 +123,14 @@ def knowing(sample_from_anchor: bool) -> tuple[BlockHead, list[int]]:
         **PLAIN, sample_from_anchor=sample_from_anchor, block=DEPTH + (not sample_from_anchor), own_embedding=True,
         own_head=True, layer=wide,
     ).double()  # fmt: skip
-    twin, made, wanted = BlockTwin(head), [], []
+    twin, outputs, wanted = BlockTwin(head), [], []
     for root in range(PROMPT, len(text) - 1):
         after = text[root + 1 : root + 1 + DEPTH]
-        made += twin.made(text[: root + 1])[head.config.first :][: len(after)]
+        outputs += twin.outputs(text[: root + 1])[head.config.first :][: len(after)]
         wanted += after
-    assert len(made) <= 128, "more than a linear head of this width can know"
+    assert len(outputs) <= 128, "more than a linear head of this width can know"
     answers = torch.nn.functional.one_hot(torch.tensor(wanted), tiny.VOCAB).double()
-    head.lm_head.weight.copy_(100 * torch.linalg.lstsq(torch.stack(made), answers).solution.T)
+    head.lm_head.weight.copy_(100 * torch.linalg.lstsq(torch.stack(outputs), answers).solution.T)
     return head, list(text)
 
 
@@ -166,9 +157,8 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, wat
     """A head that half knows the text has all, some or none of a draft accepted."""
     head, text = knowing(True)
     torch.manual_seed(1)
-    head.lm_head.weight.add_(
-        0.03 * torch.randn_like(head.lm_head.weight) * head.lm_head.weight.std()
-    )
+    weight = head.lm_head.weight
+    weight.add_(0.03 * torch.randn_like(weight) * weight.std())
     engine = engine_of(head, width)
     again = engine.add(text[:PROMPT], PARAMS, draft="it", depth=DEPTH)
     build.finish(engine)
@@ -182,33 +172,32 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(width: int, wat
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_paths_that_are_not_trusted_are_not_followed(width: int) -> None:
-    """A node has children where the product of confidences down to it reaches the threshold, and
-    nowhere else."""
+def test_paths_below_the_threshold_are_not_followed(width: int) -> None:
+    """A node has children if and only if the product of confidences down to it reaches the
+    threshold."""
     head, tokens = head_of(), (5, 6, 7, 8, 9)
     with torch.no_grad():
         head.confidence_head.proj.weight.mul_(0.3)
-    drafter, twin = Block(head.double(), target(), **ROOM, width=width), BlockTwin(head)
+    drafter, twin = BlockProposer(head.double(), target(), **ROOM, width=width), BlockTwin(head)
     show(drafter, 0, tokens)
     row = DraftRequest(0, tokens, SamplingParams(temperature=1.0), Noise(3, 4), 4)
     whole = drafter.propose([row])[0]
     assert len(whole) == 1 + 4 * width, "by default all are followed"
-    trust = {0: twin.trust(tokens, ())}
+    confidence = {0: twin.confidence(tokens, ())}
     for node in range(1, len(whole)):
         path = tuple(whole.tokens[i] for i in whole.path_to(node)[1:])
         if len(path) < 4:
-            trust[node] = trust[whole.parents[node]] * twin.trust(tokens, path)
-    values = sorted(trust.values())
+            confidence[node] = confidence[whole.parents[node]] * twin.confidence(tokens, path)
+    values = sorted(confidence.values())
     for drafter.threshold in ((a + b) / 2 for a, b in pairwise(values)):
         cut = drafter.propose([row])[0]
         for node in range(len(cut)):
             path = tuple(cut.tokens[i] for i in cut.path_to(node)[1:])
-            stands = 1.0
-            for depth in range(len(path)):
-                stands *= twin.trust(tokens, path[:depth])
-            assert not path or stands >= drafter.threshold
+            product = math.prod(twin.confidence(tokens, path[:i]) for i in range(len(path)))
+            assert not path or product >= drafter.threshold
         if width == 1:
-            assert len(cut) - 1 == next((i for i in range(4) if trust[i] < drafter.threshold), 4)
+            below = (i for i in range(4) if confidence[i] < drafter.threshold)
+            assert len(cut) - 1 == next(below, 4)
     drafter.threshold = 1.0
     assert len(drafter.propose([row])[0]) == 1
 
@@ -232,7 +221,7 @@ def test_a_threshold_changes_no_text(rule: str) -> None:
 
 
 def test_without_states_or_room_there_is_no_draft() -> None:
-    drafter = Block(head_of().double(), target(), tokens=24, page=4, slots=4)
+    drafter = BlockProposer(head_of().double(), target(), tokens=24, page=4, slots=4)
 
     def drafted(slot: int, tokens: tuple[int, ...], depth: int = 2) -> int:
         row = DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth)
@@ -257,7 +246,7 @@ def test_without_states_or_room_there_is_no_draft() -> None:
 
 
 def test_a_text_may_end_at_the_very_last_position() -> None:
-    """The masks behind it reach past the target's context."""
+    """The masks after it reach past the target's context."""
     engine, limit = engine_of(head_of(block=12)), target().context
     prompt = (build.prompts()[7] * 7)[: limit - 8]
     params = SamplingParams.pure(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
@@ -275,17 +264,19 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
         pytest.skip("the native kernels were not compiled")
     native.start(2)
     head, tokens = head_of(own_head=True, block=5), (5, 6, 7, 8, 9, 10)
-    said = []
+    found = []
     for view in (target(), replace(target(), form=form)):
-        drafter = Block(head, view, **ROOM)
+        drafter = BlockProposer(head, view, **ROOM)
         show(drafter, 0, tokens)
         row = DraftRequest(0, tokens, SamplingParams(), Noise(1, 5), 5)
         drafter.propose([row])
-        (grown,) = drafter._say([block.Tree(row)])
+        (grown,) = drafter._run_blocks([block.Tree(row)])
         previous = torch.tensor([10, 3, 3, 3, 3])
-        logits = drafter.head.follow(drafter.head.behind(grown.said, previous))
-        said.append((logits, drafter.head.trust(grown.made, previous)))
-    for mine, theirs in zip(*said, strict=True):
+        logits = drafter.head.over_target_vocab(
+            drafter.head.add_markov_bias(grown.logits, previous)
+        )
+        found.append((logits, drafter.head.confidence_logit(grown.outputs, previous)))
+    for mine, theirs in zip(*found, strict=True):
         assert (theirs - mine).norm() / mine.norm() < (0.1 if form == "int8" else 1e-4)
     assert not isinstance(drafter.head.fc, torch.nn.Linear) and isinstance(head.fc, torch.nn.Linear)
 
@@ -294,48 +285,19 @@ def test_the_native_products_compute_what_is_trained(form: str) -> None:
 def test_a_user_s_threshold(temperature: float, tmp_path: Path) -> None:
     """Less is drafted, and the text is plain decoding's."""
     save_block(head_of(), tmp_path / "drafter")
-    params, drafted = (
-        SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True),
-        [],
-    )
+    params = SamplingParams.pure(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
+    model, draft, drafted = tiny.family("llama"), f"block:{tmp_path / 'drafter'}", []
     for threshold in (0.0, 0.2, 1.0):
-        llm = LLM(
-            tiny.family("llama"),
-            draft=f"block:{tmp_path / 'drafter'}",
-            kv_tokens=512,
-            draft_threshold=threshold,
-        )
+        llm = LLM(model, draft=draft, kv_tokens=512, draft_threshold=threshold)
         out = llm.generate([5, 6, 7, 8], params, depth=4)[0]
-        assert [out.token_ids] == plain_texts(tiny.family("llama"), [[5, 6, 7, 8]], params)
+        assert [out.token_ids] == plain_texts(model, [[5, 6, 7, 8]], params)
         drafted.append(out.stats.drafted)
     assert drafted[0] > drafted[1] > drafted[2] == 0
 
 
-def test_a_threshold_needs_a_head_that_knows(tmp_path: Path) -> None:
-    """It would be without effect otherwise."""
+def test_a_threshold_needs_a_confidence_head(tmp_path: Path) -> None:
     save_block(head_of(**PLAIN), tmp_path / "drafter")
+    draft = f"block:{tmp_path / 'drafter'}"
     with pytest.raises(ConfigError, match=r"draft_threshold=0.3 needs .* confidence head") as error:
-        LLM(
-            tiny.family("llama"),
-            draft=f"block:{tmp_path / 'drafter'}",
-            kv_tokens=512,
-            draft_threshold=0.3,
-        )
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"target_hidden": 16}, "states of 16"),
-        ({"layer": {"vocab_size": 65}, "draft_vocab": 65}, "65 tokens"),
-        ({"layer": {"hidden_size": 16}}, "none of its own"),
-        ({"aux_hidden_layers": (0, 1, 4)}, "from 0 to 3"),
-        ({"aux_hidden_layers": (2, 1, 2)}, "different"),
-        ({"mask_token": 64}, "mask token 64"),
-    ],
-)
-def test_a_drafter_for_another_target(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(LoadError, match=says) as error:
-        Block(head_of(**changes), target(), **ROOM)
+        LLM(tiny.family("llama"), draft=draft, kv_tokens=512, draft_threshold=0.3)
     assert "\n" not in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.catalog.survey import survey
-from forerun.draft import registry as bundled
+from forerun.draft import registry
 from forerun.draft.eagle.module import save_head
 from forerun.draft.registry import automatic, bundled_for
 from forerun.kernels import native
@@ -23,72 +23,65 @@ PLACES = (
     f"/a/{DEFAULT}.Q4_1.gguf", f"/a/{DEFAULT.lower()}-q8_0.gguf", f"/hub/models--X--{DEFAULT}/snapshots/0a1b",
     f"/hub/models--X--{DEFAULT}-GGUF/snapshots/0a1b/model.gguf",
 )  # fmt: skip
+OTHER = Path("/a/Qwen3-0.6B.gguf")
+
+
+def head() -> object:
+    return tiny.eagle(tiny.eagle_config("llama", draft_vocab=50))
 
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head for the tiny model, as if it came with forerun for a model of the default one's
-    name."""
-    monkeypatch.setattr(bundled, "BUNDLED", tmp_path / "drafters")
-    save_head(
-        tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "drafters" / DEFAULT
-    )
+    """A head for the tiny model, as if it came with forerun for the default model."""
+    monkeypatch.setattr(registry, "BUNDLED", tmp_path / "drafters")
+    save_head(head(), tmp_path / "drafters" / DEFAULT)
     return tmp_path / "drafters" / DEFAULT
 
 
 def test_a_model_goes_by_its_name(shipped: Path) -> None:
-    for place in PLACES:
-        assert bundled_for(Path(place)) == shipped
-        assert automatic("auto", Path(place), "avx512", 5.0) == f"suffix+eagle3:{shipped}"
-        assert automatic("auto", Path(place), "avx2", 8.1) == f"suffix+eagle3:{shipped}"
-        assert automatic("auto", Path(place), "avx2", 5.0) == "suffix", (
-            "rows of short weights cost there what they bring"
-        )
-        assert automatic("auto", Path(place), "", 16.0) == "suffix", "a head does not pay in torch"
-        assert automatic("ngram", Path(place), "avx512", 16.0) == "ngram", (
-            "who asks for something gets that"
-        )
-    assert bundled_for(Path("/a/Qwen3-0.6B.gguf")) is None
-    assert automatic("auto", Path("/a/Qwen3-0.6B.gguf"), "avx512", 16.0) == "suffix"
+    with_head = f"suffix+eagle3:{shipped}"
+    for place in map(Path, PLACES):
+        assert bundled_for(place) == shipped
+        assert automatic("auto", place, "avx512", 5.0) == with_head
+        assert automatic("auto", place, "avx2", 8.1) == with_head
+        assert automatic("auto", place, "avx2", 5.0) == "suffix", "short weights save little there"
+        assert automatic("auto", place, "", 16.0) == "suffix", "a head does not pay in torch"
+        assert automatic("ngram", place, "avx512", 16.0) == "ngram", "an explicit draft is kept"
+    assert bundled_for(OTHER) is None
+    assert automatic("auto", OTHER, "avx512", 16.0) == "suffix"
     shutil.rmtree(shipped)
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
 
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_auto_drafts_with_it_and_says_the_same(
+def test_auto_drafts_with_it_and_generates_the_same(
     temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native.library() is None:
-        pytest.skip("the native kernels were not compiled")
-    monkeypatch.setattr(bundled, "PAYS", {native.start(): 0.0})
+    monkeypatch.setattr(registry, "PAYS", {native.start(): 0.0})
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
     (row,) = survey([Found("x", model, "here")])
-    assert row.draft == llm.draft == "suffix+eagle3", "forerun models names what serve drafts with"
+    assert row.draft == llm.draft, "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
-    for how in (
-        {},
-        {"draft": "auto"},
-        {"depth": 3},
-        {"draft": "eagle3", "depth": 3},
-        {"draft": "off"},
-    ):
-        said = llm.generate(prompts, params, **how)
-        assert [c.token_ids for c in said] == plain
-        if how.get("draft") == "eagle3":
-            assert {name for c in said for name in c.stats.by_source} == {"eagle3"}
+    eagle3 = {"draft": "eagle3", "depth": 3}
+    for how in ({}, {"draft": "auto"}, {"depth": 3}, eagle3, {"draft": "off"}):
+        found = llm.generate(prompts, params, **how)
+        assert [c.token_ids for c in found] == plain
+        if how is eagle3:
+            assert {name for c in found for name in c.stats.by_source} == {"eagle3"}
 
 
 def test_it_costs_no_second_of_imports(tmp_path: Path) -> None:
-    """On torch's meta device a module that is made imports 800 others: a second and 90 MB before
-    the first word."""
-    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")
+    """Building a module on torch's meta device imports 800 others: a second and 90 MB."""
+    save_head(head(), tmp_path / "head")
     code = (
         "import sys; from forerun import LLM, SamplingParams as S;"
-        f" llm = LLM({str(tiny.family('llama'))!r}, draft={f'suffix+eagle3:{tmp_path}/head'!r}, kv_tokens=512);"
-        " llm.generate([[5, 6, 7]], S(max_tokens=8), depth=2); sys.exit('torch._dynamo' in sys.modules)"
+        f" llm = LLM({str(tiny.family('llama'))!r}, draft={f'suffix+eagle3:{tmp_path}/head'!r},"
+        " kv_tokens=512); llm.generate([[5, 6, 7]], S(max_tokens=8), depth=2);"
+        " sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,5 +1,4 @@
-"""Every row of the table of kinds, from configurations and tensors as they are published; and
-nothing else of it."""
+"""Every row of the table of kinds, from configurations and tensor names as they are published."""
 
 from __future__ import annotations
 
@@ -8,18 +7,16 @@ from typing import Any
 import pytest
 
 from forerun.catalog import fit
-from forerun.draft import head_files as stored
-from forerun.draft.block import module as block_format
+from forerun.draft import head_files
+from forerun.draft.block import module as block_module
 from forerun.draft.registry import TABLE, Look, recognise
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
 ONE = LLAMA | {"num_hidden_layers": 1}
 
 BLOCK = {"architectures": ["DFlashDraftModel"]}
-LAGUNA, TTT = (
-    {"architectures": ["DFlashLagunaForCausalLM"]},
-    {"target_layer_ids": [1], "ttt_length": 7},
-)
+LAGUNA = {"architectures": ["DFlashLagunaForCausalLM"]}
+TTT = {"target_layer_ids": [1], "ttt_length": 7}
 
 ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, (), "eagle3 (speculators)", "eagle3"),
@@ -32,7 +29,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ({"model_type": "gemma4_assistant"}, (), "gemma4_assistant", ""),
     ({"model_type": "gemma4_unified_assistant"}, (), "gemma4_assistant", ""),
     ({"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}, (), "mlp", "mlp"),
-    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": 8}, (), "arctic", "mlp"),
+    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "input_hidden_dim": 8}, (), "arctic", ""),
     ({"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, (), "mlp", "mlp"),
     ({"medusa_num_heads": 4, "base_model_name_or_path": "x"}, (), "medusa (fasterdecoding)", "medusa"),
     ({"model_type": "medusa", "num_heads": 4}, (), "medusa (vllm)", "medusa"),
@@ -103,17 +100,14 @@ def test_one_layer_without_tensors_to_look_at() -> None:
 def test_any_value_may_be_of_any_type(value: Any) -> None:
     keys = {key for raw, *_ in ROWS for key in raw} | {"text_config", "projector_type"}
     for key in keys:
-        for raw in (
-            {key: value},
-            LLAMA | {key: value},
-            {"num_nextn_predict_layers": 1, key: value},
-        ):
+        for base in ({}, LLAMA, {"num_nextn_predict_layers": 1}):
+            raw: dict[str, Any] = base | {key: value}
             kind = recognise(Look(raw))
             assert kind.name.isprintable() and len(kind.name) < 300
 
 
 def test_what_is_read_is_what_the_readers_read() -> None:
     assert (
-        set(fit.LAYER_FAMILIES) == set(stored.DEFAULTS)
-        and fit.MAX_BLOCK_SIZE == block_format.LARGEST_BLOCK
+        set(fit.LAYER_FAMILIES) == set(head_files.LAYER_DEFAULTS)
+        and fit.MAX_BLOCK_SIZE == block_module.LARGEST_BLOCK
     )

@@ -1,14 +1,14 @@
-"""Drafters that say part of the vocabulary: the text is the target's, and drafts are those of the
-naive twin.
+"""Draft models that score part of the vocabulary: the text is the target's, and drafts are those of a
+reference twin with the whole lm head and -inf for all other tokens.
 
-The twin has the whole head, and -inf for whatever is not listed. Protects: the option and the file
-beside a model, both kernels, all rules, batches, drafts of another vocabulary, lists that do not
-fit."""
+Protects: the option and the file beside a model, both kernels, all rules, batches, drafts of another
+vocabulary, lists that do not fit."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +25,9 @@ from tests import other_words, tiny
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
-KERNELS = [
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(native.library() is None, reason="not compiled")
-    ),
-]
+OTHERS = [token for token in range(tiny.VOCAB) if token not in tiny.LISTED]
+compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
+KERNELS = ["torch", pytest.param("native", marks=compiled)]
 
 
 @pytest.fixture
@@ -47,46 +44,40 @@ def params(temperature: float) -> SamplingParams:
 @pytest.mark.parametrize("rule", ["match", "token", "block", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_nothing_else_is_drafted_and_the_text_is_the_targets(
-    kernels: str, temperature: float, rule: str, listed: Path
+def test_no_other_token_is_drafted_and_the_text_is_the_target_s(
+    kernels: str, temperature: float, rule: str, listed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(
-        tiny.family("llama"), draft=f"model:{tiny.drafter('llama')}", draft_shortlist=str(listed), kernels=kernels,
-        kv_tokens=1024, depth=4, rule=rule,
-    )  # fmt: skip
+    options: Any = {"kernels": kernels, "rule": rule, "kv_tokens": 1024, "depth": 4}
+    draft = f"model:{tiny.drafter('llama')}"
+    llm = LLM(tiny.family("llama"), draft=draft, draft_shortlist=str(listed), **options)
     proposer, drafted = llm.engine.proposers["model"], set()
     propose = proposer.propose
 
-    def seeing(rows: object) -> list[object]:
-        found = propose(rows)  # type: ignore[arg-type]
-        for draft in found:
-            drafted.update(draft.tokens[1:])
-            assert (
-                draft.probs is None
-                or not draft.probs[:, [i for i in range(64) if i not in tiny.LISTED]].any()
-            )
-        return found  # type: ignore[return-value]
+    def watched(rows: Any) -> Any:
+        found = propose(rows)
+        for each in found:
+            drafted.update(each.tokens[1:])
+            assert each.probs is None or not each.probs[:, OTHERS].any()
+        return found
 
-    proposer.propose = seeing  # type: ignore[method-assign,assignment]
-    said = llm.generate(PROMPTS, params(temperature))
+    monkeypatch.setattr(proposer, "propose", watched)
+    speculative = [c.token_ids for c in llm.generate(PROMPTS, params(temperature))]
     assert drafted <= set(tiny.LISTED) and len(drafted) > 5
-    plain = llm.generate(PROMPTS, params(temperature), draft="off")
+    plain = [c.token_ids for c in llm.generate(PROMPTS, params(temperature), draft="off")]
     if rule == "match" or not temperature:
-        assert [c.token_ids for c in said] == [c.token_ids for c in plain]
-    assert {t for c in plain for t in c.token_ids} - set(tiny.LISTED), (
-        "the target says what the drafter cannot"
-    )
+        assert speculative == plain
+    assert {token for text in plain for token in text} & set(OTHERS), "the drafter lacks some"
 
 
 class Masked(Runner):
-    """The naive twin."""
+    """The reference twin."""
 
-    def forward(self, segments, aux_hidden_layers=()) -> Forward:  # type: ignore[no-untyped-def]
+    def forward(self, segments: Any, aux_hidden_layers: Any = ()) -> Forward:
         found = super().forward(segments, aux_hidden_layers)
-        others = [i for i in range(found.logits.shape[1]) if i not in tiny.LISTED]
-        return Forward(found.logits.index_fill(1, torch.tensor(others), -torch.inf), found.features)
+        masked = found.logits.index_fill(1, torch.tensor(OTHERS), -torch.inf)
+        return Forward(masked, found.features)
 
-    def chain(self, links, vocab) -> None:  # type: ignore[no-untyped-def]
+    def chain(self, links: Any, vocab: int) -> None:
         return None
 
 
@@ -98,15 +89,13 @@ def test_drafts_are_those_of_the_whole_head_without_the_rest(
     kernels: str, width: int, temperature: float, rule: str
 ) -> None:
     """Request by request the same tokens in as many steps, natively to the last bit."""
-    make, room = (
-        tiny.decoder if kernels == "torch" else tiny.native_decoder,
-        {"tokens": 512, "page": 4, "slots": 8},
-    )
+    make: Any = tiny.decoder if kernels == "torch" else tiny.native_decoder
+    room = {"tokens": 512, "page": 4, "slots": 8}
     target, small = tiny.family("llama"), tiny.drafter("llama")
     counted = []
-    for runner in (Runner(make(small, said=tiny.LISTED), **room), Masked(make(small), **room)):  # type: ignore[operator]
+    for runner in (Runner(make(small, said=tiny.LISTED), **room), Masked(make(small), **room)):
         proposer = DraftModel(runner, tiny.VOCAB, width)
-        engine = Engine(Runner(make(target), **room), {"model": proposer}, rule=rule, chunk=5)  # type: ignore[operator]
+        engine = Engine(Runner(make(target), **room), {"model": proposer}, rule=rule, chunk=5)
         requests = build.run(engine, "model", temperature)
         counted.append([(list(r.output), r.stats.drafted, r.stats.accepted) for r in requests])
     assert counted[0] == counted[1]
@@ -118,25 +107,21 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     target = tiny.family("llama")
     directory = shutil.copytree(tiny.drafter("llama"), tmp_path / "draft")
     Shortlist(torch.tensor([3, 4, 5]), tiny.VOCAB).save(directory / SHORTLIST)
-    beside = LLM(target, draft=f"model:{directory}", kv_tokens=512)
-    asked = LLM(target, draft=f"model:{directory}", draft_shortlist=str(listed), kv_tokens=512)
-    sizes = [len(llm.engine.proposers["model"].runner.decoder.said) for llm in (beside, asked)]  # type: ignore[attr-defined]
-    assert sizes == [3, len(tiny.LISTED)]
-    assert LLM(directory, draft="suffix", kv_tokens=512).decoder.said is None, (
-        "a target says all that it can"
-    )
+    for option, size in ((None, 3), (str(listed), len(tiny.LISTED))):
+        llm: Any = LLM(target, draft=f"model:{directory}", draft_shortlist=option, kv_tokens=512)
+        assert len(llm.engine.proposers["model"].runner.decoder.said) == size
+    alone = LLM(directory, draft="suffix", kv_tokens=512)
+    assert alone.decoder.said is None, "a target predicts all tokens"
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+@compiled
 def test_a_target_that_drafts_for_itself(listed: Path) -> None:
-    llm = LLM(
-        tiny.family("llama"), draft="self:int8", draft_shortlist=str(listed), kv_tokens=512, depth=4
-    )
-    said = llm.generate(PROMPTS, params(0.8))
-    assert [c.token_ids for c in said] == [
-        c.token_ids for c in llm.generate(PROMPTS, params(0.8), draft="off")
-    ]
-    assert sum(c.stats.by_source["self"].accepted for c in said) > 5
+    options: Any = {"draft_shortlist": str(listed), "kv_tokens": 512, "depth": 4}
+    llm = LLM(tiny.family("llama"), draft="self:int8", **options)
+    drafted = llm.generate(PROMPTS, params(0.8))
+    plain = llm.generate(PROMPTS, params(0.8), draft="off")
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.stats.by_source["self"].accepted for c in drafted) > 5
 
 
 def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -160,25 +145,13 @@ def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_models_of_another_vocabulary(rule: str, tmp_path: Path) -> None:
     """The list is of the draft model's tokens; one that shares none with the target is refused."""
     vocab, to_target = other_words.size("bytes"), other_words.shared("bytes").to_target
+    unshared = [i for i, token in enumerate(to_target) if token < 0]
     Shortlist(torch.arange(0, vocab, 2), vocab).save(tmp_path / "list")
-    Shortlist(torch.tensor([i for i, own in enumerate(to_target) if own < 0]), vocab).save(
-        tmp_path / "others"
-    )
-
-    def load(name: str) -> LLM:
-        draft = f"model:{other_words.drafter('bytes')}"
-        return LLM(
-            tiny.spoken(),
-            draft=draft,
-            draft_shortlist=str(tmp_path / name),
-            kv_tokens=1024,
-            rule=rule,
-        )
-
-    llm = load("list")
-    said, plain = (
-        llm.generate("the name of", params(0.0), draft=draft, depth=4)[0] for draft in (None, "off")
-    )
-    assert said.token_ids == plain.token_ids and said.stats.drafted
+    Shortlist(torch.tensor(unshared), vocab).save(tmp_path / "others")
+    draft, options = f"model:{other_words.drafter('bytes')}", {"kv_tokens": 1024, "rule": rule}
+    llm = LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "list"), **options)
+    drafted = llm.generate("the name of", params(0.0), depth=4)[0]
+    plain = llm.generate("the name of", params(0.0), draft="off", depth=4)[0]
+    assert drafted.token_ids == plain.token_ids and drafted.stats.drafted
     with pytest.raises(LoadError, match="no token that the target shares"):
-        load("others")
+        LLM(tiny.spoken(), draft=draft, draft_shortlist=str(tmp_path / "others"), **options)

@@ -1,10 +1,8 @@
-"""Heads written out again, from papers and files: no cache, no chunks, no trees; everything anew
-for each path.
+"""Reference twins of draft heads, written from papers and files: no cache, no chunks, no trees,
+everything computed anew for each path.
 
-A head that is fed the states of the wrong position or boundary, or keeps keys of drafted tokens,
-still drafts, only
-worse: so what is drafted from is compared with what these say, node by node.
-"""
+A head that reads the states of the wrong position or layer, or keeps keys of drafted tokens, still
+drafts, only worse: so logits are compared with these, node by node."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Te
 
 @functools.cache
 def last_states(tokens: tuple[int, ...]) -> Tensor:
-    """The target's states of each token behind its last norm. [T, H]"""
+    """The target's states of each token after its last norm. [T, H]"""
     decoder = tiny.decoder(tiny.family("llama"))
     x = states_of(tokens, (decoder.config.layers,))
     return norm(x, decoder.weights.norm.weight, decoder.config.norm_eps)
@@ -50,16 +48,15 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Twin:
-    """What they share: products by name, norms, rotary embeddings, attention head by head."""
+    """Base: products by name, norms, rotary embeddings, attention head by head."""
 
     def __init__(self, head: Any, layer: ModelConfig) -> None:
         self.w, self.c, self.view = head.double().state_dict(), layer, target()
-        self.head = tiny.decoder(tiny.family("llama")).weights.head.weight
+        self.target_head = tiny.decoder(tiny.family("llama")).weights.head.weight
         self.cos, self.sin = rope_tables(layer, layer.ropes[0], 300, torch.float64)
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """Over the target's vocabulary, after the last token of the path; states are known from
-        `first` on."""
+        """Return logits over the target's vocabulary after the path; states are known from `first`."""
         raise NotImplementedError
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -72,8 +69,8 @@ class Twin:
         own = self.w.get("embed_tokens.weight")
         return self.view.embed(torch.tensor(ids)).double() if own is None else own[ids]
 
-    def everywhere(self, said: Tensor) -> Tensor:
-        """What is said of some tokens, at their places in the target's vocabulary. [.., V]"""
+    def over_target_vocab(self, said: Tensor) -> Tensor:
+        """Spread logits over the target's vocabulary. [.., V]"""
         ids = torch.arange(said.shape[-1]) + self.w.get(
             "d2t", torch.zeros(said.shape[-1], dtype=torch.int64)
         )
@@ -104,8 +101,8 @@ class Twin:
         )
         if self.c.qk_norm:
             q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
-        behind = positions[:, None] - positions[None]
-        unseen = (behind < 0) | (behind >= (window or len(x)))
+        distance = positions[:, None] - positions[None]
+        unseen = (distance < 0) | (distance >= (window or len(x)))
         return self.product(
             self.attend(self.rotate(q, positions), self.rotate(k, positions), v, unseen),
             f"{own}o_proj",
@@ -117,41 +114,39 @@ class Twin:
 
 
 class PairTwin(Twin):
-    """Heads on pairs: of a drafted token, the head's own state of its parent stands for the
-    target's."""
+    """EAGLE-style heads: a drafted token is paired with the head's own state of its parent."""
 
     def states(self, tokens: tuple[int, ...]) -> Tensor:
-        """What the embeddings of all tokens but the first are joined with. [T - 1, Hd]"""
+        """Return the states paired with the embeddings of all tokens but the first. [T - 1, Hd]"""
         raise NotImplementedError
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
-        """What it makes of these pairs. [T, Hd]"""
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
+        """Run these pairs. [T, Hd]"""
         raise NotImplementedError
 
-    def again(self, made: Tensor) -> Tensor:
-        """What is made of a drafted token's parent, as a state."""
-        return made
+    def next_state(self, outputs: Tensor) -> Tensor:
+        """Return the state of a drafted token from the output of its parent."""
+        return outputs
 
-    def say(self, made: Tensor) -> Tensor:
+    def lm_head(self, outputs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def made(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """What it makes of every pair: those of the committed tokens from `first` on, then those of
-        the path."""
+    def outputs(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+        """Run the pairs of the committed tokens from `first` on, then those of the path."""
         ids, states = list(tokens[first + 1 :]), self.states(tokens[:-1])[first:]
-        made = self.make(ids, states)
+        outputs = self.run_pairs(ids, states)
         for token in path:
-            states = torch.cat((states, self.again(made[-1:])))
+            states = torch.cat((states, self.next_state(outputs[-1:])))
             ids.append(token)
-            made = self.make(ids, states)
-        return made
+            outputs = self.run_pairs(ids, states)
+        return outputs
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        return self.everywhere(self.say(self.made(tokens, path, first)[-1]))
+        return self.over_target_vocab(self.lm_head(self.outputs(tokens, path, first)[-1]))
 
 
 class EagleTwin(PairTwin):
-    """EAGLE-3's."""
+    """EAGLE-3."""
 
     def __init__(self, head: Any) -> None:
         super().__init__(head, head.config.layer)
@@ -171,7 +166,7 @@ class EagleTwin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return self.fuse(states_of(tokens, self.config.aux_hidden_layers))
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         return self.layer(self.embedded(ids), states)
 
     def layer(self, embedded: Tensor, state: Tensor) -> Tensor:
@@ -188,21 +183,21 @@ class EagleTwin(PairTwin):
         x = (normed if self.config.norm_before_residual else state) + out
         return x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), at)
 
-    def again(self, made: Tensor) -> Tensor:
-        return self.norm(made, "norm") if self.config.norm_output else made
+    def next_state(self, outputs: Tensor) -> Tensor:
+        return self.norm(outputs, "norm") if self.config.norm_output else outputs
 
-    def say(self, made: Tensor) -> Tensor:
-        return self.product(self.norm(made, "norm"), "lm_head")
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return self.product(self.norm(outputs, "norm"), "lm_head")
 
 
 class ParallelTwin(EagleTwin):
-    """P-EAGLE's, over the whole text and all masks."""
+    """P-EAGLE, over the whole text and all masks."""
 
     def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
-        """Of a path only the length counts."""
+        """Only the length of the path matters."""
         features = states_of(tokens[:-1], self.config.aux_hidden_layers)[first:]
         masks = self.w["mask_hidden"].view(1, -1).expand(len(path), -1)
-        x = self.make(
+        x = self.run_pairs(
             [*tokens[first + 1 :], *[self.config.mask_token] * len(path)],
             self.fuse(torch.cat((features, masks))),
         )
@@ -210,11 +205,11 @@ class ParallelTwin(EagleTwin):
             at = f"layers.{i}."
             x = x + self.attention(self.norm(x, f"{at}input_layernorm"), at, self.c.windows[i])
             x = x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), at)
-        return self.everywhere(self.say(x[-1]))
+        return self.over_target_vocab(self.lm_head(x[-1]))
 
 
-class FirstTwin(PairTwin):
-    """EAGLE-1's, from the paper."""
+class Eagle1Twin(PairTwin):
+    """EAGLE-1."""
 
     def __init__(self, head: Any) -> None:
         super().__init__(head, head.layer)
@@ -222,17 +217,17 @@ class FirstTwin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return last_states(tokens)
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         x = self.product(torch.cat((self.embedded(ids), states), -1), "fc")
         x = x + self.attention(x)
         return x + self.mlp(self.norm(x, "layers.0.post_attention_layernorm"))
 
-    def say(self, made: Tensor) -> Tensor:
-        return made @ self.w.get("lm_head.weight", self.head).T
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return outputs @ self.w.get("lm_head.weight", self.target_head).T
 
 
 class MtpTwin(PairTwin):
-    """Multi-token modules'."""
+    """Multi-token modules."""
 
     AT = "mtp_layers.0."
 
@@ -242,7 +237,7 @@ class MtpTwin(PairTwin):
     def states(self, tokens: tuple[int, ...]) -> Tensor:
         return last_states(tokens)
 
-    def make(self, ids: list[int], states: Tensor) -> Tensor:
+    def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
         joined = (self.norm(self.embedded(ids), f"{self.AT}token_layernorm"),
                   self.norm(states, f"{self.AT}hidden_layernorm"))  # fmt: skip
         x = self.product(torch.cat(joined, -1), f"{self.AT}input_proj")
@@ -250,5 +245,83 @@ class MtpTwin(PairTwin):
         x = x + self.mlp(self.norm(x, f"{self.AT}post_attention_layernorm"), self.AT)
         return self.norm(x, f"{self.AT}final_layernorm")
 
-    def say(self, made: Tensor) -> Tensor:
-        return made @ self.w.get("lm_head.weight", self.head).T
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        return outputs @ self.w.get("lm_head.weight", self.target_head).T
+
+
+class BlockTwin(Twin):
+    """Block drafters: DFlash and DSpark (2607.05147)."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__(head, head.config.layer)
+        self.config = head.config
+        self.outputs = functools.cache(self._outputs)
+
+    def _outputs(self, tokens: tuple[int, ...], first: int = 0) -> Tensor:
+        """Run the block after `tokens`, whose states are known from `first` on. [S, Hd]"""
+        c = self.config
+        states = states_of(tokens[:-1], c.aux_hidden_layers)[first:]
+        context = self.norm(self.product(states, "fc"), "hidden_norm")
+        x = self.embedded([tokens[-1], *[c.mask_token] * (c.block - 1)])
+        positions = torch.arange(first, len(tokens) - 1 + c.block)
+        for i in range(self.c.layers):
+            at = f"layers.{i}."
+            normed = self.norm(x, f"{at}input_layernorm")
+            x = x + self.block_attention(i, normed, context, positions)
+            x = x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), at)
+        return self.norm(x, "norm")
+
+    def block_attention(self, i: int, x: Tensor, context: Tensor, positions: Tensor) -> Tensor:
+        """Let the slots x see all context and one another, as far as no window says otherwise."""
+        c, own, both, start = (
+            self.c,
+            f"layers.{i}.self_attn.",
+            torch.cat((context, x)),
+            len(context),
+        )
+        parts = (("q", x), ("k", both), ("v", both))
+        q, k, v = (self.product(y, f"{own}{n}_proj").view(len(y), -1, c.head_dim) for n, y in parts)
+        if c.qk_norm:
+            q, k = self.norm(q, f"{own}q_norm"), self.norm(k, f"{own}k_norm")
+        slots, keys = torch.arange(len(x))[:, None], torch.arange(len(both))[None]
+        window = c.windows[i]
+        unseen = keys < (start - window if window else 0)
+        if window and self.config.window_causal:
+            unseen = unseen | (keys > start + slots)
+        q, k = self.rotate(q, positions[start:]), self.rotate(k, positions)
+        return self.product(self.attend(q, k, v, unseen), f"{own}o_proj")
+
+    def logits(self, tokens: tuple[int, ...], path: tuple[int, ...], first: int = 0) -> Tensor:
+        c, outputs = self.config, self.outputs(tokens, first)
+        slot = len(path) + (0 if c.sample_from_anchor else 1)
+        if c.own_head:
+            logits = self.w["lm_head.weight"] @ outputs[slot]
+        else:
+            logits = self.view.head(outputs[slot, None])[0].double()
+        if c.markov:
+            logits = logits + self.markov_bias(outputs[: slot + 1], (*tokens, *path))
+        return self.over_target_vocab(logits)
+
+    def confidence(self, tokens: tuple[int, ...], path: tuple[int, ...]) -> float:
+        """Return the confidence in the token after the path."""
+        known = self.w["markov_head.markov_w1.weight"][(*tokens, *path)[-1]]
+        read = torch.cat((self.outputs(tokens)[len(path)], known))
+        return float(self.product(read, "confidence_head.proj").sigmoid())
+
+    def markov_bias(self, outputs: Tensor, tokens: tuple[int, ...]) -> Tensor:
+        """Return the Markov head's bias: outputs [slots up to this one, Hd], the last of `tokens`
+        stands before this slot."""
+        kind, table = self.config.markov.kind, self.w["markov_head.markov_w1.weight"]
+        known, rank = table[tokens[-1]], table.shape[1]
+        if kind == "gated":
+            gate = self.product(torch.cat((outputs[-1], known)), "markov_head.gate_proj").sigmoid()
+            known = known * gate
+        if kind == "rnn":
+            state, before = torch.zeros(rank).double(), list(tokens[-len(outputs) :])
+            if not self.config.sample_from_anchor:  # the anchor stands before its slot and the next
+                before = [before[1] if len(before) > 1 else before[0], *before[1:]]
+            for h, token in zip(outputs, before, strict=True):
+                z = self.product(torch.cat((state, table[token], h)), "markov_head.joint_proj")
+                gate, new, out = z[:rank].sigmoid(), z[rank : 2 * rank].tanh(), z[2 * rank :].tanh()
+                state, known = gate * state + (1 - gate) * new, out
+        return self.product(known, "markov_head.markov_w2")

@@ -1,4 +1,4 @@
-"""Engines that draft with heads, and what is seen of every node while they run."""
+"""Engines that draft with heads, and what tests see of every drafted node while they run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.draft import medusa as levels
+from forerun.draft import medusa
 from forerun.draft.block import proposer as block
-from forerun.draft.eagle import proposer as pairs
+from forerun.draft.eagle import proposer as eagle
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import TargetView, view_of
 from forerun.engine.engine import Engine
@@ -30,74 +30,62 @@ from tests.engine import build
 
 @dataclass
 class Watch:
-    """What was seen while engines ran: every node's logits, and where the states of its slot
-    begin."""
+    """The logits of every node, (tokens, path, begin of the slot's states, logits), and by slot
+    where its states begin."""
 
     seen: list[tuple[tuple[int, ...], tuple[int, ...], int, Tensor]] = field(default_factory=list)
     first: dict[int, int] = field(default_factory=dict)
 
     def node(self, tree: Any, path: tuple[int, ...], logits: Tensor) -> None:
-        self.seen.append(
-            (tuple(tree.row.tokens), path, self.first.get(tree.row.slot, 0), logits.clone())
-        )
+        begin = self.first.get(tree.row.slot, 0)
+        self.seen.append((tuple(tree.row.tokens), path, begin, logits.clone()))
 
 
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """See what heads are asked from here on."""
-    watch, grow, grow_all, observe = (
-        Watch(),
-        pairs.grow,
-        pairs.grow_all,
-        HiddenStateProposer.observe,
-    )
+    """Record the logits of heads from here on."""
+    watch = Watch()
+    grow, grow_all, observe = eagle.grow, eagle.grow_all, HiddenStateProposer.observe
 
-    def seeing(trees: Sequence[Any], logits: Tensor, *rest: Any) -> None:
+    def watched_grow(trees: Sequence[Any], logits: Tensor, *rest: Any) -> None:
         nodes = [(tree, node) for tree in trees for node in tree.frontier]
         for (tree, node), row in zip(nodes, logits, strict=True):
             watch.node(tree, tuple(tree.draft.tokens[i] for i in tree.draft.path_to(node)[1:]), row)
         grow(trees, logits, *rest)
 
-    def seeing_all(trees: Sequence[Any], said: Sequence[Tensor], *rest: Any) -> None:
-        for tree, laws in zip(trees, said, strict=True):
-            for level, row in enumerate(laws):
+    def watched_grow_all(trees: Sequence[Any], logits: Sequence[Tensor], *rest: Any) -> None:
+        for tree, levels in zip(trees, logits, strict=True):
+            for level, row in enumerate(levels):
                 watch.node(tree, (0,) * level, row)
-        grow_all(trees, said, *rest)
+        grow_all(trees, logits, *rest)
 
-    def observing(self: HiddenStateProposer, slot: int, start: int, features: Any) -> None:
+    def watched_observe(self: HiddenStateProposer, slot: int, start: int, features: Any) -> None:
         observe(self, slot, start, features)
-        watch.first[slot] = self.waiting[slot].begin
+        watch.first[slot] = self.pending[slot].begin
 
-    for module in (pairs, block, levels):
-        monkeypatch.setattr(module, "grow", seeing)
-    monkeypatch.setattr(pairs, "grow_all", seeing_all)
-    monkeypatch.setattr(HiddenStateProposer, "observe", observing)
+    for module in (eagle, block, medusa):
+        monkeypatch.setattr(module, "grow", watched_grow)
+    monkeypatch.setattr(eagle, "grow_all", watched_grow_all)
+    monkeypatch.setattr(HiddenStateProposer, "observe", watched_observe)
     return watch
 
 
 def same_as_twin(watch: Watch, kind: str, head: Any, every: int = 1) -> None:
-    """The logits of every so-manieth node seen."""
+    """Compare the logits of every `every`-th node with the reference twin."""
     twin, close = KINDS[kind].twin(head), KINDS[kind].closeness
     assert len(watch.seen) >= 10
     for tokens, path, first, row in watch.seen[::every]:
         expected = twin.logits(tokens, path, first)
         assert torch.equal(row.isinf(), expected.isinf())
-        assert torch.allclose(row.double(), expected, rtol=close, atol=close), (
-            len(tokens),
-            path,
-            first,
-        )
+        same = torch.allclose(row.double(), expected, rtol=close, atol=close)
+        assert same, (len(tokens), path, first)
 
 
 def engine_of(
     kind: str, head: Any, width: int = 1, *, chunk: int = 64, rule: str = "match", **room: int
 ) -> Engine:
     drafter = KINDS[kind].propose(head.double(), width=width, **room)
-    return Engine(
-        Runner(tiny.decoder(tiny.family("llama")), **ROOM | room),
-        {"it": drafter},
-        chunk=chunk,
-        rule=rule,
-    )
+    runner = Runner(tiny.decoder(tiny.family("llama")), **ROOM | room)
+    return Engine(runner, {"it": drafter}, chunk=chunk, rule=rule)
 
 
 def run(engine: Engine, which: Sequence[int], length: int = 6, depth: int = 4) -> list[Any]:
@@ -110,15 +98,14 @@ def run(engine: Engine, which: Sequence[int], length: int = 6, depth: int = 4) -
 
 
 def show(drafter: Any, slot: int, tokens: Sequence[int], first: int = 0) -> None:
-    """Open a slot anew and show it the states of all but the last token, or of those from `first`
-    on."""
+    """Open a slot anew and show it the states of all but the last token, from `first` on."""
     drafter.close(slot)
     drafter.open(slot, tokens)
     if len(tokens) > 1:
-        parts = states_of(tuple(tokens[:-1]), drafter.aux_hidden_layers)[first:].split(
-            drafter.target.hidden, -1
-        )
-        drafter.observe(slot, first, dict(zip(drafter.aux_hidden_layers, parts, strict=True)))
+        layers = drafter.aux_hidden_layers
+        states = states_of(tuple(tokens[:-1]), layers)[first:]
+        parts = states.split(drafter.target.hidden, -1)
+        drafter.observe(slot, first, dict(zip(layers, parts, strict=True)))
 
 
 def native_view(family: str = "llama") -> TargetView:
@@ -127,13 +114,12 @@ def native_view(family: str = "llama") -> TargetView:
     return view_of(NativeDecoder(load_config(path), path, "float32", 256), form="float32")
 
 
-STANDS = array(
-    "f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))]
-)  # what sixteenths mean
+# acceptance by confidence bin: of first choices, then of tokens beside them
+ACCEPTANCE = array("f", [*(0.5 + i / 32 for i in range(16)), *(0.2 + i / 64 for i in range(16))])
 
 
 def chain_of(draft: Draft) -> Draft:
-    """What a drafter said first of all, without what stands beside it."""
+    """The drafter's first choices, without the nodes beside them."""
     chain = Draft.root(draft.tokens[0])
     for node, sure in enumerate(draft.confidence_bins, start=1):
         if sure < NUM_CONFIDENCE_BINS:

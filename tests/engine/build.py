@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from forerun.draft.block.formats import MarkovShape
-from forerun.draft.block.proposer import Block
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.cascade import Cascade
 from forerun.draft.compose import Either
 from forerun.draft.draft_model import DraftModel, Pard
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
-from forerun.draft.medusa import LevelHeads, MedusaProposer
+from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads
 from forerun.draft.ngram import NGram
 from forerun.draft.overlap import Ahead
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
@@ -46,8 +46,8 @@ PROPOSERS = (
 
 BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one above
     "windows": {"layer": WINDOWS},
-    "gated": {"law": MarkovShape(5, "gated")},
-    "rnn": {"law": MarkovShape(5, "rnn"), "sample_from_anchor": False},
+    "gated": {"markov": MarkovShape(5, "gated")},
+    "rnn": {"markov": MarkovShape(5, "rnn"), "sample_from_anchor": False},
     "windows, causal": {"layer": WINDOWS, "window_causal": True},
 }
 HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
@@ -105,7 +105,7 @@ def engine(
     def model(listed: Sequence[int] | None = None, width: int = 1) -> DraftModel:
         return DraftModel(runner(decoder(paths[1], listed)), tiny.VOCAB, width=width)
 
-    def levels(name: str, heads: LevelHeads) -> MedusaProposer:
+    def levels(name: str, heads: MedusaStyleHeads) -> MedusaProposer:
         return MedusaProposer(name, heads, view, width)
 
     def pairs(
@@ -127,10 +127,12 @@ def engine(
         "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
         "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelEagleProposer),
         "mtp": lambda: pairs("mtp", tiny.mtp(family)),
-        "block": lambda: Block(tiny.block(tiny.block_config(family)), view, **room, width=width),
+        "block": lambda: BlockProposer(
+            tiny.block(tiny.block_config(family)), view, **room, width=width
+        ),
         "ahead": lambda: Foreseeing(model()),
         **{
-            name: lambda kind=kind: Block(
+            name: lambda kind=kind: BlockProposer(
                 tiny.block(tiny.block_config(family, **kind)), view, **room, width=width
             )
             for name, kind in BLOCKS.items()
@@ -194,7 +196,7 @@ def check_idle(engine: Engine) -> None:
     ]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
-    caches += [p.cache for p in parts if isinstance(p, (EagleProposer, Block))]
+    caches += [p.cache for p in parts if isinstance(p, (EagleProposer, BlockProposer))]
     for cache in caches:
         cache.pages.check()
         assert cache.pages.available == cache.pages.count

@@ -618,5 +618,5 @@ def test_malformed_index(content: str, sharded: Path) -> None:
 def test_every_family_is_covered_here() -> None:
     models = [load_config(tiny.family(name)).family for name in tiny.FAMILIES]
     assert sorted([*models, "mimo"]) == sorted(FAMILIES), (
-        "MiMo's layers are Qwen2's, see tests/draft/test_mtp.py"
+        "MiMo's layers are Qwen2's, see tests/draft/test_eagle.py"
     )

@@ -8,7 +8,7 @@ import torch
 
 from forerun import ConfigError, SamplingParams
 from forerun.draft.block.module import BlockHead
-from forerun.draft.block.proposer import Block as Proposer
+from forerun.draft.block.proposer import BlockProposer as Proposer
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.tree import Tree
 from forerun.train.data import Corpus, Example
@@ -65,13 +65,15 @@ def proposed(
     row_of = DraftRequest(0, tokens[: root + 1], SamplingParams(), Noise(1, root), 9)
     drafter.propose([row_of])
     with torch.no_grad():
-        (grown,) = drafter._say([Tree(row_of)])
+        (grown,) = drafter._run_blocks([Tree(row_of)])
         found = []
-        for k, (made, said) in enumerate(zip(grown.made, grown.said, strict=True)):
+        for k, (made, said) in enumerate(zip(grown.outputs, grown.logits, strict=True)):
             if root + k < len(tokens):
                 previous = batch.tokens[row, root + k]
-                trust = float(head.trust(made, previous)) if head.config.confidence else 0.0
-                found.append((head.follow(head.behind(said, previous)), trust))
+                trust = (
+                    float(head.confidence_logit(made, previous)) if head.config.confidence else 0.0
+                )
+                found.append((head.over_target_vocab(head.add_markov_bias(said, previous)), trust))
     return found
 
 
@@ -93,8 +95,10 @@ def test_blocks_are_what_the_proposer_drafts(
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
             for k, (logits, _) in enumerate(proposed(head, aimed, batch, row, anchor)):
-                mine = head.follow(
-                    head.behind(head.say(made[row, a, k]), batch.tokens[row, anchor + k])
+                mine = head.over_target_vocab(
+                    head.add_markov_bias(
+                        head.compute_logits(made[row, a, k]), batch.tokens[row, anchor + k]
+                    )
                 )
                 assert torch.allclose(mine, logits, rtol=1e-3, atol=1e-3)
 
@@ -162,7 +166,10 @@ def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(
     head = RECIPE.build(aimed, corpus)
     assert isinstance(head, BlockHead)
     made, previous = torch.randn(3, 32), torch.tensor([5, 6, 7])
-    assert torch.equal(head.follow(head.behind(head.say(made), previous)), aimed.view.head(made))
+    assert torch.equal(
+        head.over_target_vocab(head.add_markov_bias(head.compute_logits(made), previous)),
+        aimed.view.head(made),
+    )
     assert torch.allclose(head.norm(made), aimed.view.normalise(made), rtol=1e-2, atol=1e-2)
 
 

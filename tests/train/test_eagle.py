@@ -297,6 +297,6 @@ def test_another_kind_of_layer_begins_as_the_identity(
     size = head.layer.hidden
     pair = torch.nn.functional.rms_norm(torch.randn(2, 1, size), (size,))
     rotation = (torch.ones(1, 1), torch.zeros(1, 1))
-    out = head.parts().along(pair[0], pair[1], rotation, lambda layer, q, k, v: q)
+    out = head(pair[0], pair[1], rotation, lambda layer, q, k, v: q)
     expected = torch.cat((pair[0], pair[1]), -1).sum(-1, keepdim=True)
     assert torch.allclose(out, expected.expand_as(out), atol=1e-4)

@@ -1,14 +1,13 @@
-"""Drafting whole blocks in one pass, DFlash and DSpark: the context is what the target thought of
-the text.
+"""Drafting whole blocks in one forward pass, with DFlash and DSpark.
 
-The context of a committed token depends on the target's states of that token alone: its keys and
-values are computed once for each layer, kept in the head's own cache, and never change. The block
-of a round stands behind them: its keys and values are scratch rows, which the next round
-overwrites. So a draft of any depth costs one pass of a few layers, and the tokens are then taken
-from it level by level.
+The context of a committed token is fused from the target's hidden states of that token alone. Its
+keys and values are computed once for each layer, stay in the head's own KV cache, and never change.
+The block of a round stands after them in scratch rows, which the next round overwrites. So a draft
+of any depth costs one pass of a few layers, and the tokens are then taken from it level by level.
 
-The root is the anchor, at position start: its own states are not known yet, and the context are
-those before it."""
+The root is the block's anchor: its own hidden states are not known yet, and the context ends before
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +22,15 @@ from torch import Tensor
 from forerun.cache.attention import Attention, Segment, Sight
 from forerun.cache.kv import KVCache
 from forerun.draft.block.formats import BlockConfig
-from forerun.draft.block.module import Behind, BlockHead, Markov
-from forerun.draft.head_modules import DecoderLayer, with_native_products
-from forerun.draft.head_program import Operations, run
-from forerun.draft.hidden_states import HiddenStateProposer
+from forerun.draft.block.module import BlockHead, Markov
+from forerun.draft.head_modules import (
+    DecoderLayer,
+    Operations,
+    Rotation,
+    run_program,
+    with_native_products,
+)
+from forerun.draft.hidden_states import HiddenStateProposer, NativeRounds
 from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.errors import ConfigError
@@ -35,167 +39,163 @@ from forerun.kernels.native import COp
 from forerun.runtime.program import LOGITS, QKV, Packed, Pass, Recorded, Said, Start, X
 from forerun.types import BESIDE
 
-CONTEXT, FUSED, KNOWN, FEATURES = range(
-    LOGITS + 1, LOGITS + 5
-)  # buffers; of FEATURES there is one for each boundary
+# buffers of the native programs; FEATURES is the first of one for each hidden-state layer
+CONTEXT, FUSED, MARKOV, FEATURES = range(LOGITS + 1, LOGITS + 5)
 
 
-def computes(config: BlockConfig) -> bool:
-    """Whether the native kernels have what its layers need; those of others are computed in torch.
-    A pass has one answer for all layers to whether slots see later ones, and a window is counted
-    from the last that a slot sees."""
-    return not (any(config.layer.windows) and config.window_causal)
+class NativeBlock(NativeRounds):
+    """The layers of a block drafter as native programs: a forward pass or a whole round."""
 
-
-class NativeBlock:
-    """A head's layers as programs; its weights are packed in `form`."""
+    fuses = True
 
     def __init__(
-        self,
-        head: BlockHead,
-        form: str,
-        rotation: tuple[Tensor, Tensor],
-        says: Packed | None,
-        softcap: float,
+        self, head: BlockHead, form: str, rotation: Rotation, lm_head: Packed | None, softcap: float
     ) -> None:
-        """rotation: cos and sin of all positions, float32 [context, 1, D / 2]. says: what makes
-        logits, bounded by `softcap` unless that is 0; without it, and with a law that asks for more
-        than the token before, no drafts are made here."""
-        self._config, c, law = head.config, head.config.layer, head.config.law
-        # windows are counted from the last slot of a block here, instead of from its anchor
-        wide = replace(
-            c, windows=tuple(window and window + head.config.block for window in c.windows)
-        )
-        self._made = made = Operations(wide, form, rotation)
-        ids, self._vocab = head.tokens(), head.target.vocab
+        """Pack the head's weights in `form`. `rotation` is cos and sin of all positions, float32
+        [context, 1, D / 2]; `softcap` bounds the logits of `lm_head`, 0 for none. Whole rounds need
+        an `lm_head`, and a head whose predictions depend on at most the previous token."""
+        config, c = head.config, head.config.layer
+        self._config = config
+        # the kernels count windows from the last slot of a block, not from its anchor
+        windows = tuple(window and window + config.block for window in c.windows)
+        self._build = build = Operations(replace(c, windows=windows), form, rotation)
+        ids = head.tokens()
         self._ids = None if ids is None else ids.numpy()
-        rank, states = law.rank if law else 1, [head.config.target_hidden]
-        others = c.hidden, c.hidden, rank, *states * len(head.config.aux_hidden_layers)
-        widths = made.widths(says.matrix.outputs if says else 1, *others)
+        self._vocab = head.target.vocab
+        rank = config.markov.rank if config.markov else 1
+        features = [config.target_hidden] * len(config.aux_hidden_layers)
+        num_logits = lm_head.matrix.outputs if lm_head else 1
+        widths = build.widths(num_logits, c.hidden, c.hidden, rank, *features)
+        self.features = range(FEATURES, len(widths))
         table, scale = head.table()
-        reads, layers = self._layers(head)
-        slots = [made.embedding(table, X, scale), *layers]
-        self._reads, self._slots = Recorded(c, reads, widths), Recorded(c, slots, widths)
-        self._fuses = Recorded(c, [*self._fuse(head), *reads], widths)
-        self._whole, self._follow = None, None
-        if says and head.config.is_bigram:
-            ends = made.product(says, X, LOGITS, head.norm, wanted=1, softcap=softcap)
-            self._whole = Recorded(c, [*slots, ends], widths)
-            if head.law:
-                self._follow = Recorded(c, self._adds(head.markov_head), widths)
+        context, layers = self._layers(head)
+        slots = [build.embedding(table, X, scale), *layers]
+        self._context = Recorded(c, context, widths)
+        self._slots = Recorded(c, slots, widths)
+        self._fused_context = Recorded(c, [*self._fusion(head), *context], widths)
+        self._predict: Recorded | None = None
+        self._markov: Recorded | None = None
+        if lm_head and config.is_bigram:
+            logits = build.product(lm_head, X, LOGITS, head.norm, wanted=1, softcap=softcap)
+            self._predict = Recorded(c, [*slots, logits], widths)
+            self.drafts = True
+            if config.markov:
+                self._markov = Recorded(c, self._markov_bias(head.markov_head), widths)
 
-    @property
-    def drafts(self) -> bool:
-        """Whether whole rounds can be done here."""
-        return self._whole is not None
+    @staticmethod
+    def supports(config: BlockConfig) -> bool:
+        """Return True if the kernels have the attention of the layers: a pass is causal or not in
+        all layers alike, and windows are counted from the last slot that is seen."""
+        return not (any(config.layer.windows) and config.window_causal)
 
-    def read(self, segments: Sequence[Segment], context: Tensor, cache: KVCache) -> None:
-        """Write keys and values of context [T, Hd], which stands at the segments' places."""
-        run(self._reads, Pass(segments, cache), cache, {CONTEXT: context})
+    def write_context(self, segments: Sequence[Segment], context: Tensor, cache: KVCache) -> None:
+        """Write keys and values of context [T, Hd] in the segments' rows."""
+        run_program(self._context, Pass(segments, cache), cache, {CONTEXT: context})
 
-    def slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
-        """What the layers make of the slots of some blocks, before the last norm. -> float32 [T,
-        Hd]"""
-        return run(self._slots, Pass(segments, cache, False), cache, {}).clone()
+    def run_slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
+        """Run the slots of some blocks; the layers' outputs before the last norm. -> float32
+        [T, Hd]"""
+        return run_program(self._slots, Pass(segments, cache, False), cache, {}).clone()
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, raw: bool, stands: array[float] | None
+        self, starts: Sequence[Start], cache: KVCache, raw: bool, acceptance: array[float] | None
     ) -> list[Said]:
-        """Read the context that each start brings and draft behind it, in one call; see
-        `Recorded.block`. `raw`: it is the target's states, which are yet to be fused."""
-        assert self._whole is not None
-        begin, given = (
-            (self._fuses, range(FEATURES, len(self._whole.widths)))
-            if raw
-            else (self._reads, [CONTEXT])
-        )
-        first = self._config.first
-        return self._whole.block(
+        """Read the starts' context and draft after it in one call; see `Recorded.block`. With
+        `raw` the starts hold the target's hidden states before they are fused."""
+        assert self._predict is not None
+        config = self._config
+        return self._predict.block(
             starts,
-            self._block,
+            lambda start: block_segment(
+                config, start.segment.slot, start.link.token, start.link.offset
+            ),
             cache,
             self._vocab,
             self._ids,
-            first,
-            begin,
-            given,
-            self._follow,
-            stands,
+            config.first,
+            self._fused_context if raw else self._context,
+            self.features if raw else [CONTEXT],
+            self._markov,
+            acceptance,
         )
 
-    def _block(self, start: Start) -> Segment:
-        """The slots behind what a start brings."""
-        return block_of(self._config, start.segment.slot, start.link.token, start.link.offset)
-
     def _layers(self, head: BlockHead) -> tuple[list[COp], list[COp]]:
-        """What makes keys and values of CONTEXT, and the layers over the slots in X. Both share
-        their weights."""
-        made, c = self._made, head.config.layer
-        queries, reads, slots = c.heads * c.head_dim, [], []
+        """Return the operations that write keys and values of CONTEXT, and those that run the
+        layers over the slots in X. Both share weights."""
+        build, c = self._build, head.config.layer
+        queries = c.heads * c.head_dim
+        context, slots = [], []
         for i, layer in enumerate(head.layers):
             assert isinstance(layer, DecoderLayer)
-            own, norm = layer.self_attn, layer.input_layernorm
-            weight, bias = own.products(), own.biases()
-            both = made.pack(weight[queries:], None if bias is None else bias[queries:])
-            turned = made.rotate(own, i)
-            reads += [made.product(both, CONTEXT, QKV, column=queries), turned]
+            attention, norm = layer.self_attn, layer.input_layernorm
+            weight, bias = attention.products(), attention.biases()
+            query_bias, kv_bias = (None, None) if bias is None else (bias[:queries], bias[queries:])
+            kv = build.pack(weight[queries:], kv_bias)
+            rotate = build.rotate(attention, i)
+            context += [build.product(kv, CONTEXT, QKV, column=queries), rotate]
             slots += [
-                made.product(
-                    weight[:queries], X, QKV, norm, None if bias is None else bias[:queries]
-                ),
-                made.product(both, X, QKV, norm, column=queries),
-                turned,
-                *made.rest(layer, i),
+                build.product(weight[:queries], X, QKV, norm, query_bias),
+                build.product(kv, X, QKV, norm, column=queries),
+                rotate,
+                *build.attention_and_mlp(layer, i),
             ]
-        return reads, slots
+        return context, slots
 
-    def _fuse(self, head: BlockHead) -> list[COp]:
-        """The target's states to CONTEXT, as `BlockHead.fuse` does."""
-        made, weights = self._made, torch.split(head.fc.weight, head.config.target_hidden, 1)
-        parts = [
-            made.product(weight, FEATURES + i, FUSED, combine=native.ADD if i else 0)
+    def _fusion(self, head: BlockHead) -> list[COp]:
+        """Return the operations from the target's hidden states to CONTEXT."""
+        weights = torch.split(head.fc.weight, head.config.target_hidden, 1)
+        products = [
+            self._build.product(weight, FEATURES + i, FUSED, combine=native.ADD if i else 0)
             for i, weight in enumerate(weights)
         ]
-        return [*parts, made.copy(FUSED, CONTEXT, head.hidden_norm)]
+        return [*products, self._build.copy(FUSED, CONTEXT, head.hidden_norm)]
 
-    def _adds(self, law: Markov) -> list[COp]:
-        """What follows a token, added to LOGITS."""
+    def _markov_bias(self, markov: Markov) -> list[COp]:
+        """Return the operations that add the previous token's bias to LOGITS."""
         return [
-            self._made.embedding(law.markov_w1.weight.detach(), KNOWN),
-            self._made.product(law.markov_w2.weight, KNOWN, LOGITS, combine=native.ADD),
+            self._build.embedding(markov.markov_w1.weight.detach(), MARKOV),
+            self._build.product(markov.markov_w2.weight, MARKOV, LOGITS, combine=native.ADD),
         ]
 
 
-def block_of(config: BlockConfig, slot: int, anchor: int, offset: int = 0) -> Segment:
-    """The slots of a block, `offset` tokens behind what is committed."""
+def block_segment(config: BlockConfig, slot: int, anchor: int, offset: int = 0) -> Segment:
+    """Return the slots of a block, `offset` tokens after what is committed."""
     tokens = [anchor, *[config.mask_token] * (config.block - 1)]
     return Segment(slot, tokens, list(range(-1, offset + config.block - 1)), [], offset)
 
 
 @dataclass(slots=True)
 class _Growing:
-    """A tree under construction, what its block said, and how likely the path to each node is to
-    stand.
+    """A tree under construction with its block.
 
-    block [S, Hd]: what was made of all slots. made [K, Hd], said [K, Vd]: of those that say
-    something, K as deep as any draft of the round. carried: what the law carries from each node to
-    its children."""
+    Attributes:
+        slots: outputs of all slots, [S, Hd].
+        outputs, logits: of the slots that predict a token, [K, Hd] and [K, Vd]; K is the depth of
+            the round's deepest draft.
+        confidence: the product of confidences down to each node.
+        markov_states: the Markov head's state of each node.
+    """
 
     tree: Tree
-    block: Tensor
-    made: Tensor
-    said: Tensor
-    stands: dict[int, float] = field(default_factory=lambda: {-1: 1.0})
-    carried: dict[int, Tensor] = field(default_factory=dict)
+    slots: Tensor
+    outputs: Tensor
+    logits: Tensor
+    confidence: dict[int, float] = field(default_factory=lambda: {-1: 1.0})
+    markov_states: dict[int, Tensor] = field(default_factory=dict)
+
+    def frontier_tokens(self) -> Tensor:
+        """The tokens of the frontier, [F] int64."""
+        tokens = [self.tree.draft.tokens[node] for node in self.tree.frontier]
+        return torch.tensor(tokens, device=self.slots.device)
 
 
-class Block(HiddenStateProposer):
-    """Chains, or trees of `width` nodes a level, as deep as the head has slots.
+class BlockProposer(HiddenStateProposer):
+    """Drafts chains, or trees of `width` nodes a level, as deep as the head has slots.
 
     Attributes:
         threshold: a path whose product of confidences falls below it is not followed further; 0
-            follows all. It decides from what is drafted already, never from what is about to be, so
-            it changes no text.
+            follows all. It depends on what is drafted already, never on the next tokens, so it
+            changes no text.
     """
 
     name = "block"
@@ -210,173 +210,133 @@ class Block(HiddenStateProposer):
         threshold: float = 0.0,
         **room: int,
     ) -> None:
-        """Room for context: as in `HiddenStateProposer`. It computes in the head's own dtype, or in
-        the target's native form. Raises LoadError if the head is not made for this target,
-        ConfigError for a threshold where it has no confidence head."""
-        if threshold and not head.config.confidence:
+        """`room` as in `HiddenStateProposer`. Computes in the head's dtype, or in the target's
+        native form. Raises LoadError if the head is not made for this target, ConfigError for a
+        threshold without a confidence head."""
+        config = head.config
+        if threshold and not config.confidence:
             raise ConfigError(
-                f"draft_threshold={threshold:g} needs a block drafter with a confidence head, which this one has not:"
-                " leave it out, or train one with confidence"
+                f"draft_threshold={threshold:g} needs a block drafter with a confidence head, which"
+                " this one has not: leave it out, or train one with confidence"
             )
         head.attach(target)
         head = head.to(target.device)
-        self.config, self.aux_hidden_layers = head.config, head.config.aux_hidden_layers
         dtype = next(head.parameters()).dtype if target.form is None else torch.float32
-        context = (
-            target.context + self.config.block
-        )  # the block at the very end of a text reaches past it
-        super().__init__(target, self.config.layer, dtype, context, **room)
-        self.width, self.threshold = width, threshold
-        self.head, self.native = (
-            (head, None) if target.form is None else self._natively(head, target.form)
-        )
-        whole = self.native is not None and self.native.drafts and width == 1 and not threshold
-        self.ends_chains = self.reports_confidence = whole
-        self.extra_nodes = BESIDE if whole else 0
+        # the last block of a text reaches past the target's context
+        super().__init__(target, config.layer, dtype, target.context + config.block, **room)
+        self.config, self.aux_hidden_layers = config, config.aux_hidden_layers
+        self.width, self.threshold, self.max_depth = width, threshold, config.depth
+        self.head, self.native = head, None
+        if target.form is not None:
+            programs = NativeBlock.supports(config)
+            packed = with_native_products(head, target.form, "layers" if programs else None)
+            self.head = packed
+            if programs:
+                lm_head = packed.packed_lm_head()
+                self.native = NativeBlock(head, target.form, self.rotation, *lm_head)
+        whole_rounds = self.native is not None and self.native.drafts
+        self.ends_chains = self.reports_confidence = whole_rounds and width == 1 and not threshold
+        self.extra_nodes = BESIDE if self.reports_confidence else 0
         self.reset()
 
-    def fuse(self, shown: Tensor) -> Tensor:
-        return self.head.fuse(shown)
-
-    def scratch(self, row: DraftRequest) -> int:
+    def scratch_rows(self, row: DraftRequest) -> int:
         return self.config.block
 
-    def draft(self, trees: Sequence[Tree]) -> None:
-        if self._round(trees):
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.head.fuse(states)
+
+    def write_cache(self, segments: Sequence[Segment], fused: Tensor) -> None:
+        if self.native is not None:
+            self.native.write_context(segments, fused, self.cache)
+            return
+        lengths = self.cache.length
+        spans = [
+            (s.slot, slice(lengths[s.slot], lengths[s.slot] + len(s.tokens))) for s in segments
+        ]
+        positions = np.concatenate([np.arange(span.start, span.stop) for _, span in spans])
+        rows = np.concatenate([self.cache.pages.rows[slot, span] for slot, span in spans])
+        rotation = self.rotation_at(torch.from_numpy(positions).to(self.target.device))
+        index = torch.from_numpy(rows).to(self.target.device)
+        for layer in range(self.layer.layers):
+            keys, values = self.head.context_kv(layer, fused, rotation)
+            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
+
+    def grow_trees(self, trees: Sequence[Tree]) -> None:
+        if not self.threshold and self.draft_natively(trees):
             return
         self.catch_up([tree.row for tree in trees])
-        growing = self._say(trees)
+        growing = self._run_blocks(trees)
         for level in range(self.config.depth):
             growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
-            growing = self._grow(growing, level)
+            if self.threshold > 0:
+                growing = [g for g in growing if self._prune(g, level)]
+            if not growing:
+                return
+            logits = torch.cat([self._logits(g, level) for g in growing])
+            grow([g.tree for g in growing], logits, self.width, self.name)
 
-    def _round(self, trees: Sequence[Tree]) -> bool:
-        """Read what the slots have missed and draft chains behind it, all in one native call.
-        False, and nothing done,
-        where that takes more: branches, laws to keep, filters, trust."""
-        native = self.native
-        if (
-            native is None
-            or not self.reports_confidence
-            or self.threshold
-            or not all(tree.is_plain for tree in trees)
-        ):
-            return False
-        self.catch_up([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
-        raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
-        starts = [self._start(tree, raw) for tree in trees]
-        stands = (
-            trees[0].row.confidence_rates
-        )  # a guess, which differs between temperatures alone; rows without have no floor
-        said = native.round(starts, self.cache, raw, stands)
-        for tree, start, own in zip(trees, starts, said, strict=True):
-            if start.segment.tokens:
-                self.commit(tree.row, len(start.segment.tokens))
-            tree.weigh(own, self.name, self.extra_nodes)
-        return True
+    def run_round(
+        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
+    ) -> list[Said]:
+        assert self.native is not None
+        return self.native.round(starts, self.cache, raw, acceptance)
 
-    def _start(self, tree: Tree, raw: bool) -> Start:
-        """What a native round has to know of one request; `raw`, it brings the target's states."""
-        row = tree.row
-        parts = self.take_raw(row.slot) if raw else [part.numpy() for part in self.take(row.slot)]
-        count = len(parts[0]) if parts else 0
-        link = tree.link(count)
-        link = replace(link, keys=link.keys[: self.config.depth])
-        return Start(self.behind(row, count), parts, 0, link)
+    # ------------------------------------------------------------ level by level
 
-    def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
-        """Keys and values of context; none depends on another."""
-        if self.native is not None:
-            return self.native.read(segments, fused, self.cache)
-        spans = [(s.slot, self.cache.length[s.slot], len(s.tokens)) for s in segments]
-        positions = np.concatenate([np.arange(at, at + count) for _, at, count in spans])
-        places = np.concatenate(
-            [self.cache.pages.rows[slot, at : at + count] for slot, at, count in spans]
-        )
-        rotation = self.rotate(torch.from_numpy(positions).to(self.target.device))
-        index = torch.from_numpy(places).to(self.target.device)
-        for layer in range(self.layer.layers):
-            keys, values = self.head.remember(layer, fused, rotation)
-            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
-        return None
-
-    def _say(self, trees: Sequence[Tree]) -> list[_Growing]:
-        """One pass over the block of each root. A block is whole however deep the draft is to be:
-        what a slot says depends on how many there are."""
+    def _run_blocks(self, trees: Sequence[Tree]) -> list[_Growing]:
+        """Run the block after each root. It always has all slots: their number matters to what
+        each of them predicts."""
         c = self.config
-        segments = [block_of(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
+        segments = [block_segment(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
         if self.native is not None:
-            made = self.head.norm(self.native.slots(segments, self.cache))
+            slots = self.head.norm(self.native.run_slots(segments, self.cache))
         else:
             attention = _BlockAttention(segments, self.cache, c)
-            ids = torch.tensor(
-                [token for s in segments for token in s.tokens], device=self.target.device
-            )
-            made = self.head(
-                self.head.embed(ids).to(self.dtype), self.rotate(attention.positions), attention
-            )
+            tokens = [token for segment in segments for token in segment.tokens]
+            embedded = self.head.embed(torch.tensor(tokens, device=self.target.device))
+            rotation = self.rotation_at(attention.positions)
+            slots = self.head(embedded.to(self.dtype), rotation, attention)
         deepest = min(max(tree.row.depth for tree in trees), c.depth)
-        blocks = made.view(len(trees), c.block, -1)
-        made = blocks[:, c.first : c.first + deepest]
-        said = self.head.say(made.flatten(0, 1)).view(len(trees), deepest, -1)
-        return [_Growing(*each) for each in zip(trees, blocks, made, said, strict=True)]
+        slots = slots.view(len(trees), c.block, -1)
+        outputs = slots[:, c.first : c.first + deepest]
+        logits = self.head.compute_logits(outputs.flatten(0, 1)).view(len(trees), deepest, -1)
+        return [_Growing(*each) for each in zip(trees, slots, outputs, logits, strict=True)]
 
-    def _grow(self, growing: Sequence[_Growing], level: int) -> list[_Growing]:
-        """Add one level to each tree; those that go on."""
-        if self.threshold > 0:
-            growing = [g for g in growing if self._is_trusted(g, level)]
-        if growing:
-            logits = torch.cat([self._follow(g, level) for g in growing])
-            grow([g.tree for g in growing], logits, self.width, self.name)
-        return list(growing)
-
-    def _follow(self, g: _Growing, level: int) -> Tensor:
-        """What is said behind each node of the frontier. [F, V]"""
-        law, previous = self.head.law, self._frontier(g)
-        said = g.said[level].expand(len(previous), -1)
-        if law is not None:
-            if not level:
+    def _logits(self, g: _Growing, level: int) -> Tensor:
+        """Return the logits after each node of the frontier, [F, V]."""
+        previous = g.frontier_tokens()
+        logits = g.logits[level].expand(len(previous), -1)
+        if self.config.markov is not None:
+            markov, draft = self.head.markov_head, g.tree.draft
+            if level == 0:
                 anchor = torch.tensor([g.tree.row.tokens[-1]], device=self.target.device)
-                g.carried[-1] = law.begin(g.block, anchor)
-            state = torch.stack([g.carried[g.tree.draft.parents[node]] for node in g.tree.frontier])
-            said, state = law(Behind(level + self.config.first, g.block, said, previous), state)
-            g.carried |= zip(g.tree.frontier, state, strict=True)
-        return self.head.follow(said)
+                g.markov_states[-1] = markov.initial_state(g.slots, anchor)
+            parents = [g.markov_states[draft.parents[node]] for node in g.tree.frontier]
+            logits, states = markov(g.outputs[level], logits, previous, torch.stack(parents))
+            g.markov_states |= zip(g.tree.frontier, states, strict=True)
+        return self.head.over_target_vocab(logits)
 
-    def _is_trusted(self, g: _Growing, level: int) -> bool:
-        """Take the paths that are not likely enough to stand out of the frontier; whether any is
-        left."""
-        tree, previous = g.tree, self._frontier(g)
-        trust = self.head.trust(g.made[level].expand(len(previous), -1), previous).sigmoid()
-        for node, chance in zip(tree.frontier, trust.tolist(), strict=True):
-            g.stands[node] = g.stands[tree.draft.parents[node]] * chance
-        kept = [i for i, node in enumerate(tree.frontier) if g.stands[node] >= self.threshold]
-        tree.frontier, tree.values = (
-            [tree.frontier[i] for i in kept],
-            [tree.values[i] for i in kept],
-        )
+    def _prune(self, g: _Growing, level: int) -> bool:
+        """Drop paths below the threshold from the frontier; True if any is left."""
+        tree, previous = g.tree, g.frontier_tokens()
+        slots = g.outputs[level].expand(len(previous), -1)
+        confidence = self.head.confidence_logit(slots, previous).sigmoid()
+        for node, own in zip(tree.frontier, confidence.tolist(), strict=True):
+            g.confidence[node] = g.confidence[tree.draft.parents[node]] * own
+        kept = [
+            (node, value)
+            for node, value in zip(tree.frontier, tree.values, strict=True)
+            if g.confidence[node] >= self.threshold
+        ]
+        tree.frontier, tree.values = [node for node, _ in kept], [value for _, value in kept]
         return bool(kept)
-
-    def _frontier(self, g: _Growing) -> Tensor:
-        """The tokens of the frontier. [F]"""
-        return torch.tensor(
-            [g.tree.draft.tokens[node] for node in g.tree.frontier], device=self.target.device
-        )
-
-    def _natively(self, head: BlockHead, form: str) -> tuple[BlockHead, NativeBlock | None]:
-        """The head with products on the native kernels, and its layers as programs, where there are
-        some that compute them."""
-        if not computes(head.config):
-            return with_native_products(head, form), None
-        fast = with_native_products(head, form, "layers")
-        return fast, NativeBlock(head, form, self.rotation, *fast.packed())
 
 
 class _BlockAttention(Attention):
-    """Who sees whom in a pass over whole blocks, whose anchors stand behind all that is committed.
+    """Attention of whole blocks, whose anchors stand after all committed tokens.
 
-    All slots of a block see the same context, of which a layer with a window knows the last that so
-    many tokens have left; which of one another they see is `BlockConfig.is_causal` of the layer.
+    All slots of a block see the same context: in a layer with a window, the last `window` tokens
+    before the anchor. Which slots see one another is `BlockConfig.is_causal` of the layer.
     """
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache, config: BlockConfig) -> None:
@@ -392,9 +352,8 @@ class _BlockAttention(Attention):
             for r, segment in enumerate(segments):
                 at, count = self.cache.length[segment.slot], len(segment.tokens)
                 mask[r, :count, max(0, at - window) if window else 0 : at] = True
-                mask[r, :count, at : at + count] = (
-                    np.tri(count, dtype=bool) if self._block.is_causal(layer) else True
-                )
+                causal = np.tri(count, dtype=bool)
+                mask[r, :count, at : at + count] = causal if self._block.is_causal(layer) else True
                 mask[r, count:, 0] = True  # a padding query must see something, or it is NaN
             masks[self.config.sight(layer)] = None if mask.all() else self._tensor(mask)
         return masks

@@ -1,13 +1,26 @@
-"""EAGLE-1 and EAGLE-2 heads (Li et al. 2401.15077, 2406.16858): the target's last state, one layer
-ahead.
+"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads: published formats, modules, loading and saving.
 
-The pair of the embedding of token t + 1 and the target's normalised last state of token t is joined
-by one product, goes through a decoder layer without a norm before its attention, and comes out as a
-guess of the target's normalised last state of token t + 1: the target's own head says token t + 2
-from it, and a drafted token is paired with it as it is. EAGLE-2 is the same head, drafting trees.
+EAGLE-3 (Li et al. 2503.01840): hidden states of several layers of the target are fused into one
+state g_t of token t; the pair of the embedding of token t + 1 and g_t goes through one decoder
+layer, which predicts token t + 2. P-EAGLE is such a head with a mask token, which drafts in one
+forward pass. EAGLE-1 (2401.15077) reads the target's last hidden state alone, has no norm before
+its attention, and predicts the target's next last state, from which the target's lm head predicts
+the token; EAGLE-2 (2406.16858) is the same head, drafting trees.
 
-Two layouts are read: that of its authors, a config.json of a Llama of one layer, and that of vLLM,
-the same in `model`. Either may come with a head of its own.
+Published configurations of EAGLE-3 differ in names and, silently, in what the numbers of hidden
+states mean. In forerun, number i is the state that enters layer i of the target's N, and N is the
+last layer's output.
+
+- speculators (`speculators_model_type`): the fields of the decoder layer are in
+  `transformer_layer_config`; numbers mean the same as here. P-EAGLE is called `peagle`.
+- DeepSpec (`target_layer_ids`): numbers are layers whose outputs are read, -1 the embedding.
+- SafeAILab, SpecForge, NVIDIA: numbers in `eagle_config` are outputs of layers if the first one is
+  1 (SGLang tells them apart so); those at the top mean the same as here (as in vLLM). The default
+  is 2, N // 2 and N - 3.
+- Any of these with a mask token is P-EAGLE.
+
+The rotary embedding is the head's own, never the target's. Fields that a config leaves out have
+transformers' defaults, but sizes are those of the tensors.
 """
 
 from __future__ import annotations
@@ -20,33 +33,37 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.eagle.formats import Said, read_dialect, read_flag
 from forerun.draft.head_files import (
-    LAYER,
-    MOST_LAYERS,
+    FIRST_LAYER,
+    MAX_LAYERS,
     Tensors,
     assemble,
     describe_speculator,
+    read_bool,
     read_config,
+    read_int,
     read_layer,
+    read_layer_ids,
     read_tensors,
     reading,
     size_of,
     write,
-)  # fmt: skip
+)
 from forerun.draft.head_modules import (
     EMBEDDING,
-    HEAD,
+    LM_HEAD,
     DecoderLayer,
     Head,
+    HeadConfig,
     JoinedLayer,
     Layer,
     Mlp,
+    Rotation,
     SelfAttention,
-    borrow,
-    check_aux_hidden_layers,
-    check_fused,
+    check_fc_width,
+    check_fit,
     check_sizes,
+    drop_borrowed,
 )
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError, shown
@@ -54,23 +71,141 @@ from forerun.models.config import Json, ModelConfig, is_integer
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import maps_of
 
+EAGLE1, EAGLE3 = "EAGLE head", "EAGLE-3 head"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # in the order in which vLLM looks
 NO_NORM = nn.Identity()
+# relative difference up to which an embedding in an EAGLE-1 head is a copy of a quantised target's
+SAME_EMBEDDING = 0.1
+
+
+# ---------------------------------------------------------------- config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a head is made of between its states and what they become.
+class EagleConfig(HeadConfig):
+    """The shape of an EAGLE-3 head, or with a `mask_token` of a P-EAGLE head, which may have
+    ordinary layers after the first.
 
     Attributes:
-        layer: which attends, behind a norm where pairs are joined.
-        embed_norm, state_norm: of either half of a pair; a state may be normed already, and some
-            heads norm neither.
-        join: what makes one vector of a pair, [Hd, 2 Hd], and may add a bias; without it both
-            halves enter the attention side by side, and the state alone is carried on.
-        attention_norm: before the attention, where pairs are joined.
-        last_norm: of what the layer left, before the product that says tokens; some heads have
-            none.
-        carried: norms, one after the other, of what the layer left as it enters the layer again.
+        norm_before_fc: the concatenated states are normed before they are fused.
+        fc_norm: each state is normed by itself before they are fused.
+        norm_before_residual: the residual stream starts with the normed state.
+        norm_output: drafted tokens are paired with the state after the last norm.
+        join: a product joins a pair into one vector before an ordinary layer, as in multi-token
+            modules; excludes `norm_before_residual`, which is about the paper's layer.
+    """
+
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    join: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EagleFormat:
+    """What config.json says in any published format; `layer` holds the fields of the decoder layer
+    in transformers' names, the others are as in `EagleConfig`."""
+
+    layer: Json
+    aux_hidden_layers: tuple[int, ...]
+    norm_before_residual: bool
+    norm_output: bool
+    mask_token: int | None
+
+
+def read_format(raw: Json, target_layers: int) -> EagleFormat:
+    """Read the config.json of an EAGLE-3 head for a target of so many layers. Raises LoadError."""
+    default = (2, target_layers // 2, target_layers - 3)
+    if "speculators_model_type" not in raw:
+        return _read_plain(raw, default)
+    kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
+    if kind not in ("eagle3", "peagle"):
+        raise LoadError(f"it is a {kind!r} speculator: give one of eagle3 or peagle")
+    if not isinstance(layer, dict):
+        raise LoadError("config.json has no transformer_layer_config")
+    return EagleFormat(
+        layer=layer,
+        aux_hidden_layers=default if raw.get(LAYER_IDS) is None else read_layer_ids(raw, LAYER_IDS),
+        # vLLM's default is true for eagle3, and published heads were measured with it
+        norm_before_residual=read_flag(raw, "norm_before_residual", kind == "eagle3"),
+        norm_output=read_flag(raw, "norm_output", False),
+        mask_token=_read_mask_token(raw, required=kind == "peagle"),
+    )
+
+
+def _read_plain(raw: Json, default: tuple[int, ...]) -> EagleFormat:
+    """Read DeepSpec's, SafeAILab's, SpecForge's or NVIDIA's format: one flat object."""
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise LoadError("eagle_config in config.json is not an object")
+    if not read_flag(raw, "norm_output", True):  # another meaning than in speculators
+        raise LoadError(
+            "norm_output false means no norm before its lm_head in this layout, which is not"
+            " supported"
+        )
+    if raw.get("target_layer_ids") is not None:
+        ids = tuple(i + 1 for i in read_layer_ids(raw, "target_layer_ids"))
+    elif nested.get(LAYER_IDS) is not None:
+        ids = read_layer_ids(nested, LAYER_IDS)
+        if ids[0] == 1:
+            ids = tuple(i + 1 for i in ids)
+    else:
+        ids = read_layer_ids(raw, LAYER_IDS) if LAYER_IDS in raw else default
+    early = read_flag(raw, "norm_before_residual", False)
+    mask_token = _read_mask_token(raw, required=read_flag(raw, "parallel_drafting", False))
+    return EagleFormat(raw, ids, early, False, mask_token)
+
+
+def _read_mask_token(raw: Json, required: bool) -> int | None:
+    """Read the mask token of a head that drafts in parallel. Raises LoadError."""
+    found = {name: raw[name] for name in MASK_TOKENS if raw.get(name) is not None}
+    for name, token in found.items():
+        if not is_integer(token) or token < 0:
+            raise LoadError(f"{name} in config.json is {token!r}, not a token")
+    if required and not found:
+        names = " or ".join(MASK_TOKENS)
+        raise LoadError(
+            f"it drafts in parallel, but config.json has no mask token: it is called {names}"
+        )
+    return next(iter(found.values()), None)
+
+
+def read_flag(raw: Json, name: str, default: bool) -> bool:
+    """Read a boolean at the top of config.json or in `eagle_config`. Raises LoadError."""
+    nested = raw.get("eagle_config")
+    return read_bool((nested | raw) if isinstance(nested, dict) else raw, name, default)
+
+
+def read_draft_vocab(raw: Json, rows: int, vocab: int) -> int:
+    """Return the number of tokens that a head predicts, the rows of its lm head. Raises LoadError
+    if config.json or the vocabulary disagree."""
+    if raw.get("draft_vocab_size") not in (None, rows):
+        raise LoadError(
+            f"draft_vocab_size is {raw['draft_vocab_size']!r}, but lm_head.weight has {rows} rows"
+        )
+    if rows > vocab:
+        raise LoadError(f"it predicts {rows} tokens, more than the {vocab} of its vocabulary")
+    return rows
+
+
+# ---------------------------------------------------------------- modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadParts:
+    """The modules that a head consists of beside its embedding, fusion and lm head.
+
+    Attributes:
+        layer: attention and MLP.
+        embed_norm, state_norm: norms of the two halves of a pair.
+        join: the product [Hd, 2 Hd] that joins a pair. Without it both halves enter the attention
+            side by side, and the state alone starts the residual stream.
+        attention_norm: after `join`, before the attention.
+        last_norm: of the layer's output, before the lm head.
+        fused_norm: of fused states, where the residual stream starts with normed states.
+        carried: norms, in order, of the layer's output where it becomes the next token's state.
     """
 
     layer: Layer
@@ -79,129 +214,73 @@ class Parts:
     join: nn.Linear | None = None
     attention_norm: nn.Module = NO_NORM
     last_norm: nn.Module = NO_NORM
+    fused_norm: nn.Module = NO_NORM
     carried: Sequence[nn.Module] = ()
-
-    def along(
-        self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
-        """What the layer leaves of pairs, [.., Hd] of either half. -> [.., Hd]"""
-        pair = torch.cat((self.embed_norm(embedded), self.state_norm(state)), dim=-1)
-        if self.join is None:
-            return self.layer.along(state, pair, rotation, attend)
-        x = self.join(pair)
-        return self.layer.along(x, self.attention_norm(x), rotation, attend)
 
 
 class EagleModule(Head):
-    """Base of all heads on pairs: those that read the target's last state, normed, unless they say
-    otherwise.
+    """Base of EAGLE-style heads. By default a head reads the target's last state, normed.
 
     Attributes:
-        inner: how the names of its layer's parts begin.
-        layer: the shape of its decoder layer; `vocab` is that of its embedding.
-        boundaries: the target's hidden states it reads.
-        mask_token, mask_hidden: what a head that drafts in parallel reads in place of a token that
-            is not known yet, and of the target's states beside it, [1, 1, n * H]. Other heads have
-            none.
+        program_prefix: how names of the parts begin that the native program computes.
+        layer: the config of the decoder layer; `vocab` is that of the embedding.
+        aux_hidden_layers: the target's hidden states that the head reads.
+        mask_token, mask_hidden: P-EAGLE's stand-ins for a token that is not known yet, and for the
+            target's states beside it, [1, 1, n * H].
     """
 
-    inner: str
+    program_prefix: str
     layer: ModelConfig
     aux_hidden_layers: tuple[int, ...]
     mask_token: int | None = None
     mask_hidden: nn.Parameter
 
     def attach(self, target: TargetView) -> None:
-        """Let it borrow from this target. Raises LoadError if the head is not made for it."""
+        """Set the target that the head borrows from. Raises LoadError if it does not fit."""
         check_sizes(self.title, target, self.layer.hidden, self.layer.vocab)
         self.target = target
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's states side by side, [.., n * H], to a state of the head, [.., Hd]."""
-        return self.target.normalise(features)
+    def parts(self) -> HeadParts:
+        """Return the modules of which `forward`, `logits` and `next_state` consist."""
+        raise NotImplementedError
 
-    def fusing(self) -> list[tuple[nn.Module | None, Tensor]]:
-        """Products whose sum is what `fuse` makes, each with the norm before it, [Hd, width]: they
-        read equal parts of the features, in order. Empty where there is more to it."""
+    def fuse(self, states: Tensor) -> Tensor:
+        """Fuse the target's concatenated states [.., n * H] into a state of the head, [.., Hd]."""
+        return self.target.normalise(states)
+
+    def fusion_products(self) -> list[tuple[nn.Module | None, Tensor]]:
+        """Return products [Hd, width], each with the norm before it, over equal parts of the states
+        in order. Their sum after `fused_norm` is `fuse`; [] if that is not so."""
         return []
 
     def forward(
-        self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+        self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend
     ) -> Tensor:
-        """Pairs of embeddings and states, [.., Hd] each, to what the head makes of them [.., Hd].
+        """Run pairs of embeddings and states, [.., Hd] each. -> [.., Hd]
 
-        rotation: cos and sin of the pairs' positions, [.., 1, D / 2]. attend: as in
-            `models.decoder`, of layer 0.
+        `rotation` is that of the pairs' positions, `attend` as in `models.decoder`, of layer 0.
         """
-        return self.leave(self.parts().along(embedded, self.enter(state), rotation, attend))
+        parts = self.parts()
+        pair = torch.cat((parts.embed_norm(embedded), parts.state_norm(state)), dim=-1)
+        if parts.join is None:
+            return parts.layer.add_residuals(state, pair, rotation, attend)
+        x = parts.join(pair)
+        return parts.layer.add_residuals(x, parts.attention_norm(x), rotation, attend)
 
-    def parts(self) -> Parts:
-        """What `forward` is made of, between `enter` and `leave`."""
-        raise NotImplementedError
+    def logits(self, output: Tensor) -> Tensor:
+        """Return the logits of the head's outputs. [.., Hd] -> [.., Vd]"""
+        return self.compute_logits(self.parts().last_norm(output))
 
-    @property
-    def entered(self) -> nn.Module | None:
-        """The norm of states as they go into the layer, if there is one."""
-        return None
-
-    def enter(self, state: Tensor) -> Tensor:
-        """States as they go into the layer. [.., Hd] -> [.., Hd]"""
-        norm = self.entered
-        return state if norm is None else norm(state)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """What is made of what the layer left. [.., Hd] -> [.., Hd]"""
-        return x
-
-    def logits(self, made: Tensor) -> Tensor:
-        """[.., Hd] -> logits of the tokens it says, [.., Vd]"""
-        return self.say(made)
-
-    def state(self, made: Tensor) -> Tensor:
-        """What a drafted token is paired with, from what the head made of its parent. [.., Hd] ->
-        [.., Hd]"""
-        return made
-
-
-EAGLE3 = "EAGLE-3 head"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
-    """The shape of a head.
-
-    Attributes:
-        layer: its decoder layer, of a family like Llama; `vocab` is the target's.
-        target_hidden: size of the target's hidden states.
-        boundaries: which of them it reads, in the order in which they stand in g.
-        draft_vocab: tokens it can say; fewer than `vocab` with a map, see `Head`.
-        own_embedding: it has an embedding of its own; otherwise the target's is used.
-        norm_before_fc: g is normed as a whole before it is fused.
-        fc_norm: each state in g is normed by itself before it is fused.
-        norm_before_residual: the residual stream starts with the normed state.
-        norm_output: drafted tokens are paired with the state after the last norm, not before it.
-        join: one product makes a vector of a pair before an ordinary layer, as in multi-token
-            modules; the paper has another layer, and `norm_before_residual` is about that one.
-        mask_token: the token that stands for those not known yet, in a head that drafts in parallel
-            (P-EAGLE); such a head may have ordinary layers behind the first.
-    """
-
-    layer: ModelConfig
-    target_hidden: int
-    aux_hidden_layers: tuple[int, ...]
-    draft_vocab: int
-    own_embedding: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    join: bool = False
-    mask_token: int | None = None
+    def next_state(self, output: Tensor) -> Tensor:
+        """Return the state paired with a drafted token, from the head's output of its parent.
+        [.., Hd] -> [.., Hd]"""
+        for norm in self.parts().carried:
+            output = norm(output)
+        return output
 
 
 class _Eagle3Layer(Layer):
-    """The paper's layer: the embedding comes first beside the state, and only the state is carried
-    on."""
+    """The paper's layer: embedding and state enter the attention side by side."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -212,8 +291,8 @@ class _Eagle3Layer(Layer):
         self.mlp = Mlp(c)
 
 
-class _Joined(JoinedLayer):
-    """A layer over pairs that are joined before it."""
+class _JoinedEagle3Layer(JoinedLayer):
+    """A layer after a product that joins the normed halves of a pair."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__(c)
@@ -222,20 +301,17 @@ class _Joined(JoinedLayer):
 
 
 class Eagle3Head(EagleModule):
-    """The head as it is trained and stored; tensors are called as in the speculators format.
-
-    `mask_hidden` [1, 1, n * H] is what a head that drafts in parallel reads where there are no
-    states. Letters: n boundaries, H the target's hidden size, Hd the head's.
-    """
+    """An EAGLE-3 or P-EAGLE head, with the tensor names of the speculators format."""
 
     title = EAGLE3
-    inner = "layers"
+    program_prefix = "layers"
     lm_head: nn.Linear
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        c, width = config.layer, len(config.aux_hidden_layers) * config.target_hidden
-        self.config, self.layer, self.aux_hidden_layers = config, c, config.aux_hidden_layers
+        c, width = config.layer, config.fused_width
+        self.config, self.layer = config, c
+        self.aux_hidden_layers, self.mask_token = config.aux_hidden_layers, config.mask_token
         self.fc = nn.Linear(width, c.hidden, bias=False)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(width, c.norm_eps)
@@ -243,242 +319,87 @@ class Eagle3Head(EagleModule):
             self.fc_norm = nn.ModuleList(
                 nn.RMSNorm(config.target_hidden, c.norm_eps) for _ in config.aux_hidden_layers
             )
-        self.layers = nn.ModuleList([_Joined(c) if config.join else _Eagle3Layer(c)])
+        self.layers = nn.ModuleList([_JoinedEagle3Layer(c) if config.join else _Eagle3Layer(c)])
         self.layers.extend(DecoderLayer(c, layer) for layer in range(1, c.layers))
-        self.mask_token = config.mask_token
         if config.mask_token is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
-        self.list_tokens(config.draft_vocab, c.vocab)
+        self.init_token_map(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
-        check_fit(self.config, target)
+        borrows = not self.config.own_embedding
+        check_fit(EAGLE3, target, self.config, borrows=borrows, fewer=True)
         self.target = target
 
     def tokens(self) -> Tensor | None:
-        if self.d2t is not None:
+        count = self.config.draft_vocab
+        if self.d2t is not None or count == self.target.vocab:
             return super().tokens()
-        said = self.config.draft_vocab
-        return None if said == self.target.vocab else torch.arange(said, device=self.target.device)
+        return torch.arange(count, device=self.target.device)  # a smaller vocabulary, no map
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, states: Tensor) -> Tensor:
         if self.config.norm_before_fc:
-            features = self.input_norm(features)
+            states = self.input_norm(states)
         if self.config.fc_norm:
-            parts = torch.split(features, self.config.target_hidden, dim=-1)
-            features = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
-            )
-        out: Tensor = self.fc(features)
+            parts = torch.split(states, self.config.target_hidden, dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
+        out: Tensor = self.parts().fused_norm(self.fc(states))
         return out
 
-    def fusing(self) -> list[tuple[nn.Module | None, Tensor]]:
+    def fusion_products(self) -> list[tuple[nn.Module | None, Tensor]]:
         if not self.config.fc_norm:
             return [(self.input_norm if self.config.norm_before_fc else None, self.fc.weight)]
         if self.config.norm_before_fc:
             return []
-        return list(
-            zip(
-                self.fc_norm, torch.split(self.fc.weight, self.config.target_hidden, 1), strict=True
-            )
-        )
+        weights = torch.split(self.fc.weight, self.config.target_hidden, 1)
+        return list(zip(self.fc_norm, weights, strict=True))
 
     def forward(
-        self, embedded: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+        self, embedded: Tensor, state: Tensor, rotation: Rotation, attend: Attend
     ) -> Tensor:
         x = super().forward(embedded, state, rotation, attend)
-        _, *behind = self.layers
-        for layer in behind:
+        for layer in list(self.layers)[1:]:
             x = layer(x, rotation, attend)
         return x
 
-    @property
-    def entered(self) -> nn.Module | None:
-        own = self.layers[0]
-        return (
-            own.hidden_norm
-            if isinstance(own, _Eagle3Layer) and self.config.norm_before_residual
-            else None
-        )
-
-    def parts(self) -> Parts:
-        own = self.layers[0]
-        carried = [self.norm] if self.config.norm_output else []
-        if isinstance(own, _Joined):
-            return Parts(
-                layer=own, embed_norm=own.embed_norm, state_norm=own.hidden_norm, join=own.input_proj,
-                attention_norm=own.input_layernorm, last_norm=self.norm, carried=carried,
-            )  # fmt: skip
-        assert isinstance(own, _Eagle3Layer)
+    def parts(self) -> HeadParts:
+        first = self.layers[0]
+        carried: list[nn.Module] = [self.norm] if self.config.norm_output else []
+        if isinstance(first, _JoinedEagle3Layer):
+            return HeadParts(
+                layer=first,
+                embed_norm=first.embed_norm,
+                state_norm=first.hidden_norm,
+                join=first.input_proj,
+                attention_norm=first.input_layernorm,
+                last_norm=self.norm,
+                carried=carried,
+            )
+        assert isinstance(first, _Eagle3Layer)
         early = self.config.norm_before_residual
-        return Parts(
-            layer=own, embed_norm=own.input_layernorm, state_norm=NO_NORM if early else own.hidden_norm,
-            last_norm=self.norm, carried=[*carried, own.hidden_norm] if early else carried,
-        )  # fmt: skip
+        return HeadParts(
+            layer=first,
+            embed_norm=first.input_layernorm,
+            state_norm=NO_NORM if early else first.hidden_norm,
+            last_norm=self.norm,
+            fused_norm=first.hidden_norm if early else NO_NORM,
+            carried=[*carried, first.hidden_norm] if early else carried,
+        )
 
     @property
     def joined(self) -> JoinedLayer:
-        """Its layer, where `join` is set."""
+        """The only layer of a head with `join`."""
         (layer,) = self.layers
         assert isinstance(layer, JoinedLayer)
         return layer
 
-    def logits(self, made: Tensor) -> Tensor:
-        return self.say(self.norm(made))
-
-    def state(self, made: Tensor) -> Tensor:
-        out: Tensor = self.norm(made) if self.config.norm_output else made
-        return out
-
-
-def check_fit(config: EagleConfig, target: TargetView) -> None:
-    """Raise LoadError unless the head is made for a target of these sizes."""
-    c = config.layer
-    check_sizes(EAGLE3, target, config.target_hidden, c.vocab, fewer=True)
-    if not config.own_embedding and c.hidden != target.hidden:
-        raise LoadError(
-            f"this {EAGLE3} has states of {c.hidden}, its target of {target.hidden}, so the target's embedding does"
-            " not fit, and the head has none of its own: its checkpoint is incomplete"
-        )
-    if config.mask_token is not None and config.mask_token >= c.vocab:
-        raise LoadError(
-            f"the mask token {config.mask_token} of this {EAGLE3} is not one of its {c.vocab} tokens"
-        )
-    check_aux_hidden_layers(EAGLE3, target, config.aux_hidden_layers)
-
-
-def load_head(directory: Path, target: TargetView) -> Eagle3Head:
-    """Read a head for this target, in float32. Raises LoadError, also where it does not fit."""
-    raw = read_config(directory, EAGLE3)
-    tensors = read_named(directory, EAGLE3)
-    with reading(directory, EAGLE3):
-        said = read_dialect(raw, target.layers)
-        check_fused(EAGLE3, target, said.aux_hidden_layers, tensors)
-        layer = read_layer(said.layer, tensors, target.vocab, layers=_layers(said))
-        config = EagleConfig(
-            layer=layer,
-            target_hidden=target.hidden,
-            aux_hidden_layers=said.aux_hidden_layers,
-            draft_vocab=_draft_vocab(raw, tensors, layer),
-            own_embedding=EMBEDDING in tensors,
-            norm_before_fc=read_flag(raw, "norm_before_fc", "input_norm.weight" in tensors),
-            fc_norm=read_flag(raw, "fc_norm", "fc_norm.0.weight" in tensors),
-            norm_before_residual=said.norm_before_residual,
-            norm_output=said.norm_output,
-            join=read_flag(raw, "join", f"{LAYER}input_proj.weight" in tensors),
-            mask_token=said.mask_token,
-        )
-        check_fit(config, target)
-        if config.join and config.norm_before_residual:
-            raise LoadError(
-                "join and norm_before_residual are both true in config.json: a layer has one of them"
-            )
-        if (
-            "mask_hidden" in tensors and said.mask_token is not None
-        ):  # [n * H], with axes of 1 before it or without
-            tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
-        _set_vocabulary(config, tensors)
-        return assemble(lambda: Eagle3Head(config), tensors, EAGLE3)
-
-
-def save_head(
-    head: Eagle3Head, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a head in the speculators layout; `target` is the name or path of its target. Raises
-    OSError."""
-    c = head.config
-    described = describe_speculator("eagle3", "Eagle3Speculator", c.layer, 3, target)
-    own = {
-        "draft_vocab_size": c.draft_vocab,
-        "target_hidden_size": c.target_hidden,
-        "eagle_aux_hidden_state_layer_ids": list(c.aux_hidden_layers),
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
-        **({"join": True} if c.join else {}),
-        "embed_requires_grad": False,
-    }
-    write(head, described | own, directory, dtype)
-
-
-def read_named(directory: Path, kind: str) -> Tensors:
-    """All tensors under the names that our heads have for them; buffers of no use are left out.
-    Raises LoadError."""
-    named = {}
-    for name, tensor in read_tensors(directory, kind).items():
-        name = name.removeprefix("model.")
-        name = LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-        if not name.endswith("rotary_emb.inv_freq"):
-            named[name] = tensor
-    return named
-
-
-def _layers(said: Said) -> int:
-    """How many layers it has: one, but for a head that drafts in parallel. Raises LoadError."""
-    count = 1 if said.mask_token is None else said.layer.get("num_hidden_layers", 1)
-    if not is_integer(count) or not 1 <= count <= MOST_LAYERS:
-        raise LoadError(
-            f"num_hidden_layers is {count!r}, not a whole number from 1 to {MOST_LAYERS}"
-        )
-    return int(count)
-
-
-def _draft_vocab(raw: Json, tensors: Tensors, layer: ModelConfig) -> int:
-    size = size_of(tensors, HEAD, 0)
-    if raw.get("draft_vocab_size") not in (None, size):
-        raise LoadError(
-            f"draft_vocab_size is {raw['draft_vocab_size']!r}, but lm_head.weight has {size} rows"
-        )
-    if size > layer.vocab:
-        raise LoadError(f"it says {size} tokens, more than the {layer.vocab} of its vocabulary")
-    return size
-
-
-def _set_vocabulary(config: EagleConfig, tensors: Tensors) -> None:
-    """Make d2t offsets of ascending ids, whatever is stored, and t2d what follows from it."""
-    size, vocab = config.draft_vocab, config.layer.vocab
-    stored, order = tensors.pop("d2t", None), torch.arange(size)
-    tensors.pop("t2d", None)
-    if stored is None and size < vocab:
-        raise LoadError(
-            f"it says {size} of {vocab} tokens, but its checkpoint has no d2t that tells which"
-        )
-    if stored is None:
-        return
-    if stored.shape != (size,) or stored.is_floating_point():
-        raise LoadError(
-            f"d2t is {stored.dtype} of shape {list(stored.shape)}, not {size} whole numbers"
-        )
-    stored = stored.long()
-    ids = stored + order
-    if (stored.diff() < 0).any() or ids[
-        -1
-    ] >= vocab:  # no offsets of ascending ids: some store the ids themselves
-        ids, at = stored.sort()
-        tensors[HEAD] = tensors[HEAD][at]
-    if ids[0] < 0 or ids[-1] >= vocab or (ids.diff() < 1).any():
-        raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
-    if size < vocab:
-        if torch.equal(ids, order):
-            print(
-                f"note: d2t of this {EAGLE3} is all zero: it only says the tokens below {size}",
-                file=sys.stderr,
-            )
-        tensors["d2t"], tensors["t2d"] = maps_of(ids, vocab)
-
-
-EAGLE1 = "EAGLE head"
-# rows of two embeddings that differ by less than this share are the same but for how they are
-# stored
-ALIKE = 0.1
-
 
 class _Eagle1Layer(Layer):
-    """A decoder layer whose attention reads what enters it as it is."""
+    """A decoder layer without a norm before its attention."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -488,82 +409,175 @@ class _Eagle1Layer(Layer):
 
 
 class Eagle1Head(EagleModule):
-    """The head under the names of its authors; what it makes of a pair is a state that the target's
-    head can read."""
+    """An EAGLE-1 or EAGLE-2 head with its authors' tensor names; its outputs are guesses of the
+    target's normed last states."""
 
     title = EAGLE1
 
     def __init__(
-        self, layer: ModelConfig, target_layers: int, bias: bool = True, own_embedding: bool = False,
+        self,
+        layer: ModelConfig,
+        target_layers: int,
+        bias: bool = True,
+        own_embedding: bool = False,
         own_head: bool = False,
-    ) -> None:  # fmt: skip
-        """`bias`: what joins a pair adds one. `own_embedding`, `own_head`: it has one that is not
+    ) -> None:
+        """`bias` is that of `fc`; `own_embedding` and `own_head` are for a head that does not use
         the target's."""
         super().__init__()
         self.layer, self.aux_hidden_layers = layer, (target_layers,)
-        self.inner = (
-            "layers." if own_head else ""
-        )  # all of it, where the target's head says the tokens
-        self.list_tokens(layer.vocab, layer.vocab)
+        # without an lm head of its own, the native program computes the whole head
+        self.program_prefix = "layers." if own_head else ""
+        self.init_token_map(layer.vocab, layer.vocab)
         self.fc = nn.Linear(2 * layer.hidden, layer.hidden, bias=bias)
         self.layers = nn.ModuleList([_Eagle1Layer(layer)])
         self.embed_tokens = nn.Embedding(layer.vocab, layer.hidden) if own_embedding else None
         self.lm_head = nn.Linear(layer.hidden, layer.vocab, bias=False) if own_head else None
 
-    def parts(self) -> Parts:
-        (own,) = self.layers
-        assert isinstance(own, _Eagle1Layer)
-        return Parts(layer=own, join=self.fc)
+    def parts(self) -> HeadParts:
+        (layer,) = self.layers
+        assert isinstance(layer, _Eagle1Layer)
+        return HeadParts(layer=layer, join=self.fc)
 
 
-def load_first_head(directory: Path, target: TargetView) -> Eagle1Head:
-    """Read an EAGLE-1 or EAGLE-2 head for this target, in float32. Raises LoadError, also where it
-    does not fit."""
-    raw, tensors = read_config(directory, EAGLE1), read_named(directory, EAGLE1)
+# ---------------------------------------------------------------- loading and saving
+
+
+def read_named_tensors(directory: Path, title: str) -> Tensors:
+    """Read all tensors under forerun's names, without unused buffers. Raises LoadError."""
+    named = {}
+    for name, tensor in read_tensors(directory, title).items():
+        name = name.removeprefix("model.")
+        if name.startswith("midlayer."):
+            name = FIRST_LAYER + name.removeprefix("midlayer.")
+        if not name.endswith("rotary_emb.inv_freq"):
+            named[name] = tensor
+    return named
+
+
+def load_head(directory: Path, target: TargetView) -> Eagle3Head:
+    """Load an EAGLE-3 or P-EAGLE head for this target, in float32. Raises LoadError."""
+    raw, tensors = read_config(directory, EAGLE3), read_named_tensors(directory, EAGLE3)
+    with reading(directory, EAGLE3):
+        found = read_format(raw, target.layers)
+        check_fc_width(EAGLE3, target, found.aux_hidden_layers, tensors)
+        parallel = found.mask_token is not None
+        layers = (
+            read_int(found.layer, "num_hidden_layers", 1, MAX_LAYERS, default=1) if parallel else 1
+        )
+        layer = read_layer(found.layer, tensors, target.vocab, layers=layers)
+        config = EagleConfig(
+            layer=layer,
+            target_hidden=target.hidden,
+            aux_hidden_layers=found.aux_hidden_layers,
+            draft_vocab=read_draft_vocab(raw, size_of(tensors, LM_HEAD, 0), layer.vocab),
+            own_embedding=EMBEDDING in tensors,
+            norm_before_fc=read_flag(raw, "norm_before_fc", "input_norm.weight" in tensors),
+            fc_norm=read_flag(raw, "fc_norm", "fc_norm.0.weight" in tensors),
+            norm_before_residual=found.norm_before_residual,
+            norm_output=found.norm_output,
+            join=read_flag(raw, "join", f"{FIRST_LAYER}input_proj.weight" in tensors),
+            mask_token=found.mask_token,
+        )
+        if config.join and config.norm_before_residual:
+            raise LoadError(
+                "join and norm_before_residual are both true in config.json: a layer has one of"
+                " them"
+            )
+        if parallel and "mask_hidden" in tensors:  # stored with or without axes of size 1
+            tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+        _normalise_token_map(config, tensors)
+        head = assemble(lambda: Eagle3Head(config), tensors, EAGLE3)
+        head.attach(target)
+        return head
+
+
+def _normalise_token_map(config: EagleConfig, tensors: Tensors) -> None:
+    """Make d2t offsets of ascending ids, whatever is stored, and derive t2d. Raises LoadError."""
+    size, vocab = config.draft_vocab, config.layer.vocab
+    stored, order = tensors.pop("d2t", None), torch.arange(size)
+    tensors.pop("t2d", None)
+    if stored is None:
+        if size < vocab:
+            raise LoadError(f"it predicts {size} of {vocab} tokens, but its checkpoint has no d2t")
+        return
+    if stored.shape != (size,) or stored.is_floating_point():
+        raise LoadError(
+            f"d2t is {stored.dtype} of shape {list(stored.shape)}, not {size} whole numbers"
+        )
+    stored = stored.long()
+    ids = stored + order
+    if (stored.diff() < 0).any() or ids[-1] >= vocab:
+        # no offsets of ascending ids: some files store the ids themselves
+        ids, rows = stored.sort()
+        tensors[LM_HEAD] = tensors[LM_HEAD][rows]
+    if ids[0] < 0 or ids[-1] >= vocab or (ids.diff() < 1).any():
+        raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
+    if size < vocab:
+        if torch.equal(ids, order):
+            print(
+                f"note: d2t of this {EAGLE3} is all zero: it predicts only the tokens below {size}",
+                file=sys.stderr,
+            )
+        tensors["d2t"], tensors["t2d"] = maps_of(ids, vocab)
+
+
+def save_head(
+    head: Eagle3Head, directory: Path, target: str | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write an EAGLE-3 head in the speculators layout; `target` is the name or path of its target.
+    Raises OSError."""
+    c = head.config
+    fields = {
+        "draft_vocab_size": c.draft_vocab,
+        "target_hidden_size": c.target_hidden,
+        LAYER_IDS: list(c.aux_hidden_layers),
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+        **({"join": True} if c.join else {}),
+        "embed_requires_grad": False,
+    }
+    described = describe_speculator("eagle3", "Eagle3Speculator", c.layer, 3, target)
+    write(head, described | fields, directory, dtype)
+
+
+def load_eagle1_head(directory: Path, target: TargetView) -> Eagle1Head:
+    """Load an EAGLE-1 or EAGLE-2 head for this target, in float32. Raises LoadError.
+
+    Its authors' config.json is that of a Llama of one layer; vLLM's has the same in `model`. Either
+    may come with an lm head of its own.
+    """
+    raw, tensors = read_config(directory, EAGLE1), read_named_tensors(directory, EAGLE1)
     with reading(directory, EAGLE1):
-        said = _fields(raw)
+        nested = raw.get("model", {})
+        if not isinstance(nested, dict):
+            raise LoadError("model in config.json is not an object")
+        fields = raw | nested
         if "norm.weight" in tensors:
             raise LoadError(
                 "it has a norm before its lm_head, as EAGLE-3 heads have: give it as eagle3:"
             )
-        if said.get("truncated_vocab_size") not in (None, target.vocab):
-            raise LoadError(
-                f"it says {shown(said['truncated_vocab_size'])} tokens alone, which is not supported"
-            )
+        truncated = fields.get("truncated_vocab_size")
+        if truncated not in (None, target.vocab):
+            raise LoadError(f"it predicts {shown(truncated)} tokens only, which is not supported")
         width = size_of(tensors, "fc.weight", 1)
         if width != 2 * target.hidden:
             raise LoadError(
                 f"fc.weight reads {width} numbers, but an embedding and a state of this target have"
                 f" {2 * target.hidden}: use a head that was trained for it"
             )
-        # the layer is Llama's, whatever the target is; what adds a bias is said apart
-        layer = read_layer(
-            said | {"model_type": "llama", "attention_bias": False}, tensors, target.vocab
-        )
+        # the layer is Llama's whatever the target is, and biases are declared by flags of their own
+        llama = fields | {"model_type": "llama", "attention_bias": False}
+        biased = f"{FIRST_LAYER}self_attn.q_proj.bias" in tensors
         layer = replace(
-            layer, qkv_bias=read_flag(said, "qkv_bias", f"{LAYER}self_attn.q_proj.bias" in tensors)
+            read_layer(llama, tensors, target.vocab),
+            qkv_bias=read_flag(fields, "qkv_bias", biased),
         )
-        bias = read_flag(said, "bias", "fc.bias" in tensors)
-        borrow(tensors, target, _is_target_s)
-        own = EMBEDDING in tensors, HEAD in tensors
+        bias = read_flag(fields, "bias", "fc.bias" in tensors)
+        drop_borrowed(tensors, target, SAME_EMBEDDING)
+        own = EMBEDDING in tensors, LM_HEAD in tensors
         head = assemble(lambda: Eagle1Head(layer, target.layers, bias, *own), tensors, EAGLE1)
         head.attach(target)
         return head
-
-
-def _fields(raw: Json) -> Json:
-    """The fields of the layer, with the flags beside them. Raises LoadError."""
-    inner = raw.get("model", {})
-    if not isinstance(inner, dict):
-        raise LoadError("model in config.json is not an object")
-    return raw | inner
-
-
-def _is_target_s(table: Tensor, target: TargetView) -> bool:
-    """Whether an embedding is the target's, as some rows from all over it tell: it is then
-    borrowed, not kept twice."""
-    if table.shape != (target.vocab, target.hidden):
-        return False
-    ids = torch.linspace(0, target.vocab - 1, min(64, target.vocab)).long()
-    theirs = target.embed(ids.to(target.device)).cpu()
-    return bool((table[ids] - theirs).norm() <= ALIKE * theirs.norm())

@@ -1,16 +1,13 @@
-"""Multi-token modules: a decoder layer behind the target's last state that says the token after
-next.
+"""Multi-token modules (MTP), as in DeepSeek-V3 (2412.19437) and Qwen3-Next.
 
-As in DeepSeek-V3 (2412.19437) and Qwen3-Next: the pair of the embedding of token t + 1 and the
-target's normalised last state of token t, each normed, are joined, go through one ordinary decoder
-layer and a last norm, and the target's own head says token t + 2. Applied again to its own
-normalised output it drafts further; FastMTP (2509.18362) trains for that. Embedding and head are
-the target's: nothing of them is stored, unless it says part of the vocabulary (`Head`), with a head
-of its own for that.
+The embedding of token t + 1 and the target's normed last state of token t, each normed, are joined,
+go through one ordinary decoder layer and a last norm, and the target's lm head predicts token
+t + 2. Applied to its own output, the module drafts further; FastMTP (2509.18362) trains for that.
+Embedding and lm head are the target's, unless the module predicts part of the vocabulary with an lm
+head of its own.
 
-On disk they are written and read in the `mtp` layout of speculators 0.9, and read out of targets'
-own checkpoints: MiMo (2505.07608) has `model.mtp_layers.*` beside the layers that it answers with:
-each is a layer like those, which joins a pair with the state first. Its own reader leaves them out.
+Modules are stored in the `mtp` layout of speculators 0.9, or inside the target's own checkpoint:
+MiMo (2505.07608) has them as `model.mtp_layers.*`, and joins a pair with the state first.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.eagle.module import EagleModule, Parts
+from forerun.draft.eagle.module import EagleModule, HeadParts, read_draft_vocab
 from forerun.draft.head_files import (
+    Tensors,
     assemble,
     describe_speculator,
     read_config,
@@ -32,18 +30,18 @@ from forerun.draft.head_files import (
     size_of,
     write,
 )
-from forerun.draft.head_modules import HEAD, JoinedLayer, check_map
+from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
 from forerun.models.config import OWN_DRAFTER, Json, ModelConfig
 from forerun.models.weights import Checkpoint
 
-KIND = "MTP module"
+MTP = "MTP module"
 PREFIX = "mtp_layers.0."
 
 
-class _Layer(JoinedLayer):
-    """The norms of a pair, what joins it, a decoder layer, and the norm that comes after it."""
+class _MtpLayer(JoinedLayer):
+    """A joined layer with the norms of a pair and the norm after it."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__(c)
@@ -53,101 +51,96 @@ class _Layer(JoinedLayer):
 
 
 class MtpModule(EagleModule):
-    """The module as it is trained and stored; what it makes of a pair is normalised already."""
+    """A multi-token module with the tensor names of the speculators format."""
 
-    title = KIND
-    inner = "mtp_layers"
+    title = MTP
+    program_prefix = "mtp_layers"
 
     def __init__(
         self, layer: ModelConfig, target_layers: int, draft_vocab: int | None = None
     ) -> None:
-        """`draft_vocab`: tokens it can say, with a map where they are fewer than the target has;
-        None: all."""
+        """`draft_vocab` is the number of tokens that it predicts; None for all."""
         super().__init__()
         self.layer, self.aux_hidden_layers = layer, (target_layers,)
-        self.mtp_layers = nn.ModuleList([_Layer(layer)])
+        self.mtp_layers = nn.ModuleList([_MtpLayer(layer)])
         self.draft_vocab = draft_vocab or layer.vocab
-        self.list_tokens(self.draft_vocab, layer.vocab)
-        self.lm_head = (
-            nn.Linear(layer.hidden, self.draft_vocab, bias=False) if self.d2t is not None else None
-        )
+        self.init_token_map(self.draft_vocab, layer.vocab)
+        if self.d2t is not None:
+            self.lm_head = nn.Linear(layer.hidden, self.draft_vocab, bias=False)
+
+    @property
+    def joined(self) -> _MtpLayer:
+        """The only layer."""
+        (layer,) = self.mtp_layers
+        assert isinstance(layer, _MtpLayer)
+        return layer
 
     def begin(self, norm: Tensor) -> None:
-        """Begin with the target's own norm [H] before its head."""
+        """Start training from the target's norm [H] before its lm head."""
         with torch.no_grad():
             self.joined.final_layernorm.weight.copy_(norm)
 
-    def leave(self, x: Tensor) -> Tensor:
-        out: Tensor = self.joined.final_layernorm(x)
-        return out
-
-    def parts(self) -> Parts:
-        own = self.joined
-        return Parts(
-            layer=own, embed_norm=own.token_layernorm, state_norm=own.hidden_layernorm, join=own.input_proj,
-            attention_norm=own.input_layernorm, last_norm=own.final_layernorm, carried=[own.final_layernorm],
-        )  # fmt: skip
-
-    @property
-    def joined(self) -> _Layer:
-        """Its layer, with the norms around it."""
-        (layer,) = self.mtp_layers
-        assert isinstance(layer, _Layer)
-        return layer
+    def parts(self) -> HeadParts:
+        layer = self.joined
+        return HeadParts(
+            layer=layer,
+            embed_norm=layer.token_layernorm,
+            state_norm=layer.hidden_layernorm,
+            join=layer.input_proj,
+            attention_norm=layer.input_layernorm,
+            last_norm=layer.final_layernorm,
+            carried=[layer.final_layernorm],
+        )
 
 
 def save_module(module: MtpModule, directory: Path, target: str | None, dtype: torch.dtype) -> None:
     """Write a module; `target` is the name of its target. Raises OSError."""
     described = describe_speculator("mtp", "MTPDraftModel", module.layer, 3, target)
-    own = {"num_nextn_predict_layers": 1, "draft_vocab_size": module.draft_vocab}
-    write(module, described | own, directory, dtype)
+    fields = {"num_nextn_predict_layers": 1, "draft_vocab_size": module.draft_vocab}
+    write(module, described | fields, directory, dtype)
 
 
 def load_module(directory: Path, target: TargetView) -> MtpModule:
-    """Read a module for this target, in float32. Raises LoadError."""
-    raw = read_config(directory, KIND)
-    read = _read_own if raw.get("model_type") in OWN_DRAFTER else _read
-    with reading(directory, KIND):
-        return read(directory, raw, target)
+    """Load a module for this target, in float32. Raises LoadError."""
+    raw = read_config(directory, MTP)
+    if raw.get("model_type") in OWN_DRAFTER:
+        with reading(directory, MTP):
+            return _load_from_target(directory, raw, target)
+    tensors = read_tensors(directory, MTP)
+    with reading(directory, MTP):
+        return _load_speculators(raw, tensors, target)
 
 
-def _read(directory: Path, raw: Json, target: TargetView) -> MtpModule:
-    kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
-    tensors = read_tensors(directory, KIND)
-    if kind != "mtp" or not isinstance(layer, dict):
+def _load_speculators(raw: Json, tensors: Tensors, target: TargetView) -> MtpModule:
+    layer = raw.get("transformer_layer_config")
+    if raw.get("speculators_model_type") != "mtp" or not isinstance(layer, dict):
         raise LoadError("config.json does not describe one of the speculators layout")
     if raw.get("num_nextn_predict_layers", 1) != 1:
         raise LoadError(
             f"it has {raw['num_nextn_predict_layers']!r} layers: only modules of one are supported"
         )
     config = read_layer(layer, tensors, target.vocab, PREFIX)
-    said = size_of(tensors, HEAD, 0) if HEAD in tensors else config.vocab
-    if raw.get("draft_vocab_size") not in (None, said):
-        raise LoadError(
-            f"draft_vocab_size is {raw['draft_vocab_size']!r}, but its head has {said} rows"
-        )
-    if said > config.vocab:
-        raise LoadError(f"it says {said} tokens, more than the {config.vocab} of its vocabulary")
-    check_map(tensors, said, config.vocab)
-    return assemble(lambda: MtpModule(config, target.layers, said), tensors, KIND)
+    rows = size_of(tensors, LM_HEAD, 0) if LM_HEAD in tensors else config.vocab
+    draft_vocab = read_draft_vocab(raw, rows, config.vocab)
+    normalise_token_map(tensors, draft_vocab, config.vocab)
+    return assemble(lambda: MtpModule(config, target.layers, draft_vocab), tensors, MTP)
 
 
-def _read_own(directory: Path, raw: Json, target: TargetView) -> MtpModule:
-    """The first multi-token layer of a target's checkpoint."""
-    before, checkpoint = f"{OWN_DRAFTER[raw['model_type']]}0.", Checkpoint(directory)
-    names = [name for name in checkpoint.where if name.startswith(before)]
+def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModule:
+    """Load the first multi-token layer of a target's own checkpoint."""
+    checkpoint, own_prefix = Checkpoint(directory), f"{OWN_DRAFTER[raw['model_type']]}0."
+    names = [name for name in checkpoint.where if name.startswith(own_prefix)]
     if not names:
         raise LoadError("its checkpoint has no multi-token layers; some copies leave them out")
     if (raw.get("hidden_size"), raw.get("num_hidden_layers")) != (target.hidden, target.layers):
-        raise LoadError(
-            "its multi-token layers are for itself alone, and the target is another model"
-        )
+        raise LoadError("its multi-token layers are for this model alone, the target is another")
     tensors = {
-        PREFIX + name.removeprefix(before): checkpoint.floats(name).float() for name in names
+        PREFIX + name.removeprefix(own_prefix): checkpoint.floats(name).float() for name in names
     }
     join = f"{PREFIX}input_proj.weight"
     if join in tensors:
-        tensors[join] = torch.cat(tensors[join].chunk(2, 1)[::-1], 1).contiguous()
+        state, embedding = tensors[join].chunk(2, 1)
+        tensors[join] = torch.cat((embedding, state), 1).contiguous()
     c = target.config
     layer = replace(c, layers=1, rope_of=c.rope_of[-1:], windows=(None,), sinks=())
-    return assemble(lambda: MtpModule(layer, target.layers), tensors, KIND)
+    return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)

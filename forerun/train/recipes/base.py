@@ -135,7 +135,7 @@ def init_short_head(module: Head, head: nn.Linear, target: Target, corpus: Corpu
     """Restrict a module to the most frequent tokens of the data and initialise its head with the
     target's rows."""
     config = target.llm.decoder.config
-    module.say_only(corpus.most_frequent(config.vocab, head.out_features, config.end_ids))
+    module.set_token_ids(corpus.most_frequent(config.vocab, head.out_features, config.end_ids))
     ids = module.tokens()
     assert ids is not None
     head.weight.copy_(target.head.cpu()[ids])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead, load_block, save_block
-from forerun.draft.block.proposer import Block as BlockProposer
+from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.head_modules import layer_like
 from forerun.draft.proposer import Proposer, view_of
 from forerun.errors import ConfigError, LoadError
@@ -62,14 +62,14 @@ class Block(Recipe):
             mask_token=mask_token(target, corpus, options.mask_token),
             draft_vocab=draft_vocab,
             own_head=draft_vocab < c.vocab,
-            law=MarkovShape(options.markov_rank) if options.markov_rank else None,
+            markov=MarkovShape(options.markov_rank) if options.markov_rank else None,
             confidence=options.confidence > 0,
             confidence_with_markov=options.confidence > 0 and options.markov_rank > 0,
         )
         head = BlockHead(config)
         with torch.no_grad():
             head.norm.weight.copy_(target.llm.decoder.weights.norm.weight)
-            if config.law:
+            if config.markov:
                 head.markov_head.markov_w2.weight.zero_()
         if head.lm_head is not None:
             init_short_head(head, head.lm_head, target, corpus)
@@ -105,12 +105,12 @@ class Block(Recipe):
 
         def losses(hidden: Tensor, part: slice) -> Tensor:
             target_probs = probs.at(part)
-            logits = module.behind(module.say(hidden), previous[part])
+            logits = module.add_markov_bias(module.compute_logits(hidden), previous[part])
             values = loss_of(target_probs.normalised(), logits, following[part])
             if options.confidence:
                 q = target_probs.log_probs_of(logits.detach())
                 overlap = (1 - tv(target_probs.log_probs, q)).clamp(0, 1)
-                confidence = module.trust(hidden, previous[part]).float()
+                confidence = module.confidence_logit(hidden, previous[part]).float()
                 values = values + options.confidence * F.binary_cross_entropy_with_logits(
                     confidence, overlap, reduction="none"
                 )
@@ -161,8 +161,10 @@ class Block(Recipe):
                 end = min(last, positions - k)  # beyond it the text has ended
                 if end > first:
                     previous = batch.tokens[:, first + k : end + k]
-                    logits = head.behind(head.say(hidden[:, : end - first, k]), previous)
-                    yield k, slice(first, end), head.follow(logits)
+                    logits = head.add_markov_bias(
+                        head.compute_logits(hidden[:, : end - first, k]), previous
+                    )
+                    yield k, slice(first, end), head.over_target_vocab(logits)
 
 
 def layers_like(c: ModelConfig, layers: int) -> ModelConfig:
@@ -238,7 +240,7 @@ class _Attend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, A, S, heads, D], k and v [B, A, S, Hkv, D] of the blocks -> [B, A, S, heads, D]"""
-        keys, values = self.head.remember(layer, self.context, self.rotation)
+        keys, values = self.head.context_kv(layer, self.context, self.rotation)
         q = q.view(*q.shape[:3], k.shape[3], -1, q.shape[4])
         c, window = self.head.config, self.head.config.layer.windows[layer]
         unseen = self.distance < 1

@@ -305,7 +305,7 @@ def unroll(
         at = rows + step
         hidden = head(head.embed(batch.tokens[:, at + 1]), state, (cosine[at], sine[at]), attend)
         yield rows, hidden
-        state = head.state(hidden)
+        state = head.next_state(hidden)
 
 
 class _UnrolledAttention:

@@ -73,6 +73,6 @@ class Medusa(Recipe):
         normalised = batch.view.normalise(states)
         found = []
         for k in range(min(module.levels, batch.mask.shape[1] - 1)):
-            logits = module.say(k, normalised[:, : batch.mask.shape[1] - 1 - k])
+            logits = module.head_logits(k, normalised[:, : batch.mask.shape[1] - 1 - k])
             found.append(spread(logits, module.tokens(), batch.vocab))
         return found
