@@ -13,11 +13,10 @@ from forerun.catalogue import far
 from forerun.catalogue.survey import tokenizer_digest
 from forerun.draft.registry import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
-from forerun.models.caches import repositories
 from forerun.models.files import read_header, read_object, read_text, weight_files
 from forerun.models.gguf.config import skim, token_digest
 from forerun.models.hub import PICKLED, find_model, is_pickled
-from forerun.models.places import everything
+from forerun.models.local import cached_repositories, list_local_models
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CARD = "README.md"
@@ -97,13 +96,13 @@ def here(name: str) -> Path | None:
         path = Path(name).expanduser()
         if path.exists():
             return path
-    known = {model.name: model.path for model in everything()[0] if not model.trouble}
+    known = {model.name: model.path for model in list_local_models()[0] if not model.trouble}
     return known.get(name) or _cached(name)
 
 
 def _cached(name: str) -> Path | None:
     """A repository in the Hub's cache whose weights are there, as tensors or pickled."""
-    for repository, snapshot in repositories():
+    for repository, snapshot in cached_repositories():
         if (
             repository == name
             and (snapshot / "config.json").is_file()

@@ -15,7 +15,7 @@ from forerun.draft.eagle.formats import read_dialect
 from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
 from forerun.models.config import is_integer
-from forerun.models.names import LABEL, title
+from forerun.models.files import LABEL, title
 
 LEVELS = ("medusa", "mlp")  # drafts by heads, one a level
 LARGEST = 1 << 31  # of any size in a configuration

@@ -20,7 +20,7 @@ from forerun.catalogue.fit import bare, same_model
 from forerun.catalogue.layout import refusal, said_of
 from forerun.draft.registry import WORDS
 from forerun.errors import LoadError
-from forerun.models.names import title
+from forerun.models.files import title
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
 ASKED = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")  # in names

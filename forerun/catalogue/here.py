@@ -17,9 +17,8 @@ from forerun.catalogue.memory import LONGEST, Measurement, recall
 from forerun.catalogue.survey import DRAFT_SHARE, survey
 from forerun.draft.registry import BUNDLED, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
-from forerun.models.caches import repositories
 from forerun.models.files import read_object
-from forerun.models.places import Found, everything
+from forerun.models.local import LocalModel, cached_repositories, list_local_models
 
 DEEPEST = 4  # folders below one that is looked through
 MOST_FOLDERS = 20_000
@@ -133,7 +132,7 @@ def _serves(facts: Facts, target: Sizes) -> bool:
 def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, str]]:
     """Directories that may hold drafters."""
     places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
-    places += [(name, path, "hub") for name, path in repositories()]
+    places += [(name, path, "hub") for name, path in cached_repositories()]
     places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
     once = {place[1].resolve(): place for place in reversed(places)}
     for name, path, origin in reversed(once.values()):
@@ -177,9 +176,9 @@ def _target(name: str) -> tuple[Sizes, Path]:
 
 def _models(target: Sizes, path: Path, folders: Sequence[Path]) -> Iterator[tuple[Facts, str]]:
     """Models with the vocabulary of a target, and much smaller."""
-    found, _ = everything(folders)
+    found, _ = list_local_models(folders)
     if all(model.path.resolve() != path.resolve() for model in found):
-        found.append(Found(target.name, path, "directory"))
+        found.append(LocalModel(target.name, path, "directory"))
     rows = survey(found)
     own = next(row for row in rows if Path(row.path).resolve() == path.resolve())
     size = own.parameters or own.bytes

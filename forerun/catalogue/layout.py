@@ -15,8 +15,8 @@ from forerun.draft.head_files import read_bool
 from forerun.draft.medusa import read_medusa, read_mlp
 from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
-from forerun.models.config import FAMILIES, OWN_DRAFTER, is_integer
-from forerun.models.gguf.config import skim, why_not
+from forerun.models.config import FAMILIES, MTP_PREFIXES, is_integer
+from forerun.models.gguf.config import skim, unsupported_reason
 
 LAYERS = (
     "llama",
@@ -92,7 +92,7 @@ def _block(facts: Facts) -> str:
 
 
 def _mtp(facts: Facts) -> str:
-    if facts.raw.get("model_type") in OWN_DRAFTER:
+    if facts.raw.get("model_type") in MTP_PREFIXES:
         return ""
     if facts.raw.get("num_nextn_predict_layers", 1) != 1:
         return f"it has {shown(facts.raw['num_nextn_predict_layers'])} layers: only modules of one are supported"
@@ -146,7 +146,7 @@ def _model(facts: Facts) -> str:
 
 def _gguf(facts: Facts) -> str:
     try:
-        return why_not(skim(facts.path)) if facts.path else ""
+        return unsupported_reason(skim(facts.path)) if facts.path else ""
     except LoadError as error:
         return str(error)
 

@@ -18,9 +18,9 @@ from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
 from forerun.models.config import FAMILIES, load_config
-from forerun.models.files import indexed, read_header, read_object, weight_files
-from forerun.models.gguf.config import skim, token_digest, why_not
-from forerun.models.places import Found
+from forerun.models.files import indexed_files, read_header, read_object, weight_files
+from forerun.models.gguf.config import skim, token_digest, unsupported_reason
+from forerun.models.local import LocalModel
 
 # What llama.cpp writes as general.file_type: a label of the mix, which the tensors need not follow.
 FILE_TYPES = {
@@ -75,7 +75,7 @@ class Survey:
         return asdict(self)
 
 
-def survey(models: Sequence[Found]) -> list[Survey]:
+def survey(models: Sequence[LocalModel]) -> list[Survey]:
     """All models, looked at and paired with drafters. A broken one is a row that says so."""
     free = free_ram()
     rows = [_one(model, free) for model in models]
@@ -85,7 +85,7 @@ def survey(models: Sequence[Found]) -> list[Survey]:
     ]
 
 
-def _one(model: Found, free: int) -> Survey:
+def _one(model: LocalModel, free: int) -> Survey:
     row = Survey(model.name, model.origin, str(model.path), reason=model.trouble)
     if model.trouble:
         return row
@@ -119,7 +119,7 @@ def _of_gguf(path: Path, row: Survey) -> Survey:
         family=file.architecture,
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         context=context if isinstance(context, int) else None,
-        reason=why_not(file),
+        reason=unsupported_reason(file),
         vocabulary=token_digest(file.metadata),
     )
 
@@ -184,7 +184,7 @@ def _weights(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     names = set(weight_files(path))
     if index.is_file():
-        names = set(indexed(index))
+        names = set(indexed_files(index))
     missing = sorted(file.name for file in names if not file.is_file())
     if missing:
         raise LoadError(f"{path} is not whole, {missing[0]} is not there: download it again")

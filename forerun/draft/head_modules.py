@@ -18,7 +18,7 @@ from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import ids_of, maps_of
-from forerun.runtime.program import Linear, Packed
+from forerun.runtime.packed import Linear, PackedMatrix
 
 M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS = {
@@ -226,12 +226,12 @@ class Head(nn.Module):
         out: Tensor = self.target.head(made) if self.lm_head is None else self.lm_head(made)
         return out
 
-    def table(self) -> tuple[Tensor | Packed, float]:
+    def table(self) -> tuple[Tensor | PackedMatrix, float]:
         """The embedding [.., Hd], and what rows are multiplied with."""
         own = self.embed_tokens
         return (self.target.table, self.target.scale) if own is None else (own.weight.detach(), 1.0)
 
-    def packed(self) -> tuple[Packed | None, float]:
+    def packed(self) -> tuple[PackedMatrix | None, float]:
         """What says tokens on the native kernels, if that is there, and what bounds its logits, or
         0."""
         if self.lm_head is None:

@@ -18,7 +18,8 @@ from forerun.draft.head_modules import Layer, Native, SelfAttention
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
-from forerun.runtime.program import ATTENDED, HIDDEN, QKV, Packed, Pass, Recorded, X, embed_op
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import ATTENDED, HIDDEN, QKV, ForwardBatch, Program, X, embed_op
 
 
 class Operations:
@@ -32,13 +33,13 @@ class Operations:
         self.config, self.form, self.rotation = config, form, rotation
         self._kept: list[Any] = []
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Packed:
+    def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> PackedMatrix:
         """A weight [out, in] in the kernels' layout."""
         added = None if bias is None else bias.detach()
-        return Packed(weight.detach().contiguous(), added, self.form, gated=gated)
+        return PackedMatrix(weight.detach().contiguous(), added, self.form, gated=gated)
 
     def product(
-        self, weight: Tensor | Packed | nn.Module, source: int, to: int, norm: nn.Module | None = None,
+        self, weight: Tensor | PackedMatrix | nn.Module, source: int, to: int, norm: nn.Module | None = None,
         bias: Tensor | None = None, **options: Any,
     ) -> COp:  # fmt: skip
         """A product with what is in buffer `source`, normed before if there is a norm, by a weight
@@ -48,7 +49,7 @@ class Operations:
             weight = weight.packed
         packed = (
             weight
-            if isinstance(weight, Packed)
+            if isinstance(weight, PackedMatrix)
             else self.pack(weight, bias, gated=bool(options.get("gated")))
         )
         self._kept.append(packed)
@@ -61,7 +62,7 @@ class Operations:
             **options,
         )
 
-    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0) -> COp:
+    def embedding(self, table: Tensor | PackedMatrix, to: int, scale: float = 1.0) -> COp:
         """Rows [.., width] of a table of tokens, into a buffer."""
         if isinstance(table, Tensor):
             table = (
@@ -134,7 +135,9 @@ class Operations:
         return CNorm(*begins, eps, native.NORMS["rms"])
 
 
-def run(recorded: Recorded, batch: Pass, cache: KVCache, given: Mapping[int, Tensor]) -> Tensor:
+def run(
+    recorded: Program, batch: ForwardBatch, cache: KVCache, given: Mapping[int, Tensor]
+) -> Tensor:
     """One pass; buffers begin with `given`, float32 [T, width] each. What is in X then, [T, H],
     until the next pass."""
     buffers, count = recorded.buffers, batch.tokens

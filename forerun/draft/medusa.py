@@ -49,7 +49,7 @@ from forerun.errors import LoadError, shown
 from forerun.kernels.native import ACTIVATIONS, ADD, COp
 from forerun.models.config import Json, ModelConfig
 from forerun.models.shortlist import spread
-from forerun.runtime.program import LOGITS, Link, Recorded, Said, X
+from forerun.runtime.program import LOGITS, ChainStart, DraftedChain, Program, X
 from forerun.types import BESIDE, Draft, States
 
 MOST_LEVELS = 64
@@ -229,17 +229,17 @@ class NativeLevels:
             carried,
         )
         programs = [heads.record(level, made) for level in range(heads.levels)]
-        self._made, self._begin = made, Recorded(config, [], widths)
-        self._levels = [Recorded(config, ops, widths) for ops in programs]
+        self._made, self._begin = made, Program(config, [], widths)
+        self._levels = [Program(config, ops, widths) for ops in programs]
 
     def round(
-        self, links: Sequence[Link], entered: Tensor, stands: array[float] | None
-    ) -> list[Said]:
+        self, links: Sequence[ChainStart], entered: Tensor, stands: array[float] | None
+    ) -> list[DraftedChain]:
         """Draft behind each link from what enters level 0, [links, C], at most as many tokens as
-        there are levels; see `Recorded.levels`."""
+        there are levels; see `Program.draft_levels`."""
         links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
         given = {STATE: entered.float().numpy()}
-        return self._begin.levels(links, self._levels, given, self._vocab, self._ids, stands)
+        return self._begin.draft_levels(links, self._levels, given, self._vocab, self._ids, stands)
 
 
 class Grower:

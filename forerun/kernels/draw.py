@@ -32,7 +32,7 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     return drawn
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], *, strict: bool = True
 ) -> list[int]:
     """Sample a token for each row: greedily at temperature 0 (ties go to the lowest id), else from

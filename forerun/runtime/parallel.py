@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -214,7 +214,7 @@ def _join(device: torch.device, store: str, rank: int, world_size: int) -> Shard
             torch.cuda.set_device(device)
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            group = distributed.ProcessGroupNCCL(file, rank, world_size, options)
+            group: Any = distributed.ProcessGroupNCCL(file, rank, world_size, options)
         else:
             with _loopback():
                 group = distributed.ProcessGroupGloo(file, rank, world_size, TIMEOUT)

@@ -199,7 +199,7 @@ def _text(tokenizer: Tokenizer, token: int) -> str:
 
 @lru_cache(maxsize=SPELLED)
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    return tokenizer.spelling(token)
+    return tokenizer.token_bytes(token)
 
 
 def number(value: float) -> float:

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
+from forerun.models.files import title
 from forerun.models.hub import DEFAULT
-from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
 from forerun.server import api, errors, ollama, sizes, translate
 from forerun.server.answers import started

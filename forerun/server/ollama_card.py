@@ -11,7 +11,7 @@ from typing import Any
 from forerun.catalogue.survey import Survey, survey
 from forerun.llm import LLM
 from forerun.models.hub import find_model
-from forerun.models.places import Found
+from forerun.models.local import LocalModel
 from forerun.server.answers import started
 from forerun.server.kitchen import Kitchen
 
@@ -26,7 +26,7 @@ class Card:
         self.llm: LLM = kitchen.service.llm
         self.name = kitchen.name if ":" in kitchen.name else f"{kitchen.name}:latest"
         self.digest = hashlib.sha256(kitchen.fingerprint.encode()).hexdigest()
-        found = Found(
+        found = LocalModel(
             self.name, find_model(self.llm.config.model), ""
         )  # now: by a request its files may have gone
         self.file: Survey = survey([found])[0]

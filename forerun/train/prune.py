@@ -24,7 +24,7 @@ from forerun.errors import ConfigError, ForerunError, LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.export import readers, to_directory
-from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
+from forerun.models.quantized import CONFIG_KEYS, Scheme, read_scheme
 from forerun.models.weights import Checkpoint
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in config.json with an entry for each layer
@@ -98,7 +98,7 @@ def _load(directory: Path) -> nn.Module:
 def _readers(directory: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
     """All tensors by the names that they have where nothing is quantised. Raises LoadError."""
     checkpoint, where = Checkpoint(directory), str(directory / "config.json")
-    scheme = scheme_of(config.raw, where)
+    scheme = read_scheme(config.raw, where)
     if scheme is None:
         return {name: partial(checkpoint.read, name) for name in checkpoint.where}
     shapes, readers, turned = (
@@ -130,7 +130,7 @@ def _floats(
 ) -> Tensor:
     """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is
     `turned`"""
-    weight = checkpoint.stored(scheme, layout, stem, shape[::-1] if turned else shape).dequantise()
+    weight = checkpoint.quantized(scheme, layout, stem, shape[::-1] if turned else shape).dequantize()
     return weight.T if turned else weight
 
 
@@ -172,6 +172,6 @@ def _config_of(path: Path, whole: ModelConfig, kept: list[int]) -> dict[str, Any
     for name in BY_LAYER:
         if config.get(name) is not None:
             config[name] = [config[name][layer] for layer in kept]
-    for name in SAYS_SO:
+    for name in CONFIG_KEYS:
         config.pop(name, None)
     return config

@@ -120,9 +120,9 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     Shortlist(torch.tensor([3, 4, 5]), tiny.VOCAB).save(directory / SHORTLIST)
     beside = LLM(target, draft=f"model:{directory}", kv_tokens=512)
     asked = LLM(target, draft=f"model:{directory}", draft_shortlist=str(listed), kv_tokens=512)
-    sizes = [len(llm.engine.proposers["model"].runner.decoder.said) for llm in (beside, asked)]  # type: ignore[attr-defined]
+    sizes = [len(llm.engine.proposers["model"].runner.decoder.shortlist) for llm in (beside, asked)]  # type: ignore[attr-defined]
     assert sizes == [3, len(tiny.LISTED)]
-    assert LLM(directory, draft="suffix", kv_tokens=512).decoder.said is None, (
+    assert LLM(directory, draft="suffix", kv_tokens=512).decoder.shortlist is None, (
         "a target says all that it can"
     )
 

@@ -55,7 +55,7 @@ def texts_of(target: Runner) -> list[Text]:
 @pytest.fixture(autouse=True)
 def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes as long as it has layers."""
-    monkeypatch.setattr(skipping, "_pass_seconds", lambda r: float(len(r.decoder.kept)))
+    monkeypatch.setattr(skipping, "_pass_seconds", lambda r: float(len(r.decoder.layer_ids)))
 
 
 def test_texts_are_what_the_model_says() -> None:

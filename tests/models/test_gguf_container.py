@@ -28,7 +28,7 @@ from forerun.load import load_tokenizer
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.gguf.container import TYPES, open_gguf
-from forerun.models.places import Found
+from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
 from tests.cli.test_main import run
@@ -357,7 +357,7 @@ def use(path: Path) -> None:
 def leak(path: Path) -> str | None:
     """What comes of a file other than a model or an error in one line; a warning would be a line
     too."""
-    said = survey([Found("file", path, "here")])[0].reason
+    said = survey([LocalModel("file", path, "here")])[0].reason
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

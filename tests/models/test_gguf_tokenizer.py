@@ -500,7 +500,7 @@ def test_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
 def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary()
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
-    text, token = tokenizer.extended("<the end>")
+    text, token = tokenizer.with_special_token("<the end>")
     assert token == len(vocabulary)
     again = tokenizers.Tokenizer.from_str(text)
     assert again.encode("a b <the end>", add_special_tokens=False).ids[-1] == token
@@ -508,7 +508,7 @@ def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
 
 def test_grammars_read_the_vocabulary(tokenizer: Tokenizer) -> None:
     llguidance = pytest.importorskip("llguidance")
-    text, token = tokenizer.extended("<the end>")
+    text, token = tokenizer.with_special_token("<the end>")
     found = llguidance.LLTokenizer(text, n_vocab=token + 1, eos_token=token)
     for word in ("naïve", "12345", "中文", "a b"):
         ids = tokenizer.encode("x" + word, special=False, parse=False)

@@ -26,10 +26,10 @@ from forerun.kernels.reference import rotate
 from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.blocks import FORMS, rotated
+from forerun.models.gguf.blocks import FORMS, unpermuted
 from forerun.models.weights import Linear
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed
+from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
 from tests import gguf_files, tiny
 
@@ -151,7 +151,7 @@ def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
             a * angle.cos() - b * angle.sin(),
             b * angle.cos() + a * angle.sin(),
         )
-    order = rotated(heads * width, heads, turns)
+    order = unpermuted(heads * width, heads, turns)
     ours = rotate(
         stored.flatten()[order].view(1, heads, width),
         angles.cos()[None, None],
@@ -182,13 +182,13 @@ def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
     turned = values.view(6, 6, 2, inputs).transpose(1, 2).reshape(72, inputs)
     for blocks, expected in (
         (one, values),
-        (one.chosen(rotated(72, 6, 12)), turned),
+        (one.select_rows(unpermuted(72, 6, 12)), turned),
         (two, torch.cat((values, others))),
     ):
-        packed = Packed(blocks, None, FORMS[kind], gated=False)
+        packed = PackedMatrix(blocks, None, FORMS[kind], gated=False)
         picked = torch.randperm(len(expected), generator=torch.Generator().manual_seed(1))
         assert torch.equal(packed[picked], expected[picked])
-        assert torch.equal(blocks.dequantise(), expected)
+        assert torch.equal(blocks.dequantize(), expected)
 
 
 BYTES = {"IQ4_NL": 8.5 / 4.5, "Q3_K": 6.5625 / 3.4375}  # in the format of a larger type
@@ -198,7 +198,7 @@ BYTES = {"IQ4_NL": 8.5 / 4.5, "Q3_K": 6.5625 / 3.4375}  # in the format of a lar
 @pytest.mark.parametrize("kind", FORMS)
 def test_native_formats_take_the_bytes_of_the_file(kind: str) -> None:
     rows = np.tile(gguf_files.random_rows(kind, 8, 1024, 1.0, seed=7), (128, 1))
-    packed = Packed(gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False)
+    packed = PackedMatrix(gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False)
     ratio = packed.bytes / rows.nbytes / BYTES.get(kind, 1.0)
     assert ratio < (1.1 if kind in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") else 1.25)
 

@@ -22,7 +22,7 @@ from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed
+from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
 from tests import gguf_files, quantise, tiny
 
@@ -56,7 +56,7 @@ def logits(decoder: NativeDecoder) -> torch.Tensor:
     ).logits
 
 
-def packed(decoder: NativeDecoder) -> list[Packed]:
+def packed(decoder: NativeDecoder) -> list[PackedMatrix]:
     w = decoder.weights
     return [m for x in w.layers for m in (x.qkv, x.out, x.up, x.down)] + [w.head]  # type: ignore[list-item]
 

@@ -15,7 +15,7 @@ from forerun.catalogue import survey as surveys
 from forerun.catalogue.survey import Survey, survey
 from forerun.models.gguf.config import ARCHITECTURES, READ, skim, token_digest
 from forerun.models.hub import find_model
-from forerun.models.places import Found, everything, names
+from forerun.models.local import LocalModel, list_local_models, local_model_names
 from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, hub_file, ollama_model
 
@@ -48,7 +48,7 @@ def safetensors(
 
 
 def one(path: Path, name: str = "m") -> Survey:
-    (row,) = survey([Found(name, path, "directory")])
+    (row,) = survey([LocalModel(name, path, "directory")])
     return row
 
 
@@ -71,7 +71,7 @@ def test_every_place_and_names_that_lead_back(home: Path) -> None:
     little(home / "mine/deep/er/own.gguf")
     safetensors(home / "mine/checkpoint")
     little(home / "mine/.hidden/no.gguf")
-    found, notes = everything([home / "mine", home / "nowhere"])
+    found, notes = list_local_models([home / "mine", home / "nowhere"])
     assert [(model.origin, model.name.removeprefix(f"{home}/")) for model in found] == [
         ("directory", "mine/checkpoint"),
         ("directory", "mine/deep/er/own.gguf"),
@@ -87,20 +87,20 @@ def test_every_place_and_names_that_lead_back(home: Path) -> None:
     for model in found:
         if model.name != "org/plain":  # asks the Hub for a newer one first
             assert find_model(model.name) == model.path, model.name
-    assert "ollama:qwen3:0.6b" in names() and "org/plain" in names()
+    assert "ollama:qwen3:0.6b" in local_model_names() and "org/plain" in local_model_names()
 
 
 def test_what_is_not_whole_is_listed_and_not_offered(home: Path) -> None:
     ollama_model(home, f"{HOST}/library/cloud/latest", layer="system")
     little(home / "mine/m-00002-of-00002.gguf")  # a later part alone is no model
     little(home / "mine/n-00001-of-00002.gguf")
-    found, _ = everything([home / "mine"])
+    found, _ = list_local_models([home / "mine"])
     rows = survey(found)
     assert [(Path(row.name).name, row.runs) for row in rows] == [
         ("n-00001-of-00002.gguf", False), ("ollama:cloud", False)
     ]  # fmt: skip
     assert "n-00002-of-00002.gguf is not beside it" in rows[0].reason and "cloud" in rows[1].reason
-    assert names() == []
+    assert local_model_names() == []
 
 
 def test_a_locked_folder_is_a_note(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_locked_folder_is_a_note(home: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", locked)
-    assert any("permission denied" in note for note in everything()[1])
+    assert any("permission denied" in note for note in list_local_models()[1])
 
 
 def test_a_gguf_file_in_numbers(home: Path) -> None:
@@ -158,7 +158,7 @@ def test_why_a_gguf_file_does_not_run(home: Path, metadata: dict[str, object], s
 
 
 def test_what_is_said_to_run_is_what_is_read() -> None:
-    """The names are kept apart from the functions that read them, which need torch."""
+    """The local_model_names are kept apart from the functions that read them, which need torch."""
     assert set(READ) == set(ARCHITECTURES)
 
 
@@ -230,10 +230,10 @@ def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
     Tokens that only pad the embedding differ between the sizes of one family, and do not count.
     """
 
-    def model(name: str, rows: int, tokens: list[str], **metadata: object) -> Found:
+    def model(name: str, rows: int, tokens: list[str], **metadata: object) -> LocalModel:
         tensors = {"a": ("F32", (rows, 8))}
         path = little(home / f"{name}.gguf", tensors, tokenizer__ggml__tokens=tokens, **metadata)  # type: ignore[arg-type]
-        return Found(name, path, "directory")
+        return LocalModel(name, path, "directory")
 
     models = [
         model("large", 100, ["a", "b", "[PAD1]", "[PAD2]"]),
@@ -244,8 +244,8 @@ def test_a_drafter_has_the_same_tokens_and_is_much_smaller(home: Path) -> None:
         model("split", 5, ["ab", ""]),
         model("kind", 5, ["a", "b"], tokenizer__ggml__model="llama"),
         model("broken", 5, ["a", "b"], general__architecture="mamba"),
-        Found("plain", safetensors(home / "plain", rows=2), "directory"),
-        Found("twin", safetensors(home / "twin", rows=90), "directory"),
+        LocalModel("plain", safetensors(home / "plain", rows=2), "directory"),
+        LocalModel("twin", safetensors(home / "twin", rows=90), "directory"),
     ]
     assert {row.name: row.drafter for row in survey(models) if row.drafter} == {
         "large": "model:smallest", "half": "model:smallest", "small": "model:smallest", "twin": "model:plain",

@@ -28,9 +28,9 @@ from forerun.kernels.native.layout import interleave, lay_out
 from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.quantized import Exact, Stored
+from forerun.models.quantized import LosslessMatrix, QuantizedMatrix
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed
+from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
 from tests import quantise, tiny
 from tests.engine import build
@@ -473,8 +473,10 @@ def test_the_layout_is_that_of_the_compiled_code(
         values
         * scale.float().repeat_interleave(32 if form == "int4" else shape[1], 1)[:, : shape[1]]
     )
-    exact = Exact(form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0])
-    mine, theirs = Packed(exact, None, form, gated), Packed(weight, None, form, gated)
+    exact = LosslessMatrix(
+        form, values.to(torch.int8), scale if form == "int4" else scale.float()[:, 0]
+    )
+    mine, theirs = PackedMatrix(exact, None, form, gated), PackedMatrix(weight, None, form, gated)
     assert (mine.data == theirs.data).all()
     assert (mine.scale == theirs.scale).all()
 
@@ -535,10 +537,10 @@ def test_products_with_carried_integers_give_the_weights(form: str) -> None:
         True,
         torch.float16,
     )
-    stored = Stored(
+    stored = QuantizedMatrix(
         (layer.numbers - 2 ** (layer.bits - 1)).to(torch.int8), layer.scale, layer.group
     )
-    exact = stored.exact()
+    exact = stored.lossless()
     assert exact is not None and exact.form == form
     assert torch.allclose(product(exact, torch.eye(128), form).T, layer.weight, rtol=1e-6, atol=0)
 
@@ -594,7 +596,7 @@ def test_what_does_not_map_becomes_bfloat16(case: dict[str, Any], tmp_path: Path
     expected = checkpoint(tmp_path, **case)
     decoder = runner(tmp_path).decoder
     assert set(forms(decoder).values()) == {"bfloat16"}
-    weight = Packed(expected[f"{FIRST}.weight"], None, "bfloat16", False)
+    weight = PackedMatrix(expected[f"{FIRST}.weight"], None, "bfloat16", False)
     assert (decoder.weights.layers[0].out.data == weight.data).all()  # type: ignore[union-attr]
 
 

@@ -32,7 +32,7 @@ from forerun.models.shortlist import (
 )
 from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Link
+from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
@@ -183,7 +183,7 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
     )
     runner.cache.pages.grow(0, 32)
     keys = [11, 12, 13, 14]
-    chained = runner.chain([Link(0, 5, 0, temperature, keys)], 64)
+    chained = runner.chain([ChainStart(0, 5, 0, temperature, keys)], 64)
     path_so_far: list[int] = [5]
     for key in keys:
         parents = list(range(-1, len(path_so_far) - 1))

@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.models.tokenizer import StopAutomaton, StopMatcher, automaton_of
+from forerun.models.tokenizer import StopAutomaton, StopMatcher, stop_automaton
 
 LETTERS = st.text("abc", max_size=6)
 
@@ -54,4 +54,4 @@ def test_the_worst_stops_take_linear_time() -> None:
 
 
 def test_completions_of_one_request_share_an_automaton() -> None:
-    assert automaton_of(("ab", "c")) is automaton_of(("ab", "c"))
+    assert stop_automaton(("ab", "c")) is stop_automaton(("ab", "c"))

@@ -26,7 +26,8 @@ from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed, _sights
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import _visible_paths
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify import Noise
@@ -184,9 +185,9 @@ def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
 
 def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
     """Freeing what lay behind it used to count down within its own numbers."""
-    large = Packed(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
+    large = PackedMatrix(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
     before = large.data.copy()
-    small = [Packed(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
+    small = [PackedMatrix(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
     del small
     assert np.array_equal(large.data, before)
 
@@ -255,7 +256,7 @@ def product(
     weight: torch.Tensor, x: torch.Tensor, form: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [m, K] times weight [N, K] transposed by the kernels, as a program of one operation."""
-    packed = Packed(weight, bias, form, gated=False)
+    packed = PackedMatrix(weight, bias, form, gated=False)
     op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
     widths = np.array([x.shape[1], weight.shape[0]], dtype=np.int32)
     program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
@@ -363,8 +364,8 @@ def test_filtered_draws_are_made_level_by_level() -> None:
 
 
 def test_sights() -> None:
-    assert _sights([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
-    assert _sights([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
+    assert _visible_paths([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
+    assert _visible_paths([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

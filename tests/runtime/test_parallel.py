@@ -1,4 +1,4 @@
-"""A model divided between processes says what it says in one: passes, and texts with drafts and
+"""A model shard_config between processes says what it says in one: passes, and texts with drafts and
 without."""
 
 import gc
@@ -22,7 +22,7 @@ from forerun.cache.attention import Segment
 from forerun.draft.proposer import view_of
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.sharding import Part, PartDecoder, divided
+from forerun.models.sharding import Shard, ShardedDecoder, shard_config
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
@@ -74,8 +74,8 @@ def test_its_passes_are_those_of_one_process(name: str, of: int, tmp_path: Path)
     def do(rank: int) -> tuple[torch.Tensor, int]:
         store = distributed.FileStore(str(tmp_path / "store"), of)
         group = distributed.ProcessGroupGloo(store, rank, of, timedelta(seconds=60))
-        part = PartDecoder(
-            load_config(directory), directory, double, cpu, 64, Part(rank, of, group)
+        part = ShardedDecoder(
+            load_config(directory), directory, double, cpu, 64, Shard(rank, of, group)
         )
         return passes(Runner(part, **SIZES)), part.weight_bytes
 
@@ -89,9 +89,11 @@ def test_its_passes_are_those_of_one_process(name: str, of: int, tmp_path: Path)
 
 def test_more_processes_than_heads_are_refused() -> None:
     config = load_config(tiny.family("llama"))
-    assert sum(divided(config, Part(rank, 2, None)).heads for rank in range(2)) == config.heads
+    assert (
+        sum(shard_config(config, Shard(rank, 2, None)).heads for rank in range(2)) == config.heads
+    )
     with pytest.raises(ConfigError, match="this model has 2; give no more"):
-        divided(config, Part(0, 3, None))
+        shard_config(config, Shard(0, 3, None))
     with pytest.raises(ConfigError, match="computes with torch"):
         LLM(tiny.family("llama"), tensor_parallel=2, quantization="int8")
 

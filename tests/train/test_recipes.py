@@ -174,4 +174,4 @@ def test_a_model_that_scores_some_tokens(target: Target, corpus: Corpus, tmp_pat
     assert scored(again).tolist() == ids.tolist()  # type: ignore[union-attr]
     assert again.get_parameter("lm_head.weight").shape[0] == target.vocab
     proposer = recipe.proposer(tmp_path, target, target.runner(1, 64))
-    assert proposer.runner.decoder.said.tolist() == ids.tolist()  # type: ignore[attr-defined]
+    assert proposer.runner.decoder.shortlist.tolist() == ids.tolist()  # type: ignore[attr-defined]

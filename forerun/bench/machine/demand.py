@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.models.decoder import Decoder
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Mixed, Packed, all_packed
+from forerun.runtime.packed import MixedMatrix, PackedMatrix, all_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ def matrices(decoder: Decoder | NativeDecoder) -> list[Matrix]:
 
 
 def _matrices(part: str, linear: Any, inputs: int, outputs: int) -> list[Matrix]:
-    if isinstance(linear, Mixed):
+    if isinstance(linear, MixedMatrix):
         return [
             Matrix(part, p.form, p.bytes, inputs, p.matrix.outputs) for p in all_packed([linear])
         ]
-    if isinstance(linear, Packed):
+    if isinstance(linear, PackedMatrix):
         return [Matrix(part, linear.form, linear.bytes, inputs, outputs)]
     weight = linear.weight
     return [
@@ -75,9 +75,9 @@ def _matrices(part: str, linear: Any, inputs: int, outputs: int) -> list[Matrix]
     ]
 
 
-def _row_bytes(table: Tensor | Packed) -> int:
+def _row_bytes(table: Tensor | PackedMatrix) -> int:
     """Bytes of a row of an embedding, scales included."""
-    if isinstance(table, Packed):
+    if isinstance(table, PackedMatrix):
         return table.bytes // int(table.matrix.outputs)
     return table.shape[1] * table.element_size()
 

@@ -23,8 +23,8 @@ from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
 from forerun.measure.medians import median
-from forerun.models.packed_cache import Kept
-from forerun.runtime.program import Packed
+from forerun.models.packed_cache import CachedMatrix
+from forerun.runtime.packed import PackedMatrix
 from forerun.utils import check_integer
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
@@ -171,7 +171,7 @@ def _result(
     )
 
 
-class _Anything(Kept):
+class _Anything(CachedMatrix):
     """Numbers in a format that nothing is rounded to; how long a product takes does not depend on
     them."""
 
@@ -190,7 +190,9 @@ class _Layers:
         self._lib = native.loaded()
         self.outputs, self.inputs = weight.shape
         anything = _Anything(Path(), form, tuple(weight.shape), ())
-        self.packed = Packed(weight if form in ROUNDING else anything, None, form, gated=False)
+        self.packed = PackedMatrix(
+            weight if form in ROUNDING else anything, None, form, gated=False
+        )
         self.bytes_each = self.packed.bytes
         self._memory: list[int] = []
         self._scales: list[np.ndarray] = []

@@ -186,8 +186,8 @@ def here() -> str:
 
 def size_of(model: str | None) -> int:
     """Bytes of a model's weights as they are stored. Raises LoadError."""
+    from forerun.models.files import parts_of
     from forerun.models.hub import find_model
-    from forerun.models.names import parts_of
 
     path = find_model(model)
     files = (

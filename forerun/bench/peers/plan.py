@@ -13,8 +13,8 @@ from forerun.config import parse_depth
 from forerun.draft_spec import parse_draft
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError, suggest
+from forerun.models.files import tag_of
 from forerun.models.hub import find_model
-from forerun.models.names import tag_of
 from forerun.utils import check_integer
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")

@@ -32,7 +32,8 @@ from forerun.draft.tree import Tree, grow
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.kernels.native import COp
-from forerun.runtime.program import LOGITS, QKV, Packed, Pass, Recorded, Said, Start, X
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
 from forerun.types import BESIDE
 
 CONTEXT, FUSED, KNOWN, FEATURES = range(
@@ -55,7 +56,7 @@ class NativeBlock:
         head: BlockHead,
         form: str,
         rotation: tuple[Tensor, Tensor],
-        says: Packed | None,
+        says: PackedMatrix | None,
         softcap: float,
     ) -> None:
         """rotation: cos and sin of all positions, float32 [context, 1, D / 2]. says: what makes
@@ -75,14 +76,14 @@ class NativeBlock:
         table, scale = head.table()
         reads, layers = self._layers(head)
         slots = [made.embedding(table, X, scale), *layers]
-        self._reads, self._slots = Recorded(c, reads, widths), Recorded(c, slots, widths)
-        self._fuses = Recorded(c, [*self._fuse(head), *reads], widths)
+        self._reads, self._slots = Program(c, reads, widths), Program(c, slots, widths)
+        self._fuses = Program(c, [*self._fuse(head), *reads], widths)
         self._whole, self._follow = None, None
         if says and head.config.is_bigram:
             ends = made.product(says, X, LOGITS, head.norm, wanted=1, softcap=softcap)
-            self._whole = Recorded(c, [*slots, ends], widths)
+            self._whole = Program(c, [*slots, ends], widths)
             if head.law:
-                self._follow = Recorded(c, self._adds(head.markov_head), widths)
+                self._follow = Program(c, self._adds(head.markov_head), widths)
 
     @property
     def drafts(self) -> bool:
@@ -91,18 +92,18 @@ class NativeBlock:
 
     def read(self, segments: Sequence[Segment], context: Tensor, cache: KVCache) -> None:
         """Write keys and values of context [T, Hd], which stands at the segments' places."""
-        run(self._reads, Pass(segments, cache), cache, {CONTEXT: context})
+        run(self._reads, ForwardBatch(segments, cache), cache, {CONTEXT: context})
 
     def slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """What the layers make of the slots of some blocks, before the last norm. -> float32 [T,
         Hd]"""
-        return run(self._slots, Pass(segments, cache, False), cache, {}).clone()
+        return run(self._slots, ForwardBatch(segments, cache, False), cache, {}).clone()
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, raw: bool, stands: array[float] | None
-    ) -> list[Said]:
+        self, starts: Sequence[RoundStart], cache: KVCache, raw: bool, stands: array[float] | None
+    ) -> list[DraftedChain]:
         """Read the context that each start brings and draft behind it, in one call; see
-        `Recorded.block`. `raw`: it is the target's states, which are yet to be fused."""
+        `Program.draft_block`. `raw`: it is the target's states, which are yet to be fused."""
         assert self._whole is not None
         begin, given = (
             (self._fuses, range(FEATURES, len(self._whole.widths)))
@@ -110,7 +111,7 @@ class NativeBlock:
             else (self._reads, [CONTEXT])
         )
         first = self._config.first
-        return self._whole.block(
+        return self._whole.draft_block(
             starts,
             self._block,
             cache,
@@ -123,9 +124,9 @@ class NativeBlock:
             stands,
         )
 
-    def _block(self, start: Start) -> Segment:
+    def _block(self, start: RoundStart) -> Segment:
         """The slots behind what a start brings."""
-        return block_of(self._config, start.segment.slot, start.link.token, start.link.offset)
+        return block_of(self._config, start.segment.slot, start.chain.token, start.chain.offset)
 
     def _layers(self, head: BlockHead) -> tuple[list[COp], list[COp]]:
         """What makes keys and values of CONTEXT, and the layers over the slots in X. Both share
@@ -275,14 +276,14 @@ class Block(HiddenStateProposer):
             tree.weigh(own, self.name, self.beside)
         return True
 
-    def _start(self, tree: Tree, raw: bool) -> Start:
+    def _start(self, tree: Tree, raw: bool) -> RoundStart:
         """What a native round has to know of one request; `raw`, it brings the target's states."""
         row = tree.row
         parts = self.take_raw(row.slot) if raw else [part.numpy() for part in self.take(row.slot)]
         count = len(parts[0]) if parts else 0
         link = tree.link(count)
         link = replace(link, keys=link.keys[: self.config.depth])
-        return Start(self.behind(row, count), parts, 0, link)
+        return RoundStart(self.behind(row, count), parts, 0, link)
 
     def keep(self, segments: Sequence[Segment], fused: Tensor) -> None:
         """Keys and values of context; none depends on another."""
@@ -396,5 +397,5 @@ class _BlockAttention(Attention):
                     np.tri(count, dtype=bool) if self._block.is_causal(layer) else True
                 )
                 mask[r, count:, 0] = True  # a padding query must see something, or it is NaN
-            masks[self.config.sight(layer)] = None if mask.all() else self._tensor(mask)
+            masks[self.config.visible_keys(layer)] = None if mask.all() else self._tensor(mask)
         return masks

@@ -35,7 +35,7 @@ from forerun.draft.head_files import (
 from forerun.draft.head_modules import HEAD, JoinedLayer, check_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
-from forerun.models.config import OWN_DRAFTER, Json, ModelConfig
+from forerun.models.config import MTP_PREFIXES, Json, ModelConfig
 from forerun.models.weights import Checkpoint
 
 KIND = "MTP module"
@@ -106,7 +106,7 @@ def save_module(module: MtpModule, directory: Path, target: str | None, dtype: t
 def load_module(directory: Path, target: TargetView) -> MtpModule:
     """Read a module for this target, in float32. Raises LoadError."""
     raw = read_config(directory, KIND)
-    read = _read_own if raw.get("model_type") in OWN_DRAFTER else _read
+    read = _read_own if raw.get("model_type") in MTP_PREFIXES else _read
     with reading(directory, KIND):
         return read(directory, raw, target)
 
@@ -134,7 +134,7 @@ def _read(directory: Path, raw: Json, target: TargetView) -> MtpModule:
 
 def _read_own(directory: Path, raw: Json, target: TargetView) -> MtpModule:
     """The first multi-token layer of a target's checkpoint."""
-    before, checkpoint = f"{OWN_DRAFTER[raw['model_type']]}0.", Checkpoint(directory)
+    before, checkpoint = f"{MTP_PREFIXES[raw['model_type']]}0.", Checkpoint(directory)
     names = [name for name in checkpoint.where if name.startswith(before)]
     if not names:
         raise LoadError("its checkpoint has no multi-token layers; some copies leave them out")

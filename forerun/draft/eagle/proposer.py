@@ -28,7 +28,17 @@ from forerun.draft.tree import Tree, grow, grow_all
 from forerun.kernels import native
 from forerun.kernels.native import COp
 from forerun.models.shortlist import spread
-from forerun.runtime.program import LOGITS, QKV, Link, Packed, Pass, Recorded, Said, Start, X
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import (
+    LOGITS,
+    QKV,
+    ChainStart,
+    DraftedChain,
+    ForwardBatch,
+    Program,
+    RoundStart,
+    X,
+)
 from forerun.types import BESIDE
 
 EMBEDDED, STATE, FUSED, FEATURES = range(
@@ -44,7 +54,7 @@ class NativeLayer:
         head: EagleModule,
         form: str,
         rotation: tuple[Tensor, Tensor],
-        says: Packed | None,
+        says: PackedMatrix | None,
         softcap: float,
     ) -> None:
         """rotation: cos and sin of all positions, float32 [context, 1, D / 2]. says: what makes
@@ -76,14 +86,12 @@ class NativeLayer:
         others = [c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusing)]
         sizes = made.widths(says.matrix.outputs if says else 1, *others)
         self.features = range(FEATURES, len(sizes))  # the buffers that a round may begin with
-        self._recorded = Recorded(c, ops, sizes)
+        self._recorded = Program(c, ops, sizes)
         self._whole, self._begin = None, None
         if says:
             whole = self._ends(head, ops, says, softcap)
-            self._whole = Recorded(c, whole, sizes)
-            self._begin = (
-                Recorded(c, [*self._fuse(head, fusing), *whole], sizes) if fusing else None
-            )
+            self._whole = Program(c, whole, sizes)
+            self._begin = Program(c, [*self._fuse(head, fusing), *whole], sizes) if fusing else None
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
@@ -91,7 +99,10 @@ class NativeLayer:
         """Pairs [T, Hd] of the segments' tokens; keys and values go into the cache. -> float32 [T,
         Hd]"""
         return run(
-            self._recorded, Pass(segments, cache), cache, {EMBEDDED: embedded, STATE: states}
+            self._recorded,
+            ForwardBatch(segments, cache),
+            cache,
+            {EMBEDDED: embedded, STATE: states},
         ).clone()
 
     @property
@@ -105,24 +116,30 @@ class NativeLayer:
         return self._begin is not None
 
     def chain(
-        self, links: Sequence[Link], states: Tensor, cache: KVCache
+        self, links: Sequence[ChainStart], states: Tensor, cache: KVCache
     ) -> list[list[int]] | None:
         """Draft behind each link, whose first token is paired with a state of `states` [links, Hd];
-        see `Recorded.chain`. None if that cannot be done here."""
+        see `Program.draft_chains`. None if that cannot be done here."""
         if self._whole is None:
             return None
-        return self._whole.chain(links, cache, self._vocab, self._ids, {STATE: states.numpy()})
+        return self._whole.draft_chains(
+            links, cache, self._vocab, self._ids, {STATE: states.numpy()}
+        )
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, raw: bool, stands: array[float] | None
-    ) -> tuple[list[Said], np.ndarray]:
-        """Read pairs and draft behind them, in one call; see `Recorded.round`. `raw`: the starts
+        self, starts: Sequence[RoundStart], cache: KVCache, raw: bool, stands: array[float] | None
+    ) -> tuple[list[DraftedChain], np.ndarray]:
+        """Read pairs and draft behind them, in one call; see `Program.draft_round`. `raw`: the starts
         bring the target's states, which are yet to be fused."""
         begin, given = (self._begin, self.features) if raw else (self._whole, [STATE])
         assert self._whole is not None and begin is not None
-        return self._whole.round(starts, cache, self._vocab, self._ids, STATE, begin, given, stands)
+        return self._whole.draft_round(
+            starts, cache, self._vocab, self._ids, STATE, begin, given, stands
+        )
 
-    def _ends(self, head: EagleModule, ops: list[COp], says: Packed, softcap: float) -> list[COp]:
+    def _ends(
+        self, head: EagleModule, ops: list[COp], says: PackedMatrix, softcap: float
+    ) -> list[COp]:
         """The layer with what comes before it, the embedding, and after it: logits, and the state
         for the next."""
         made, parts = self._made, head.parts()
@@ -236,7 +253,7 @@ class EagleProposer(LayerProposer):
             tree.weigh(own, self.name, self.beside)
         return True
 
-    def _start(self, tree: Tree, raw: bool) -> Start:
+    def _start(self, tree: Tree, raw: bool) -> RoundStart:
         """What a native round has to know of one request; `raw`, it fuses what it is given."""
         row = tree.row
         parts = (
@@ -250,7 +267,7 @@ class EagleProposer(LayerProposer):
         count = len(parts[0])
         segment = self.behind(row, count)
         segment.want = [count - 1]
-        return Start(segment, parts, row.noise.target(0), tree.link(count))
+        return RoundStart(segment, parts, row.noise.target(0), tree.link(count))
 
     def _chain(self, growing: Sequence[_Growing]) -> bool:
         """Finish drafts that are chains in one native call. False, and nothing done, where a level

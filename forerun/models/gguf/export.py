@@ -82,8 +82,8 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
         found |= _layer_readers(layer, target, names, layer_prefix, path)
     found |= _norm_readers(weights.norm, target, f"{prefix}{names['norm']}")
     if not config.tied:
-        source, _ = weights.head  # type: ignore[misc]
-        found[f"{names['head']}.weight"] = source.weight
+        head: Any = weights.head
+        found[f"{names['head']}.weight"] = head[0].weight
     return found
 
 
