@@ -129,5 +129,5 @@ def test_a_shell_never_sees_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(places, "everything", failing)
+    monkeypatch.setattr(local, "list_local_models", failing)
     assert completion.model_names("") == [] and completion.draft_names("model:") == []

@@ -41,24 +41,6 @@ def test_what_is_said_is_what_its_twin_draws(instructions, vocab, spread):
     assert sample_tokens(logits, temperatures, keys_of(60)) == twin
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_drawn_by_the_twin(dtype):
-    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert sample_tokens(logits, [0.0] * 5, keys_of(5)) == logits.argmax(-1).tolist()
-    warm = [0.9] * 5
-    assert (
-        sample_tokens(logits, warm, keys_of(5))
-        == rng.gumbel_argmax(scale_by_temperature(logits, warm), keys_of(5)).tolist()
-    )
-
-
-def test_rows_need_not_lie_side_by_side():
-    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(2)).T
-    assert sample_tokens(logits, [0.7] * 6, keys_of(6)) == sample_tokens(
-        logits.contiguous(), [0.7] * 6, keys_of(6)
-    )
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("place", [0, 17, 39])

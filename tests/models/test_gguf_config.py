@@ -16,7 +16,6 @@ import torch
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.gguf.config import ARCHITECTURES, READ
 from tests import gguf_files, tiny
 
 CPU = torch.device("cpu")
@@ -63,26 +62,6 @@ def test_as_many_channels_rotate_as_the_file_says(width: int, turns: int, path: 
     """A share of the head stands for them in between, and 44 * (30 / 44) is less than 30."""
     lengths = {"llama.attention.key_length": width, "llama.attention.value_length": width}
     assert config_of(path, lengths | {"llama.rope.dimension_count": turns}).ropes[0].dim == turns
-
-
-def test_layers_that_differ_are_refused(path: Path) -> None:
-    refused(
-        make(path, {"llama.attention.head_count_kv": [2, 1, 2]}),
-        "attention.head_count_kv",
-        "differs between layers",
-    )
-
-
-def test_sizes_of_heads(path: Path) -> None:
-    assert (
-        config_of(
-            path, {"llama.attention.key_length": ..., "llama.rope.dimension_count": ...}
-        ).head_dim
-        == 24
-    )
-    keys = {"qwen3.attention.key_length": 8, "qwen3.attention.value_length": 8}
-    assert config_of(path, keys, "qwen3").head_dim == 8
-    refused(make(path, {"qwen3.attention.value_length": 16}, "qwen3"), "value_length")
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 3e-7, 0.125])
@@ -154,10 +133,6 @@ def test_neutral_values_are_no_features(path: Path) -> None:
     assert config_of(path, changes).family == "llama"
 
 
-def test_the_list_of_architectures_is_that_of_their_readers() -> None:
-    assert sorted(READ) == sorted(ARCHITECTURES)
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_divisors_of_frequencies_are_positive(
     value: float, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,19 +152,6 @@ def rope_freqs(values: list[float]) -> tuple[str, np.ndarray, str]:
 )
 def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> None:
     refused(make(path, {"general.architecture": name}), words, "not supported")
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"general.architecture": "clip"}, "projector"),
-        ({"general.type": "mmproj"}, "projector"),
-        ({"general.type": "adapter"}, "adapter"),
-        ({"general.type": "imatrix"}, "importance matrix"),
-    ],
-)
-def test_files_that_are_no_models(changes: dict[str, Any], words: str, path: Path) -> None:
-    refused(make(path, changes), words, "not a model")
 
 
 def without_tensors(path: Path, *more: str) -> Path:

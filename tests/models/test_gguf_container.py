@@ -190,9 +190,12 @@ HEADERS = {
     "type-13": (with_value(13, bytes(8)), "type 13 in x"),
     "array-of-arrays": (
         with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)),
-        "array of the type 9 in x",
+        "array of the unknown type 9 in x",
     ),
-    "array-of-13": (with_value(ARRAY, array(13, [], 1) + bytes(64)), "array of the type 13 in x"),
+    "array-of-13": (
+        with_value(ARRAY, array(13, [], 1) + bytes(64)),
+        "array of the unknown type 13 in x",
+    ),
     "array-2^62": (with_value(ARRAY, array(4, [], 2**62)), "ends within x"),
     "array-2^64": (with_value(ARRAY, array(10, [], 2**64 - 1)), "ends within x"),
     "strings-2^61": (
@@ -226,9 +229,9 @@ HEADERS = {
     "33-of-Q8_0": (SMALL.with_info(0, dimensions=(33, 2)), "cannot be Q8_0"),
     "128-of-Q4_K": (SMALL.with_info(0, kind=12, dimensions=(128, 2)), "cannot be Q4_K"),
     "type-99": (SMALL.with_info(0, kind=99), "unknown type 99"),
-    "type-given-up": (SMALL.with_info(0, kind=4), "given up (4)"),
+    "type-given-up": (SMALL.with_info(0, kind=4), "removed (4)"),
     "offset-off": (SMALL.with_info(1, offset=168), "off its alignment"),
-    "offset-past": (SMALL.with_info(1, offset=2**62), "but its tensor"),
+    "offset-past": (SMALL.with_info(1, offset=2**62), "but tensor"),
     "end-past": (SMALL.with_info(1, dimensions=(64,)), "ends at byte"),
     "data-short": (replace(SMALL, data=bytes(100)), "only"),
     "overlap": (SMALL.with_info(1, offset=128), "tensors a and b in the same place"),
@@ -303,34 +306,12 @@ def test_parts_in_the_wrong_order(parts: list[Path]) -> None:
     parts[1].rename(spare)
     parts[2].rename(parts[1])
     spare.rename(parts[2])
-    refused(parts[0], parts[1].name, "not part 2 of 4")
-
-
-def test_a_part_under_another_name(parts: list[Path]) -> None:
-    other = parts[0].rename(parts[0].with_name("model.gguf"))
-    refused(other, "one of 4 parts", "-00001-of-00004.gguf")
-
-
-def test_a_tensor_in_two_parts(parts: list[Path]) -> None:
-    container = Walk(parts[1].read_bytes()).container()
-    names = [info[0] for info in Walk(parts[0].read_bytes()).container().infos]
-    written(parts[1], container.with_info(0, name=names[0]))
-    refused(parts[0], parts[1].name, names[0].decode(), "earlier part")
-
-
-def test_fewer_tensors_than_promised(parts: list[Path]) -> None:
-    changed(parts[0], "split.tensors.count", 5, number(5, 1000))
-    refused(parts[0], "1000 were promised")
-
-
-def test_a_part_of_another_number_of_parts(parts: list[Path]) -> None:
-    changed(parts[3], "split.count", 2, number(2, 5))
-    refused(parts[0], parts[3].name, "part 4 of 4")
+    refused(parts[0], parts[1].name, "not shard 2 of 4")
 
 
 # ---------------------------------------------------------------- all that can go wrong
 
-FILES = 600  # of each tokenizer
+FILES = 300  # of each tokenizer
 
 
 @functools.cache

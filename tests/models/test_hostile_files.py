@@ -12,7 +12,6 @@ import builtins
 import json
 import random
 import shutil
-import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from forerun import load
 from forerun.cache.attention import Segment
@@ -79,7 +78,7 @@ def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize("base", ["llama", "gpt2", "gemma3", "phi3"])
+@pytest.mark.parametrize("base", ["llama", "gpt2"])
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ids", [[-1], [64], [2, 1 << 40, -5, 2]], ids=repr)
 def test_end_tokens_that_cannot_be_said_are_left_out(
@@ -99,7 +98,7 @@ def test_end_tokens_that_cannot_be_said_are_left_out(
         == 3
     )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: ") and "is not in the vocabulary of 64" in line
+    assert line.startswith("note: ") and "is outside the vocabulary of 64" in line
 
 
 def test_end_tokens_of_a_file_beyond_its_embedding(
@@ -113,7 +112,7 @@ def test_end_tokens_of_a_file_beyond_its_embedding(
     parts = parts.with_pair("tokenizer.ggml.token_type", ARRAY, array(5, kinds))
     (tmp_path / "m.gguf").write_bytes(parts.pack())
     assert all(0 <= i < 64 for i in load_config(tmp_path / "m.gguf").end_ids)
-    assert "token 69 is not in the vocabulary of 64" in capsys.readouterr().err
+    assert "token 69 is outside the vocabulary of 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,26 +172,6 @@ def test_a_context_whose_tables_do_not_fit(
     assert LLM(directory, context=64, **SETTINGS).room == 64
 
 
-def test_a_cache_that_does_not_fit_is_told_at_once() -> None:
-    """Lists of its pages alone would take minutes."""
-    with pytest.raises(
-        CapacityError, match=r"^a KV cache of 4000000000 tokens needs .*set a lower kv_tokens"
-    ):
-        LLM(tiny.family("llama"), **SETTINGS | {"kv_tokens": 4_000_000_000})
-
-
-@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
-def test_ids_that_nothing_reads_do_no_harm(
-    key: str, value: object, copy: Callable[[Path], Path]
-) -> None:
-    llm = LLM(change(copy(tiny.family("llama")) / "config.json", **{key: value}), **SETTINGS)
-    assert (
-        len(llm.generate([[3, 4]], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids)
-        == 2
-    )
-
-
 @pytest.mark.parametrize(
     "value", [v for v in hostile.VALUES if not isinstance(v, list)], ids=lambda v: repr(v)[:20]
 )
@@ -224,20 +203,6 @@ def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) 
     directory = copy(tiny.worded())
     (directory / "chat_template.jinja").write_text("{{ 'x' * 10 ** 12 }}{{ 2 ** 10 ** 10 }}")
     assert Text(directory).check(tiny.WORDED) == ""
-
-
-def test_a_tokenizer_of_another_model(copy: Callable[[Path], Path]) -> None:
-    """One that adds a token to every text that the model has not: every prompt would be refused."""
-    directory = copy(tiny.worded())
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
-    last = tokenizer.token_to_id("<|99|>")
-    assert last >= tiny.WORDED
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|99|> $A", special_tokens=[("<|99|>", last)]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    refused(lambda: LLM(directory, **SETTINGS), str(last), str(tiny.WORDED), "another model")
 
 
 def test_tokens_beyond_the_embedding_are_a_requests_affair(copy: Callable[[Path], Path]) -> None:
@@ -282,17 +247,7 @@ def test_an_index_that_leads_out_of_its_directory(name: str, copy: Callable[[Pat
     directory = change(
         copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name}
     )
-    refused(lambda: Checkpoint(directory), "not in it")
-
-
-def test_links_of_a_cache_of_downloads_are_followed(
-    copy: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    """The Hub's own layout: names in a snapshot, contents elsewhere."""
-    directory = copy(tiny.family("llama"))
-    (directory / "model.safetensors").rename(tmp_path / "blob")
-    (directory / "model.safetensors").symlink_to(tmp_path / "blob")
-    assert Checkpoint(directory).has("model.norm.weight")
+    refused(lambda: Checkpoint(directory), "outside its directory")
 
 
 def test_a_file_that_is_far_too_long(copy: Callable[[Path], Path]) -> None:
@@ -322,7 +277,7 @@ def cached(
     """What a model says when it is loaded, and its file in the cache."""
     native.start(1)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
+    monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
     path = tiny.family("llama")
 
     def say() -> torch.Tensor:
@@ -385,17 +340,4 @@ def test_packed_files_that_lie(
     file.write_bytes(
         whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
     )
-    assert torch.equal(say(), expected)
-
-
-@compiled
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"[]", b"null", b'["x", 3]', b"\xff", struct.pack("<Q", 5)]
-)
-def test_packed_files_with_another_index(
-    content: bytes, cached: tuple[Callable[[], torch.Tensor], Path]
-) -> None:
-    say, file = cached
-    expected = say()
-    file.write_bytes(content + TRAILER.pack(0, len(content), zlib.crc32(content), MAGIC))
     assert torch.equal(say(), expected)

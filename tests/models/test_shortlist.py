@@ -83,14 +83,6 @@ def test_what_a_file_may_not_hold_is_one_line(case: str, tmp_path: Path) -> None
     assert "\n" not in str(error.value) and "forerun train --recipe shortlist" in str(error.value)
 
 
-def test_what_is_no_file_of_tensors_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "list").write_text("5 6 7")
-    for name in ("list", "nowhere", "."):
-        with pytest.raises(LoadError, match="shortlist") as error:
-            read_shortlist(tmp_path / name)
-        assert "\n" not in str(error.value)
-
-
 def test_it_is_for_models_of_its_vocabulary_or_of_the_targets(tmp_path: Path) -> None:
     held = Shortlist(IDS, 64)
     assert held.for_model(tmp_path, (64, 70)).tolist() == IDS.tolist()
@@ -191,22 +183,3 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
         token = logits.argmax(-1) if not temperature else gumbel_argmax(logits / temperature, [key])
         path_so_far.append(int(token))
     assert chained == [path_so_far[1:]] and set(chained[0]) <= set(said.tolist())
-
-
-@without
-def test_a_packed_copy_serves_with_and_without_a_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
-    path = tiny.family("llama")
-    made = {
-        said is None: [
-            logits_of(NativeDecoder(load_config(path), path, "int8", 64, said=said))
-            for _ in range(2)
-        ]
-        for said in (IDS, None, IDS)
-    }
-    assert len(list((tmp_path / "packed").iterdir())) == 1
-    check(made[True][0], made[False][0], 0)
-    assert all(torch.equal(one, other) for one, other in made.values())

@@ -183,15 +183,6 @@ def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
     assert all(torch.equal(logits, found[0]) for logits in found[1:])
 
 
-def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
-    """Freeing what lay behind it used to count down within its own numbers."""
-    large = PackedMatrix(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
-    before = large.data.copy()
-    small = [PackedMatrix(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
-    del small
-    assert np.array_equal(large.data, before)
-
-
 def test_a_forked_child_has_threads_of_its_own() -> None:
     """Those of its parent are not there: it used to wait for them."""
     model, tokens = decoder("llama", "int8"), ids(33)
@@ -207,15 +198,6 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
             os._exit(0 if same else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.parametrize("threads_", [1, 2, 3])
-def test_threads_do_not_change_the_bits(threads_: int) -> None:
-    model, tokens = decoder("llama", "int8"), ids(33)
-    expected = model.forward([chain(tokens)], cache(model)).logits
-    native.start(threads_)
-    assert torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
-    native.start(2)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -340,27 +322,6 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
         assert [len(draft) - 1 for draft in mine] == list(depths)
         assert mine == theirs
         assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
-
-
-def test_filtered_draws_are_made_level_by_level() -> None:
-    """The native call knows temperatures only."""
-    drafter = DraftModel(
-        Runner(decoder("llama", "float32", draft=True), tokens=256, page=4, slots=1), tiny.VOCAB
-    )
-    tokens = ids(9)
-    drafter.open(0, tokens)
-    params = SamplingParams.pure(temperature=2.0, top_k=1)
-    greedy, filtered = (
-        drafter.propose([DraftRequest(0, tokens, each, Noise(3, 8), 6)])[0].tokens
-        for each in (SamplingParams(), params)
-    )
-    assert filtered == greedy
-    assert (
-        drafter.propose([DraftRequest(0, tokens, replace(params, top_k=0), Noise(3, 8), 6)])[
-            0
-        ].tokens
-        != greedy
-    )
 
 
 def test_sights() -> None:

@@ -20,7 +20,6 @@ import numpy as np
 from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.config import MAX_CONTEXT, Json, ModelConfig, make_config
 from forerun.models.files import parts_of
-from forerun.models.gguf.blocks import FLOATS, floats
 from forerun.models.gguf.container import GgufFile, HeaderReader, StringArray, mapped, open_gguf
 from forerun.models.gguf.tokenizer import (
     NO_TOKENIZER,
@@ -225,6 +224,9 @@ class _Metadata:
 
     def vector(self, name: str) -> list[float]:
         """Read a tensor of one dimension, which holds positive numbers."""
+        # torch takes seconds to import, and listing models needs headers only
+        from forerun.models.gguf.blocks import FLOATS, floats
+
         entry = self.gguf.tensors[name]
         if entry.kind not in FLOATS or len(entry.shape) != 1:
             raise ValueError(f"the tensor {name}")
