@@ -13,9 +13,14 @@ from tests.little_gguf import little
 
 IMAGE = "application/vnd.ollama.image."
 HOST = "registry.example"
-VARIABLES = (
-    ["OLLAMA_MODELS", "LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"]
-)
+VARIABLES = [
+    "OLLAMA_MODELS",
+    "LLAMA_CACHE",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_HOME",
+    "XDG_CACHE_HOME",
+]
 
 
 def bare_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -7,7 +7,6 @@ not do; that transformers is not imported."""
 from __future__ import annotations
 
 import json
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -63,42 +62,6 @@ LLAMA3 = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
-"""
-MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace(index=0, calls=[]) %}
-{%- for message in loop_messages %}
-    {%- if message.role == "user" %}{%- set ns.index = ns.index + 1 %}{%- endif %}
-{%- endfor %}
-{{- bos_token }}{{- ns.index }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
-                    {%- if not loop.last %}{{- ", " }}{%- endif %}
-                {%- endfor %}
-                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
-            {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
-        {%- endif %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\n\n" + message.content + "[/INST]" }}
-        {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {{- "[TOOL_CALLS] [" }}
-        {{- message.tool_calls | map(attribute="function") | map("tojson") | join(", ") }}{{- "]" + eos_token }}
-    {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
-    {%- elif message["role"] == "tool" %}{%- continue %}
-    {%- endif %}
-{%- endfor %}
 """
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -165,7 +128,6 @@ ODDS = """  {# a comment #}
 TEMPLATES = {
     "chatml": CHATML,
     "llama3": LLAMA3,
-    "mistral": MISTRAL,
     "qwen3": QWEN3,
     "odds": ODDS,
 }
@@ -333,16 +295,3 @@ def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_template_stays_in_its_box(template: str) -> None:
     with pytest.raises((SecurityError, OverflowError)):
         ChatTemplate({"default": template}, {}).render(TALKS["one"], (), {})
-
-
-def test_objects_reach_a_template_as_plain_values() -> None:
-    class Image:
-        def save(self) -> str:
-            return "written"
-
-    talk = [
-        UserDict(role="user", content=[{"type": "image", "image": Image()}, {"text": ("a", 1)}])
-    ]
-    assert ChatTemplate({"default": "{{ messages }}"}, {}).render(talk, (), {}) == (
-        "[{'role': 'user', 'content': [{'type': 'image', 'image': '<Image>'}, {'text': ['a', 1]}]}]"
-    )

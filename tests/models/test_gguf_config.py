@@ -57,13 +57,6 @@ def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(
     assert config_of(path, {"llama.attention.head_count_kv": value}).kv_heads == expected
 
 
-@pytest.mark.parametrize("width, turns", [(24, 24), (44, 30), (47, 6), (15, 8)])
-def test_as_many_channels_rotate_as_the_file_says(width: int, turns: int, path: Path) -> None:
-    """A share of the head stands for them in between, and 44 * (30 / 44) is less than 30."""
-    lengths = {"llama.attention.key_length": width, "llama.attention.value_length": width}
-    assert config_of(path, lengths | {"llama.rope.dimension_count": turns}).ropes[0].dim == turns
-
-
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 3e-7, 0.125])
 def test_floats_are_what_they_were_before_they_were_rounded(eps: float, path: Path) -> None:
     config = config_of(
@@ -126,11 +119,6 @@ def test_what_a_model_has_that_forerun_has_not_is_named(
     key: str, value: Any, words: str, path: Path
 ) -> None:
     refused(make(path, {f"llama.{key}": value}), words)
-
-
-def test_neutral_values_are_no_features(path: Path) -> None:
-    changes = {"llama.expert_count": 0, "llama.logit_scale": 1.0, "llama.rope.scaling.type": "none"}
-    assert config_of(path, changes).family == "llama"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

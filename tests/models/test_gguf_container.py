@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
@@ -101,14 +100,6 @@ def test_any_byte_but_zero_is_true_and_texts_need_not_be_utf8(path: Path) -> Non
     assert (found["yes"], found["no"], found["texts"]) == (True, False, ["\ufffd", "\u00e9", ""])
 
 
-def test_data_begins_at_the_alignment_that_the_file_states(path: Path) -> None:
-    data = np.arange(64, dtype=np.float32).tobytes()
-    wide = replace(SMALL, infos=[(b"b", (64,), 0, 0)], data=data, alignment=4096)
-    file = open_gguf(written(path, wide.with_pair("general.alignment", 4, number(4, 4096))))
-    assert file.tensors["b"].offset % 4096 == 0
-    assert file.tensors["b"].read().tobytes() == data
-
-
 def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     for kind, (name, values, size) in TYPES.items():
@@ -117,12 +108,6 @@ def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
                 known[kind],
                 gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)],
             )
-
-
-def test_a_file_that_changes_is_read_anew(path: Path) -> None:
-    open_gguf(written(path, SMALL))
-    written(path, with_value(4, number(4, 7)))
-    assert open_gguf(path).metadata["x"] == 7
 
 
 # ---------------------------------------------------------------- what is no file of models
@@ -161,12 +146,6 @@ def test_other_things_saved_as_gguf(data: bytes, words: str, path: Path) -> None
 )
 def test_other_versions(version: int, words: str, path: Path) -> None:
     refused(written(path, replace(SMALL, version=version)), words)
-
-
-def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere.gguf", "cannot be read")
-    (tmp_path / "folder.gguf").mkdir()
-    refused(tmp_path / "folder.gguf", "cannot be read")
 
 
 # ---------------------------------------------------------------- what is broken in one

@@ -1,9 +1,6 @@
-"""Tokenizers of GGUF files: the ids that llama.cpp gives, for texts of every kind.
+"""Tokenizers of GGUF files give llama.cpp's ids, which scripts/tokenizer_fixture.py recorded.
 
-Protects: ids equal to llama.cpp's for each pre-tokenizer and for SentencePiece vocabularies,
-special tokens in a text parsed or not (`gguf_tokens.json.gz`, made by
-scripts/tokenizer_fixture.py); merges made of scores against a slow twin; round trips; what ends a
-generation; what is refused; `Tokenizer` on a file."""
+Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer` on a file."""
 
 from __future__ import annotations
 
@@ -139,8 +136,7 @@ def test_tokens_are_known_by_their_texts(number: int) -> None:
 def slow_ids(
     text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]
 ) -> list[int]:
-    """llama.cpp's SentencePiece, word for word: of all neighbours that make a token, join the best,
-    again and again."""
+    """Reference SentencePiece: repeatedly join the best-scored pair of neighbours."""
     parts = list(text)
     while True:
         found = [(i, ids.get(parts[i] + parts[i + 1])) for i in range(len(parts) - 1)]
@@ -276,18 +272,6 @@ def test_tokens_without_a_text_and_those_that_were_no_text_keep_their_ids() -> N
     assert tokenizer.get_vocab_size() == len(metadata[PREFIX + "tokens"])
 
 
-def test_of_equal_merges_the_first_counts() -> None:
-    metadata = bpe(pre="gpt-2")
-    again = {
-        **metadata,
-        PREFIX + "merges": [*metadata[PREFIX + "merges"], *metadata[PREFIX + "merges"][:50]],
-    }
-    one, other = build_tokenizer(metadata), build_tokenizer(again)
-    assert one is not None and other is not None
-    for text in fixture()["texts"]["few"]:
-        assert one.encode(text).ids == other.encode(text).ids
-
-
 def broken(**changes: Any) -> dict[str, Any]:
     return {**bpe(), **{PREFIX + key: value for key, value in changes.items()}}
 
@@ -298,16 +282,16 @@ REFUSED = {
     "no tokens": (broken(tokens=None), "tokenizer.ggml.tokens"),
     "no strings": (broken(tokens=np.zeros(3)), "tokenizer.ggml.tokens"),
     "twice": (broken(tokens=["a", "b", "a"], token_type=np.ones(3)), "tokens 0 and 2 .* 'a'"),
-    "kinds": (broken(token_type=np.ones(7, np.int32)), "but 7 kinds"),
+    "kinds": (broken(token_type=np.ones(7, np.int32)), "but 7 token types"),
     "no merges": (broken(merges=None), "tokenizer.ggml.merges"),
     "half a merge": (broken(merges=["ab"]), "'ab' is not of two"),
-    "merge of nothing": (broken(merges=["a zzzz"]), "do not fit together"),
+    "merge of nothing": (broken(merges=["a zzzz"]), "do not match"),
     "unknown pre": (broken(pre="martian"), "'martian' is not known; known are .*llama-bpe.*qwen2"),
-    "bos": (broken(bos_token_id=99_999_999), "token 99999999 as its bos"),
-    "eos": (broken(eos_token_id=-1), "token -1 as its eos"),
-    "nothing to add": (broken(add_bos_token=True), "bos token added .* names none"),
-    "no scores": ({k: v for k, v in spm().items() if k != PREFIX + "scores"}, "scores of none"),
-    "few scores": ({**spm(), PREFIX + "scores": np.zeros(5, np.float32)}, "scores of 5"),
+    "bos": (broken(bos_token_id=99_999_999), "bos token is 99999999"),
+    "eos": (broken(eos_token_id=-1), "eos token is -1"),
+    "nothing to add": (broken(add_bos_token=True), "adds its bos token .* names none"),
+    "no scores": ({k: v for k, v in spm().items() if k != PREFIX + "scores"}, "none scores"),
+    "few scores": ({**spm(), PREFIX + "scores": np.zeros(5, np.float32)}, "5 scores"),
 }
 
 
@@ -320,13 +304,9 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.models.gguf.tokenizer.MOST_TOKENS", 100)
-    with pytest.raises(LoadError, match="more than the 100"):
+    monkeypatch.setattr("forerun.models.gguf.tokenizer.MAX_TOKENS", 100)
+    with pytest.raises(LoadError, match="more than 100"):
         build_tokenizer(bpe())
-
-
-def test_a_padding_token_out_of_range_is_no_token() -> None:
-    assert special_tokens(bpe(padding_token_id=10**6)) == {}
 
 
 # ---------------------------------------------------------------- Tokenizer on a file
@@ -380,21 +360,6 @@ def tokenizer(
 TALK = [{"role": "user", "content": "Grüße 😀\n\n  ok"}, {"role": "assistant", "content": "yes?"}]
 
 
-def test_conversations_follow_the_file(tokenizer: Tokenizer) -> None:
-    assert tokenizer.has_chat_template
-    bos = "<s>" if "<s>" in tokenizer.vocabulary() else ""
-    text = (
-        bos
-        + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
-        + "<|im_start|>assistant\n"
-    )
-    ids = tokenizer.chat(TALK)
-    assert ids == tokenizer.encode(text, special=False)
-    special = [tokenizer.vocabulary()[word] for word in ("<|im_start|>", "<|im_end|>")]
-    assert [i for i in ids if i in special] == [special[i] for i in (0, 1, 0, 1, 0)]
-    assert not bos or ids.count(tokenizer.vocabulary()[bos]) == 1
-
-
 def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
     for text in fixture()["texts"]["few"][::7]:
         ids = tokenizer.encode(text, special=False, parse=False)
@@ -413,17 +378,6 @@ def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
                 stream.append(token)
                 shown += stream.take(i == len(output))
             assert shown == tokenizer.decode(ids)[len(before) :]
-
-
-def test_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
-    for text in (*fixture()["texts"]["few"][::5], "x y", " x"):
-        if SPACE in text or "<" in text:
-            continue
-        ids = tokenizer.encode(text, special=False, parse=False)
-        spelled = b"".join(tokenizer.token_bytes(token) for token in ids)
-        assert spelled.decode().replace(" ", "") == text.replace(" ", "")
-        if text == "x y":
-            assert spelled.strip() == b"x y"
 
 
 def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:

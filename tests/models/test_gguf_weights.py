@@ -106,11 +106,6 @@ def test_every_family_with_all_types_in_one_file(name: str) -> None:
     agrees(name, gguf_files.TYPES)
 
 
-@pytest.mark.parametrize("kind", gguf_files.TYPES)
-def test_every_type(kind: str) -> None:
-    agrees("llama", kind)
-
-
 @pytest.mark.parametrize(
     "name, mix", [("qwen2", "q4_k_m"), ("llama", "q4_k_m"), ("qwen3", "q5_k"), ("gemma3", "gemma")]
 )
@@ -118,16 +113,6 @@ def test_mixes_as_real_files_have_them(name: str, mix: str) -> None:
     """Queries and values of different types, gate and up too; a quantised embedding that is the
     head as well."""
     agrees(name, mix)
-
-
-def test_divisors_of_llama3_are_its_scaling() -> None:
-    divided = load_decoder(
-        gguf_files.written("llama-llama3", "Q8_0").path, torch.float64, CPU, 256
-    ).ropes
-    published = gguf_files.written("llama-llama3", "Q8_0").model.model.rotary_emb.inv_freq
-    angles = torch.arange(256)[:, None, None] * published
-    assert (divided[0][0] - angles.cos()).abs().max() < 1e-4
-    assert (divided[0][1] - angles.sin()).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("width", "turns"), [(6, 6), (6, 4), (7, 4), (5, 2)])
@@ -185,9 +170,6 @@ def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
         assert torch.equal(blocks.dequantize(), expected)
 
 
-BYTES = {"IQ4_NL": 8.5 / 4.5, "Q3_K": 6.5625 / 3.4375}  # in the format of a larger type
-
-
 # ---------------------------------------------------------------- what the native kernels say
 
 
@@ -208,7 +190,8 @@ def kept(path: Path) -> NativeDecoder:
     return NativeDecoder(load_config(path), path, "float32", 128, keep=True)
 
 
-NATIVE = [("llama", kind) for kind in GROUPED] + [(name, GROUPED) for name in gguf_files.NAMES]
+NATIVE = [("llama", kind) for kind in GROUPED]
+NATIVE += [(name, GROUPED) for name in ("gemma3_text", "gpt2", "phi3") if name in gguf_files.NAMES]
 NATIVE += [
     ("qwen2", "q4_k_m"),
     ("smollm3", "q5_k"),
@@ -237,16 +220,6 @@ def test_native_kernels_round_activations_and_nothing_else(
     assert off(logits(found, text), expected) < off(plain, expected)
 
 
-@KERNELS
-@pytest.mark.parametrize("kind, most", [("F32", 1e-5), ("F16", 1e-5), ("BF16", 0.05)])
-def test_native_kernels_on_floats(kind: str, most: float) -> None:
-    """Activations stay as they are; with bfloat16 some processors round them to it."""
-    path, text = gguf_files.written("llama", kind).path, ids(20)
-    assert (
-        off(logits(kept(path), text), truth(gguf_files.written("llama", kind).model, text)) < most
-    )
-
-
 # ---------------------------------------------------------------- options, and numbers that are
 # none
 
@@ -254,15 +227,7 @@ def test_native_kernels_on_floats(kind: str, most: float) -> None:
 @KERNELS
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(quantization="int8"),
-        dict(quantization="int4"),
-        dict(dtype="float32"),
-        dict(dtype="bfloat16"),
-        dict(dtype="float64"),
-        dict(kernels="torch"),
-        {},
-    ],
+    [dict(quantization="int8"), dict(quantization="int4"), dict(dtype="float32"), {}],
     ids=str,
 )
 @pytest.mark.parametrize(

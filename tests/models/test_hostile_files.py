@@ -1,10 +1,6 @@
-"""Model files from strangers: each loads and works, or is refused in one line. No crash, no hang,
-no code run.
+"""Hostile model files: each loads and works, or is refused in one line. No crash, hang or code run.
 
-Protects: every file of a directory and the cache of packed weights under seeded mutations (more of
-them by hand: `python -m tests.hostile`); configurations that would load and then fail for
-everybody; names that lead out of a directory; tokenizers that bring code.
-"""
+More mutations by hand: `python -m tests.hostile`."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from forerun import load
 from forerun.cache.attention import Segment
@@ -35,8 +30,7 @@ from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from tests import gguf_files, hostile, tiny
-from tests.gguf_broken import ARRAY, STRING, Walk, array, text
+from tests import hostile, tiny
 
 SETTINGS: dict[str, Any] = dict(
     kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1
@@ -71,8 +65,8 @@ def refused(load: Callable[[], object], *words: str) -> None:
 
 def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", "off")
-    outcomes = hostile.attack(300, 0, tmp_path)
-    assert outcomes["fine"] > 30 and outcomes["refused"] > 100
+    outcomes = hostile.attack(150, 0, tmp_path)
+    assert outcomes["fine"] > 15 and outcomes["refused"] > 50
 
 
 # ---------------------------------------------------------------- configurations
@@ -101,20 +95,6 @@ def test_end_tokens_that_cannot_be_said_are_left_out(
     assert line.startswith("note: ") and "is outside the vocabulary of 64" in line
 
 
-def test_end_tokens_of_a_file_beyond_its_embedding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A vocabulary may be longer than the embedding: what has no row is never said."""
-    parts = Walk(gguf_files.written("llama", "q4_1").path.read_bytes()).container()
-    texts, kinds = [f"t{i}" for i in range(69)] + ["<|im_end|>"], [1] * 70
-    parts = parts.with_pair("tokenizer.ggml.model", STRING, text("gpt2"))
-    parts = parts.with_pair("tokenizer.ggml.tokens", ARRAY, array(STRING, texts))
-    parts = parts.with_pair("tokenizer.ggml.token_type", ARRAY, array(5, kinds))
-    (tmp_path / "m.gguf").write_bytes(parts.pack())
-    assert all(0 <= i < 64 for i in load_config(tmp_path / "m.gguf").end_ids)
-    assert "token 69 is outside the vocabulary of 64" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -139,25 +119,6 @@ def test_sizes_and_factors_that_cannot_be(
 ) -> None:
     directory = change(copy(tiny.family("llama")) / "config.json", **changes)
     refused(lambda: LLM(directory, **SETTINGS), word)
-
-
-@pytest.mark.parametrize("original", ["x", -5, 1.5, True, 10**12])
-def test_the_context_of_a_scaled_rope_is_a_number(
-    original: object, copy: Callable[[Path], Path]
-) -> None:
-    """It is what the model serves unless it is told otherwise."""
-    directory = change(
-        copy(tiny.family("phi3-longrope")) / "config.json",
-        original_max_position_embeddings=original,
-    )
-    refused(lambda: LLM(directory, **SETTINGS), "rope")
-
-
-def test_too_many_end_tokens(copy: Callable[[Path], Path]) -> None:
-    directory = change(copy(tiny.worded()) / "config.json", vocab_size=5000)
-    for ids, word in (list(range(2000)), "2000"), (["x"] * 9999, "'x'"), (True, "True"):
-        change(directory / "generation_config.json", eos_token_id=ids)
-        refused(lambda: load_config(directory), "eos_token_id", word)
 
 
 def test_a_context_whose_tables_do_not_fit(
@@ -203,17 +164,6 @@ def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) 
     directory = copy(tiny.worded())
     (directory / "chat_template.jinja").write_text("{{ 'x' * 10 ** 12 }}{{ 2 ** 10 ** 10 }}")
     assert Text(directory).check(tiny.WORDED) == ""
-
-
-def test_tokens_beyond_the_embedding_are_a_requests_affair(copy: Callable[[Path], Path]) -> None:
-    directory = copy(tiny.worded())
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    llm = LLM(directory, **SETTINGS)
-    with pytest.raises(RequestError, match="not in the vocabulary"):
-        llm.generate(["a <|99|>"])
-    assert llm.generate(["a"], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])
@@ -305,39 +255,29 @@ def test_spoiled_packed_files(cached: tuple[Callable[[], torch.Tensor], Path]) -
         assert torch.equal(say(), expected), i
 
 
-Index = dict[str, list[Any]]
-CHANGES: list[Callable[[Index, str], Any]] = [
-    lambda index, name: index[name].__setitem__(0, "float7"),
-    lambda index, name: index[name].__setitem__(0, "int4"),
-    lambda index, name: index[name].__setitem__(0, ["int8"]),
-    lambda index, name: index[name].__setitem__(0, None),
-    lambda index, name: index[name].__setitem__(1, [2**40, 2**40]),
-    lambda index, name: index[name].__setitem__(1, [0, -1]),
-    lambda index, name: index[name].__setitem__(1, "ab"),
-    lambda index, name: index[name].__setitem__(2, []),
-    lambda index, name: index[name].__setitem__(2, [[0, 2**62, 0], [0, 2**62, 0]]),
-    lambda index, name: index[name].__setitem__(2, [[-1, 4, 0], [2**80, 4, 0]]),
-    lambda index, name: index[name].__setitem__(2, [[0.5, 4.0, None]] * 2),
-    lambda index, name: index[name].__setitem__(2, index[name][2][::-1]),
-    lambda index, name: index.__setitem__(name, [1, 2]),
-    lambda index, name: index.pop(name),
-    lambda index, name: index.clear(),
-]
-
-
 @compiled
-@pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_packed_files_that_lie(
-    number: int, cached: tuple[Callable[[], torch.Tensor], Path]
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["float7", [1, 2], []],
+        ["int4", [32, 32], [[0, 2**62, 0], [0, 2**62, 0]]],
+        [None, [2**40, -1], [[-1, 4, 0], [2**80, 4, 0]]],
+        ["int8", "ab", [[0.5, 4.0, None]] * 2],
+        [1, 2],
+        None,
+    ],
+    ids=str,
+)
+def test_packed_files_with_a_false_index(
+    entry: Any, cached: tuple[Callable[[], torch.Tensor], Path]
 ) -> None:
-    """Their checksums are right, and what they say cannot be."""
+    """Their checksums are right, but what the index says is impossible."""
     say, file = cached
     whole, expected = file.read_bytes(), say()
     start, length, _, _ = TRAILER.unpack(whole[-TRAILER.size :])
     own, index = json.loads(whole[start : start + length])
-    CHANGES[number](index, "0.qkv")
+    index["0.qkv"] = entry
     content = json.dumps([own, index]).encode()
-    file.write_bytes(
-        whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
-    )
+    trailer = TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
+    file.write_bytes(whole[:start] + content + trailer)
     assert torch.equal(say(), expected)

@@ -228,17 +228,6 @@ def test_commit_of_a_path_then_further_steps(case: Case) -> None:
             near(found, truth(model, [session.texts[slot]])[0][-1:])
 
 
-def test_pages_out_of_order() -> None:
-    """First and last page lie as far apart as consecutive ones would, and yet are not."""
-    text, session = text_of(16, 13), Session(decoder("llama", 256))
-    pages = session.runner.cache.pages
-    pages.free = [*(page for page in pages.free if page > 3), 3, 1, 2, 0]
-    expected = truth(reference("llama"), [text])[0]
-    near(session.read(0, text[:10]), expected[:10])
-    near(session.read(0, text[10:]), expected[10:])
-    assert pages.held[0] == [0, 2, 1, 3]
-
-
 @cases
 def test_features_are_the_hidden_states_between_layers(case: Case) -> None:
     """transformers norms its last hidden state, so that one is caught on its way into the norm."""
@@ -279,17 +268,6 @@ def test_dynamic_rope_is_that_of_single_steps(cut: list[int], tmp_path: Path) ->
         at = len(session.texts[0])
         found.append(session.read(0, text[at : at + size]))
     near(torch.cat(found), torch.cat(expected))
-
-
-def test_longrope_takes_its_factors_from_the_context() -> None:
-    config = load_config(directory("phi3-longrope"))
-    tables = {
-        context: rope_tables(config, config.ropes[0], context, torch.float32)[0]
-        for context in (40, 64, 65, 256)
-    }
-    assert torch.equal(tables[40], tables[64][:40])
-    assert torch.equal(tables[65], tables[256][:65])
-    assert not torch.allclose(tables[64], tables[65][:64])
 
 
 def old_llama(raw: dict[str, Any]) -> None:

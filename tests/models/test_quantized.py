@@ -123,11 +123,6 @@ def test_families(name: str, tmp_path: Path) -> None:
     holds(tmp_path, checkpoint(tmp_path, "gptq", size=16, name=name))
 
 
-def test_sizes_that_do_not_fill_words(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=36, intermediate_size=50, num_attention_heads=2, num_key_value_heads=1)
-    holds(tmp_path, checkpoint(tmp_path, "packed", size=0, symmetric=False, **sizes))
-
-
 @pytest.mark.parametrize("layout", ["gptq", "packed"])
 def test_modules_that_were_left_alone(layout: str, tmp_path: Path) -> None:
     """One of three that are stacked, and one that stands alone."""
@@ -171,17 +166,6 @@ def test_a_quantised_head(tmp_path: Path) -> None:
         tensors.update({f"lm_head.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
 
     assert torch.equal(load(change(tmp_path, edit)).weights.head.weight, layer.weight)
-
-
-@pytest.mark.parametrize("value, loads", [(0.0, True), (0.5, False)])
-def test_biases_of_older_writers(value: float, loads: bool, tmp_path: Path) -> None:
-    """They gave every layer one; where config.json knows of none, it must be zero."""
-    expected = checkpoint(tmp_path, "gptq")
-    change(tmp_path, lambda tensors: tensors.update({f"{FIRST}.bias": torch.full((64,), value)}))
-    if loads:
-        holds(tmp_path, expected)
-    else:
-        refused(tmp_path, f"{FIRST}.bias")
 
 
 FLOATS = {  # the shape of the scales, for a matrix [64, 96]
@@ -375,15 +359,6 @@ def test_a_tensor_that_does_not_fit_is_named(layout: str, part: str, tmp_path: P
         refused(tmp_path, name)
 
 
-def test_8_bit_floats_that_nothing_explains(tmp_path: Path) -> None:
-    tiny.hf_model("llama").save_pretrained(tmp_path)
-    change(
-        tmp_path,
-        lambda t: t.update({f"{FIRST}.weight": t[f"{FIRST}.weight"].to(torch.float8_e4m3fn)}),
-    )
-    refused(tmp_path, f"{FIRST}.weight", "float8_e4m3fn", "quantized")
-
-
 # ---------------------------------------------------------------- the native formats
 
 
@@ -494,37 +469,3 @@ def test_what_the_options_make_of_a_4_bit_checkpoint(
     body, head = expected
     decoder = runner(tmp_path, **options).decoder
     assert forms(decoder) == dict(qkv=body, out=body, up=body, down=body, head=head)
-
-
-@compiled
-def test_a_drafter_keeps_what_it_is_stored_in_unless_told_otherwise(tmp_path: Path) -> None:
-    checkpoint(tmp_path, "gptq")
-    target = runner(tmp_path)
-    for quantization, body, head in (
-        ("auto", "int4", "int8"),
-        ("none", "int4", "bfloat16"),
-        ("int8", "int8", "int8"),
-    ):
-        config = Config(model=str(tmp_path), context=64, draft_quantization=quantization)
-        found = forms(make_runner(config, tmp_path, CPU, target).decoder)
-        assert (found["qkv"], found["head"]) == (body, head)
-
-
-@compiled
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(layout="awq", symmetric=False), dict(layout="gptq", size=16), dict(layout="gptq", shuffled=True),
-        dict(layout="packed", dtype=torch.float32), dict(layout="gptq", bits=8), dict(layout="plain", bits=8, size=32),
-        dict(layout="plain", bits=8, size=0, symmetric=False),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_does_not_map_becomes_bfloat16(case: dict[str, Any], tmp_path: Path) -> None:
-    """Zero points, small groups, activation order, finer scales, 8 bits in groups: no error, no
-    second rounding."""
-    expected = checkpoint(tmp_path, **case)
-    decoder = runner(tmp_path).decoder
-    assert set(forms(decoder).values()) == {"bfloat16"}
-    weight = PackedMatrix(expected[f"{FIRST}.weight"], None, "bfloat16", False)
-    assert (decoder.weights.layers[0].out.data == weight.data).all()  # type: ignore[union-attr]

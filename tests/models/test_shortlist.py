@@ -62,15 +62,15 @@ D2T, T2D = maps_of(IDS, 64)
 BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no map": ({"t2d": T2D}, "d2t and t2d"),
     "more than maps": ({"d2t": D2T, "t2d": T2D, "x": D2T + 1}, "d2t and t2d"),
-    "marks that are numbers": ({"d2t": D2T, "t2d": T2D.long()}, "true or false"),
-    "fewer offsets than marks": ({"d2t": D2T[1:], "t2d": T2D}, "48 whole numbers"),
-    "floats": ({"d2t": D2T.float(), "t2d": T2D}, "48 whole numbers"),
+    "marks that are numbers": ({"d2t": D2T, "t2d": T2D.long()}, "one bool per token"),
+    "fewer offsets than marks": ({"d2t": D2T[1:], "t2d": T2D}, "48 integers"),
+    "floats": ({"d2t": D2T.float(), "t2d": T2D}, "48 integers"),
     "a token below zero": ({"d2t": D2T - 2, "t2d": T2D}, "ascending"),
     "a token past the end": ({"d2t": D2T + 1, "t2d": T2D}, "ascending"),
     "no order": ({"d2t": D2T.flip(0), "t2d": T2D}, "ascending"),
     "other marks": ({"d2t": D2T, "t2d": T2D.flip(0)}, "marks other"),
     "a wrap": ({"d2t": torch.full_like(D2T, (1 << 63) - 1), "t2d": T2D}, "ascending"),
-    "nothing": ({"d2t": D2T[:0], "t2d": T2D & False}, "whole numbers"),
+    "nothing": ({"d2t": D2T[:0], "t2d": T2D & False}, "integers"),
 }
 
 
@@ -154,7 +154,7 @@ def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) ->
     native.start(1)
     path = tiny.family(family)
     whole, some = (
-        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", said=said)
+        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", shortlist=said)
         for said in (None, IDS)
     )
     check(logits_of(whole), logits_of(some), 0)
@@ -168,14 +168,14 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
     native.start(1)
     path, said = tiny.family("llama"), torch.tensor([i for i in range(64) if i % 8 == 3])
     runner = Runner(
-        NativeDecoder(load_config(path), path, "float32", 64, said=said),
+        NativeDecoder(load_config(path), path, "float32", 64, shortlist=said),
         tokens=64,
         page=16,
         slots=1,
     )
     runner.cache.pages.grow(0, 32)
     keys = [11, 12, 13, 14]
-    chained = runner.chain([ChainStart(0, 5, 0, temperature, keys)], 64)
+    chained = runner.draft_chains([ChainStart(0, 5, 0, temperature, keys)], 64)
     path_so_far: list[int] = [5]
     for key in keys:
         parents = list(range(-1, len(path_so_far) - 1))

@@ -14,17 +14,14 @@ LETTERS = st.text("abc", max_size=6)
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[list[int | None], list[int]]:
-    """After each piece: where the first stop begins in the whole text, and what is begun of one."""
-    matcher, before, found, begun = (
-        StopMatcher(StopAutomaton(stops)),
-        0,
-        list[int | None](),
-        list[int](),
-    )
+    """After each piece: where the first stop begins in the whole text, and how much of one is held."""
+    matcher, before = StopMatcher(StopAutomaton(stops)), 0
+    found: list[int | None] = []
+    begun: list[int] = []
     for piece in pieces:
         at = matcher.feed(piece)
         found.append(None if at is None else before + at)
-        begun.append(matcher.begun)
+        begun.append(matcher.partial_length)
         before += len(piece)
     return found, begun
 

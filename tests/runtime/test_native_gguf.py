@@ -154,7 +154,7 @@ def test_rows_of_several_types_are_a_matrix_for_each(gated: bool) -> None:
     ]
     made = pack_blocks(gguf_files.blocks_of(parts), torch.arange(96.0), gated)
     assert [part.packed.form for part in made.parts] == ["q4_k", "q6_k"]
-    assert [(part.column, part.gate, part.gated) for part in made.parts] == (
+    assert [(part.column, part.is_gate, part.is_gated) for part in made.parts] == (
         [(0, True, False), (0, False, True)] if gated else [(0, False, False), (48, False, False)]
     )
     x = activations(3, 256)

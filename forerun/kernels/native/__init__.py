@@ -19,7 +19,20 @@ from forerun.errors import CapacityError
 
 BLOCK = 32  # outputs of a matrix that are packed side by side
 # weight formats by their numbers in common.h; from float16 on they hold GGUF blocks as they are
-_FORMAT_NAMES = ["float32", "bfloat16", "int8", "int4", "float16", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
+_FORMAT_NAMES = [
+    "float32",
+    "bfloat16",
+    "int8",
+    "int4",
+    "float16",
+    "q8_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+]
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES = range(3)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)

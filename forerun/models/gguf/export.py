@@ -106,8 +106,9 @@ def _layer_readers(
                 f"{path}: {source.name} has a bias, which {c.family} models of transformers lack"
             )
         stems = names[part]
-        rows_of = {stems: source.shape[0]}
-        if not isinstance(stems, str):
+        if isinstance(stems, str):
+            rows_of = {stems: source.shape[0]}
+        else:
             rows_of = dict(zip(stems, stacked_rows[part], strict=True))
         first = 0
         for stem, rows in rows_of.items():
