@@ -142,37 +142,12 @@ def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> N
     refused(make(path, {"general.architecture": name}), words, "not supported")
 
 
-def without_tensors(path: Path, *more: str) -> Path:
-    """A file with a vocabulary and these tensors, if any."""
-    writer = gguf_files.gguf.GGUFWriter(path, "llama")
-    for key, value in gguf_files.tokens("llama").items():
-        gguf_files.set_key(writer, key, value)
-    for name in more:
-        writer.add_tensor(name, np.zeros((4, 4), np.float32))
-    gguf_files.finish(writer)
-    return path
-
-
-def test_a_vocabulary_without_weights(path: Path) -> None:
-    refused(without_tensors(path), "vocabulary", "no weights")
-
-
 @pytest.mark.parametrize("extra", ["vision.weight", "blk.0.attn_sinks.weight", "blk.1.attn_q.bias"])
 def test_tensors_that_fit_nothing_are_named(
     extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_extra(monkeypatch, extra)
     refused(make(path, {}), extra, "fit no part")
-
-
-@pytest.mark.parametrize(
-    "extra", ["v.blk.0.attn_q.weight", "mm.0.weight", "blk.3.nextn.eh_proj.weight", "mtp.0.weight"]
-)
-def test_projectors_and_drafting_modules_are_left_alone(
-    extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_extra(monkeypatch, extra)
-    assert len(load_decoder(make(path, {}), torch.float32, CPU, 32).weights.layers) == 3
 
 
 def with_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

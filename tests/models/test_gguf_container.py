@@ -157,41 +157,20 @@ HEADERS = {
     "keys-more-than-there-are": (replace(SMALL, counts=(2, 9)), "broken"),
     "tensors-more-than-there-are": (replace(SMALL, counts=(9, 2)), "broken"),
     "key-empty": (SMALL.with_pair("", 4, number(4, 1)), "without a name"),
-    "key-twice": (
-        replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]),
-        "'llama.block_count' twice",
-    ),
-    "key-long": (
-        replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)),
-        "70000 bytes in a key",
-    ),
+    "key-twice": (replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]), "'llama.block_count' twice"),
+    "key-long": (replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)), "70000 bytes in a key"),
     "key-of-lines": (SMALL.with_pair("a\nb", 99, b""), "unprintable"),
     "type-13": (with_value(13, bytes(8)), "type 13 in x"),
-    "array-of-arrays": (
-        with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)),
-        "array of the unknown type 9 in x",
-    ),
-    "array-of-13": (
-        with_value(ARRAY, array(13, [], 1) + bytes(64)),
-        "array of the unknown type 13 in x",
-    ),
+    "array-of-arrays": (with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)), "array of the unknown type 9 in x"),
+    "array-of-13": (with_value(ARRAY, array(13, [], 1) + bytes(64)), "array of the unknown type 13 in x"),
     "array-2^62": (with_value(ARRAY, array(4, [], 2**62)), "ends within x"),
     "array-2^64": (with_value(ARRAY, array(10, [], 2**64 - 1)), "ends within x"),
-    "strings-2^61": (
-        with_value(ARRAY, array(STRING, [], 2**61)),
-        "2305843009213693952 strings in x",
-    ),
+    "strings-2^61": (with_value(ARRAY, array(STRING, [], 2**61)), "2305843009213693952 strings in x"),
     "string-2^40": (with_value(STRING, text("abc", 2**40)), "ends within x"),
-    "string-in-array-2^40": (
-        with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)),
-        "ends within x",
-    ),
+    "string-in-array-2^40": (with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)), "ends within x"),
     "alignment-0": (SMALL.with_pair("general.alignment", 4, number(4, 0)), "alignment 0"),
     "alignment-3": (SMALL.with_pair("general.alignment", 4, number(4, 3)), "alignment 3"),
-    "alignment-2^31": (
-        SMALL.with_pair("general.alignment", 4, number(4, 2**31)),
-        "alignment 2147483648",
-    ),
+    "alignment-2^31": (SMALL.with_pair("general.alignment", 4, number(4, 2**31)), "alignment 2147483648"),
     "alignment-minus": (SMALL.with_pair("general.alignment", 5, number(5, -32)), "alignment -32"),
     "alignment-text": (SMALL.with_pair("general.alignment", STRING, text("32")), "alignment '32'"),
     "name-64": (SMALL.with_info(0, name=b"n" * 64), "64 bytes in a tensor's name"),
@@ -200,10 +179,7 @@ HEADERS = {
     "dimensions-0": (SMALL.with_info(0, dimensions=()), "0 dimensions"),
     "dimensions-5": (SMALL.with_info(0, dimensions=(1,) * 5), "5 dimensions"),
     "dimension-0": (SMALL.with_info(0, dimensions=(64, 0)), "shape [0, 64]"),
-    "product-2^64": (
-        SMALL.with_info(0, dimensions=(2**32, 2**32)),
-        "shape [4294967296, 4294967296]",
-    ),
+    "product-2^64": (SMALL.with_info(0, dimensions=(2**32, 2**32)), "shape [4294967296, 4294967296]"),
     "product-wraps": (SMALL.with_info(0, dimensions=(2**32, 2**32, 2)), "which cannot be Q8_0"),
     "33-of-Q8_0": (SMALL.with_info(0, dimensions=(33, 2)), "cannot be Q8_0"),
     "128-of-Q4_K": (SMALL.with_info(0, kind=12, dimensions=(128, 2)), "cannot be Q4_K"),
@@ -215,7 +191,7 @@ HEADERS = {
     "data-short": (replace(SMALL, data=bytes(100)), "only"),
     "overlap": (SMALL.with_info(1, offset=128), "tensors a and b in the same place"),
     "same-place": (SMALL.with_info(1, offset=0), "in the same place"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HEADERS)

@@ -263,15 +263,6 @@ def test_a_vocabulary_is_cut_to_the_rows_of_the_embedding(make: Any) -> None:
     assert all(token < rows for token in end_tokens(metadata, rows))
 
 
-def test_tokens_without_a_text_and_those_that_were_no_text_keep_their_ids() -> None:
-    metadata = bpe()
-    metadata[PREFIX + "tokens"] = [*metadata[PREFIX + "tokens"], "", "\ufffd", "\ufffd", ""]
-    metadata[PREFIX + "token_type"] = np.append(metadata[PREFIX + "token_type"], [NORMAL] * 4)
-    tokenizer = build_tokenizer(metadata)
-    assert tokenizer is not None
-    assert tokenizer.get_vocab_size() == len(metadata[PREFIX + "tokens"])
-
-
 def broken(**changes: Any) -> dict[str, Any]:
     return {**bpe(), **{PREFIX + key: value for key, value in changes.items()}}
 
@@ -355,9 +346,6 @@ def tokenizer(
     else:
         metadata = spm(add_space_prefix=request.param == "spm-prefix", **keys)
     return Tokenizer(write(tmp_path_factory.mktemp("gguf") / "model.gguf", metadata))
-
-
-TALK = [{"role": "user", "content": "Grüße 😀\n\n  ok"}, {"role": "assistant", "content": "yes?"}]
 
 
 def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:

@@ -146,39 +146,6 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that are not whole
 
 
-def heals(
-    folder: Path,
-    model: Path,
-    expected: NativeDecoder,
-    whole: bytes,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The model loads right with one line, and the file is whole again."""
-    file = only(folder)
-    capsys.readouterr()
-    same(load(model), expected)
-    said = capsys.readouterr().err
-    assert only(folder) == file and file.read_bytes() == whole
-    assert said.count("\n") == 1 and f"{file} is damaged and ignored" in said
-
-
-def test_truncated_corrupt_and_foreign_files(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = load(model)
-    file = only(folder)
-    whole = file.read_bytes()
-    for length in (0, 1, 20, len(whole) // 2, len(whole) - 36, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        heals(folder, model, expected, whole, capsys)
-    for at in [*range(0, len(whole), len(whole) // 40), *range(len(whole) - 60, len(whole), 7)]:
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
-        heals(folder, model, expected, whole, capsys)
-    for content in (whole + b"x", b"\0" * len(whole), b"{}", whole[: len(whole) // 2] * 2):
-        file.write_bytes(content)
-        heals(folder, model, expected, whole, capsys)
-
-
 # ---------------------------------------------------------------- places that cannot be written
 
 
@@ -260,15 +227,6 @@ def test_the_name_follows_from_the_model_and_the_facts(model: Path, tmp_path: Pa
     new()
     elsewhere = Path(shutil.copytree(model, tmp_path / "elsewhere"))
     assert model_digest(elsewhere, ["int8", "avx2"]) not in seen
-
-
-def test_changed_weights_are_packed_anew(folder: Path, model: Path) -> None:
-    first = load(model)
-    shutil.copy(tiny.drafter("llama") / "model.safetensors", model)
-    second = load(model)
-    same(second, plain(model))
-    assert not torch.equal(logits(first), logits(second))
-    assert len(list(folder.iterdir())) == 2
 
 
 # ---------------------------------------------------------------- the bound

@@ -111,12 +111,6 @@ def test_weights_are_those_the_layout_stands_for(
     holds(tmp_path, checkpoint(tmp_path, layout, bits, size, symmetric), dtype)
 
 
-@pytest.mark.parametrize("layout", ["gptq", "packed"])
-def test_activation_order(layout: str, tmp_path: Path) -> None:
-    """Groups whose inputs do not stand together."""
-    holds(tmp_path, checkpoint(tmp_path, layout, symmetric=layout == "packed", shuffled=True))
-
-
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "llama-biased"])
 def test_families(name: str, tmp_path: Path) -> None:
     """Fused projections as they are, matrices that GPT-2 has the other way round, biases."""
@@ -153,19 +147,6 @@ def test_layers_of_different_bits_and_groups(tmp_path: Path) -> None:
             del tensors[f"{stem}.g_idx"]
 
     holds(change(tmp_path, edit), expected)
-
-
-def test_a_quantised_head(tmp_path: Path) -> None:
-    checkpoint(tmp_path, "gptq")
-    layer = Layer.make(
-        load_file(tmp_path / "model.safetensors")["lm_head.weight"], 4, 32, True, torch.float16
-    )
-
-    def edit(tensors: Tensors) -> None:
-        del tensors["lm_head.weight"]
-        tensors.update({f"lm_head.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
-
-    assert torch.equal(load(change(tmp_path, edit)).weights.head.weight, layer.weight)
 
 
 FLOATS = {  # the shape of the scales, for a matrix [64, 96]

@@ -18,19 +18,15 @@ from forerun.cache.attention import Segment
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
-from forerun.models import packed_cache
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import (
     Shortlist,
     ids_of,
     maps_of,
     read_shortlist,
-    shortlist_beside,
     spread,
 )
-from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
@@ -106,18 +102,6 @@ def test_a_disk_that_is_full_leaves_nothing(
     with pytest.raises(ForerunError, match="No space left"):
         Shortlist(IDS, 64).save(tmp_path / "list")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_list_beside_a_model_is_none_of_its_weights(tmp_path: Path) -> None:
-    tiny.hf_model("llama").save_pretrained(tmp_path)
-    assert shortlist_beside(tmp_path) is None
-    before = packed_cache.model_digest(tmp_path, [])
-    Shortlist(IDS, 64).save(tmp_path / SHORTLIST)
-    assert shortlist_beside(tmp_path) == tmp_path / SHORTLIST
-    assert (
-        "d2t" not in Checkpoint(tmp_path).where
-        and packed_cache.model_digest(tmp_path, []) == before
-    )
 
 
 def logits_of(decoder: object) -> Tensor:

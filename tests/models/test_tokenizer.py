@@ -329,13 +329,6 @@ TALK = [
 ]
 
 
-def test_plain_layout(tokenizer: Tokenizer) -> None:
-    assert not tokenizer.has_chat_template
-    assert tokenizer.chat(TALK) == tokenizer.encode(
-        "user: hi 🎉\nassistant: yes?\nuser: ok\nassistant:"
-    )
-
-
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
 def test_layout_of_the_model(place: str, tmp_path: Path) -> None:
     settings = dict(PLAIN, chat_template=TEMPLATE) if place == "tokenizer_config.json" else PLAIN
@@ -354,23 +347,6 @@ def test_template_that_refuses(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no system here") as caught:
         tokenizer.chat([{"role": "system", "content": "be good"}])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "hi",
-        None,
-        {},
-        {"role": "user"},
-        {"content": "hi"},
-        {"role": 3, "content": "hi"},
-        ["user", "hi"],
-    ],
-)
-def test_malformed_message(message: Any, tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="role"):
-        tokenizer.chat([*TALK, message])
 
 
 # ---------------------------------------------------------------- what cannot be read
@@ -392,11 +368,4 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
 def test_broken_tokenizer(content: str, settings: Any, tmp_path: Path) -> None:
     write(tmp_path, byte_level(), **settings)
     (tmp_path / "tokenizer.json").write_text(content)
-    refused(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3"])
-def test_broken_settings(content: str, tmp_path: Path) -> None:
-    write(tmp_path, byte_level())
-    (tmp_path / "tokenizer_config.json").write_text(content)
     refused(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from forerun import LLM, ConfigError, ForerunError, LoadError, SamplingParams
+from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.proposer import view_of
 from forerun.models.config import load_config
@@ -151,12 +151,6 @@ def test_a_worker_that_dies_is_one_line() -> None:
         with pytest.raises(ForerunError, match="load it again") as failed:
             llm.generate([3, 4, 5], SamplingParams.pure(max_tokens=4))
         assert "\n" not in str(failed.value)
-
-
-def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.runtime.parallel.ENTRY", "raise SystemExit(7)")
-    with pytest.raises(LoadError, match="exit code 7"):
-        LLM(tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024)
 
 
 def test_workers_end_with_the_leader() -> None:

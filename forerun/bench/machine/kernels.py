@@ -175,7 +175,7 @@ class _Anything(CachedMatrix):
     """Numbers in a format that nothing is rounded to; how long a product takes does not depend on
     them."""
 
-    def fill(self, *arrays: np.ndarray) -> None:
+    def read_into(self, *arrays: np.ndarray) -> None:
         weights, scales = arrays
         weights[:] = default_rng(0).integers(0, 256, weights.shape, np.uint8)
         scales.view(np.uint8)[:] = 0x1C  # a small number of either precision

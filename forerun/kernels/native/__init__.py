@@ -97,7 +97,7 @@ class CSuccessors(Structure):
 class CGrowth(Structure):
     _fields_ = [
         ("before", c_int32), ("root", c_int32), ("levels", c_int32), ("most", c_int32), ("chain", c_int32),
-        ("temperature", c_float), ("keys", c_void_p), ("stands", c_void_p),
+        ("temperature", c_float), ("keys", c_void_p), ("acceptance", c_void_p),
     ]  # fmt: skip
 
 
