@@ -87,7 +87,7 @@ def find_model(name: str | None, pickled: bool = False) -> Path:
         return find_model(None)
     match = REPOSITORY.fullmatch(name)
     if match is None or name.startswith((".", "/", "~")):
-        raise LoadError(f"there is no file or directory {name}: {_ollama_hint(name) or HELP}")
+        raise LoadError(f"there is no directory or file {name}: {_ollama_hint(name) or HELP}")
     return _find_on_hub(match[1], match[2], pickled)
 
 

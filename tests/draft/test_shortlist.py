@@ -86,7 +86,7 @@ class Masked(Runner):
         others = [i for i in range(found.logits.shape[1]) if i not in tiny.LISTED]
         return Forward(found.logits.index_fill(1, torch.tensor(others), -torch.inf), found.features)
 
-    def chain(self, links, vocab) -> None:  # type: ignore[no-untyped-def]
+    def draft_chains(self, links, vocab) -> None:  # type: ignore[no-untyped-def]
         return None
 
 

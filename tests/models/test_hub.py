@@ -61,7 +61,7 @@ ODD = ["", "C:\\models\\m.gguf", "a/b:", "a/b:c:d", "a/b/c", "a//b", "~nobody/m"
 
 @pytest.mark.parametrize("name", [*ODD, "/no/m", "m"])
 def test_odd_names_are_one_line(home: Path, name: str) -> None:
-    with pytest.raises(LoadError, match=r"there is no file or directory .*: .*ollama:NAME"):
+    with pytest.raises(LoadError, match=r"there is no directory or file .*: .*ollama:NAME"):
         find_model(name)
 
 
