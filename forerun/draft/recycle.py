@@ -344,7 +344,7 @@ class Recycle(PerSlotProposer[str]):
             is_chain=not row.branching or self.width == 1,
             temperature=row.params.heat,
             keys=[row.noise.target(depth) for depth in range(row.depth)] if row.coupled else (),
-            acceptance=row.stands,
+            stands=row.stands,
         )
         nodes = branch([own, made] if made else [own], growth)
         draft = Draft.root(growth.root)
