@@ -26,7 +26,7 @@ RECYCLE = "recycle"  # and of those that may: from what the target has thought,
 RETRIEVAL = "retrieval"  # or from documents that the operator has
 OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # what is not told of where it does not stand
 SALT = "\n"  # stands in a tenant between a client and whatever it tells its requests apart by
-SIXTEENTHS = 16  # parts of a probability that are told apart (SURE in the native kernels)
+NUM_CONFIDENCE_BINS = 16  # parts of a probability that are told apart (SURE in the native kernels)
 BESIDE = 3  # tokens that a native round thinks of beside each that it says, at most (BESIDE there)
 
 
@@ -35,7 +35,7 @@ States: TypeAlias = (
 )
 
 
-class Law(IntEnum):
+class Proposal(IntEnum):
     """How a drafted token was drawn, given everything drafted before it: what its q is."""
 
     DETERMINISTIC = 0  # a function of the context: q is one-hot
@@ -59,52 +59,61 @@ class Draft:
     tokens: list[int]
     parents: list[int]
     sources: list[str]
-    laws: list[Law]
+    proposals: list[Proposal]
     probs: np.ndarray | None = None
-    match: int = 0
-    sure: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
+    match_length: int = 0
+    confidence_bins: list[int] = field(default_factory=list)
+    path_probs: list[float] = field(default_factory=list)
 
     @classmethod
     def root(cls, token: int) -> Draft:
         """The tree of a request that does not speculate."""
-        return cls([token], [-1], [""], [Law.DETERMINISTIC])
+        return cls([token], [-1], [""], [Proposal.DETERMINISTIC])
 
     @classmethod
-    def chain(cls, root: int, tokens: list[int], source: str, match: int = 0) -> Draft:
+    def chain(cls, root: int, tokens: list[int], source: str, match_length: int = 0) -> Draft:
         """A deterministic continuation of the root."""
         n = len(tokens)
         return cls(
             [root, *tokens],
             list(range(-1, n)),
             ["", *[source] * n],
-            [Law.DETERMINISTIC] * (n + 1),
-            match=match,
+            [Proposal.DETERMINISTIC] * (n + 1),
+            match_length=match_length,
         )
 
     def first(self, count: int) -> Draft:
         """The root and the `count` nodes behind it, of a chain or of a draft whose tokens are
         GIVEN."""
         end = count + 1
-        parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.laws[:end]
+        parts = self.tokens[:end], self.parents[:end], self.sources[:end], self.proposals[:end]
         probs = None if self.probs is None else self.probs[:end]
         return Draft(
-            *parts, probs, match=self.match, sure=self.sure[:count], chances=self.chances[:count]
+            *parts,
+            probs,
+            match_length=self.match_length,
+            confidence_bins=self.confidence_bins[:count],
+            path_probs=self.path_probs[:count],
         )
 
     def behind(self, node: int) -> Draft:
         """What stands behind a node of a chain, of which that is the root then."""
         count = len(self) - node
         probs = None if self.probs is None else self.probs[node:]
-        sources, laws = ["", *self.sources[node + 1 :]], [Law.DETERMINISTIC, *self.laws[node + 1 :]]
-        return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, laws, probs)
+        sources, proposals = (
+            ["", *self.sources[node + 1 :]],
+            [Proposal.DETERMINISTIC, *self.proposals[node + 1 :]],
+        )
+        return Draft(self.tokens[node:], list(range(-1, count - 1)), sources, proposals, probs)
 
-    def add(self, token: int, parent: int, source: str, law: Law = Law.DETERMINISTIC) -> int:
+    def add(
+        self, token: int, parent: int, source: str, proposal: Proposal = Proposal.DETERMINISTIC
+    ) -> int:
         """Append a node below `parent`; returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.sources.append(source)
-        self.laws.append(law)
+        self.proposals.append(proposal)
         return len(self.tokens) - 1
 
     def __len__(self) -> int:
@@ -124,7 +133,7 @@ class Draft:
             children[parent].append(node)
         return children
 
-    def followed(self, tokens: Sequence[int]) -> list[int]:
+    def match_tokens(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that say these tokens one by one, from the root on, as far as there are any."""
         children, path = self.children(), [0]
         for token in tokens:

@@ -19,7 +19,7 @@ from forerun.draft.proposer import DraftRequest
 from forerun.draft.tree import Tree, grow
 from forerun.rng import Lane
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise
 
 COUNT = 20_000
@@ -272,7 +272,7 @@ def first_token_p_value(rule, noises):
     for node in range(2):
         keys = [noise.draft(node) for noise in noises]
         for draft, chosen in zip(drafts, gumbel_draws(Q, keys), strict=True):
-            draft.add(chosen, node, "toy", Law.SAMPLED)
+            draft.add(chosen, node, "toy", Proposal.SAMPLED)
             draft.probs = np.stack([Q, Q, 0 * Q])
     verdicts = RULES[rule].verify(drafts, torch.tensor(P).log().expand(3 * len(noises), -1), noises)
     said = np.bincount([v.tokens[0] for v in verdicts], minlength=len(P))

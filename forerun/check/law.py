@@ -21,7 +21,7 @@ from forerun.check.subject import Ask, Said, Schedule, Subject
 from forerun.check.wager import ALPHA, Wager
 from forerun.cli.progress import Tell, nothing
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import Rule
 
 EVENTS = ("the target's favourite", "what the draft finds likelier", "the draft's favourite")
@@ -88,9 +88,11 @@ def proposal(draft: Draft, node: int, vocab: int) -> np.ndarray | None:
     if not children:
         return None
     q = np.zeros(vocab)
-    if draft.probs is not None and any(draft.laws[c] is not Law.DETERMINISTIC for c in children):
+    if draft.probs is not None and any(
+        draft.proposals[c] is not Proposal.DETERMINISTIC for c in children
+    ):
         q += draft.probs[node]
-    q[[draft.tokens[c] for c in children if draft.laws[c] is Law.DETERMINISTIC]] = 1.0
+    q[[draft.tokens[c] for c in children if draft.proposals[c] is Proposal.DETERMINISTIC]] = 1.0
     return q
 
 

@@ -21,7 +21,7 @@ from forerun import rng
 from forerun.check.oracle import Children, Scheme
 from forerun.check.rules import ENUMERABLE
 from forerun.rng import Lane
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify import RULES, Noise, Rule, block, match
 from forerun.verify.base import Coins, RatioRule, Verify, probs_of, ratio, residual
 
@@ -246,7 +246,7 @@ def _unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
     """A chain is cut before its first such token, so that its law is no longer q."""
     if draft.parents != list(range(-1, len(draft) - 1)):
         return rule(draft, p, coins)
-    sampled = [n for n in range(1, len(draft)) if draft.laws[n] is Law.SAMPLED]
+    sampled = [n for n in range(1, len(draft)) if draft.proposals[n] is Proposal.SAMPLED]
     cut = next(
         (n for n in sampled if probs_of(draft, n, p)[draft.tokens[n]] < UNLIKELY), len(draft)
     )
@@ -255,7 +255,7 @@ def _unlikely_dropped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
 
 @_fault("greedy-as-sampled", "a likeliest token is called sampled", *RATIO, part="scheme")
 def _greedy_called_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
-    return [([(int(np.argmax(q)), Law.SAMPLED)], q, 1)]
+    return [([(int(np.argmax(q)), Proposal.SAMPLED)], q, 1)]
 
 
 # Mistakes with the noise: coin by coin the rule is right.

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.random import default_rng
 
 from forerun.draft.compose import merged
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify.base import RatioRule
 
 Chance = Any  # a float or a Fraction
 Prefix = tuple[int, ...]
 Table = dict[Prefix, np.ndarray]
 Strings = dict[Prefix, Chance]
-Children = tuple[list[tuple[int, Law]], "np.ndarray | None", Chance]
+Children = tuple[list[tuple[int, Proposal]], "np.ndarray | None", Chance]
 Scheme = Callable[[Draft, int, np.ndarray], Iterable[Children]]
 Merged = tuple[Scheme, Scheme]  # of two drafters whose drafts are merged into one tree
 Proposals = Iterable[tuple[Draft, Chance]]
@@ -119,7 +119,7 @@ def prefix_of(draft: Draft, node: int) -> Prefix:
 def sampled(draft: Draft, node: int, q: np.ndarray) -> Iterator[Children]:
     """The scheme of a chain: one child, drawn from q."""
     for token in np.flatnonzero(q > 0):
-        yield [(int(token), Law.SAMPLED)], q, q[token]
+        yield [(int(token), Proposal.SAMPLED)], q, q[token]
 
 
 def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draft, Chance]]:
@@ -136,7 +136,7 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
         node = len(laws)
         if node == len(draft):
             yield (
-                Draft(draft.tokens, draft.parents, draft.sources, draft.laws, np.stack(laws)),
+                Draft(draft.tokens, draft.parents, draft.sources, draft.proposals, np.stack(laws)),
                 weight,
             )
             return
@@ -145,7 +145,7 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
         for children, q, chance in (
             [nothing] if len(prefix) == depth else scheme(draft, node, drafter[prefix])
         ):
-            wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.laws])
+            wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.proposals])
             for token, law in children:
                 wider.add(token, node, "toy", law)
             row = drafter[()] * 0 if q is None else q

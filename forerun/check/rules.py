@@ -22,7 +22,7 @@ from forerun.check.findings import Finding
 from forerun.check.oracle import Merged, Scheme
 from forerun.check.schemes import CHAINS, MERGED, TREES
 from forerun.check.wager import ALPHA, Wager
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 from forerun.verify import RULES, Noise, block, match, token, tree
 from forerun.verify.base import Coins, RatioRule
 
@@ -210,6 +210,6 @@ def _drafted(noises: Sequence[Noise]) -> list[Draft]:
         keys = [noise.draft(node) for noise in noises]
         drawn = rng.gumbel_argmax(torch.tensor(Q).log().expand(len(keys), -1), keys)
         for draft, chosen in zip(drafts, drawn.tolist(), strict=True):
-            draft.add(chosen, node, "toy", Law.SAMPLED)
+            draft.add(chosen, node, "toy", Proposal.SAMPLED)
             draft.probs = np.stack([Q, Q, 0 * Q])
     return drafts

@@ -10,30 +10,30 @@ from collections.abc import Iterable
 import numpy as np
 
 from forerun.check.oracle import Children, Merged, Scheme, prefix_of, sampled
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 
 
 def iid2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Two independent draws; they may be equal."""
     support = np.flatnonzero(q > 0)
     for a, b in itertools.product(support, support):
-        yield [(int(a), Law.SAMPLED), (int(b), Law.SAMPLED)], q, q[a] * q[b]
+        yield [(int(a), Proposal.SAMPLED), (int(b), Proposal.SAMPLED)], q, q[a] * q[b]
 
 
 def without_replacement2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """Two different tokens, the second from q without the first; one where q has no second."""
     for a in np.flatnonzero(q > 0):
         others = [b for b in np.flatnonzero(q > 0) if b != a]
-        first = (int(a), Law.WITHOUT_REPLACEMENT)
+        first = (int(a), Proposal.WITHOUT_REPLACEMENT)
         if not others:
             yield [first], q, q[a]
         for b in others:
-            yield [first, (int(b), Law.WITHOUT_REPLACEMENT)], q, q[a] * q[b] / (sum(q[others]))
+            yield [first, (int(b), Proposal.WITHOUT_REPLACEMENT)], q, q[a] * q[b] / (sum(q[others]))
 
 
 def top2(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """The two likeliest, given."""
-    yield [(int(t), Law.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
+    yield [(int(t), Proposal.DETERMINISTIC) for t in np.argsort(-q, kind="stable")[:2]], None, 1
 
 
 def greedy_plus_one(
@@ -43,13 +43,13 @@ def greedy_plus_one(
     best = int(np.argmax(q))
     rest = q.copy()
     rest[best] = 0
-    given = (best, Law.DETERMINISTIC)
+    given = (best, Proposal.DETERMINISTIC)
     if not rest.sum():
         yield [given], None, 1
         return
     rest = rest / rest.sum()
     for t in np.flatnonzero(rest > 0):
-        pair = [(int(t), Law.SAMPLED), given]
+        pair = [(int(t), Proposal.SAMPLED), given]
         yield pair if sampled_first else pair[::-1], rest, rest[t]
 
 
@@ -60,7 +60,7 @@ def ngram_plus_sample(
     then left out."""
     found = sum(prefix_of(draft, node)) % len(q)
     for t in np.flatnonzero(q > 0):
-        both = [(int(t), Law.SAMPLED), (found, Law.DETERMINISTIC)]
+        both = [(int(t), Proposal.SAMPLED), (found, Proposal.DETERMINISTIC)]
         yield both[:1] if distinct and t == found else both, q, q[t]
 
 
@@ -77,13 +77,13 @@ def mixed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """A chain of given and sampled tokens, the kind chosen from what stands before."""
     prefix = prefix_of(draft, node)
     if (sum(prefix) + len(prefix)) % 2:
-        return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
+        return [([(int(np.argmax(q)), Proposal.DETERMINISTIC)], None, 1)]
     return sampled(draft, node, q)
 
 
 def greedy(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
     """A chain of likeliest tokens, given."""
-    return [([(int(np.argmax(q)), Law.DETERMINISTIC)], None, 1)]
+    return [([(int(np.argmax(q)), Proposal.DETERMINISTIC)], None, 1)]
 
 
 given_first = functools.partial(greedy_plus_one, sampled_first=False)

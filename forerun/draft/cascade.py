@@ -26,7 +26,7 @@ from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify.token import verify_chain
 
 INNER = 0x63617363616465  # makes the noise of the inner level another one than the target's
@@ -152,8 +152,8 @@ class Cascade(CompositeProposer, DraftModel):
         for node, token in enumerate(verdict.tokens[: row.depth - last]):
             kept = node + 1 < len(verdict.path)
             source = f"{draft.sources[node + 1]}&{self.source}" if kept else self.source
-            tree.laws[last + node] = laws[node]
-            tree.frontier = [tree.draft.add(token, last + node, source, Law.SAMPLED)]
+            tree.probs[last + node] = laws[node]
+            tree.frontier = [tree.draft.add(token, last + node, source, Proposal.SAMPLED)]
         tree.fed = len(tree.draft) - 1
 
 

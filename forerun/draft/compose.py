@@ -21,7 +21,7 @@ from forerun.draft.overlap import Ahead
 from forerun.draft.proposer import CompositeProposer, Proposer
 from forerun.draft_spec import SIGNS, Leaf, Said, read_name
 from forerun.errors import ConfigError
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,24 +233,24 @@ def merged(drafts: Sequence[Draft]) -> Draft:
             parent, token = at.get(draft.parents[node], -1), draft.tokens[node]
             if parent < 0:
                 continue
-            chance = draft.chances[node - 1] if draft.chances else 0.0
+            chance = draft.path_probs[node - 1] if draft.path_probs else 0.0
             place = places.get((parent, token))
-            if draft.laws[node] is not Law.DETERMINISTIC:
+            if draft.proposals[node] is not Proposal.DETERMINISTIC:
                 if not own.setdefault(parent, parent not in laws):
                     continue
                 assert draft.probs is not None
                 laws[parent] = draft.probs[draft.parents[node]]
             if place is None:
                 place = places[parent, token] = tree.add(
-                    token, parent, draft.sources[node], draft.laws[node]
+                    token, parent, draft.sources[node], draft.proposals[node]
                 )
                 chances.append(chance)
             else:
                 tree.sources[place] = _together(tree.sources[place], draft.sources[node])
-                tree.laws[place] = max(tree.laws[place], draft.laws[node])
+                tree.proposals[place] = max(tree.proposals[place], draft.proposals[node])
                 chances[place] = max(chances[place], chance)
             at[node] = place
-    weighed = all(draft.chances for draft in found)
+    weighed = all(draft.path_probs for draft in found)
     return _ordered(tree, chances if weighed else None, laws)
 
 
@@ -267,18 +267,18 @@ def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np
     def push(node: int, chance: float) -> None:
         for child in children[node]:
             own = min(chance, chances[child]) if chances else 0.0
-            heapq.heappush(heap, (-own, -int(tree.laws[child]), child, own))
+            heapq.heappush(heap, (-own, -int(tree.proposals[child]), child, own))
 
     push(0, 1.0)
     if chances:
-        made.chances = []
+        made.path_probs = []
     while heap:
         _, _, node, chance = heapq.heappop(heap)
         at[node] = made.add(
-            tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.laws[node]
+            tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.proposals[node]
         )
         if chances:
-            made.chances.append(chance)
+            made.path_probs.append(chance)
         push(node, chance)
     if laws:
         law = next(iter(laws.values()))

@@ -317,7 +317,9 @@ class _Odds:
         )
         found = []
         for node, tokens in enumerate(ranked):
-            stands = draft.chances[node - 1] if node and draft.chances else rate ** depths[node]
+            stands = (
+                draft.path_probs[node - 1] if node and draft.path_probs else rate ** depths[node]
+            )
             is_leaf = not children[node]
             ends = stands if is_leaf else stands * (1 - rate)
             chances = [count / self.ends[is_leaf] for count in self.ranks[is_leaf]]
@@ -330,7 +332,7 @@ class _Odds:
 
     def learn(self, foresight: _Foresight, said: Sequence[int]) -> None:
         """What the target said instead."""
-        path = foresight.draft.followed(said)
+        path = foresight.draft.match_tokens(said)
         if len(path) != len(said) or not foresight.ranked:
             return
         is_leaf, tokens = not foresight.draft.children()[path[-1]], foresight.ranked[path[-1]]

@@ -159,8 +159,8 @@ class DraftRequest:
     depth: int
     coupled: bool = True
     branching: bool = True
-    stands: array[float] | None = None
-    floor: float = 0.0
+    confidence_rates: array[float] | None = None
+    min_prob: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -227,15 +227,15 @@ class Proposer:
 
     name = ""
     width = 1
-    beside = 0
-    stops = False
-    weighs = False
-    learns = False
-    merges = False
-    sees_all = False
-    copies = False
-    ahead = False
-    waited = 0.0
+    extra_nodes = 0
+    ends_chains = False
+    reports_confidence = False
+    wants_logits = False
+    merges_drafts = False
+    always_observes = False
+    copies_text = False
+    overlaps = False
+    wait_seconds = 0.0
     aux_hidden_layers: tuple[int, ...] = ()
     rivals: tuple[Proposer, ...] = ()
 
@@ -337,8 +337,8 @@ def _fault(proposer: Proposer, row: DraftRequest, draft: Draft, vocab: int) -> s
     if not isinstance(draft, Draft):
         return f"gave {shorten(draft)}, which is no Draft: make one with Draft.root and add, or with Draft.chain"
     count = len(draft.tokens)
-    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.laws):
-        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.laws)} laws"
+    if not count or not count == len(draft.parents) == len(draft.sources) == len(draft.proposals):
+        lengths = f"{count} tokens, {len(draft.parents)} parents, {len(draft.sources)} sources, {len(draft.proposals)} laws"
         return f"gave a draft of {lengths}: it needs a root, and one of each for every node"
     if draft.tokens[0] != row.tokens[-1] or draft.parents[0] != -1:
         return f"gave a draft that begins with token {draft.tokens[0]}: its root is row.tokens[-1], {row.tokens[-1]}"
@@ -354,7 +354,7 @@ def _fault(proposer: Proposer, row: DraftRequest, draft: Draft, vocab: int) -> s
         )
     if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
         return f"gave a token that is not in the vocabulary of {vocab}"
-    if any(draft.laws):
+    if any(draft.proposals):
         if row.coupled:
             return "gave sampled tokens under a rule that wants Law.GIVEN: look at row.coupled"
         if not isinstance(draft.probs, np.ndarray) or draft.probs.shape != (count, vocab):

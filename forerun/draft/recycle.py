@@ -26,7 +26,7 @@ from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
 from forerun.models.files import check_pointer
-from forerun.types import RECYCLE, SIXTEENTHS, Draft
+from forerun.types import RECYCLE, NUM_CONFIDENCE_BINS, Draft
 
 NEXT = 8  # successors that are kept of a law
 WAYS = 4  # entries of a set, the one that was kept last first
@@ -246,23 +246,26 @@ def branch_twin(tables: Sequence[Successors], growth: Growth) -> Branches:
             candidates.clear()
         before = growth.before if node == 0 else nodes.tokens[nodes.parents[node]]
         for token, chance in _successors(tables, before, nodes.tokens[node], depths[node], growth):
-            sixteenth = min(int(chance * SIXTEENTHS), SIXTEENTHS - 1)
+            sixteenth = min(int(chance * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
             worth = (
                 chance
                 if growth.stands is None
-                else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / SIXTEENTHS)
+                else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / NUM_CONFIDENCE_BINS)
             )
             heapq.heappush(
-                candidates, (-nodes.chances[node] * min(worth, 1.0), order, node, token, sixteenth)
+                candidates,
+                (-nodes.path_probs[node] * min(worth, 1.0), order, node, token, sixteenth),
             )
             order += 1
         if node == growth.most or not candidates:
-            return Branches(nodes.tokens[1:], nodes.parents[1:], nodes.sure[1:], nodes.chances[1:])
+            return Branches(
+                nodes.tokens[1:], nodes.parents[1:], nodes.confidence_bins[1:], nodes.path_probs[1:]
+            )
         chance, _, parent, token, sixteenth = heapq.heappop(candidates)
         nodes.tokens.append(token)
         nodes.parents.append(parent)
-        nodes.sure.append(sixteenth)
-        nodes.chances.append(-chance)
+        nodes.confidence_bins.append(sixteenth)
+        nodes.path_probs.append(-chance)
         depths.append(depths[parent] + 1)
 
 
@@ -351,5 +354,5 @@ class Recycle(PerSlotProposer[str]):
         for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
             draft.add(token, parent, self.name)
         if row.stands is not None:
-            draft.sure, draft.chances = nodes.sure, nodes.chances
+            draft.confidence_bins, draft.path_probs = nodes.confidence_bins, nodes.path_probs
         return draft

@@ -21,7 +21,7 @@ from forerun.draft.proposer import DraftRequest
 from forerun.kernels.draw import gumbel_argmax, sample_tokens
 from forerun.runtime.program import ChainStart, DraftedChain
 from forerun.sampling.filters import shape_logits
-from forerun.types import SIXTEENTHS, Draft, Law
+from forerun.types import NUM_CONFIDENCE_BINS, Draft, Proposal
 
 # How trees branch under `tree`. Accepted lengths with a small draft model hardly depend on them.
 SAMPLED = 0.65  # chance assumed of a sampled token that it stands
@@ -43,7 +43,7 @@ class Tree:
     frontier: list[int] = field(default_factory=lambda: [0])
     values: list[float] = field(default_factory=lambda: [0.0])
     fed: int = 1
-    laws: dict[int, np.ndarray] = field(default_factory=dict)
+    probs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.draft = Draft.root(self.row.tokens[-1])
@@ -72,7 +72,7 @@ class Tree:
         tree, levels = Tree(row), self.draft.depths()
         kept = sum(level <= row.depth for level in levels)
         tree.draft, tree.values = self.draft.first(kept - 1), self.values
-        tree.laws = {node: law for node, law in self.laws.items() if node in tree.draft.parents}
+        tree.probs = {node: law for node, law in self.probs.items() if node in tree.draft.parents}
         tree.frontier = self.frontier if kept == len(levels) else []
         return tree
 
@@ -92,7 +92,10 @@ class Tree:
         for level, (token, sure, near) in enumerate(
             zip(said.tokens, said.bins, said.alternatives, strict=True)
         ):
-            others += [(above * stands[SIXTEENTHS + i], level, t, SIXTEENTHS + i) for t, i in near]
+            others += [
+                (above * stands[NUM_CONFIDENCE_BINS + i], level, t, NUM_CONFIDENCE_BINS + i)
+                for t, i in near
+            ]
             above *= min(stands[sure], 1.0)
             chain.append((above, level, token, sure))
         suggest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]
@@ -101,17 +104,17 @@ class Tree:
             chain + suggest, key=lambda node: (-node[0], node[1])
         ):
             node = self.draft.add(token, last[level], source)
-            if sure < SIXTEENTHS:
+            if sure < NUM_CONFIDENCE_BINS:
                 last.append(node)
-            self.draft.sure.append(sure)
-            self.draft.chances.append(chance)
+            self.draft.confidence_bins.append(sure)
+            self.draft.path_probs.append(chance)
         return None
 
     def finish(self, vocab: int) -> Draft:
         """The draft, with the laws its sampled nodes were drawn from."""
-        if self.laws:
+        if self.probs:
             zero = np.zeros(vocab)
-            self.draft.probs = np.stack([self.laws.get(i, zero) for i in range(len(self.draft))])
+            self.draft.probs = np.stack([self.probs.get(i, zero) for i in range(len(self.draft))])
         return self.draft
 
 
@@ -205,8 +208,8 @@ def _sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
         rest = scores[i].index_fill(0, given, -torch.inf)
         if (i, -1) in wishes and torch.isfinite(rest).any():
             token = int(gumbel_argmax(rest[None], [tree.row.noise.draft(parent)]))
-            tree.laws[parent] = rest.double().softmax(-1).cpu().numpy()
-            frontier.append(tree.draft.add(token, parent, source, Law.SAMPLED))
+            tree.probs[parent] = rest.double().softmax(-1).cpu().numpy()
+            frontier.append(tree.draft.add(token, parent, source, Proposal.SAMPLED))
             chance = AMONG_REST * max(1 - float(beside.sum()), 1e-9) if ranks else SAMPLED
             values.append(value + math.log(chance))
         for token, chance in zip(given.tolist(), beside.tolist(), strict=True):

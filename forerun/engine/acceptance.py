@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.types import SIXTEENTHS, Draft
+from forerun.types import NUM_CONFIDENCE_BINS, Draft
 
 OWN_WORD_STRENGTH = 8.0  # tokens that the drafter's own word counts for
 BIN_DISCOUNT = 0.998  # of what was counted, at each token of the same sixteenth
@@ -19,10 +19,10 @@ class ConfidenceBins:
     """Of one drafter, at one kind of temperature. `stands` [32] float32 is read by native rounds:
     of first choices, then of what stands beside them."""
 
-    yes: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
-    seen: list[float] = field(default_factory=lambda: [0.0] * 2 * SIXTEENTHS)
+    yes: list[float] = field(default_factory=lambda: [0.0] * 2 * NUM_CONFIDENCE_BINS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * 2 * NUM_CONFIDENCE_BINS)
     stands: array[float] = field(
-        default_factory=lambda: array("f", map(_own_word, range(2 * SIXTEENTHS)))
+        default_factory=lambda: array("f", map(_own_word, range(2 * NUM_CONFIDENCE_BINS)))
     )
 
     def state(self) -> list[list[float]]:
@@ -32,11 +32,11 @@ class ConfidenceBins:
     def recall(self, state: Sequence[Sequence[float]]) -> None:
         """Begin with these counts. Raises ValueError or TypeError for what `state` never gave."""
         self.yes, self.seen = (counts(found) for found in state)
-        if not len(self.yes) == len(self.seen) == 2 * SIXTEENTHS:
+        if not len(self.yes) == len(self.seen) == 2 * NUM_CONFIDENCE_BINS:
             raise ValueError("there are other parts of a probability")
         if any(yes > seen for yes, seen in zip(self.yes, self.seen, strict=True)):
             raise ValueError("more came true than was seen")
-        for sixteenth in range(2 * SIXTEENTHS):
+        for sixteenth in range(2 * NUM_CONFIDENCE_BINS):
             self._say(sixteenth)
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
@@ -44,7 +44,7 @@ class ConfidenceBins:
         yet if that `is_open`. Those behind one that does not stand say nothing."""
         kept = set(path)
         told = kept - {path[-1]} if is_open else kept
-        for node, sixteenth in zip(range(1, len(draft)), draft.sure, strict=False):
+        for node, sixteenth in zip(range(1, len(draft)), draft.confidence_bins, strict=False):
             if draft.parents[node] not in told:
                 continue
             self.yes[sixteenth] = BIN_DISCOUNT * self.yes[sixteenth] + (node in kept)
@@ -58,7 +58,7 @@ class ConfidenceBins:
 
 def _own_word(sixteenth: int) -> float:
     """The middle of the probabilities that fall into a sixteenth."""
-    return (sixteenth % SIXTEENTHS + 0.5) / SIXTEENTHS
+    return (sixteenth % NUM_CONFIDENCE_BINS + 0.5) / NUM_CONFIDENCE_BINS
 
 
 STRENGTH = 4.0  # how many observations a prior is worth

@@ -305,18 +305,18 @@ class Drafting:
         copied. What becomes of copies depends on the text alone, so it is exact under every
         rule."""
         request, proposer, taken = plan.work.request, plan.asked, draft
-        kind = kind_of_match(proposer.name, draft.match) if draft.match else ""
+        kind = kind_of_match(proposer.name, draft.match_length) if draft.match_length else ""
         request.offered.append(Offered(proposer.name, kind, draft))
         copied, speed = bool(kind) and request.depth == "auto", 0.0
-        if draft.chances:
-            taken = draft.first(self.policy.enough(draft.chances, place))
+        if draft.path_probs:
+            taken = draft.first(self.policy.enough(draft.path_probs, place))
         elif kind:
             count, speed = self.policy.worth(kind, request.acceptance[kind], len(draft) - 1, place)
             if copied:
                 taken = draft.first(0 if self._is_beaten(plan, speed, place) else count)
-        if plan.whole.merges and request.rule.coupled and not draft.chances:
-            draft.chances = self._chances(request, draft, kind or proposer.name, proposer.name)
-            taken.chances = draft.chances[: len(taken) - 1]
+        if plan.whole.merges and request.rule.coupled and not draft.path_probs:
+            draft.path_probs = self._chances(request, draft, kind or proposer.name, proposer.name)
+            taken.path_probs = draft.path_probs[: len(taken) - 1]
         return Offer(draft, taken, copied and len(taken) > 1, speed)
 
     def _is_beaten(self, plan: Plan, speed: float, place: BatchState) -> bool:
@@ -335,15 +335,15 @@ class Drafting:
         chances, rate = [1.0], self.policy.rate(known, request.acceptance[known])
         stands = self.policy.survival(name, request.params.greedy).stands
         for node in range(1, len(draft)):
-            own = stands[draft.sure[node - 1]] if draft.sure else rate
+            own = stands[draft.confidence_bins[node - 1]] if draft.confidence_bins else rate
             chances.append(chances[draft.parents[node]] * min(own, 1.0))
         return chances[1:]
 
     def _taken(self, plan: Plan, draft: Draft, place: BatchState) -> Draft:
         """What of a draft is verified."""
         request = plan.work.request
-        if plan.whole.merges and draft.chances and request.depth == "auto":
-            draft = draft.first(self.policy.enough(draft.chances, place))
+        if plan.whole.merges and draft.path_probs and request.depth == "auto":
+            draft = draft.first(self.policy.enough(draft.path_probs, place))
         grammar = request.state.grammar
         return grammar.prune(draft) if grammar and len(draft) > 1 else draft
 

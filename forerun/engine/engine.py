@@ -495,17 +495,17 @@ class Engine:
             verified."""
         for offered in request.offered:
             draft = offered.draft
-            path = draft.followed(verdict.tokens)
+            path = draft.match_tokens(verdict.tokens)
             accepted, is_open = len(path) - 1, len(path) > len(verdict.tokens)
             reach = accepted if is_open else max(draft.depths())
             told = {offered.kind or offered.name: reach}
             if offered.kind:
-                told[offered.name] = min(len(verified.followed(draft.tokens[1:])) - 1, reach)
+                told[offered.name] = min(len(verified.match_tokens(draft.tokens[1:])) - 1, reach)
             for source, deep in told.items():
                 self.policy.record_verdict(
                     source, request.acceptance[source], deep, min(accepted, deep)
                 )
-            if draft.sure:
+            if draft.confidence_bins:
                 self.policy.survival(offered.name, request.params.greedy).add(draft, path, is_open)
 
     def _teach(self, request: Request, draft: Draft, rows: Rows) -> None:

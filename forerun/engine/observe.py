@@ -78,9 +78,9 @@ def round_of(
     chances = [float(laws[node, token]) for node, token in drawn]
     drafted = [
         float(draft.probs[parent, token]) if draft.probs is not None and drawn else None
-        for token, parent, drawn in list(zip(draft.tokens, draft.parents, draft.laws, strict=True))[
-            1:
-        ]
+        for token, parent, drawn in list(
+            zip(draft.tokens, draft.parents, draft.proposals, strict=True)
+        )[1:]
     ]
     return Round(
         request.stats.steps,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from forerun.errors import RequestError
 from forerun.sampling.grammar import short
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 
 SOURCE = "grammar"  # what statistics call forced tokens
 PATIENCE = 1.0  # seconds that the masks of one step may take, while other requests go on
@@ -145,7 +145,7 @@ class Matcher:
         NotReadyError where that takes longer than others should wait; `masks` need not look any
         more behind this."""
         paths = self._in_time(lambda: self._paths(draft, known=True))
-        if any(law is not Law.DETERMINISTIC for law in draft.laws):
+        if any(kind is not Proposal.DETERMINISTIC for kind in draft.proposals):
             return draft
         kept = [node for node, path in enumerate(paths) if path is not None]
         if len(kept) == len(draft):
@@ -155,7 +155,7 @@ class Matcher:
             tokens=[draft.tokens[i] for i in kept],
             parents=[new[draft.parents[i]] for i in kept],
             sources=[draft.sources[i] for i in kept],
-            laws=[draft.laws[i] for i in kept],
+            proposals=[draft.proposals[i] for i in kept],
             probs=None if draft.probs is None else draft.probs[kept],
         )
 

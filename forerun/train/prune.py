@@ -130,7 +130,9 @@ def _floats(
 ) -> Tensor:
     """The weight of a quantised linear layer. float32 of this shape: [out, in], [in, out] if it is
     `turned`"""
-    weight = checkpoint.quantized(scheme, layout, stem, shape[::-1] if turned else shape).dequantize()
+    weight = checkpoint.quantized(
+        scheme, layout, stem, shape[::-1] if turned else shape
+    ).dequantize()
     return weight.T if turned else weight
 
 

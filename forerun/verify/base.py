@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.rng import Lane
-from forerun.types import Draft, Law, Verdict
+from forerun.types import Draft, Proposal, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +117,17 @@ def probs_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
     """q of `node` given everything drafted before it; one-hot where it is GIVEN, in the dtype of p
     [N, V]. [V]"""
     parent, token = draft.parents[node], draft.tokens[node]
-    if draft.laws[node] is Law.DETERMINISTIC:
+    if draft.proposals[node] is Proposal.DETERMINISTIC:
         q: np.ndarray = np.zeros_like(p[parent])
         q[token] = 1
         return q
     assert draft.probs is not None, "a sampled node needs the law it was drawn from"
     q = draft.probs[parent]
-    if draft.laws[node] is Law.WITHOUT_REPLACEMENT:
+    if draft.proposals[node] is Proposal.WITHOUT_REPLACEMENT:
         earlier = [
             i
             for i in range(1, node)
-            if draft.parents[i] == parent and draft.laws[i] is Law.WITHOUT_REPLACEMENT
+            if draft.parents[i] == parent and draft.proposals[i] is Proposal.WITHOUT_REPLACEMENT
         ]
         q = q.copy()
         q[[draft.tokens[i] for i in earlier]] = 0

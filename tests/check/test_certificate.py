@@ -17,7 +17,7 @@ from forerun.check.subject import Ask, Schedule, Subject
 from forerun.cli import main as cli
 from forerun.errors import ConfigError
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise
 from tests import tiny
 
@@ -138,7 +138,7 @@ def test_torch_kernels_may_part_at_near_ties_only(pair):
 
 def test_proposal_counts_given_children_as_certain():
     draft = Draft.root(0)
-    draft.add(2, 0, "toy", Law.SAMPLED)
+    draft.add(2, 0, "toy", Proposal.SAMPLED)
     draft.add(1, 0, "toy")
     draft.probs = np.array([[0.25, 0.25, 0.5], [0, 0, 0], [0, 0, 0]])
     assert law.proposal(draft, 0, 3).tolist() == [0.25, 1.0, 0.5]

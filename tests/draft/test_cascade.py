@@ -21,7 +21,7 @@ from forerun.kernels import native
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
-from forerun.types import Draft, Forward, Law
+from forerun.types import Draft, Forward, Proposal
 from forerun.verify import RULES, Noise, block, token, tree
 from tests import exact, tiny
 from tests.draft.test_draft_model import (
@@ -140,7 +140,7 @@ def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
         (draft,) = cascade.propose([one])
         assert (
             len(draft) == 6
-            and draft.laws[1:] == [Law.SAMPLED] * 5
+            and draft.proposals[1:] == [Proposal.SAMPLED] * 5
             and draft.parents == list(range(-1, 5))
         )
         for node in range(5):
@@ -162,7 +162,7 @@ def cascades(
         for verdict, chance in oracle.outcomes(partial(token.verify_chain, draft, laws)):
             made = Draft.root(0)
             for node, said in enumerate(verdict.tokens[:depth]):
-                made.add(said, node, "toy", Law.SAMPLED)
+                made.add(said, node, "toy", Proposal.SAMPLED)
             made.probs = np.stack(
                 [middle[oracle.prefix_of(made, node)] for node in range(len(made))]
             )

@@ -15,7 +15,7 @@ from forerun.draft.compose import MADE, Asked, Best, Both, Either, Offer, ask, m
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.draft_spec import read_draft
 from forerun.kernels import native
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import tree
 from tests import exact, tiny
 from tests.texts import plain
@@ -117,21 +117,21 @@ def test_what_several_say_is_one_node() -> None:
         draft = merged([A, B, C])
     finally:
         for one in (A, B, C):
-            one.chances = []
+            one.path_probs = []
     assert draft.tokens == [1, 2, 3, 5, 4] and draft.parents == [-1, 0, 1, 0, 1]
-    assert draft.sources == ["", "a&b", "a", "c", "b"] and draft.chances == [0.6, 0.4, 0.3, 0.1]
+    assert draft.sources == ["", "a&b", "a", "c", "b"] and draft.path_probs == [0.6, 0.4, 0.3, 0.1]
     assert merged([A, Draft.root(1)]) is A and len(merged([Draft.root(1)])) == 1
     assert merged([A, A, A]).sources == ["", "a", "a"]
 
 
 def test_no_child_is_likelier_than_its_parent() -> None:
     one, other = Draft.chain(1, [2, 3, 4], "a"), Draft.chain(1, [2, 3, 6], "b")
-    one.chances, other.chances = [0.2, 0.1, 0.05], [0.1, 0.9, 0.9]
+    one.path_probs, other.path_probs = [0.2, 0.1, 0.05], [0.1, 0.9, 0.9]
     draft = merged([one, other])
-    for node, chance in enumerate(draft.chances, start=1):
+    for node, chance in enumerate(draft.path_probs, start=1):
         parent = draft.parents[node]
-        assert parent < node and (parent == 0 or chance <= draft.chances[parent - 1])
-    assert draft.chances == sorted(draft.chances, reverse=True)
+        assert parent < node and (parent == 0 or chance <= draft.path_probs[parent - 1])
+    assert draft.path_probs == sorted(draft.path_probs, reverse=True)
 
 
 # ---------------------------------------------------------------- exactness
@@ -190,15 +190,17 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
 
 def test_sampled_siblings_come_first() -> None:
     law = np.array([[0.5, 0.5], [0.0, 0.0]])
-    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Law.DETERMINISTIC, Law.SAMPLED], law)
+    sampled = Draft([0, 1], [-1, 0], ["", "head"], [Proposal.DETERMINISTIC, Proposal.SAMPLED], law)
     draft = merged([given((0, 1)), sampled])
     assert (
         draft.tokens[1] == 1
-        and draft.laws[1] is Law.SAMPLED
-        and draft.laws[2:] == [Law.DETERMINISTIC] * 2
+        and draft.proposals[1] is Proposal.SAMPLED
+        and draft.proposals[2:] == [Proposal.DETERMINISTIC] * 2
     )
     same = merged([given((1,)), sampled])
-    assert len(same) == 2 and same.laws[1] is Law.SAMPLED and same.sources[1] == "copy&head"
+    assert (
+        len(same) == 2 and same.proposals[1] is Proposal.SAMPLED and same.sources[1] == "copy&head"
+    )
     assert same.probs is not None and same.probs[0].tolist() == [0.5, 0.5]
 
 

@@ -38,7 +38,7 @@ from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import Noise, block, token
 from tests import exact, other_words, tiny
 from tests.engine import build
@@ -87,7 +87,11 @@ def row(
 
 
 def alike(one: Draft, other: Draft) -> None:
-    assert (one.tokens, one.parents, one.laws) == (other.tokens, other.parents, other.laws)
+    assert (one.tokens, one.parents, one.proposals) == (
+        other.tokens,
+        other.parents,
+        other.proposals,
+    )
     assert (one.probs is None) == (other.probs is None)
     assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
 
@@ -249,7 +253,10 @@ def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams
         (draft,) = drafter.propose(
             [DraftRequest(0, text, params, Noise(seed, 9), 1, coupled=False)]
         )
-        assert draft.laws == [Law.DETERMINISTIC, Law.SAMPLED] and draft.probs is not None
+        assert (
+            draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
+            and draft.probs is not None
+        )
         drawn[draft.tokens[1]] += 1
     law = draft.probs[0]
     assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9

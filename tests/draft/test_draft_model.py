@@ -28,7 +28,7 @@ from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
 
@@ -123,7 +123,7 @@ def well_formed(draft: Draft, row: DraftRequest) -> None:
     assert draft.tokens[0] == row.tokens[-1]
     assert draft.parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(draft.parents[1:], start=1))
-    assert len(draft.tokens) == len(draft.parents) == len(draft.sources) == len(draft.laws)
+    assert len(draft.tokens) == len(draft.parents) == len(draft.sources) == len(draft.proposals)
     assert draft.sources == ["", *["model"] * (len(draft) - 1)]
     assert max(draft.depths()) <= row.depth
     assert len(set(paths(draft))) == len(draft), "two siblings are the same token"
@@ -132,7 +132,7 @@ def well_formed(draft: Draft, row: DraftRequest) -> None:
 def same_as_naive(model: Decoder, row: DraftRequest, width: int, draft: Draft) -> None:
     well_formed(draft, row)
     assert draft.probs is None
-    assert set(draft.laws) == {Law.DETERMINISTIC}
+    assert set(draft.proposals) == {Proposal.DETERMINISTIC}
     expected = [path for level in naive_coupled(model, row, width) for path, _ in level]
     assert paths(draft) == [(), *expected]
 
@@ -212,7 +212,11 @@ def test_proposing_twice_gives_the_same_draft(width: int, coupled: bool) -> None
     drafter.propose([row(rows[0].tokens, GREEDY, 2, 0)])
     again = [draft for r in reversed(rows) for draft in drafter.propose([r])][::-1]
     for one, other in zip(first, again, strict=True):
-        assert (one.tokens, one.parents, one.laws) == (other.tokens, other.parents, other.laws)
+        assert (one.tokens, one.parents, one.proposals) == (
+            other.tokens,
+            other.parents,
+            other.proposals,
+        )
         assert (one.probs is None) == (other.probs is None)
         assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
 
@@ -343,7 +347,7 @@ def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft)
             kept = list(children[node])
             if (node, None) in taken and torch.isfinite(scores).any():
                 child, drawn = kept.pop(0), noisy(scores, row.noise.draft(node))
-                assert draft.laws[child] is Law.SAMPLED
+                assert draft.proposals[child] is Proposal.SAMPLED
                 assert draft.tokens[child] == max(range(tiny.VOCAB), key=drawn.__getitem__)
                 assert np.allclose(
                     draft.probs[node], scores.double().softmax(-1).numpy(), atol=1e-9
@@ -355,8 +359,8 @@ def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft)
                 )
             else:
                 assert not draft.probs[node].any()
-            assert [(draft.tokens[i], draft.laws[i]) for i in kept] == [
-                (token, Law.DETERMINISTIC) for token, _ in given
+            assert [(draft.tokens[i], draft.proposals[i]) for i in kept] == [
+                (token, Proposal.DETERMINISTIC) for token, _ in given
             ]
             found |= {child: value * chance for child, (_, chance) in zip(kept, given, strict=True)}
         values = dict(sorted(found.items()))
@@ -373,7 +377,7 @@ def test_a_tree_under_a_ratio_rule_goes_on_below_given_tokens_too() -> None:
         drafter.open(0, r.tokens)
         (draft,) = drafter.propose([r])
         drafter.close(0)
-        given = [i for i, law in enumerate(draft.laws) if law is Law.DETERMINISTIC and i]
+        given = [i for i, law in enumerate(draft.proposals) if law is Proposal.DETERMINISTIC and i]
         deepest = max([deepest, *(draft.depths()[i] for i in given if draft.children()[i])])
     assert deepest >= 2
 

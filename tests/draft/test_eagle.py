@@ -241,12 +241,14 @@ def test_sixteenths_are_those_of_the_chances_in_torch(
         expected = []
         for level, said in enumerate(draft.tokens[1:]):
             own = chances[level].pop(said, 0.0)
-            assert abs(min(own * 16, 15.99) - 0.5 - chain.sure[level]) <= 0.51 + own / 2
+            assert abs(min(own * 16, 15.99) - 0.5 - chain.confidence_bins[level]) <= 0.51 + own / 2
             near = sorted(chances[level].values(), reverse=True)[:BESIDE] if own else []
             expected += [above * STANDS[16 + min(int(chance * 16), 15)] for chance in near]
-            above *= STANDS[chain.sure[level]]
+            above *= STANDS[chain.confidence_bins[level]]
         beside = [
-            chance for chance, sure in zip(full.chances, full.sure, strict=True) if sure >= 16
+            chance
+            for chance, sure in zip(full.path_probs, full.confidence_bins, strict=True)
+            if sure >= 16
         ]
         assert beside == pytest.approx(sorted(expected, reverse=True)[:BESIDE], rel=0.15)
 

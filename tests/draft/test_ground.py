@@ -122,7 +122,7 @@ def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(
 
     def said(tokens: list[int]) -> tuple[int, list[int]]:
         (draft,) = retrieval.propose([row_of(tokens)])
-        return draft.match, draft.tokens[1:]
+        return draft.match_length, draft.tokens[1:]
 
     retrieval.open(0, [99])  # about nothing that is known
     assert said([99, 1, 2, 3]) == (3, [4, 4, 4]) and said([99, 2, 3]) == (0, [])

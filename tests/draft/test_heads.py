@@ -27,7 +27,7 @@ from forerun.draft.medusa import NativeLevels
 from forerun.draft.proposer import DraftRequest, Proposer, TargetView
 from forerun.draft.registry import kind_of
 from forerun.kernels import native
-from forerun.types import BESIDE, Draft, Law
+from forerun.types import BESIDE, Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.heads import ALL, CACHED, CASES, KINDS, head_of
@@ -139,7 +139,7 @@ def test_q_is_the_law_of_the_logits(kind: str, shape: str | None) -> None:
     assert (
         first.tokens == again.tokens
         and len(first) == 1 + count
-        and set(first.laws[1:]) == {Law.SAMPLED}
+        and set(first.proposals[1:]) == {Proposal.SAMPLED}
     )
     twin, close = KINDS[kind].twin(head), max(KINDS[kind].closeness, 1e-9)
     for node in range(count):
@@ -294,13 +294,18 @@ def test_chains_end_where_they_are_not_sure_any_more(
     chains = [chain_of(draft) for draft in whole]
     for floors in ((0.5,) * 4, (0.05, 0.3, 0.2, 0.7), (0.0, 0.9, 0.1, 0.4), (0.95,) * 4):
         for draft, full, floor in zip(proposed(floors), chains, floors, strict=True):
-            chances = list(itertools.accumulate((STANDS[i] for i in full.sure), operator.mul))
+            chances = list(
+                itertools.accumulate((STANDS[i] for i in full.confidence_bins), operator.mul)
+            )
             end = next((i + 1 for i, chance in enumerate(chances) if chance < floor), len(chances))
             chain = chain_of(draft)
-            assert (chain.tokens, chain.sure) == (full.tokens[: end + 1], full.sure[:end])
-            assert chain.chances == pytest.approx(chances[:end])
+            assert (chain.tokens, chain.confidence_bins) == (
+                full.tokens[: end + 1],
+                full.confidence_bins[:end],
+            )
+            assert chain.path_probs == pytest.approx(chances[:end])
             assert (
-                draft.chances == sorted(draft.chances, reverse=True)
+                draft.path_probs == sorted(draft.path_probs, reverse=True)
                 and len(draft) - 1 <= end + BESIDE
             )
             ends.append(end)

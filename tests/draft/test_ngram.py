@@ -15,7 +15,7 @@ import pytest
 from forerun.draft.ngram import NGram, copy_from
 from forerun.draft.proposer import DraftRequest
 from forerun.sampling.params import SamplingParams
-from forerun.types import Law
+from forerun.types import Proposal
 from forerun.verify import Noise
 
 
@@ -59,7 +59,7 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.tokens == [2, 3, 9, 1, 2, 3]
     assert draft.parents == [-1, 0, 1, 2, 3, 4]
     assert draft.sources == ["", *["ngram"] * 5]
-    assert set(draft.laws) == {Law.DETERMINISTIC}
+    assert set(draft.proposals) == {Proposal.DETERMINISTIC}
     assert draft.probs is None
 
 

@@ -61,10 +61,10 @@ def models(kernels: str, count: int, width: int = 1, slots: int = 8) -> list[Dra
 
 def same(found: Draft, expected: Draft) -> None:
     """The same but for where it came from."""
-    assert (found.tokens, found.parents, found.laws) == (
+    assert (found.tokens, found.parents, found.proposals) == (
         expected.tokens,
         expected.parents,
-        expected.laws,
+        expected.proposals,
     )
     assert (found.probs is None) == (expected.probs is None)
     assert (

@@ -23,7 +23,7 @@ from forerun.draft.proposer import DraftRequest
 from forerun.draft.registry import kind_of
 from forerun.draft.tree import Tree
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Law
+from forerun.types import Proposal
 from forerun.verify import Noise
 from tests import tiny
 
@@ -104,7 +104,11 @@ def test_q_is_the_law_of_the_level() -> None:
     drafter, text = proposer(), random.Random(2).choices(range(tiny.VOCAB), k=9)
     drafter.open(0, text)
     (draft,) = drafter.propose([row(text, 4, coupled=False, branching=False)])
-    assert len(draft) == 5 and set(draft.laws[1:]) == {Law.SAMPLED} and draft.probs is not None
+    assert (
+        len(draft) == 5
+        and set(draft.proposals[1:]) == {Proposal.SAMPLED}
+        and draft.probs is not None
+    )
     expected = (levels("llama", text, 4) / 0.8).softmax(-1)
     assert torch.allclose(torch.from_numpy(draft.probs[:4]), expected, atol=1e-4)
 

@@ -105,8 +105,8 @@ def test_the_twin_grows_the_same_tree(temperature: float, is_chain: bool, guess:
         keys = [rng.stream(3, rng.Lane.TARGET, root, k) for k in range(5)] if temperature else []
         growth = Growth((root * 7) % 40, root, 5, 12, is_chain, temperature, keys, stands)
         found, twin = branch(tables, growth), branch_twin(tables, growth)
-        assert found[:3] == twin[:3] and found.chances == pytest.approx(twin.chances)
-        assert found.chances == sorted(found.chances, reverse=True)
+        assert found[:3] == twin[:3] and found.path_probs == pytest.approx(twin.chances)
+        assert found.path_probs == sorted(found.path_probs, reverse=True)
         sizes.add(len(found.tokens))
         if is_chain:
             assert found.parents == list(range(len(found.parents)))
@@ -131,7 +131,7 @@ def test_nodes_are_the_likeliest_of_all() -> None:
     for token, parent in zip(found.tokens, found.parents, strict=True):
         nodes.append((*nodes[parent], token))
     assert [paths[node] for node in nodes[1:]] == pytest.approx(best, rel=1e-5)
-    assert found.chances == pytest.approx(best, rel=1e-5)
+    assert found.path_probs == pytest.approx(best, rel=1e-5)
 
 
 def test_a_table_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.suffix import BREAK, Cursor, Suffix, SuffixAutomaton
 from forerun.sampling.params import SamplingParams
-from forerun.types import MEMORY, Law
+from forerun.types import MEMORY, Proposal
 from forerun.verify import Noise
 
 
@@ -198,7 +198,7 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.tokens == [3, 9, 1, 2]
     assert draft.parents == [-1, 0, 1, 2]
     assert draft.sources == ["", *["suffix"] * 3]
-    assert set(draft.laws) == {Law.DETERMINISTIC}
+    assert set(draft.proposals) == {Proposal.DETERMINISTIC}
     assert draft.probs is None
 
 

@@ -21,7 +21,7 @@ from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
-from forerun.types import SIXTEENTHS, Draft
+from forerun.types import NUM_CONFIDENCE_BINS, Draft
 from tests import tiny
 from tests.draft.heads import KINDS, ROOM
 from tests.draft.twins import states_of
@@ -135,9 +135,9 @@ STANDS = array(
 def chain_of(draft: Draft) -> Draft:
     """What a drafter said first of all, without what stands beside it."""
     chain = Draft.root(draft.tokens[0])
-    for node, sure in enumerate(draft.sure, start=1):
-        if sure < SIXTEENTHS:
+    for node, sure in enumerate(draft.confidence_bins, start=1):
+        if sure < NUM_CONFIDENCE_BINS:
             chain.add(draft.tokens[node], len(chain) - 1, draft.sources[node])
-            chain.sure.append(sure)
-            chain.chances.append(draft.chances[node - 1])
+            chain.confidence_bins.append(sure)
+            chain.path_probs.append(draft.path_probs[node - 1])
     return chain

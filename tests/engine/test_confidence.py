@@ -20,7 +20,7 @@ ONE = BatchState(1, 1, 1)  # a request alone
 def chain(sure: list[int], stood: int) -> tuple[Draft, list[int]]:
     """A chain that was so sure of its tokens, of which the first ones stood."""
     draft = Draft.chain(1, [2] * len(sure), "head")
-    draft.sure = sure
+    draft.confidence_bins = sure
     return draft, list(range(stood + 1))
 
 
@@ -53,10 +53,10 @@ def test_of_a_tree_only_what_was_asked_counts() -> None:
     survival, draft = ConfidenceBins(), Draft.root(1)
     for token, parent in ((5, 0), (6, 0), (7, 1), (8, 2), (9, 2)):
         draft.add(token, parent, "tree")
-    draft.sure = [9, 5, 4, 3, 2]
+    draft.confidence_bins = [9, 5, 4, 3, 2]
     survival.add(draft, [0, 2, 5])
-    assert [survival.seen[i] for i in draft.sure] == [1, 1, 0, 1, 1]
-    assert [survival.yes[i] for i in draft.sure] == [0, 1, 0, 0, 1]
+    assert [survival.seen[i] for i in draft.confidence_bins] == [1, 1, 0, 1, 1]
+    assert [survival.yes[i] for i in draft.confidence_bins] == [0, 1, 0, 0, 1]
 
 
 def test_behind_the_last_token_that_was_said_nothing_is_known() -> None:

@@ -27,7 +27,7 @@ def experienced() -> DepthPolicy:
         policy.record_draft("eagle3", 2, 0.003, requests=4)
         policy.record_verdict("eagle3", Acceptance(), 4, 3)
         draft = Draft.chain(1, [2, 3], "eagle3")
-        draft.sure = [15, 20]
+        draft.confidence_bins = [15, 20]
         policy.survival("eagle3", True).add(draft, [0, 1])
     return policy
 

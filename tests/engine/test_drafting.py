@@ -18,7 +18,7 @@ from forerun.engine.request import Request
 from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from tests import tiny
 from tests.engine import build
 
@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "no list": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
-    "sampled tokens": (changed(laws=[Law.DETERMINISTIC, Law.SAMPLED]), "row.coupled"),
+    "sampled tokens": (changed(laws=[Proposal.DETERMINISTIC, Proposal.SAMPLED]), "row.coupled"),
 }
 
 
@@ -348,7 +348,7 @@ def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
     def with_probs(rows: Sequence[DraftRequest]) -> Sequence[Draft]:
         drafts = propose(rows)
         for draft in drafts:
-            draft.laws = [Law.DETERMINISTIC, *[Law.SAMPLED] * (len(draft) - 1)]
+            draft.proposals = [Proposal.DETERMINISTIC, *[Proposal.SAMPLED] * (len(draft) - 1)]
             draft.probs = np.full((len(draft), engine.target.decoder.config.vocab), 0.25)
         return drafts
 

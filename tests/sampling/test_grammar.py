@@ -35,7 +35,7 @@ from forerun.sampling.compiler import GrammarCompiler
 from forerun.sampling.grammar import LONGEST, Grammar
 from forerun.sampling.matcher import Matcher, NotReadyError
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from tests import tiny
 from tests.models.test_tokenizer import PLAIN, byte_fallback, write
 
@@ -180,7 +180,7 @@ def check_pruned(pruned: Draft, draft: Draft, valid: list[int]) -> None:
     assert pruned.tokens == [draft.tokens[i] for i in valid]
     assert pruned.sources == [draft.sources[i] for i in valid]
     assert [path_to(pruned, i) for i in range(len(pruned))] == [path_to(draft, i) for i in valid]
-    assert len(pruned.laws) == len(pruned) and pruned.probs is None
+    assert len(pruned.proposals) == len(pruned) and pruned.probs is None
 
 
 def check_forced(forced: list[int], twin: Twin, text: list[int]) -> None:
@@ -204,7 +204,7 @@ def test_whole_texts_are_forced_where_there_is_no_choice(
 
 def test_sampled_drafts_are_not_pruned(compiler: GrammarCompiler) -> None:
     draft = Draft.root(0)
-    draft.add(100, 0, "model", Law.SAMPLED)
+    draft.add(100, 0, "model", Proposal.SAMPLED)
     draft.probs = np.full((2, VOCAB), 1 / VOCAB)
     assert opened(compiler, GRAMMARS["schema"]).prune(draft) is draft
 
@@ -213,7 +213,7 @@ def test_laws_kept_with_a_draft_are_pruned_with_it(compiler: GrammarCompiler) ->
     matcher = opened(compiler, Grammar.of("regex", "[ab]+"))
     a, x, b = (compiler.tokenizer.encode(c)[0] for c in "axb")  # type: ignore[union-attr]
     draft = Draft(
-        [0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Law.DETERMINISTIC] * 5
+        [0, x, a, a, b], [-1, 0, 0, 1, 2], ["", "p", "q", "r", "s"], [Proposal.DETERMINISTIC] * 5
     )
     draft.probs = np.arange(5.0)[:, None]
     pruned = matcher.prune(draft)

@@ -19,7 +19,7 @@ from forerun.check.faults import FAULTS
 from forerun.errors import ForerunError
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise, block, token, tree
 from tests import exact, test_rng
 
@@ -52,7 +52,7 @@ def mean_bias(rule, drafts):
     return np.mean(distances)
 
 
-def one(chosen, q, chance, law=Law.SAMPLED):
+def one(chosen, q, chance, law=Proposal.SAMPLED):
     """A draft of one token, said to be drawn from q."""
     draft = Draft.root(0)
     draft.add(int(chosen), 0, "toy", law)
@@ -67,7 +67,7 @@ def honest(scores):
 
 
 def honest_greedy(scores):
-    return [one(scores.argmax(), oracle.softmax(scores), 1, Law.DETERMINISTIC)]
+    return [one(scores.argmax(), oracle.softmax(scores), 1, Proposal.DETERMINISTIC)]
 
 
 def greedy_called_sampled(scores):
@@ -79,7 +79,7 @@ def two_drafts(scores):
     for a in range(VOCAB):
         for b in range(VOCAB):
             draft, _ = one(a, q, 1)
-            draft.add(b, 0, "toy", Law.SAMPLED)
+            draft.add(b, 0, "toy", Proposal.SAMPLED)
             draft.probs = np.stack([q, q * 0, q * 0])
             yield draft, q[a] * q[b]
 
@@ -185,7 +185,7 @@ def edge_chain(q, depth):
         [0] + [best] * depth,
         list(range(-1, depth)),
         ["toy"] * (depth + 1),
-        [Law.SAMPLED] * (depth + 1),
+        [Proposal.SAMPLED] * (depth + 1),
     )
     draft.probs = np.tile(q, (depth + 1, 1))
     return draft
@@ -213,7 +213,13 @@ def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
         [0, 0, 1, 3, 1],
         [-1, 0, 0, 0, 1],
         ["toy"] * 5,
-        [Law.DETERMINISTIC, Law.SAMPLED, Law.SAMPLED, Law.DETERMINISTIC, Law.DETERMINISTIC],
+        [
+            Proposal.DETERMINISTIC,
+            Proposal.SAMPLED,
+            Proposal.SAMPLED,
+            Proposal.DETERMINISTIC,
+            Proposal.DETERMINISTIC,
+        ],
     )
     draft.probs = np.tile(q, (5, 1))
     verdict = tree.verify_tree(draft, np.tile(p, (5, 1)), Noise(1, 1))

@@ -18,7 +18,7 @@ from forerun.check import oracle
 from forerun.rng import Lane
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Law
+from forerun.types import Draft, Proposal
 from forerun.verify import RULES, Noise, match
 
 VOCAB, LENGTH, END = 8, 7, 3
@@ -208,12 +208,12 @@ def ragged_drafts(rule):
             [int(dice.integers(VOCAB))],
             [-1],
             [""],
-            [Law.DETERMINISTIC],
+            [Proposal.DETERMINISTIC],
             None if rule.coupled else q,
         )
         for node in range(1, size + 1):
             parent = int(dice.integers(node)) if rule.branching else node - 1
-            law = Law.DETERMINISTIC if rule.coupled or node % 3 == 0 else Law.SAMPLED
+            law = Proposal.DETERMINISTIC if rule.coupled or node % 3 == 0 else Proposal.SAMPLED
             draft.add(int(dice.choice(VOCAB, p=q[parent])), parent, "toy", law)
         drafts.append(draft)
     return drafts

@@ -314,7 +314,7 @@ def truncated(drafts, length):
                 draft.tokens[:n],
                 draft.parents[:n],
                 draft.sources[:n],
-                draft.laws[:n],
+                draft.proposals[:n],
                 draft.probs[:n],
             ),
             weight,
@@ -485,8 +485,8 @@ def test_two_sampled_children_under_the_probabilities_of_one_drafter_are_biased(
 
     def keep_all(drafts):
         one, other = drafts
-        tree_ = Draft([*one.tokens], [*one.parents], [*one.sources], [*one.laws])
-        tree_.add(other.tokens[1], 0, "toy", other.laws[1])
+        tree_ = Draft([*one.tokens], [*one.parents], [*one.sources], [*one.proposals])
+        tree_.add(other.tokens[1], 0, "toy", other.proposals[1])
         tree_.probs = np.stack([*one.probs, one.probs[0] * 0])
         return tree_
 
