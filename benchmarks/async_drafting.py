@@ -20,13 +20,13 @@ from pathlib import Path
 from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, SamplingParams
 from forerun.draft.overlap import Ahead
-from forerun.draft.proposer import Row
+from forerun.draft.proposer import DraftRequest
 from forerun.types import Draft
 
 MAX_PROMPTS = 4
 
 
-def draft_before(ahead: Ahead, rows: Sequence[Row], drafts: Sequence[Draft]) -> None:
+def draft_before(ahead: Ahead, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
     """Draft ahead and wait for it, so that it does not run beside the forward pass."""
     Ahead.begin_overlap(ahead, rows, drafts)
     ahead.finish()

@@ -28,8 +28,8 @@ from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
 from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
 from forerun.measure.tables import print_columns, print_json
-from forerun.models.packed_cache import Kept
-from forerun.runtime.program import Packed
+from forerun.models.packed_cache import CachedMatrix
+from forerun.runtime.packed import PackedMatrix
 from forerun.utils import check_integer
 
 MAX_ROWS = 4096
@@ -151,10 +151,10 @@ def measure_kernels(
     )
 
 
-class ArbitraryWeights(Kept):
+class ArbitraryWeights(CachedMatrix):
     """Weights in a format that floats are not converted to; their values do not affect the time."""
 
-    def fill(self, *arrays: np.ndarray) -> None:
+    def read_into(self, *arrays: np.ndarray) -> None:
         weights, scales = arrays
         weights[:] = default_rng(0).integers(0, 256, weights.shape, np.uint8)
         scales.view(np.uint8)[:] = 0x1C  # a small number in either precision
@@ -168,7 +168,7 @@ class Layers:
         self._lib = native.loaded()
         self.outputs, self.inputs = weight.shape
         stored = ArbitraryWeights(Path(), form, tuple(weight.shape), ())
-        self.packed = Packed(weight if form in PACKABLE else stored, None, form, gated=False)
+        self.packed = PackedMatrix(weight if form in PACKABLE else stored, None, form, gated=False)
         self.bytes_each = self.packed.bytes
         self._memory: list[int] = []
         self._scales: list[np.ndarray] = []

@@ -38,7 +38,7 @@ from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Mixed, Packed, all_packed
+from forerun.runtime.packed import MixedMatrix, PackedMatrix, all_packed
 from forerun.runtime.torch_runner import Runner
 from forerun.utils import check_integer
 
@@ -107,16 +107,16 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
 
 def stored_matrices(linear: Any, outputs: int) -> list[tuple[str, int, int]]:
     """Return (format, bytes, outputs) of a linear layer's parts; one unless formats are mixed."""
-    if isinstance(linear, Mixed):
+    if isinstance(linear, MixedMatrix):
         return [(p.form, p.bytes, p.matrix.outputs) for p in all_packed([linear])]
-    if isinstance(linear, Packed):
+    if isinstance(linear, PackedMatrix):
         return [(linear.form, linear.bytes, outputs)]
     weight = linear.weight
     return [(_name(weight.dtype), weight.numel() * weight.element_size(), outputs)]
 
 
-def _row_bytes(table: Tensor | Packed) -> int:
-    if isinstance(table, Packed):
+def _row_bytes(table: Tensor | PackedMatrix) -> int:
+    if isinstance(table, PackedMatrix):
         return table.bytes // int(table.matrix.outputs)
     return table.shape[1] * table.element_size()
 

@@ -24,7 +24,7 @@ from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpConfig, MlpSpeculator
-from forerun.draft.proposer import Proposer, Row, view_of
+from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
 from forerun.runtime.native import NativeDecoder
@@ -105,7 +105,7 @@ def measure(
     one = Segment(0, [text[CONTEXT]], [-1], [0])
     found = []
     for at in range(CONTEXT, CONTEXT + 2 * (rounds + WARM_UP), 2):
-        row = Row(0, text[:at], params, Noise(1, at - 1), depth)
+        row = DraftRequest(0, text[:at], params, Noise(1, at - 1), depth)
         drafting = seconds_of(drafter.propose, [row])
         found.append((drafting, seconds_of(decoder.forward, [one], target.cache)))
         observe(drafter, c.hidden, at - 1, 2)

@@ -18,12 +18,12 @@ from forerun.kernels import native
 from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf
-from forerun.models.gguf.tokenizer import LACKING
-from forerun.models.quantized import is_quantised
+from forerun.models.gguf.tokenizer import NO_TOKENIZER
+from forerun.models.quantized import is_quantized
 from forerun.models.shortlist import read_shortlist, shortlist_beside
 from forerun.models.tokenizer import Tokenizer
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.parallel import lead
+from forerun.runtime.parallel import load_parallel
 from forerun.runtime.torch_runner import Runner
 
 ANGLE, ROW = (
@@ -93,7 +93,7 @@ def pick_form(
     if device.type == "cuda":
         return False, own if own in ("float32", "bfloat16", "float16") else "bfloat16"
     return not why, "bfloat16" if (
-        own == "bfloat16" or is_quantised(raw)
+        own == "bfloat16" or is_quantized(raw)
     ) and not why else "float32"
 
 
@@ -147,7 +147,7 @@ def make_runner(
         )  # a checkpoint's own quantisation
         decoder = NativeDecoder(shape, directory, form, context, keep, said)
     elif config.tensor_parallel > 1 and target is None:
-        decoder = lead(
+        decoder = load_parallel(
             directory, getattr(torch, form), device, context, config.tensor_parallel, config.threads
         )
     else:
@@ -244,7 +244,7 @@ def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:
 def _tokenizer(directory: Path) -> Tokenizer | None:
     if directory.is_file():
         kind = open_gguf(directory).metadata.get("tokenizer.ggml.model")
-        tokenizer = None if kind in (None, *LACKING) else Tokenizer(directory)
+        tokenizer = None if kind in (None, *NO_TOKENIZER) else Tokenizer(directory)
         give_back()  # building one takes several times what it keeps
         return tokenizer
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from forerun import LLM, SamplingParams
 from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
-from forerun.draft.proposer import Row, TargetView, view_of
+from forerun.draft.proposer import DraftRequest, TargetView, view_of
 from forerun.draft.tree import Tree
 from forerun.verify import Noise
 
@@ -119,7 +119,9 @@ def drafted(
     drafter.open(0, text[: ANCHOR + 1])
     shown = states[:ANCHOR].split(HIDDEN, -1)
     drafter.observe(0, 0, dict(zip(STATES, shown, strict=True)))
-    row = Row(0, text[: ANCHOR + 1], SamplingParams(), Noise(1, ANCHOR), drafter.config.depth)
+    row = DraftRequest(
+        0, text[: ANCHOR + 1], SamplingParams(), Noise(1, ANCHOR), drafter.config.depth
+    )
     drafter.propose([row])  # reads the context
     tree = Tree(row)
     (growing,) = drafter._run_blocks([tree])

@@ -49,8 +49,8 @@ from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
 from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids
+from forerun.models.files import tag_of
 from forerun.models.hub import find_model
-from forerun.models.names import tag_of
 from forerun.sampling.params import SamplingParams
 from forerun.utils import check_integer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.catalogue.memory import remember
+from forerun.catalog.measurements import Measurement, record
 from forerun.cli.progress import Part, Tell, nothing
 from forerun.config import RULE_NAMES, Config, parse_depth
 from forerun.draft_spec import LOADED, parse_draft
@@ -206,7 +206,7 @@ def record_results(model: str | None, results: Sequence[Result]) -> None:
         (name, argument), *others = parse_draft(r.draft)
         comparable = r.requests == 1 and r.same is not False and r.rule == "match"
         if name in LOADED and not others and comparable:
-            remember(
+            measurement = Measurement(
                 model or DEFAULT,
                 argument,
                 name,
@@ -217,3 +217,4 @@ def record_results(model: str | None, results: Sequence[Result]) -> None:
                 temperature=r.temperature,
                 machine=processor(),
             )
+            record(measurement)

@@ -185,8 +185,8 @@ def this_command() -> str:
 
 def size_of(model: str | None) -> int:
     """Return the bytes of a model's stored weights. Raises LoadError."""
+    from forerun.models.files import parts_of
     from forerun.models.hub import find_model
-    from forerun.models.names import parts_of
 
     path = find_model(model)
     if path.is_dir():

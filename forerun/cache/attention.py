@@ -18,7 +18,9 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 
-Sight = tuple[int | None, int]  # (last keys, first keys) that a layer sees, see `ModelConfig.sight`
+Sight = tuple[
+    int | None, int
+]  # (last keys, first keys) that a layer sees, see `ModelConfig.visible_keys`
 TOGETHER = 16  # segments up to this long are padded to one batch; longer ones (prefill) go alone
 
 
@@ -94,7 +96,7 @@ class Attention:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows], values[self.rows] = k, v
-        sight = self.config.sight(layer)
+        sight = self.config.visible_keys(layer)
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
             return self._attend(self.groups[0], q, keys, values, sight)[0]
         out = torch.empty_like(q)
@@ -166,7 +168,7 @@ class Attention:
             ]
             seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
         masks: dict[Sight, Tensor | None] = {}
-        for window, sinks in set(map(self.config.sight, range(self.config.layers))):
+        for window, sinks in set(map(self.config.visible_keys, range(self.config.layers))):
             mask = seen
             if window is not None:
                 mask = seen & (

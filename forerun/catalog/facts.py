@@ -13,11 +13,10 @@ from forerun.catalog import hub
 from forerun.catalog.survey import tokenizer_digest
 from forerun.draft.registry import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
-from forerun.models.caches import repositories
 from forerun.models.files import read_header, read_object, read_text, weight_files
 from forerun.models.gguf.config import skim, token_digest
 from forerun.models.hub import PICKLED, find_model, is_pickled
-from forerun.models.places import everything
+from forerun.models.local import cached_repositories, list_local_models
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CARD = "README.md"
@@ -111,10 +110,10 @@ def local_path(name: str) -> Path | None:
         path = Path(name).expanduser()
         if path.exists():
             return path
-    for model in everything()[0]:
+    for model in list_local_models()[0]:
         if model.name == name and not model.trouble:
             return model.path
-    for repository, snapshot in repositories():
+    for repository, snapshot in cached_repositories():
         has_config = (snapshot / "config.json").is_file()
         if repository == name and has_config and weights_of(snapshot):
             return snapshot

@@ -18,9 +18,9 @@ from forerun.draft.head_files import read_bool, read_int
 from forerun.draft.medusa import read_medusa, read_mlp
 from forerun.draft.registry import Json, inner
 from forerun.errors import LoadError, shown
-from forerun.models.config import FAMILIES, OWN_DRAFTER, is_integer
-from forerun.models.gguf.config import skim, why_not
-from forerun.models.names import LABEL, title
+from forerun.models.config import FAMILIES, MTP_PREFIXES, is_integer
+from forerun.models.files import LABEL, title
+from forerun.models.gguf.config import skim, unsupported_reason
 
 LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
 MAX_BLOCK_SIZE = 64
@@ -92,7 +92,7 @@ def _refuse_block(facts: Facts) -> str:
 
 
 def _refuse_mtp(facts: Facts) -> str:
-    if facts.raw.get("model_type") in OWN_DRAFTER:
+    if facts.raw.get("model_type") in MTP_PREFIXES:
         return ""
     num_layers = facts.raw.get("num_nextn_predict_layers", 1)
     if num_layers != 1:
@@ -125,7 +125,7 @@ def _refuse_levels(facts: Facts, part: str, configured: int) -> str:
 
 def _refuse_model(facts: Facts) -> str:
     if facts.raw.get("gguf"):
-        return why_not(skim(facts.path)) if facts.path else ""
+        return unsupported_reason(skim(facts.path)) if facts.path else ""
     family = facts.raw.get("model_type")
     is_known = isinstance(family, str) and family in FAMILIES
     return "" if is_known else f"family {shown(family)} is not supported"

@@ -32,10 +32,8 @@ from forerun.catalog.measurements import MAX_NAME, Measurement, load
 from forerun.catalog.survey import survey
 from forerun.draft.registry import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
-from forerun.models.caches import repositories
-from forerun.models.files import read_object
-from forerun.models.names import title
-from forerun.models.places import Found, everything
+from forerun.models.files import read_object, title
+from forerun.models.local import LocalModel, cached_repositories, list_local_models
 
 MAX_DEPTH = 4  # folders below one that is searched
 MAX_FOLDERS = 20_000
@@ -44,7 +42,7 @@ SHOWN_CATEGORIES = 3
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
 QUERY_WORDS = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")
-MAX_ANSWERS = 30  # repositories per query
+MAX_ANSWERS = 30  # cached_repositories per query
 MAX_READ = 24  # configurations that are read
 NUM_THREADS = 6
 NAME_PARTS = re.compile(r"\d+(?:\.\d+)?[a-z]?(?![a-z0-9])|[a-z]+|\d+(?:\.\d+)?")  # llama, 3.1, 8b
@@ -163,7 +161,7 @@ def _is_head(kind: Kind) -> bool:
 def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, str]]:
     """Yield directories whose configuration may be that of a head, each once."""
     places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
-    places += [(name, path, "hub") for name, path in repositories()]
+    places += [(name, path, "hub") for name, path in cached_repositories()]
     places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
     seen = set()
     for name, path, origin in places:
@@ -196,9 +194,9 @@ def _smaller_models(
     target: str, path: Path, folders: Sequence[Path]
 ) -> Iterator[tuple[Facts, str]]:
     """Yield local models with the target's vocabulary that are much smaller."""
-    found, _ = everything(folders)
+    found, _ = list_local_models(folders)
     if all(model.path.resolve() != path.resolve() for model in found):
-        found.append(Found(target, path, "directory"))
+        found.append(LocalModel(target, path, "directory"))
     rows = survey(found)
     own = next(row for row in rows if Path(row.path).resolve() == path.resolve())
     for row in rows:
@@ -307,8 +305,8 @@ def search_hub(target: str, domain: str | None = None) -> tuple[list[Candidate],
     Raises:
         LoadError: the Hub cannot be reached.
     """
-    repositories, notes = _query(target, domain)
-    likely = [found for found in (_rate(r, target) for r in repositories) if found]
+    cached_repositories, notes = _query(target, domain)
+    likely = [found for found in (_rate(r, target) for r in cached_repositories) if found]
     likely.sort(key=_order)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         read = list(pool.map(lambda one: _read(one, target), likely[:MAX_READ]))
@@ -322,14 +320,14 @@ def _order(one: Candidate) -> tuple[int, bool, int, str]:
 
 
 def _query(target: str, domain: str | None) -> tuple[list[hub.Repository], list[str]]:
-    """Return the repositories that the Hub finds, each once, and a note per failed query."""
+    """Return the cached_repositories that the Hub finds, each once, and a note per failed query."""
     local = "forerun drafters list shows the local ones"
     try:
         hub.check_reachable()
     except LoadError as error:
         raise LoadError(f"search needs the network, {error}; {local}") from None
     queries: list[dict[str, Any]] = [{"search": f"{title(target)} {w}"} for w in QUERY_WORDS]
-    # the parts of the name, for repositories that order or join them differently
+    # the parts of the name, for cached_repositories that order or join them differently
     queries.append({"search": " ".join([*NAME_PARTS.findall(bare_name(target)), "eagle3"])})
     if hub.REPOSITORY.fullmatch(target):
         queries += [{"filter": [f"base_model:{target}", tag]} for tag in TAGS]
@@ -349,7 +347,7 @@ def _query(target: str, domain: str | None) -> tuple[list[hub.Repository], list[
 
 
 def _answer(query: dict[str, Any]) -> list[hub.Repository] | str:
-    """Return the repositories of one query, or why it failed."""
+    """Return the cached_repositories of one query, or why it failed."""
     from huggingface_hub import HfApi
 
     try:

@@ -17,9 +17,9 @@ from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
 from forerun.models.config import FAMILIES, load_config
-from forerun.models.files import indexed, read_header, read_object, weight_files
-from forerun.models.gguf.config import skim, token_digest, why_not
-from forerun.models.places import Found
+from forerun.models.files import indexed_files, read_header, read_object, weight_files
+from forerun.models.gguf.config import skim, token_digest, unsupported_reason
+from forerun.models.local import LocalModel
 
 # llama.cpp's general.file_type: a label of the mix of types, which the tensors need not follow
 FILE_TYPES = {
@@ -84,7 +84,7 @@ class Survey:
         return bool(self.parameters) and (self.parameters or 0) <= limit
 
 
-def survey(models: Sequence[Found]) -> list[Survey]:
+def survey(models: Sequence[LocalModel]) -> list[Survey]:
     """Survey models and pair them with drafters; a broken model's row says what is wrong."""
     free = free_ram()
     rows = [_survey_one(model, free) for model in models]
@@ -96,7 +96,7 @@ def survey(models: Sequence[Found]) -> list[Survey]:
     ]
 
 
-def _survey_one(model: Found, free: int) -> Survey:
+def _survey_one(model: LocalModel, free: int) -> Survey:
     row = Survey(model.name, model.origin, str(model.path), reason=model.trouble)
     if model.trouble:
         return row
@@ -129,7 +129,7 @@ def _survey_gguf(path: Path, row: Survey) -> Survey:
         family=file.architecture,
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         context=context if isinstance(context, int) else None,
-        reason=why_not(file),
+        reason=unsupported_reason(file),
         vocabulary=token_digest(file.metadata),
     )
 
@@ -193,7 +193,7 @@ def _directory_refusal(path: Path, raw: dict[str, Any], tensors: Collection[str]
 def _safetensors(path: Path) -> list[Path]:
     """Return a directory's safetensors files. Raises LoadError if one of its index is missing."""
     index = path / "model.safetensors.index.json"
-    files = set(indexed(index) if index.is_file() else weight_files(path))
+    files = set(indexed_files(index) if index.is_file() else weight_files(path))
     missing = sorted(file.name for file in files if not file.is_file())
     if missing:
         raise LoadError(f"{path} is not whole, {missing[0]} is missing: download it again")

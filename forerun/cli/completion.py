@@ -27,9 +27,9 @@ DRAFTS = (
 
 def model_names(incomplete: str) -> list[str]:
     """The models that are here and begin so."""
-    from forerun.models.places import names
+    from forerun.models.local import local_model_names
 
-    return [name for name in names() if name.startswith(incomplete)]
+    return [name for name in local_model_names() if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:

@@ -20,7 +20,7 @@ from forerun.cli.flags import (
 from forerun.cli.terminal import Clock, as_dict, load, sampling_params, say, show, summary
 from forerun.errors import LoadError, RequestError
 from forerun.models.hub import find_model
-from forerun.models.places import names_model
+from forerun.models.local import is_model_name
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.utils import BYTE_ORDER_MARK, UnreadableError, json_line, text_of
@@ -76,7 +76,7 @@ def generate(
         )
     if second is not None:
         config = with_model(_named(first), config)
-    elif first is not None and names_model(first):
+    elif first is not None and is_model_name(first):
         raise RequestError(
             f"{first!r} is a model, and there is no prompt: write the prompt behind it, or pipe it into -m {first}"
         )

@@ -33,9 +33,9 @@ def models(
     in the directories given. Nothing is copied or downloaded, only headers are read.
     """
     from forerun.catalog.survey import survey
-    from forerun.models.places import everything
+    from forerun.models.local import list_local_models
 
-    found, notes = everything(directories or ())
+    found, notes = list_local_models(directories or ())
     rows = survey(found)
     if as_json:
         print_json({"models": [row.as_dict() for row in rows], "notes": notes})

@@ -46,7 +46,7 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         """`vocab` is how many tokens the model has."""
         self.tokenizer = tokenizer
-        self.meanings = tokenizer.spellings(vocab)
+        self.meanings = tokenizer.vocabulary_bytes(vocab)
         self.special = {
             token: tokenizer.piece(token) for token in tokenizer.special if token < vocab
         }
@@ -438,7 +438,7 @@ def make_draft_model(
     ):
         return draft_model(runner, where, vocab, width)
     shared = Shared(Words(tokenizer, vocab), Words(draft_tokenizer, runner.decoder.config.vocab))
-    said = runner.decoder.said
+    said = runner.decoder.shortlist
     if said is not None and all(shared.to_target[token] < 0 for token in said.tolist()):
         raise LoadError(
             f"the shortlist of {where} has no token that the target shares: make one of the data you use"

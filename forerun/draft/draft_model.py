@@ -155,7 +155,7 @@ class DraftModel(Proposer):
         that: branches, a law to keep, a filter, a model on torch."""
         if self.width > 1 or not all(tree.is_plain for tree in trees):
             return False
-        said = self.runner.chain([tree.link(tree.fed) for tree in trees], self.vocab)
+        said = self.runner.draft_chains([tree.link(tree.fed) for tree in trees], self.vocab)
         for tree, tokens in zip(trees, said, strict=True) if said else ():
             tree.extend(tokens, self.source)
         return said is not None
@@ -194,7 +194,7 @@ class Pard(DraftModel):
 def draft_model(runner: Runner, where: str, vocab: int, width: int) -> DraftModel:
     """A draft model, drafting as it was trained to; `where` is what messages call it. Raises
     LoadError."""
-    said = runner.decoder.said
+    said = runner.decoder.shortlist
     try:
         token = mask_of(runner.decoder.config)
         if said is not None and said[0] >= vocab:

@@ -28,17 +28,8 @@ from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.decoder import Attend
 from forerun.models.shortlist import ids_of, maps_of
-from forerun.runtime.program import (
-    ATTENDED,
-    HIDDEN,
-    QKV,
-    Linear,
-    Packed,
-    Pass,
-    Recorded,
-    X,
-    embed_op,
-)
+from forerun.runtime.packed import Linear, PackedMatrix
+from forerun.runtime.program import ATTENDED, HIDDEN, QKV, ForwardBatch, Program, X, embed_op
 
 M = TypeVar("M", bound=nn.Module)
 Rotation = tuple[Tensor, Tensor]  # cos and sin of positions, [.., 1, D / 2] each
@@ -254,13 +245,13 @@ class Head(nn.Module):
         out: Tensor = lm_head(normed)
         return out
 
-    def table(self) -> tuple[Tensor | Packed, float]:
+    def table(self) -> tuple[Tensor | PackedMatrix, float]:
         """Return the embedding [.., Hd] and the factor of its rows."""
         if self.embed_tokens is None:
             return self.target.table, self.target.scale
         return self.embed_tokens.weight.detach(), 1.0
 
-    def packed_lm_head(self) -> tuple[Packed | None, float]:
+    def packed_lm_head(self) -> tuple[PackedMatrix | None, float]:
         """Return the lm head for the native kernels, None if it is not packed, and the softcap of
         its logits, 0 for none."""
         if self.lm_head is None:
@@ -411,14 +402,14 @@ class Operations:
         self.config, self.form, self.rotation = config, form, rotation
         self._owned: list[Any] = []
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Packed:
+    def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> PackedMatrix:
         """Pack a weight [out, in] in the layout of the kernels."""
         bias = None if bias is None else bias.detach()
-        return Packed(weight.detach().contiguous(), bias, self.form, gated=gated)
+        return PackedMatrix(weight.detach().contiguous(), bias, self.form, gated=gated)
 
     def product(
         self,
-        weight: Tensor | Packed | nn.Module,
+        weight: Tensor | PackedMatrix | nn.Module,
         source: int,
         to: int,
         norm: nn.Module | None = None,
@@ -430,7 +421,7 @@ class Operations:
         if isinstance(weight, nn.Module):
             assert isinstance(weight, NativeLinear)
             weight = weight.packed
-        if not isinstance(weight, Packed):
+        if not isinstance(weight, PackedMatrix):
             weight = self.pack(weight, bias, gated=bool(options.get("gated")))
         self._owned.append(weight)
         return COp(
@@ -442,7 +433,7 @@ class Operations:
             **options,
         )
 
-    def embedding(self, table: Tensor | Packed, to: int, scale: float = 1.0) -> COp:
+    def embedding(self, table: Tensor | PackedMatrix, to: int, scale: float = 1.0) -> COp:
         """Write the rows [.., width] of the pass's tokens to a buffer."""
         if isinstance(table, Tensor):
             exact = table.dtype in (torch.float32, torch.bfloat16)
@@ -526,7 +517,7 @@ class Operations:
 
 
 def run_program(
-    program: Recorded, batch: Pass, cache: KVCache, inputs: Mapping[int, Tensor]
+    program: Program, batch: ForwardBatch, cache: KVCache, inputs: Mapping[int, Tensor]
 ) -> Tensor:
     """Run one forward pass with `inputs`, float32 [T, width], in these buffers.
 

@@ -26,7 +26,7 @@ from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
-from forerun.runtime.program import Said, Start
+from forerun.runtime.program import DraftedChain, RoundStart
 from forerun.types import Draft, States
 
 CHUNK = 512  # pending tokens from which on hidden states are fused
@@ -131,8 +131,8 @@ class HiddenStateProposer(Proposer):
         return 0
 
     def run_round(
-        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
-    ) -> list[Said]:
+        self, starts: Sequence[RoundStart], raw: bool, acceptance: array[float] | None
+    ) -> list[DraftedChain]:
         """Read what the starts hold, and draft after it in one native call; with `raw` they hold
         hidden states that are not fused yet."""
         raise NotImplementedError
@@ -237,7 +237,7 @@ class HiddenStateProposer(Proposer):
         for row, part in zip(rows, parts, strict=True):
             self.pending[row.slot].fused = part[-1:]
 
-    def _start(self, native: NativeRounds, tree: Tree, raw: bool) -> Start:
+    def _start(self, native: NativeRounds, tree: Tree, raw: bool) -> RoundStart:
         """Take one request's pending states; with `raw` the program fuses them."""
         row = tree.row
         if raw:
@@ -251,7 +251,7 @@ class HiddenStateProposer(Proposer):
         if self.num_fed:
             segment.want = [count - 1]  # the root's logits give the first token
         link = replace(link, keys=link.keys[: self.max_depth])
-        return Start(segment, states, row.noise.target(0), link)
+        return RoundStart(segment, states, row.noise.target(0), link)
 
     # ------------------------------------------------------------ reading pending states
 

@@ -47,7 +47,7 @@ from forerun.errors import LoadError, shown
 from forerun.kernels.native import ACTIVATIONS, ADD, COp
 from forerun.models.config import Json, ModelConfig
 from forerun.models.shortlist import spread
-from forerun.runtime.program import LOGITS, Link, Recorded, Said, X
+from forerun.runtime.program import LOGITS, ChainStart, DraftedChain, Program, X
 from forerun.types import BESIDE, Draft, States
 
 MEDUSA = "set of Medusa heads"
@@ -444,19 +444,21 @@ class NativeMedusa:
         widths = np.ones(CARRIED + 1, np.int32)
         widths[X], widths[CARRIED] = heads.widths()
         widths[LOGITS] = heads.vocab if ids is None else len(ids)
-        self._start = Recorded(config, [], widths)
+        self._start = Program(config, [], widths)
         self._levels = [
-            Recorded(config, heads.operations(level, self._build), widths)
+            Program(config, heads.operations(level, self._build), widths)
             for level in range(heads.levels)
         ]
 
     def round(
-        self, links: Sequence[Link], initial: Tensor, acceptance: array[float] | None
-    ) -> list[Said]:
-        """Draft after each link from what level 0 reads, [links, C]; see `Recorded.levels`."""
+        self, links: Sequence[ChainStart], initial: Tensor, acceptance: array[float] | None
+    ) -> list[DraftedChain]:
+        """Draft after each link from what level 0 reads, [links, C]; see `Program.draft_levels`."""
         links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
         inputs = {CARRIED: initial.float().numpy()}
-        return self._start.levels(links, self._levels, inputs, self._vocab, self._ids, acceptance)
+        return self._start.draft_levels(
+            links, self._levels, inputs, self._vocab, self._ids, acceptance
+        )
 
 
 class MedusaProposer(Proposer):

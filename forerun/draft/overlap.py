@@ -31,7 +31,7 @@ from forerun.draft.proposer import CompositeProposer, DraftRequest, Reference
 from forerun.draft.tree import Tree, grow
 from forerun.draft_spec import AHEAD
 from forerun.kernels import native
-from forerun.kernels.draw import say
+from forerun.kernels.draw import sample_tokens
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft
 
@@ -227,7 +227,7 @@ class Ahead(CompositeProposer):
         for node, children in enumerate(draft.children()):
             scores[node, [draft.tokens[child] for child in children]] = -torch.inf
         for _ in range(min(RANKS, foresight.outcomes, scores.shape[1] - len(draft))):
-            found.append(say(scores, [heat] * len(draft), keys, strict=False))
+            found.append(sample_tokens(scores, [heat] * len(draft), keys, strict=False))
             scores[nodes, found[-1]] = -torch.inf
             if not free and not torch.isfinite(scores).any(-1).all():
                 break

@@ -21,9 +21,9 @@ from forerun.errors import ConfigError, ForerunError, shorten
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.sharding import PartDecoder
+from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Linear, Packed
+from forerun.runtime.packed import Linear, PackedMatrix
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, States
 from forerun.verify import Noise
@@ -375,11 +375,11 @@ class TargetView:
     layers: int
     vocab: int
     context: int
-    table: Tensor | Packed
+    table: Tensor | PackedMatrix
     scale: float
     normalise: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
-    packed: Packed | None
+    packed: PackedMatrix | None
     softcap: float
     device: torch.device
     form: str | None
@@ -411,11 +411,11 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         layers=config.layers,
         vocab=config.vocab,
         context=decoder.context,
-        table=_Divided() if isinstance(decoder, PartDecoder) else decoder.weights.embed,  # type: ignore[arg-type]
+        table=_Divided() if isinstance(decoder, ShardedDecoder) else decoder.weights.embed,  # type: ignore[arg-type]
         scale=config.embed_scale,
         normalise=normalise,
         head=head,
-        packed=decoder.weights.head if isinstance(decoder, NativeDecoder) else None,  # type: ignore[arg-type]
+        packed=decoder.weights.head if isinstance(decoder, NativeDecoder) else None,
         softcap=config.logit_softcap or 0.0,
         device=decoder.device,
         form=form if isinstance(decoder, NativeDecoder) else None,
@@ -437,7 +437,7 @@ class _Divided:
 
 def _product(decoder: Decoder | NativeDecoder) -> Callable[[Tensor], Tensor]:
     """Return the product with the target's own output head; its weights are shared."""
-    if isinstance(decoder, PartDecoder):
+    if isinstance(decoder, ShardedDecoder):
         return _Divided()
     if isinstance(decoder, NativeDecoder):
         packed: Any = decoder.weights.head

@@ -35,7 +35,7 @@ from forerun.draft.retrieval import Retrieval
 from forerun.draft.suffix import Suffix
 from forerun.draft_spec import Leaf, Said, Several, plugins
 from forerun.errors import LoadError, one_line
-from forerun.models.config import OWN_DRAFTER
+from forerun.models.config import MTP_PREFIXES
 from forerun.models.files import read_header, read_object, weight_files
 from forerun.models.hub import DEFAULT, find_model
 from forerun.types import RETRIEVAL
@@ -256,7 +256,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
         lambda k: _is_native(k) and k.has("dspark_block_size"),
         Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS),
     ),
-    (lambda k: _is_native(k) and k.type in OWN_DRAFTER, Kind("mtp", "native", OWN_MTP, "mtp")),
+    (lambda k: _is_native(k) and k.type in MTP_PREFIXES, Kind("mtp", "native", OWN_MTP, "mtp")),
     (_is_native, Kind("mtp", "native", OWN_MTP, "", OWN_LAYERS)),
     (lambda k: True, Kind("lm", "", "language model", "model")),
 )

@@ -102,7 +102,7 @@ def search(
 def judge(target: Runner, kept: Sequence[int], texts: Sequence[Text], whole: float) -> Kept:
     """What a part would be worth, where a pass of one row of the whole model takes `whole`
     seconds."""
-    part = target.abridged(kept)
+    part = target.with_layers(kept)
     share = _pass_seconds(part) / whole
     runs = [run for text in texts for run in _runs(_agrees(part, text))]
     mean = [1 + sum(min(run, depth) for run in runs) / len(runs) for depth in range(1, DEEPEST + 1)]
@@ -198,7 +198,9 @@ class SelfSpeculation(DraftModel):
     def __init__(
         self, target: Runner, kept: Sequence[int], window: int | None = None, width: int = 1
     ) -> None:
-        super().__init__(target.abridged(kept, window), target.decoder.config.vocab, width, "self")
+        super().__init__(
+            target.with_layers(kept, window), target.decoder.config.vocab, width, "self"
+        )
 
     def open(
         self,

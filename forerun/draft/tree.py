@@ -18,8 +18,8 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.draft.proposer import DraftRequest
-from forerun.kernels.draw import gumbel_argmax, say
-from forerun.runtime.program import Link, Said
+from forerun.kernels.draw import gumbel_argmax, sample_tokens
+from forerun.runtime.program import ChainStart, DraftedChain
 from forerun.sampling.filters import shape_logits
 from forerun.types import NUM_CONFIDENCE_BINS, Draft, Proposal
 
@@ -59,12 +59,14 @@ class Tree:
         """How deep its frontier is."""
         return len(self.draft.path_to(self.frontier[0])) - 1
 
-    def link(self, offset: int) -> Link:
+    def link(self, offset: int) -> ChainStart:
         """What a native call has to know to go on behind its last node, `offset` rows behind what
         is committed."""
         row = self.row
         keys = [row.noise.target(depth) for depth in range(self.fed, row.depth)]
-        return Link(row.slot, self.draft.tokens[-1], offset, row.params.heat, keys, row.min_prob)
+        return ChainStart(
+            row.slot, self.draft.tokens[-1], offset, row.params.heat, keys, row.min_prob
+        )
 
     def until(self, row: DraftRequest) -> Tree:
         """The same tree as another row asks for it: no deeper, and to be gone on with where it is
@@ -81,7 +83,7 @@ class Tree:
         for token in tokens:
             self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
-    def weigh(self, said: Said, source: str, beside: int) -> None:
+    def weigh(self, said: DraftedChain, source: str, beside: int) -> None:
         """Add what a native round said behind the root, the likeliest nodes first: its chain, and
         at most `beside` of the tokens next to it, all by what became of such ones
         (`DraftRequest.stands`)."""
@@ -90,7 +92,7 @@ class Tree:
             return self.extend(said.tokens, source)
         chain, others, above = [], [], 1.0  # (chance, level, token, sixteenth)
         for level, (token, sure, near) in enumerate(
-            zip(said.tokens, said.sure, said.beside, strict=True)
+            zip(said.tokens, said.bins, said.alternatives, strict=True)
         ):
             others += [
                 (above * stands[NUM_CONFIDENCE_BINS + i], level, t, NUM_CONFIDENCE_BINS + i)
@@ -147,7 +149,9 @@ def _plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
     nodes = [tree.frontier[0] for tree in trees]
     keys = [tree.row.noise.target(tree.level) for tree in trees]
     heat = [tree.row.params.heat for tree in trees]
-    for tree, node, token in zip(trees, nodes, say(logits, heat, keys, strict=False), strict=True):
+    for tree, node, token in zip(
+        trees, nodes, sample_tokens(logits, heat, keys, strict=False), strict=True
+    ):
         tree.frontier = [tree.draft.add(token, node, source)]
 
 

@@ -1,5 +1,4 @@
-"""The draw: one token a row, argmax of scores plus Gumbel noise, natively where that is
-possible."""
+"""Sample one token per row: argmax of logits plus Gumbel noise, on the native kernels if possible."""
 
 from __future__ import annotations
 
@@ -18,72 +17,71 @@ from forerun.kernels.native import address
 
 
 def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
-    """One draw from softmax(scores) for each row. [M, V], M stream keys -> int64 [M]
+    """Sample from softmax(scores) for each row. [M, V], M stream keys -> int64 [M]
 
-    Every row needs a finite score; ties go to the lowest id. float32 on the CPU is drawn by the
-    native kernel, anything else by its twin `rng.gumbel_argmax`.
+    Every row needs a finite score; ties go to the lowest id. float32 on the CPU uses the native
+    kernel, anything else its reference `rng.gumbel_argmax`.
     """
     lib = _library_for(scores)
     if lib is None:
         return rng.gumbel_argmax(scores, list(keys))
     scores, streams = scores.contiguous(), array("Q", keys)
-    drawn = torch.empty(len(scores), dtype=torch.int64)
-    lib.forerun_draw(
-        scores.data_ptr(), address(streams), len(scores), scores.shape[1], drawn.data_ptr()
-    )
+    rows, vocab = scores.shape
+    drawn = torch.empty(rows, dtype=torch.int64)
+    lib.forerun_draw(scores.data_ptr(), address(streams), rows, vocab, drawn.data_ptr())
     return drawn
 
 
-def say(
+def sample_tokens(
     logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], *, strict: bool = True
 ) -> list[int]:
-    """One token for each row: the likeliest at temperature 0 (the lowest id among equals), else one
-    of softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
+    """Sample a token for each row: greedily at temperature 0 (ties go to the lowest id), else from
+    softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
 
-    What `gumbel_argmax(temper(logits, temperatures), keys)` says, in one native call where that is
-    possible: behind a pass over the weights no code is in the caches, and each of torch's
-        operations costs as much as this.
+    Equal to `gumbel_argmax(scale_by_temperature(logits, temperatures), keys)`, but in one native
+    call if possible: right after a forward pass each torch operation costs as much as all of this.
 
     Raises:
-        StateError: logits are not finite; not without `strict`, where rows from the first such one
-            on say anything.
+        StateError: logits are not finite. Without `strict` nothing is raised, and rows from the
+            first such row on have arbitrary tokens.
     """
     lib = _library_for(logits)
     if lib is None:
         if strict:
             check_finite(logits)
-        drawn: list[int] = rng.gumbel_argmax(temper(logits, temperatures), list(keys)).tolist()
+        scores = scale_by_temperature(logits, temperatures)
+        drawn: list[int] = rng.gumbel_argmax(scores, list(keys)).tolist()
         return drawn
-    (rows, vocab), logits, said = logits.shape, logits.contiguous(), array("q", [0] * len(keys))
-    heat, streams = array("f", temperatures), array("Q", keys)
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    scales, streams = array("f", temperatures), array("Q", keys)
+    tokens = array("q", [0] * len(keys))
     finite = lib.forerun_say(
-        logits.data_ptr(), address(heat), address(streams), rows, vocab, address(said)
+        logits.data_ptr(), address(scales), address(streams), rows, vocab, address(tokens)
     )
     if strict and finite < rows:
         raise _not_finite()
-    return [max(token, 0) for token in said]
+    return [max(token, 0) for token in tokens]
 
 
 def check_finite(logits: Tensor) -> None:
-    """StateError where a row [M, V] has NaN, or nothing that is finite."""
+    """Raise StateError if a row [M, V] has NaN, or no finite number."""
     if not torch.isfinite(logits.amax(-1)).all():
         raise _not_finite()
 
 
-def temper(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Scores of which the draw is what the temperature asks for: at most 0, and at temperature 0
-    -inf everywhere but at the likeliest token. [M, V], M temperatures -> [M, V]"""
+def scale_by_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Divide logits by the temperature of their row. [M, V], M temperatures -> [M, V]
+
+    Scores are at most 0; at temperature 0 they are -inf except for the most likely token."""
     if not any(temperatures):
         return _greedy(logits)
-    heat = torch.tensor([t or 1.0 for t in temperatures], dtype=logits.dtype, device=logits.device)[
-        :, None
-    ]
-    scores = (
-        logits - logits.amax(-1, keepdim=True)
-    ) / heat  # at most 0: it cannot overflow upwards
+    scales = [t or 1.0 for t in temperatures]
+    scale = torch.tensor(scales, dtype=logits.dtype, device=logits.device)[:, None]
+    scores = (logits - logits.amax(-1, keepdim=True)) / scale  # subtracting first avoids overflow
     if not all(temperatures):
-        cold = torch.tensor([t == 0 for t in temperatures], device=logits.device)[:, None]
-        scores = torch.where(cold, _greedy(logits), scores)
+        is_greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)[:, None]
+        scores = torch.where(is_greedy, _greedy(logits), scores)
     return scores
 
 
@@ -92,11 +90,10 @@ def _greedy(logits: Tensor) -> Tensor:
 
 
 def _library_for(scores: Tensor) -> ctypes.CDLL | None:
-    is_drawn = scores.is_cpu and scores.dtype is torch.float32
-    return native.library() if is_drawn else None
+    return native.library() if scores.is_cpu and scores.dtype is torch.float32 else None
 
 
-def _not_finite() -> StateError:  # and neither may be what the pass has left in the cache
+def _not_finite() -> StateError:  # what the forward pass left in the cache may not be finite either
     return StateError(
         "the model produced logits that are not finite: check its weights, or use another dtype"
     )

@@ -1,6 +1,6 @@
-"""The operations of a decoder in plain torch: the reference every faster kernel is tested against.
+"""The operations of a decoder in plain torch, the reference for every faster kernel.
 
-Letters: T tokens, H hidden, R rows of a group, N queries a row, K keys a row, D head size.
+Shapes: T tokens, H hidden size, R requests, N queries and K keys per request, D head size.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias."""
+    """Compute x [T, in] times weight [out, in] transposed, plus bias [out]."""
     return F.linear(x, weight, bias)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last axis, root-mean-square norm without a bias, at least in float32.
-    `weight` is kept in the computing precision."""
+    """Layer norm over the last axis, or RMS norm if there is no bias; in the dtype of `weight`."""
     wide = x.to(weight.dtype)
     if bias is None:
         return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
@@ -25,15 +24,16 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first 2 * R channels. x [T, heads, D], cos and sin [T, 1, R] -> [T,
-    heads, D]"""
+    """Apply a rotary embedding to the first 2 * R channels of each head.
+
+    x [T, heads, D], cos and sin [T, 1, R] -> [T, heads, D]"""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """The MLP's non-linearity: silu, gelu or gelu_tanh."""
+    """Apply the activation function `kind`: silu, gelu or gelu_tanh."""
     if kind == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
@@ -42,7 +42,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention with grouped heads.
+    """Grouped-query attention.
 
     Args:
         q: [R, N, Hq, D] queries.
@@ -66,9 +66,8 @@ def attention(
         scores = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        out = (
-            scores.float().softmax(-1).to(v.dtype) @ v
-            if v.dtype.itemsize < 4
-            else scores.softmax(-1) @ v
-        )
+        if v.dtype.itemsize < 4:
+            out = scores.float().softmax(-1).to(v.dtype) @ v
+        else:
+            out = scores.softmax(-1) @ v
     return out.transpose(1, 2)

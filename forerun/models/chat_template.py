@@ -1,5 +1,7 @@
-"""How a model's authors would sample from it: generation_config.json, or `general.sampling` of a
-GGUF file."""
+"""Chat templates, rendered as transformers does, and the sampling parameters a model recommends.
+
+Templates come from strangers. They run in Jinja's sandbox, see plain JSON values only, and on
+servers run in a worker process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from forerun.models.gguf.container import open_gguf
 from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.worker_process import WorkerProcess
 
-SANDBOX = WorkerProcess("forerun.models.chat_template:rendered", seconds=2.0, memory=256 << 20)
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # what templates and clients call the same
-LONGEST = 4 << 20  # bytes of a template
+SANDBOX = WorkerProcess(
+    "forerun.models.chat_template:render_in_worker", seconds=2.0, memory=256 << 20
+)
+# names of the same field in different templates and clients
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MAX_TEMPLATE_BYTES = 4 << 20
+# variables that requests may not set
 RESERVED = (
     "messages",
     "tools",
@@ -40,17 +42,19 @@ RESERVED = (
 
 
 class ChatTemplate:
-    """How one model writes a conversation.
+    """The chat templates of one model.
 
-    `templates` are Jinja texts by name: "default", and perhaps "tool_use" for conversations with
-    tools. `tokens` are the texts of special tokens by the names that templates use (`bos_token`,
-    ...)."""
+    Attributes:
+        templates: Jinja texts by name: "default", and optionally "tool_use" for conversations with
+            tools.
+        tokens: texts of special tokens by their names in templates (`bos_token`, ...).
+    """
 
     def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         self.templates, self.tokens = templates, tokens
 
     def with_tokens(self, tokens: Mapping[str, Any]) -> ChatTemplate:
-        """The same templates with the special tokens that transformers finds."""
+        """Return the same templates with the special tokens that transformers found."""
         return ChatTemplate(self.templates, _plain(tokens))
 
     def render(
@@ -59,11 +63,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> str:
-        """A conversation up to where the assistant answers. `options` are the template's own
-        variables.
+        """Render a conversation up to where the assistant answers.
 
-        Raises whatever the template raises, ValueError where there is nothing to render.
-        """
+        `options` are further variables of the template. Raises whatever the template raises, and
+        ValueError if there is nothing to render."""
         if not messages:
             raise ValueError("there is no message")
         taken = [name for name in RESERVED if name in options]
@@ -71,7 +74,8 @@ class ChatTemplate:
             raise ValueError(f"{taken[0]} cannot be set")
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
-            raise ValueError(f"none is the default of {', '.join(sorted(self.templates))}")
+            names = ", ".join(sorted(self.templates))
+            raise ValueError(f"none of the templates {names} is the default")
         variables = {"documents": None, **self.tokens, **_plain(options)}
         return _compiled(self.templates[name]).render(
             **variables,
@@ -81,10 +85,10 @@ class ChatTemplate:
         )
 
     def fault(self) -> str:
-        """Why the usual template is none; "" where it can be parsed. Nothing of it is run."""
+        """Return why the default template cannot be parsed, or ""; it is not executed."""
         try:
             _environment().parse(self.templates.get("default", ""))
-        except Exception as error:  # too deep, or no text
+        except Exception as error:  # it may be nested too deeply, or not be text
             return one_line(str(error)) or type(error).__name__
         return ""
 
@@ -94,23 +98,23 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> str:
-        """`render`, done in a sandbox. Raises SandboxError too, and RefusedError for what the
-        template raises."""
-        said = [_plain(list(messages)), _plain(list(tools)), _plain(options)]
-        text: str = SANDBOX.call(dict(self.templates), dict(self.tokens), *said)
+        """`render` in a worker process. Also raises the errors of `WorkerProcess.call`."""
+        arguments = [_plain(list(messages)), _plain(list(tools)), _plain(options)]
+        text: str = SANDBOX.call(dict(self.templates), dict(self.tokens), *arguments)
         return text
 
 
-def rendered(
+def render_in_worker(
     templates: dict[str, str], tokens: dict[str, str], messages: Any, tools: Any, options: Any
 ) -> str:
-    """A conversation as its template writes it; runs in the sandbox."""
+    """Entry point of the worker process."""
     return ChatTemplate(templates, tokens).render(messages, tools, options)
 
 
 def directory_template(directory: Path) -> ChatTemplate | None:
-    """The templates in a directory of Hugging Face's format, None where there are none. Raises
-    LoadError, ValueError, LookupError, TypeError, OSError."""
+    """Read the templates of a Hugging Face directory; None if it has none.
+
+    Raises LoadError, ValueError, LookupError, TypeError, OSError."""
     settings = _read(directory / "tokenizer_config.json")
     found = settings.get("chat_template") or {}
     if isinstance(found, str):
@@ -122,14 +126,16 @@ def directory_template(directory: Path) -> ChatTemplate | None:
         file.stem: file
         for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))
     }
-    stored = {name: read_text(file, LONGEST) for name, file in files.items() if file.is_file()}
+    stored = {
+        name: read_text(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.is_file()
+    }
     templates = stored or found
     return ChatTemplate(templates, _tokens(directory, settings)) if templates else None
 
 
 def _tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens; newer files have them in one place, older ones in a second that goes
-    first."""
+    """Read the texts of special tokens; in older directories special_tokens_map.json takes
+    precedence."""
     older = (
         {} if "added_tokens_decoder" in settings else _read(directory / "special_tokens_map.json")
     )
@@ -146,20 +152,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without what is null, which templates would spell out, and with thoughts under both
-    of their names."""
+    """Drop fields that are null, which templates would print, and set both names of reasoning."""
     plain = {key: value for key, value in _plain(message).items() if value is not None}
-    thoughts = next((plain[name] for name in REASONING if name in plain), None)
-    return (
-        plain
-        if thoughts is None
-        else {"thinking": thoughts, **plain, "reasoning_content": thoughts}
-    )
+    reasoning = next((plain[name] for name in REASONING if name in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
-    """A value made of nothing but JSON's types: other objects have methods that a template must not
-    reach."""
+    """Convert to JSON's types: other objects have methods that a template must not reach."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -198,7 +200,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models have seen it: Jinja's own filter would escape what is special in HTML."""
+    """JSON as models were trained on; Jinja's own filter escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -209,7 +211,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 class _Generation(Extension):
-    """{% generation %}: marks what training learns from; here its body counts."""
+    """{% generation %} blocks, which mark training targets: only their body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -223,7 +225,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """dict for templates, and no way from it to the type."""
+    """`dict` for templates, without access to the type."""
 
     def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
         return dict(*args, **named)
@@ -233,7 +235,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """namespace for templates, without names that Python keeps for itself."""
+    """`namespace` for templates, without private names."""
 
     def __init__(*args: Any, **named: Any) -> None:  # `self` may be a name too
         self, *rest = args
@@ -256,7 +258,7 @@ HOW_TO_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
 def plain_layout(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation for a model that has no layout of its own."""
+    """Lay out a conversation for a model without a chat template."""
     lines = []
     if tools:
         lines.append(f"system: To call a tool, write {HOW_TO_CALL}. Tools:")
@@ -270,37 +272,34 @@ def plain_layout(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
     return "\n".join([*lines, "assistant:"])
 
 
-NAMES = tuple(DEFAULT)  # the parameters that authors set
-IN_GGUF = {
-    "temperature": "temp",
-    "repetition_penalty": "penalty_repeat",
-}  # where a file has other names
+RECOMMENDED = tuple(DEFAULT)  # parameters that models recommend
+GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # where they differ
 
 
 def recommended(path: Path) -> dict[str, Any]:
-    """Sampling parameters that the model in a directory or a GGUF file comes with, by our names;
-    what cannot be is left out. A configuration that does not sample recommends nothing; one that
-    samples without a temperature means 1, since transformers leaves out what is its own default."""
+    """Return the sampling parameters a model directory or GGUF file recommends, by our names.
+
+    They come from generation_config.json or `general.sampling`; invalid values are left out. A
+    configuration that does not sample recommends nothing; one that samples without naming a
+    temperature means 1, since transformers omits its own default."""
     if path.is_file():
         metadata = open_gguf(path).metadata
-        return _possible(
-            {name: metadata.get(f"general.sampling.{IN_GGUF.get(name, name)}") for name in NAMES}
-        )
+        keys = {name: f"general.sampling.{GGUF_NAMES.get(name, name)}" for name in RECOMMENDED}
+        return _valid({name: metadata.get(key) for name, key in keys.items()})
     with suppress(LoadError):
         settings = read_object(path / "generation_config.json")
         if settings.get("do_sample") is True:
-            return _possible(
-                {"temperature": 1.0}
-                | {name: settings.get(name) for name in NAMES if name in settings}
-            )
+            named = {name: settings[name] for name in RECOMMENDED if name in settings}
+            return _valid({"temperature": 1.0} | named)
     return {}
 
 
-def _possible(found: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
+def _valid(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop parameters that `SamplingParams` rejects."""
+    valid = {}
     for name, value in found.items():
         with suppress(RequestError, TypeError, ValueError, ArithmeticError):
             if value is not None:
                 SamplingParams.of(**{name: value})
-                kept[name] = value
-    return kept
+                valid[name] = value
+    return valid

@@ -1,7 +1,8 @@
-"""The one decoder. Families are fields of ModelConfig; there is no second forward pass.
+"""The decoder. Families are fields of `ModelConfig`; there is no second forward pass.
 
-It computes flat tokens, whatever rows and trees they belong to: attention is a callable that stores
-the keys and values and knows who sees whom. The decoder never sees pages, requests or drafts.
+It processes flat tokens, whatever requests and draft trees they belong to. Attention is a callable
+that stores keys and values and knows which tokens see which. The decoder itself knows nothing of
+pages, requests or drafts.
 """
 
 from __future__ import annotations
@@ -25,50 +26,65 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """A loaded model: `forward` maps tokens and positions to logits."""
+    """A loaded model on torch: `forward` maps token ids and positions to logits.
+
+    Attributes:
+        layer_ids: the layers that a forward pass runs; all of them unless `with_layers` was used.
+        shortlist: ascending token ids [Vd] that are scored, if not all are.
+    """
 
     def __init__(
-        self, config: ModelConfig, directory: Path, dtype: torch.dtype, device: torch.device, context: int,
-        said: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """`context` is how many positions to prepare for; `said` [Vd] int64, ascending, the tokens
-        that are scored, if
-        not all: logits of others are -inf."""
-        self.config, self.dtype, self.device, self.context = config, dtype, device, context
-        self.weights = self._load(directory, said)
-        self.said = None if said is None else said.to(device)
+        self,
+        config: ModelConfig,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        shortlist: Tensor | None = None,
+    ) -> None:
+        """Load the weights in `path` and compute rotary tables for `context` positions.
+
+        shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
+        Raises LoadError."""
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.context = context
+        self.weights = self._load(path, shortlist)
+        self.shortlist = None if shortlist is None else shortlist.to(device)
         tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
         self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
-        self.kept: Sequence[int] = range(config.layers)
+        self.layer_ids: Sequence[int] = range(config.layers)
 
-    def _load(self, directory: Path, said: Tensor | None) -> Weights:
-        return load_weights(self.config, directory, self.dtype, self.device, said=said)
+    def _load(self, path: Path, shortlist: Tensor | None) -> Weights:
+        return load_weights(self.config, path, self.dtype, self.device, shortlist=shortlist)
 
-    def abridged(self, kept: Sequence[int], window: int | None) -> Decoder:
-        """The same model with only these of its layers, and a window of so many keys (None: its
-        own), which share weights and cache with it."""
+    def with_layers(self, layer_ids: Sequence[int], window: int | None) -> Decoder:
+        """Return the model restricted to these layers, and to `window` keys if given.
+
+        Weights and KV cache are shared with this decoder (layer skipping, self-speculation)."""
         part = copy.copy(self)
-        part.config, part.kept = self.config.abridged(window), kept
+        part.config = self.config.with_window(window)
+        part.layer_ids = layer_ids
         return part
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes one pass reads: every weight once, the embedding only where it is the head too."""
+        """Bytes a forward pass reads: every matrix once, the embedding only as a tied head."""
         w = self.weights
-        layers = [w.layers[i] for i in self.kept]
-        matrices = [
-            m.weight for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)
-        ]
-        return sum(m.numel() * m.element_size() for m in [*matrices, w.head.weight])
+        layers = [w.layers[i] for i in self.layer_ids]
+        matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        weights = [matrix.weight for matrix in (*matrices, w.head)]
+        return sum(weight.numel() * weight.element_size() for weight in weights)
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a weight."""
+        """Bits per weight."""
         return 8.0 * self.dtype.itemsize
 
     @property
     def precision(self) -> str:
-        """In which numbers its matrices are, and whose kernels multiply them."""
+        """Number format of the matrices and the kernels that multiply them, for display."""
         return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"
 
     @torch.inference_mode()
@@ -80,16 +96,18 @@ class Decoder:
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
     ) -> Forward:
-        """One pass over flat tokens.
+        """Run one forward pass over flat tokens.
 
         Args:
-            ids, positions: [T] int64 tokens and their logical positions.
-            attend: attention over what is stored and these tokens.
+            ids: [T] int64 token ids.
+            positions: [T] int64 logical positions.
+            attend: attention over the cached tokens and these.
             want: [M] int64 indices in T whose logits are needed.
-            boundaries: hidden states to return: i enters layer i, `layers` left the last one.
+            aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
+                the output of the last layer.
 
         Returns:
-            logits [M, V] in float32 at least, and the features asked for, [T, H] each.
+            logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
         """
         c, w = self.config, self.weights
         x = w.embed[ids] * c.embed_scale if c.embed_scale != 1.0 else w.embed[ids]
@@ -97,7 +115,7 @@ class Decoder:
             x = x + w.positions[positions]
         rotations = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
         features = {}
-        for i in self.kept:
+        for i in self.layer_ids:
             layer = w.layers[i]
             if i in aux_hidden_layers:
                 features[i] = x
@@ -110,7 +128,7 @@ class Decoder:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if c.logit_softcap:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        return Forward(spread(logits, self.said, c.vocab), features)
+        return Forward(spread(logits, self.shortlist, c.vocab), features)
 
     def _attention(
         self,
@@ -120,10 +138,10 @@ class Decoder:
         rotation: tuple[Tensor, Tensor] | None,
         attend: Attend,
     ) -> Tensor:
+        """Add the attention branch of layer `i` to the residual stream x [T, H]."""
         c, tokens = self.config, x.shape[0]
-        qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv).view(
-            tokens, -1, c.head_dim
-        )
+        qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv)
+        qkv = qkv.view(tokens, -1, c.head_dim)
         qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
         if layer.q_norm and layer.k_norm:
             q, k = qk[:, : c.heads], qk[:, c.heads :]
@@ -135,6 +153,7 @@ class Decoder:
         return x + (self._norm(out, layer.attention_out_norm) if layer.attention_out_norm else out)
 
     def _mlp(self, x: Tensor, layer: Layer) -> Tensor:
+        """Add the MLP branch to the residual stream x [T, H]."""
         c = self.config
         up = self._linear(self._norm(x, layer.mlp_norm), layer.up)
         if c.gated:
@@ -153,31 +172,28 @@ class Decoder:
 
 
 def load_decoder(
-    directory: Path,
+    path: Path,
     dtype: torch.dtype,
     device: torch.device,
     context: int | None = None,
-    said: Tensor | None = None,
+    shortlist: Tensor | None = None,
 ) -> Decoder:
-    """Read a Hugging Face model directory. `context` limits the positions; None takes the model's
-    own. `said`: the tokens to score, as in `Decoder`."""
-    config = load_config(directory)
-    return Decoder(config, directory, dtype, device, context or default_context(config), said)
+    """Load a model directory or GGUF file on torch; `context` defaults to the model's own.
+
+    Raises LoadError. See `Decoder`."""
+    config = load_config(path)
+    return Decoder(config, path, dtype, device, context or default_context(config), shortlist)
 
 
 def default_context(config: ModelConfig) -> int:
-    """The positions a model serves unless told otherwise: its own, with longrope those of its short
-    factors."""
+    """Return the context length to serve by default: with longrope that of its short factors."""
     original = [r.parameters.get("original_max_position_embeddings") for r in config.ropes]
     longrope = [r.parameters["rope_type"] == "longrope" for r in config.ropes]
     return original[0] if any(longrope) and original[0] else config.context
 
 
 def longest_context(config: ModelConfig) -> int:
-    """The most positions a model can serve: its own, times the factor of a dynamic rope scaling."""
-    factors = [
-        r.parameters.get("factor", 1.0)
-        for r in config.ropes
-        if r.parameters["rope_type"] == "dynamic"
-    ]
+    """Return the longest context a model can serve: dynamic rope scaling multiplies its own."""
+    dynamic = [r for r in config.ropes if r.parameters["rope_type"] == "dynamic"]
+    factors = [r.parameters.get("factor", 1.0) for r in dynamic]
     return int(config.context * max(factors, default=1.0))

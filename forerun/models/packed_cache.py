@@ -1,11 +1,9 @@
-"""Packed matrices kept on disk, so that a big model is quantised once and not at every start.
+"""On-disk cache of packed matrices, so that a large model is quantized once and not at every start.
 
-One file a model, format and machine, named by a digest of all that its content follows from; a file
-that is not whole is as good as none. The cache is a convenience: whatever goes wrong with it, the
-model loads all the same.
-
-A file is the matrices one after the other, an index of them in JSON that names the file, and a
-trailer that says where the index begins.
+There is one file per model, format and machine, named by a digest of everything its content depends
+on. It is a convenience: an incomplete file counts as absent, and whatever goes wrong, the model
+loads all the same. A file holds the matrices one after the other, a JSON index, and a trailer that
+says where the index begins.
 """
 
 from __future__ import annotations
@@ -30,84 +28,81 @@ from forerun.models.files import weight_files
 from forerun.models.gguf.container import open_gguf
 from forerun.utils import atomic_file
 
-FORMS = ("int8", "int4")  # what is kept: the rest is as stored
-LIMIT = 20 << 30  # bytes of all files together; the least recently used go first
-SMALLEST = 100 << 20  # what packs into less is packed again sooner than it is read
-RESERVE = 1 << 30  # bytes of the disk that are left free
-TRAILER = struct.Struct("<QQL16s")  # where the index begins, its length and checksum, MAGIC
+FORMS = ("int8", "int4")  # formats that are cached; other matrices are loaded as stored
+MAX_BYTES = 20 << 30  # of all files together; the least recently used are removed first
+MIN_BYTES = 100 << 20  # packing less is faster than reading it
+DISK_RESERVE = 1 << 30  # bytes of the disk that are left free
+TRAILER = struct.Struct("<QQL16s")  # offset, length and checksum of the index, MAGIC
 MAGIC = b"forerun packed 1"
-SAMPLES, SAMPLE = 32, 4096  # what is read of a big file to tell it from another
+SAMPLES, SAMPLE_BYTES = 32, 4096  # of each weight file, for the digest
 
 Array = np.ndarray[Any, Any]
 
 
-class Broken(Exception):
-    """A file that does not hold what its name promises."""
+class BrokenCacheError(Exception):
+    """The file does not hold what its name promises."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A matrix [out, in] in the cache: its format, and where its weights and scales lie, with
-    checksums."""
+class CachedMatrix:
+    """A matrix in the cache file.
+
+    Attributes:
+        form: "int8" or "int4".
+        shape: (out, in).
+        parts: (offset, bytes, CRC-32) of the weights and of the scales.
+    """
 
     path: Path
     form: str
     shape: tuple[int, ...]
-    parts: tuple[
-        tuple[int, int, int], ...
-    ]  # (offset, bytes, checksum) of the weights, of the scales
+    parts: tuple[tuple[int, int, int], ...]
 
-    def fill(self, *arrays: Array) -> None:
-        """Read weights and scales into memory of their size. Raises Broken."""
+    def read_into(self, *arrays: Array) -> None:
+        """Read weights and scales into arrays of their size. Raises BrokenCacheError."""
         try:
             with self.path.open("rb") as file:
                 for (offset, size, checksum), array in zip(self.parts, arrays, strict=True):
                     view = array.data.cast("B")
                     file.seek(offset)
-                    if (
-                        len(view) != size
-                        or file.readinto(view) != size
-                        or zlib.crc32(view) != checksum
-                    ):
-                        raise Broken
+                    is_read = len(view) == size and file.readinto(view) == size
+                    if not is_read or zlib.crc32(view) != checksum:
+                        raise BrokenCacheError
         except (OSError, ValueError):
-            raise Broken from None
+            raise BrokenCacheError from None
 
 
 class PackedCache:
-    """The packed matrices of one model: found in its file, or kept to be written to it."""
+    """The packed matrices of one model, found in its file or collected to be written to it."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is that of the file, there or not; None keeps nothing."""
+        """path: the cache file, whether or not it exists; None disables the cache."""
         self.path = path
-        self._told = False
-        self.index = self._read() if path is not None and path.is_file() else {}
+        self._is_reported = False
+        self.index: dict[str, CachedMatrix] = {}
+        if path is not None and path.is_file():
+            try:
+                self.index = _read_index(path)
+            except BrokenCacheError:
+                self.report_broken()
         self.matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]] = {}
-        self.complete = True  # nothing was packed that the file does not hold
+        self.is_complete = True  # the file holds every matrix added so far
 
-    def _read(self) -> dict[str, Kept]:
-        assert self.path is not None
-        try:
-            return _read_index(self.path)
-        except Broken:
-            self.tell_broken()
-            return {}
-
-    def tell_broken(self) -> None:
-        """Say once that the file is not whole; it is written anew."""
-        if not self._told:
-            self._told = True
+    def report_broken(self) -> None:
+        """Print once that the file is damaged; it will be rewritten."""
+        if not self._is_reported:
+            self._is_reported = True
             print(
                 f"note: {self.path} is damaged and ignored: the weights are packed anew",
                 file=sys.stderr,
             )
 
-    def find(self, name: str, shape: tuple[int, ...]) -> Kept | None:
-        """The matrix in the file, if it is there in this shape."""
-        kept = self.index.get(name)
-        return kept if kept is not None and kept.shape == shape else None
+    def find(self, name: str, shape: tuple[int, ...]) -> CachedMatrix | None:
+        """Return the cached matrix of this name and shape, if there is one."""
+        found = self.index.get(name)
+        return found if found is not None and found.shape == shape else None
 
-    def keep(
+    def add(
         self,
         name: str,
         form: str,
@@ -115,138 +110,131 @@ class PackedCache:
         arrays: tuple[Array, ...],
         new: bool = True,
     ) -> None:
-        """Have a matrix written by `finish`; its weights and scales must stay where they are until
-        then."""
+        """Have `finish` write a matrix; its weights and scales must stay unchanged until then.
+
+        new: it is not in the file yet."""
         if self.path is not None:
             self.matrices[name] = form, shape, arrays
-            self.complete = self.complete and not new
+            self.is_complete = self.is_complete and not new
 
     def finish(self) -> None:
-        """Write the file, unless it holds all this already or is not worth it; a failure is said,
-        not raised."""
-        path, matrices, self.matrices = self.path, self.matrices, {}
-        size = sum(array.nbytes for _, _, arrays in matrices.values() for array in arrays)
+        """Write the file unless it is complete or too small to be worth it; failures are printed."""
+        path, matrices = self.path, self.matrices
+        self.matrices = {}
         if path is None or not matrices:
             return
+        size = sum(array.nbytes for _, _, arrays in matrices.values() for array in arrays)
         try:
-            if self.complete:
-                os.utime(path)  # used just now
-            elif SMALLEST <= size <= LIMIT:
+            if self.is_complete:
+                os.utime(path)  # marks it as recently used
+            elif MIN_BYTES <= size <= MAX_BYTES:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _make_room(path, size)
                 _write(path, matrices)
         except OSError as error:
-            if not self.complete:
+            if not self.is_complete:
                 why = error.strerror or error
-                print(
-                    f"note: the packed weights are not kept in {path.parent}: {why}",
-                    file=sys.stderr,
-                )
+                print(f"note: packed weights not cached in {path.parent}: {why}", file=sys.stderr)
 
 
 def cache_folder() -> Path | None:
-    """$FORERUN_CACHE, else $XDG_CACHE_HOME/forerun, else ~/.cache/forerun; None where
+    """Return $FORERUN_CACHE, else $XDG_CACHE_HOME/forerun, else ~/.cache/forerun; None if
     FORERUN_CACHE=off."""
     own, shared = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own == "off":
         return None
-    with suppress(RuntimeError, OSError):  # nobody's home
-        return (
-            Path(own).expanduser()
-            if own
-            else (Path(shared) if shared else Path.home() / ".cache") / "forerun"
-        )
+    with suppress(RuntimeError, OSError):  # there is no home directory
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared) if shared else Path.home() / ".cache") / "forerun"
     return None
 
 
-def open_cache(directory: Path, facts: Iterable[str]) -> PackedCache:
-    """The cache for the model in `directory`, packed in the way that `facts` tell."""
+def open_cache(path: Path, facts: Iterable[str]) -> PackedCache:
+    """Open the cache of a model packed under the conditions that `facts` name."""
     folder = cache_folder()
+    if folder is None:
+        return PackedCache(None)
     try:
-        return PackedCache(
-            folder and folder / "packed" / f"{model_digest(directory, facts)}.packed"
-        )
-    except OSError:  # the model itself cannot be read: loading it says so better
+        return PackedCache(folder / "packed" / f"{model_digest(path, facts)}.packed")
+    except OSError:  # the model cannot be read; loading it reports that better
         return PackedCache(None)
 
 
-def model_digest(directory: Path, facts: Iterable[str]) -> str:
-    """A name for what a model packs into: one in a directory, or a GGUF file.
+def model_digest(path: Path, facts: Iterable[str]) -> str:
+    """Return a digest that identifies a model directory or GGUF file, and `facts`.
 
-    It follows from `facts`, and from the name, place, size, time of change and samples of the
-    content of config.json and of the weight files, or of all parts of a GGUF file (those from the
-    Hub are links to a place that is named by their content).
-    """
+    It covers name, resolved path, size, modification time and content samples of config.json and
+    the weight files, or of all shards of a GGUF file. (Files from the Hub are links to a path named
+    by their content.) Raises OSError."""
     digest = hashlib.sha256(json.dumps([MAGIC.decode(), *facts]).encode())
-    for path in open_gguf(directory).parts if directory.is_file() else _files(directory):
-        real = path.resolve()
-        with real.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            digest.update(
-                repr((path.name, os.fspath(real), stat.st_size, stat.st_mtime_ns)).encode()
-            )
+    if path.is_file():
+        files = list(open_gguf(path).parts)
+    else:
+        settings = [path / name for name in ("config.json", "model.safetensors.index.json")]
+        files = [file for file in settings if file.exists()] + weight_files(path)
+    for file in files:
+        real = file.resolve()
+        with real.open("rb") as content:
+            stat = os.fstat(content.fileno())
+            facts_of_file = (file.name, os.fspath(real), stat.st_size, stat.st_mtime_ns)
+            digest.update(repr(facts_of_file).encode())
             for i in range(SAMPLES + 1):
-                file.seek(i * max(stat.st_size - SAMPLE, 0) // SAMPLES)
-                digest.update(file.read(SAMPLE))
+                content.seek(i * max(stat.st_size - SAMPLE_BYTES, 0) // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()[:40]
 
 
-def _files(directory: Path) -> list[Path]:
-    settings = [directory / name for name in ("config.json", "model.safetensors.index.json")]
-    return [path for path in settings if path.exists()] + weight_files(directory)
-
-
-def _read_index(path: Path) -> dict[str, Kept]:
-    """What the file holds. Raises Broken."""
+def _read_index(path: Path) -> dict[str, CachedMatrix]:
+    """Read the index of a cache file. Raises BrokenCacheError."""
     try:
         with path.open("rb") as file:
             end = file.seek(-TRAILER.size, os.SEEK_END)
             start, length, checksum, magic = TRAILER.unpack(file.read(TRAILER.size))
             if magic != MAGIC or start + length != end:
-                raise Broken
+                raise BrokenCacheError
             file.seek(start)
             content = file.read(length)
         if zlib.crc32(content) != checksum:
-            raise Broken
+            raise BrokenCacheError
         own, entries = json.loads(content)
         if own != path.stem:
-            raise Broken
-        return {name: _entry(path, *entry) for name, entry in entries.items()}
+            raise BrokenCacheError
+        return {name: _read_entry(path, *entry) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-        raise Broken from None
+        raise BrokenCacheError from None
 
 
-def _entry(path: Path, form: object, shape: list[int], parts: list[tuple[int, int, int]]) -> Kept:
-    """What the index says of a matrix. Raises ValueError, TypeError."""
-    kept = Kept(path, str(form), tuple(shape), tuple((o, n, c) for o, n, c in parts))
-    if form not in FORMS or not all(
-        type(n) is int and n >= 0 for n in (*shape, *sum(kept.parts, ()))
-    ):
+def _read_entry(
+    path: Path, form: object, shape: list[int], parts: list[tuple[int, int, int]]
+) -> CachedMatrix:
+    """Check an entry of the index. Raises ValueError, TypeError."""
+    found = CachedMatrix(path, str(form), tuple(shape), tuple((o, n, c) for o, n, c in parts))
+    numbers = (*shape, *sum(found.parts, ()))
+    if form not in FORMS or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a matrix of {form} in {shape}")
-    return kept
+    return found
 
 
 def _write(path: Path, matrices: dict[str, tuple[str, tuple[int, ...], tuple[Array, ...]]]) -> None:
-    """Write the file beside its place, then move it there in one step."""
-    with atomic_file(path) as work, open(work, "xb", buffering=0, opener=_for_its_owner) as file:
-        index, at = {}, 0
+    """Write the file atomically, readable by its owner only: weights may be confidential."""
+
+    def open_private(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    with atomic_file(path) as work, open(work, "xb", buffering=0, opener=open_private) as file:
+        index, offset = {}, 0
         for name, (form, shape, arrays) in matrices.items():
             parts = []
             for array in arrays:
                 view = array.data.cast("B")
-                parts.append((at, len(view), zlib.crc32(view)))
+                parts.append((offset, len(view), zlib.crc32(view)))
                 _write_all(file, view)
-                at += len(view)
+                offset += len(view)
             index[name] = form, shape, parts
         content = json.dumps([path.stem, index]).encode()
-        _write_all(
-            file, memoryview(content + TRAILER.pack(at, len(content), zlib.crc32(content), MAGIC))
-        )
-
-
-def _for_its_owner(path: str, flags: int) -> int:
-    """Weights may be none of others' business."""
-    return os.open(path, flags, 0o600)
+        trailer = TRAILER.pack(offset, len(content), zlib.crc32(content), MAGIC)
+        _write_all(file, memoryview(content + trailer))
 
 
 def _write_all(file: Any, view: memoryview) -> None:
@@ -255,8 +243,8 @@ def _write_all(file: Any, view: memoryview) -> None:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """Remove what was used longest ago until `size` bytes fit; what interrupted writers left goes
-    after a day."""
+    """Remove the least recently used files until `size` bytes fit, and interrupted writes after a
+    day. Raises OSError if the disk is too full."""
     for left in path.parent.glob("*.tmp"):
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 86400:
@@ -268,9 +256,9 @@ def _make_room(path: Path, size: int) -> None:
             used.append((stat.st_mtime, stat.st_size, file))
     total = sum(n for _, n, file in used if file != path)
     for _, n, file in sorted(used):
-        if file != path and total + size > LIMIT:
+        if file != path and total + size > MAX_BYTES:
             with suppress(OSError):
                 file.unlink()
                 total -= n
-    if shutil.disk_usage(path.parent).free < size + RESERVE:
+    if shutil.disk_usage(path.parent).free < size + DISK_RESERVE:
         raise OSError("there is too little room on the disk")

@@ -1,10 +1,10 @@
-"""Tables of rotary embeddings: cos and sin of every position, a function of the position alone.
+"""Rotary embedding tables: cos and sin of every position, as a function of the position alone.
 
-Being a function of the position is what makes a chunk, a tree and a one-token pass agree. Two
-published scalings depend on the length of the text instead, and are pinned down here: `dynamic`
-uses, for position t, the base that a text of t + 1 tokens would have (what one-token steps in
-transformers do); `longrope` uses its long factors for all texts when the engine's context exceeds
-the length the model was first trained on, and its short ones otherwise."""
+Since they depend on nothing else, a prefill chunk, a draft tree and a one-token step see the same
+rotation. Two published scalings depend on the length of the text; they are fixed as follows.
+`dynamic` uses at position t the base of a text of t + 1 tokens, as one-token steps in transformers
+do. `longrope` uses its long factors for every text if the engine's context exceeds the length the
+model was pretrained on, and its short factors otherwise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from forerun.models.config import Json, ModelConfig, Rope
 def rope_tables(
     config: ModelConfig, rope: Rope, context: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0..context-1. -> [context, 1, dim / 2] each, in `dtype`. Raises
-    LoadError."""
+    """Compute cos and sin of positions 0..context-1, [context, 1, dim / 2] each, in `dtype`.
+
+    Raises LoadError for parameters that are missing or give no finite angles."""
     positions = torch.arange(context, dtype=torch.float64)
     try:
         inverse, factor = _frequencies(config, rope, context, positions)
@@ -29,11 +30,12 @@ def rope_tables(
         if angles.shape[-1] != rope.dim // 2:
             raise ValueError(f"{angles.shape[-1]} frequencies for {rope.dim} channels")
         if not (angles.isfinite().all() and math.isfinite(factor)):
-            raise ValueError("they give angles that are no numbers")
-    except Exception as error:  # of parameters that are missing, or of another kind
+            raise ValueError("the angles are not finite")
+    except Exception as error:  # parameters may be missing or of any type
         text = one_line((str(error) or repr(error)).splitlines()[0])
+        kind = one_line(rope.parameters["rope_type"])
         raise LoadError(
-            f"the {one_line(rope.parameters['rope_type'])} rope parameters of this model cannot be used: {text}"
+            f"the {kind} rope parameters of this model cannot be used: {text}"
         ) from None
     cos, sin = ((f(angles) * factor).to(dtype)[:, None] for f in (torch.cos, torch.sin))
     return cos, sin
@@ -42,34 +44,31 @@ def rope_tables(
 def _frequencies(
     config: ModelConfig, rope: Rope, context: int, positions: Tensor
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
+    """Return inverse frequencies, [dim / 2] or [context, dim / 2], and a factor on cos and sin."""
     kind, theta = rope.parameters["rope_type"], rope.parameters["rope_theta"]
     if kind == "default":
         return _inverse(theta, rope.dim), 1.0
     if kind == "linear":
         return _inverse(theta, rope.dim) / rope.parameters["factor"], 1.0
-    if kind == "divided":  # as GGUF files have it: what a scaling makes of each frequency
-        return _inverse(theta, rope.dim) / torch.tensor(
-            rope.parameters["divisors"], dtype=torch.float32
-        ), 1.0
+    if kind == "divided":  # GGUF files store a divisor for each frequency
+        divisors = torch.tensor(rope.parameters["divisors"], dtype=torch.float32)
+        return _inverse(theta, rope.dim) / divisors, 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
     if kind not in SCALINGS:
-        raise LoadError(
-            f"rope_type {shown(kind)} is not supported; known: default, linear, dynamic, {', '.join(SCALINGS)}"
-        )
+        known = ", ".join(("default", "linear", "dynamic", *SCALINGS))
+        raise LoadError(f"rope_type {shown(kind)} is not supported; known: {known}")
     return SCALINGS[kind](rope.parameters, config.raw, rope.dim, context)
 
 
 def _inverse(theta: float, dim: int) -> Tensor:
-    """Inverse frequencies as a rotary embedding was trained, rounded to float32 as checkpoints have
-    them. [dim / 2]"""
+    """Unscaled inverse frequencies [dim / 2], in float32 as models are trained with."""
     frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return 1.0 / frequencies
 
 
 def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
-    """NTK-aware base that grows with the length of the text. [context, dim / 2]"""
+    """Inverse frequencies of an NTK-aware base that grows with the position. [context, dim / 2]"""
     length = (positions + 1).clamp(min=config.context)
     growth = rope.parameters["factor"] * length / config.context - (rope.parameters["factor"] - 1)
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
@@ -80,22 +79,21 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
 
 
 def _llama3(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
-    """Llama 3.1: long waves are stretched, short ones stay, those between get a share of both."""
-    inverse, trained = _inverse(p["rope_theta"], dim), _trained(p, raw)
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, others interpolated."""
+    inverse, trained = _inverse(p["rope_theta"], dim), _pretrained_length(p, raw)
     low, high, factor = p["low_freq_factor"], p["high_freq_factor"], p["factor"]
-    turns = trained * inverse / (2 * math.pi)  # of each wave over a text of the length trained on
+    turns = trained * inverse / (2 * math.pi)  # rotations over the pretraining length
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * inverse / factor + kept * inverse, 1.0
 
 
 def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
-    """YaRN (2309.00071): channels that turn often over a text stay, those that turn seldom are
-    stretched."""
-    trained, theta = _trained(p, raw), p["rope_theta"]
+    """YaRN (Peng et al., 2309.00071): high-frequency channels are kept, low ones interpolated."""
+    trained, theta = _pretrained_length(p, raw), p["rope_theta"]
     factor = p["factor"] if p["factor"] is not None else raw["max_position_embeddings"] / trained
 
     def channel(turns: float) -> float:
-        """Where a wave makes so many turns over the length trained on."""
+        """Index of the channel that makes `turns` rotations over the pretraining length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(p.get("beta_fast") or 32), channel(p.get("beta_slow") or 1)
@@ -108,7 +106,7 @@ def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
 
 
 def _yarn_attention(p: Json, factor: float) -> float:
-    """The factor on cos and sin, which sharpens attention over longer texts."""
+    """Factor on cos and sin, which sharpens attention over longer texts."""
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
 
@@ -120,12 +118,10 @@ def _yarn_attention(p: Json, factor: float) -> float:
 
 
 def _longrope(p: Json, raw: Json, dim: int, context: int) -> tuple[Tensor, float]:
-    """LongRoPE (2402.13753): a factor for each channel, one list for texts as long as those trained
-    on, one beyond."""
-    trained = _trained(p, raw)
-    factors = torch.tensor(
-        p["long_factor" if context > trained else "short_factor"], dtype=torch.float32
-    )
+    """LongRoPE (Ding et al., 2402.13753): a divisor per channel, from one of two lists."""
+    trained = _pretrained_length(p, raw)
+    name = "long_factor" if context > trained else "short_factor"
+    factors = torch.tensor(p[name], dtype=torch.float32)
     factor = p.get("factor") or raw["max_position_embeddings"] / trained
     attention = p.get("attention_factor")
     if attention is None:
@@ -133,8 +129,8 @@ def _longrope(p: Json, raw: Json, dim: int, context: int) -> tuple[Tensor, float
     return _inverse(p["rope_theta"], dim) / factors, float(attention)
 
 
-def _trained(p: Json, raw: Json) -> int:
-    """Tokens of the texts that the model was first trained on."""
+def _pretrained_length(p: Json, raw: Json) -> int:
+    """Return the context length before rope scaling extended it."""
     found = raw.get("original_max_position_embeddings", p.get("original_max_position_embeddings"))
     length = int(raw["max_position_embeddings"] if found is None else found)
     if length < 1:
@@ -142,8 +138,4 @@ def _trained(p: Json, raw: Json) -> int:
     return length
 
 
-SCALINGS = {
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}  # by the names that config.json has for them
+SCALINGS = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}  # by rope_type

@@ -1,12 +1,11 @@
 """Shortlists: the part of a vocabulary that a drafter scores (FR-Spec, Zhao et al., 2502.14856).
 
-The head of a small model is most of its work where the vocabulary is large, and texts hardly use
-most of it. A drafter that scores some tokens alone never says another: q = 0 there, so whatever is
-verified stays exact, and what is lost is the acceptance of the rest.
+The output head dominates the cost of a small model with a large vocabulary, and texts use little of
+that vocabulary. A drafter with a shortlist never proposes other tokens: their q is 0, so
+verification stays exact and only the acceptance of those tokens is lost.
 
-On disk a shortlist is what published heads have beside theirs: `d2t` int64 [Vd], the drafter's
-token i being the vocabulary's i + d2t[i], and `t2d` bool [V], which marks those tokens. Vd tokens
-of V, ascending."""
+On disk a shortlist has the form published heads use: `d2t` int64 [Vd], where drafter token i is
+token i + d2t[i] of the vocabulary, and `t2d` bool [V], which marks those tokens. Tokens ascend."""
 
 from __future__ import annotations
 
@@ -27,19 +26,27 @@ MAKE = "forerun train --recipe shortlist makes one"
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """Some tokens, `ids` [Vd] int64, ascending, of a vocabulary of `vocab`."""
+    """Ascending token ids [Vd] int64 out of a vocabulary of `vocab` tokens."""
 
     ids: Tensor
     vocab: int
 
     def for_model(self, where: Path, sizes: tuple[int, int]) -> Tensor:
-        """The tokens that a model scores, int64, ascending. sizes: of its own vocabulary, for which
-        the list may have been made, and of its target's. `where` is what messages call it. Raises
-        LoadError."""
+        """Return the tokens a draft model scores, ascending int64.
+
+        Args:
+            where: the name of this list in messages.
+            sizes: vocabulary sizes of the draft model and of its target; the list must have been
+                made for one of them.
+
+        Raises:
+            LoadError: it was made for another vocabulary, or names none of the model's tokens.
+        """
         own = sizes[0]
         if self.vocab not in sizes:
             raise LoadError(
-                f"{where} was made for a vocabulary of {self.vocab} tokens, but the draft model has {own}: {MAKE}"
+                f"{where} was made for a vocabulary of {self.vocab} tokens, but the draft model has "
+                f"{own}: {MAKE}"
             )
         ids = self.ids[self.ids < own]
         if not len(ids):
@@ -47,31 +54,31 @@ class Shortlist:
         return ids
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all. Raises ForerunError."""
+        """Write the list atomically. Raises ForerunError."""
         d2t, t2d = maps_of(self.ids, self.vocab)
         try:
             with atomic_file(path) as work:
                 save_file({"d2t": d2t, "t2d": t2d}, work)
-                work.chmod(0o644)  # it comes readable by its owner only
-        except (OSError, SafetensorError) as error:  # the latter is its own word for a full disk
+                work.chmod(0o644)  # save_file makes it readable by its owner only
+        except (OSError, SafetensorError) as error:  # the latter is raised for a full disk
             why = getattr(error, "strerror", None) or one_line(str(error))
             raise ForerunError(
-                f"{path} cannot be written: {why}; make room, or give another place"
+                f"{path} cannot be written: {why}; make room, or give another path"
             ) from None
 
 
 def read_shortlist(path: Path) -> Shortlist:
-    """The shortlist in a file. Raises LoadError."""
-    if not path.is_file():  # a pipe would be waited for
+    """Read a shortlist. Raises LoadError."""
+    if not path.is_file():  # opening a pipe would block
         raise LoadError(f"there is no shortlist {path}: {MAKE}")
     try:
         held = load_file(path)
         if held.keys() != {"d2t", "t2d"}:
-            raise LoadError("it has not d2t and t2d alone")
+            raise LoadError("it does not hold exactly d2t and t2d")
         t2d = held["t2d"]
         if t2d.ndim != 1 or t2d.dtype != torch.bool:
             raise LoadError(
-                f"t2d is {t2d.dtype} of shape {list(t2d.shape)}, not one true or false for each token"
+                f"t2d is {t2d.dtype} of shape {list(t2d.shape)}, not one bool per token"
             )
         ids = ids_of(held["d2t"], int(t2d.sum()), len(t2d))
         if not torch.equal(maps_of(ids, len(t2d))[1], t2d):
@@ -82,24 +89,18 @@ def read_shortlist(path: Path) -> Shortlist:
 
 
 def shortlist_beside(model: Path) -> Path | None:
-    """The shortlist that lies beside the config.json of a model, if there is one."""
+    """Return the shortlist in the directory of a model, if there is one."""
     path = model / SHORTLIST
     return path if path.is_file() else None
 
 
 def ids_of(d2t: Tensor | None, size: int, vocab: int) -> Tensor:
-    """The tokens that offsets name, int64 [size]. Raises LoadError unless they are so many of
-    `vocab`, ascending."""
-    if (
-        d2t is None
-        or d2t.shape != (size,)
-        or not size
-        or d2t.is_floating_point()
-        or d2t.dtype == torch.bool
-    ):
-        raise LoadError(
-            f"it says {size} of {vocab} tokens, but there is no d2t of {size} whole numbers"
-        )
+    """Return the token ids [size] int64 that offsets name.
+
+    Raises LoadError unless they are `size` ascending tokens of `vocab`."""
+    is_list = d2t is not None and d2t.shape == (size,) and size > 0
+    if d2t is None or not is_list or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise LoadError(f"it marks {size} of {vocab} tokens, but has no d2t of {size} integers")
     offsets = d2t.long()
     if offsets[0] < 0 or (offsets.diff() < 0).any() or offsets[-1] > vocab - size:
         raise LoadError(f"d2t does not name {size} different tokens of {vocab} in ascending order")
@@ -107,14 +108,15 @@ def ids_of(d2t: Tensor | None, size: int, vocab: int) -> Tensor:
 
 
 def maps_of(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """(d2t, t2d) of ascending tokens of a vocabulary."""
+    """Return (d2t, t2d) of ascending token ids."""
     marked = torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     return ids - torch.arange(len(ids), device=ids.device), marked
 
 
 def spread(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits of the tokens `ids` [Vd], None for all, over a whole vocabulary; -inf for all others.
-    [.., Vd] -> [.., vocab]"""
+    """Scatter logits of the tokens `ids` [Vd] over the vocabulary; the others get -inf.
+
+    ids: None returns the logits as they are. [.., Vd] -> [.., vocab]"""
     if ids is None:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)

@@ -1,10 +1,9 @@
-"""Checkpoint tensors to the decoder's weights: nothing missing, nothing misshapen, nothing left
-over.
+"""Load checkpoint tensors into the decoder's weights and reject incomplete or foreign checkpoints.
 
-A table names, for each of the decoder's tensors, the checkpoint tensors it is made of (query, key
-and value become one matrix, gate and up another). Files are mapped, one tensor at a time is
-converted, so the peak is one tensor over the model itself. Linear layers are read when they are
-asked for, since a packed copy may be at hand."""
+`NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query, key and
+value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
+time, so the peak is one tensor above the model itself. Linear layers are read on demand, since a
+packed copy may be cached."""
 
 from __future__ import annotations
 
@@ -18,18 +17,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
-from forerun.models.config import OWN_DRAFTER, ModelConfig
-from forerun.models.files import check_pointer, indexed, weight_files
+from forerun.models.config import MTP_PREFIXES, ModelConfig
+from forerun.models.files import check_pointer, indexed_files, joined, weight_files
 from forerun.models.gguf.blocks import Blocks
-from forerun.models.names import listed
-from forerun.models.quantized import PARTS, Scheme, Stored, read_stored, scheme_of, stack
+from forerun.models.quantized import (
+    TENSORS,
+    QuantizedMatrix,
+    Scheme,
+    read_matrix,
+    read_scheme,
+    stack,
+)
+
+# ---------------------------------------------------------------- safetensors checkpoints
 
 
 class Checkpoint:
-    """The safetensors files of a directory, read tensor by tensor; remembers what has been
-    taken."""
+    """The safetensors files of a directory. `taken` holds the names of tensors already used."""
 
     def __init__(self, directory: Path) -> None:
+        """Open the files. Raises LoadError."""
         self.directory = directory
         self.taken: set[str] = set()
         try:
@@ -39,37 +46,32 @@ class Checkpoint:
             files = [(path, safe_open(path, framework="pt")) for path in paths]
             self.where = {name: (path, file) for path, file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise LoadError(
-                f"the weights in {directory} cannot be read: {one_line(str(error))}"
-            ) from None
+            why = one_line(str(error))
+            raise LoadError(f"the weights in {directory} cannot be read: {why}") from None
 
     def _paths(self) -> list[Path]:
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
-            paths = indexed(index)
+            paths = indexed_files(index)
             missing = one_line(", ".join(path.name for path in paths if not path.is_file()))
             if missing:
-                raise LoadError(
-                    f"{index} names files that are not there: {missing}; download them again"
-                )
+                raise LoadError(f"{index} names missing files: {missing}; download them again")
             return paths
         paths = [path for path in weight_files(self.directory) if path.is_file()]
         if not paths:
-            pickled = any(self.directory.glob("*.bin"))
-            hint = (
-                "convert its .bin files to safetensors"
-                if pickled
-                else "give a Hugging Face model directory"
-            )
+            hint = "give a Hugging Face model directory"
+            if any(self.directory.glob("*.bin")):
+                hint = "convert its .bin files to safetensors"
             raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
         return paths
 
     def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
-        """Count a tensor as used, without reading it. Raises LoadError if it is absent or of
-        another shape."""
+        """Mark a tensor as used without reading it.
+
+        Raises LoadError if it is missing or has another shape."""
         if name not in self.where:
             raise LoadError(
-                f"{self.directory}: the checkpoint lacks the tensor {name}; it is incomplete"
+                f"{self.directory}: the checkpoint lacks tensor {name}; it is incomplete"
             )
         held = self.where[name][1].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
         if shape is not None and tuple(held) != shape:
@@ -79,54 +81,58 @@ class Checkpoint:
         self.taken.add(name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        # a mapping of its own, which goes with the tensor: what was read does not stay in memory
+        """Return a tensor as it is stored. Raises LoadError."""
+        # a mapping of its own is released with the tensor, so what was read does not stay in memory
         try:
             with safe_open(self.where[name][0], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise LoadError(
-                f"{self.directory}: tensor {name} cannot be read: {one_line(str(error))}"
-            ) from None
+            why = one_line(str(error))
+            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
         return tensor
 
     def floats(self, name: str) -> Tensor:
-        """A tensor that is not quantised."""
+        """Return a tensor that is not quantized. Raises LoadError for integers and 8-bit floats."""
         tensor = self.read(name)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise LoadError(
-                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantised checkpoint, but nothing in"
-                " config.json or beside it says how to read it"
+                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantized checkpoint, "
+                "but config.json has no quantization_config that says how to read it"
             )
         return tensor
 
     def has(self, name: str) -> bool:
         return name in self.where
 
-    def parts(self, layout: str, stem: str) -> list[str]:
-        """What there is of a quantised linear layer, without `stem`."""
-        return [part for part in sum(PARTS[layout], ()) if self.has(f"{stem}.{part}")]
+    def suffixes(self, layout: str, stem: str) -> list[str]:
+        """Return the suffixes of the tensors that make up the quantized linear layer `stem`."""
+        return [suffix for suffix in sum(TENSORS[layout], ()) if self.has(f"{stem}.{suffix}")]
 
-    def stored(self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]) -> Stored:
-        """A quantised linear layer of `shape` (out, in). Raises LoadError."""
-        held = {part: self.read(f"{stem}.{part}") for part in self.parts(layout, stem)}
-        return read_stored(scheme, layout, held, shape, f"{self.directory}: {stem}")
+    def quantized(
+        self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]
+    ) -> QuantizedMatrix:
+        """Read a quantized linear layer of `shape` (out, in). Raises LoadError."""
+        held = {suffix: self.read(f"{stem}.{suffix}") for suffix in self.suffixes(layout, stem)}
+        return read_matrix(scheme, layout, held, shape, f"{self.directory}: {stem}")
 
-    def finish(self, ignored: tuple[str, ...], others: str | None = None) -> None:
-        """Raise LoadError for tensors nobody took, but for those whose names end in one of
-        `ignored`, or begin with `others`."""
+    def finish(self, ignored: tuple[str, ...], prefix: str | None = None) -> None:
+        """Raise LoadError for unused tensors, except those that end in `ignored` or start with
+        `prefix`."""
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
-        left = [name for name in left if others is None or not name.startswith(others)]
+        left = [name for name in left if prefix is None or not name.startswith(prefix)]
         if left:
-            names = listed(map(one_line, left), 4)
+            names = joined(map(one_line, left), 4)
             raise LoadError(
                 f"{self.directory}: {len(left)} tensors fit no part of this model: {names}"
             )
 
 
+# ---------------------------------------------------------------- the decoder's weights
+
+
 @dataclass(slots=True)
 class Norm:
-    """A norm's weight [H] and, for layer norms, bias [H]; kept in float32 at least."""
+    """Weight [H] of a norm and, for layer norms, bias [H]; float32 or wider."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -140,24 +146,18 @@ class Linear:
     bias: Tensor | None = None
 
 
-Matrix = Tensor | Stored | Blocks  # a linear layer's weight, or an embedding
-
-
-def chosen_rows(held: Matrix, rows: Tensor) -> Matrix:
-    """Some rows of a matrix, as they are stored. rows [n] int64"""
-    if isinstance(held, Tensor):
-        return held[rows.to(held.device)]
-    if isinstance(held, Blocks):
-        return held.chosen(rows)
-    return Stored(held.values[rows], held.scale[rows], held.group)
+Matrix = Tensor | QuantizedMatrix | Blocks  # weight of a linear layer or of an embedding
 
 
 @dataclass(slots=True)
 class Source:
-    """The weight of a linear layer as the checkpoint holds it.
+    """The weight of a linear layer or embedding in the checkpoint, read on demand.
 
-    `name` is its place in the model ("3.qkv", "head", "embed"), `shape` (out, in); `read` gives
-    [out, in] floats of any precision, or numbers with scales where it is stored quantised.
+    Attributes:
+        name: its place in the model: "3.qkv", "head", "embed".
+        shape: (out, in).
+        read: returns [out, in] as stored: floats, or quantized values with their scales.
+        dtype, device: those of the decoder.
     """
 
     name: str
@@ -167,21 +167,15 @@ class Source:
     device: torch.device
 
     def weight(self) -> Tensor:
-        """[out, in] in the decoder's dtype, on its device."""
+        """Read the weight [out, in] in the decoder's dtype and on its device."""
         held = self.read()
-        floats = held if isinstance(held, Tensor) else held.dequantise()
+        floats = held if isinstance(held, Tensor) else held.dequantize()
         return floats.to(device=self.device, dtype=self.dtype).contiguous()
-
-
-# (part, weight, bias [out] or None) -> a linear layer
-MakeLinear = Callable[[str, Source, Tensor | None], Any]
-MakeTable = Callable[[Source], Any]  # an embedding
 
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer. qkv stacks query, key and value; up stacks gate and up where the MLP is
-    gated."""
+    """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated."""
 
     attention_norm: Norm
     qkv: Linear
@@ -197,8 +191,10 @@ class Layer:
 
 @dataclass(slots=True)
 class Weights:
-    """All tensors of a decoder. `positions` [context, H] only where positions are learned; `embed`
-    [V, H] is whatever the decoder reads rows of."""
+    """All tensors of a decoder.
+
+    `embed` is anything that maps token ids to rows [V, H]; `positions` [context, H] exists only
+    where position embeddings are learned."""
 
     embed: Any
     layers: list[Layer]
@@ -240,155 +236,53 @@ NAMES: dict[str, Names] = {
         "head": "lm_head",
     },
 }
-SANDWICH: Names = {
+SANDWICH_NAMES: Names = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-IGNORED = (
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-)  # buffers that older versions saved
+# buffers that older versions of transformers saved
+IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+# (part, weight, bias [out] or None) -> a linear layer
+MakeLinear = Callable[[str, Source, Tensor | None], Any]
+MakeEmbedding = Callable[[Source], Any]
 
 
-class Builder:
-    """Takes the decoder's tensors out of a checkpoint, in the engine's dtype and on its device."""
+class WeightLoader:
+    """Takes the decoder's tensors out of a Hugging Face directory."""
 
     def __init__(
-        self, config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device, make: MakeLinear,
-        table: MakeTable, said: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.config, self.dtype, self.device, self.make, self.table = (
-            config,
-            dtype,
-            device,
-            make,
-            table,
-        )
-        self.said = said
+        self,
+        config: ModelConfig,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_linear: MakeLinear,
+        make_embedding: MakeEmbedding,
+        shortlist: Tensor | None = None,
+    ) -> None:
+        """See `load_weights`."""
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.make_linear = make_linear
+        self.make_embedding = make_embedding
+        self.shortlist = shortlist
         keys = config.kv_heads * config.head_dim
-        self.sizes = {
+        # rows of the checkpoint tensors that are stacked into one matrix
+        self.stacked_rows = {
             "qkv": [config.heads * config.head_dim, keys, keys],
             "up": [config.intermediate] * 2,
         }
         self.open(path)
 
-    def open(self, path: Path) -> None:
-        """Find the files and the names of their tensors: here those of a Hugging Face directory."""
-        config, self.checkpoint = self.config, Checkpoint(path)
-        self.scheme = scheme_of(config.raw, str(path / "config.json"))
-        self.names = NAMES[config.layout] | (SANDWICH if config.sandwich else {})
-        prefixes = ("model.", "transformer.", "")
-        self.prefix = next(
-            (p for p in prefixes if self.checkpoint.has(f"{p}{self.names['embed']}.weight")),
-            "model.",
-        )
-
-    def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
-        """The checkpoint's names for a part, with their rows: one, or those that are stacked."""
-        stems = self.names[part]
-        at = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
-        names = [f"{at}{stem}" for stem in ([stems] if isinstance(stems, str) else stems)]
-        return list(zip(names, self.sizes[part] if len(names) > 1 else [rows], strict=True))
-
-    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """A norm, a bias, an embedding or learned positions, as floats."""
-        stems = self.stems(part, layer, shape[0])
-        found = [self.floats(f"{stem}.{suffix}", (size, *shape[1:])) for stem, size in stems]
-        return torch.cat(found) if len(found) > 1 else found[0]
-
-    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape, counted as used."""
-        self.checkpoint.claim(name, shape)
-        return self.checkpoint.floats(name)
-
-    def matrix(
-        self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
-    ) -> Callable[[], Matrix]:
-        """A function that reads one linear layer's weight, whose tensors are claimed here."""
-        checkpoint, scheme = self.checkpoint, self.scheme
-        layout = scheme.layout(checkpoint.has, stem) if scheme else None
-        if scheme is None or layout is None:
-            checkpoint.claim(f"{stem}.weight", shape[::-1] if transposed else shape)
-            return lambda: (
-                checkpoint.floats(f"{stem}.weight").T
-                if transposed
-                else checkpoint.floats(f"{stem}.weight")
-            )
-        for part in checkpoint.parts(layout, stem):
-            checkpoint.claim(f"{stem}.{part}")
-        if (
-            not bias
-            and checkpoint.has(f"{stem}.bias")
-            and not checkpoint.read(f"{stem}.bias").any()
-        ):
-            checkpoint.claim(f"{stem}.bias")  # older writers of GPTQ give each layer one
-        return lambda: checkpoint.stored(scheme, layout, stem, shape)
-
-    def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
-
-    def norm(self, part: str, layer: int | None = None, size: int | None = None) -> Norm:
-        """Norm weights stay in float32 at least: they are few and half precision would round 1 +
-        w."""
-        shape, kind = (size or self.config.hidden,), self.config.norm
-        exact = torch.promote_types(self.dtype, torch.float32)
-        weight = self.to(self.tensor(part, layer, "weight", shape), exact)
-        if kind == "rms_plus_one":
-            weight = weight + 1
-        return Norm(
-            weight,
-            self.to(self.tensor(part, layer, "bias", shape), exact) if kind == "layer" else None,
-        )
-
-    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
-        transposed = self.config.layout == "gpt2"  # it keeps its matrices as [in, out]
-        readers = [
-            self.matrix(stem, (n, inner), bias, transposed)
-            for stem, n in self.stems(part, layer, out)
-        ]
-        source = self.source(
-            f"{layer}.{part}", (out, inner), lambda: stack([read() for read in readers])
-        )
-        return self.make(
-            part, source, self.to(self.tensor(part, layer, "bias", (out,))) if bias else None
-        )
-
-    def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
-        return Source(name, shape, read, self.dtype, self.device)
-
-    def layer(self, i: int) -> Layer:
-        c = self.config
-        queries, both = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
-        return Layer(
-            attention_norm=self.norm("attention_norm", i),
-            qkv=self.linear("qkv", i, both, c.hidden, c.qkv_bias),
-            out=self.linear("out", i, c.hidden, queries, c.out_bias),
-            mlp_norm=self.norm("mlp_norm", i),
-            up=self.linear("up", i, c.intermediate * (2 if c.gated else 1), c.hidden, c.mlp_bias),
-            down=self.linear("down", i, c.hidden, c.intermediate, c.mlp_bias),
-            q_norm=self.norm("q_norm", i, c.head_dim) if c.qk_norm else None,
-            k_norm=self.norm("k_norm", i, c.head_dim) if c.qk_norm else None,
-            attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
-            mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
-        )
-
-    def embedding(self) -> Callable[[], Matrix]:
-        """A function that reads the embedding [V, H]."""
-        return lambda: self.tensor("embed", None, "weight", (self.config.vocab, self.config.hidden))
-
-    def finish(self) -> None:
-        """Raise LoadError if there is more in the checkpoint than was taken."""
-        own = OWN_DRAFTER.get(self.config.family)
-        self.checkpoint.finish((*IGNORED, "lm_head.weight") if self.config.tied else IGNORED, own)
-
-    def build(self) -> Weights:
-        """All of the model. Raises LoadError for what is missing, misshapen or left over."""
+    def load(self) -> Weights:
+        """Load the model. Raises LoadError for missing, misshapen or unused tensors."""
         c = self.config
         shape = (c.vocab, c.hidden)
         read = self.embedding()
-        embed = self.table(self.source("embed", shape, read))
+        embed = self.make_embedding(self.source("embed", shape, read))
         positions = None
         if c.learned_positions:
             positions = self.to(self.tensor("positions", None, "weight", (c.context, c.hidden)))
@@ -399,11 +293,118 @@ class Builder:
         elif isinstance(embed, Tensor):
             read = lambda: embed  # noqa: E731
         self.finish()
-        whole, said = read, self.said
-        if said is not None:
-            shape, read = (len(said), c.hidden), lambda: chosen_rows(whole(), said)
-        head = self.make("head", self.source("head", shape, read), None)
+        read_all, shortlist = read, self.shortlist
+        if shortlist is not None:
+            shape = (len(shortlist), c.hidden)
+            read = lambda: select_rows(read_all(), shortlist)  # noqa: E731
+        head = self.make_linear("head", self.source("head", shape, read), None)
         return Weights(embed, layers, norm, head, positions)
+
+    def layer(self, i: int) -> Layer:
+        c = self.config
+        queries, all_heads = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+        return Layer(
+            attention_norm=self.norm("attention_norm", i),
+            qkv=self.linear("qkv", i, all_heads, c.hidden, c.qkv_bias),
+            out=self.linear("out", i, c.hidden, queries, c.out_bias),
+            mlp_norm=self.norm("mlp_norm", i),
+            up=self.linear("up", i, c.intermediate * (2 if c.gated else 1), c.hidden, c.mlp_bias),
+            down=self.linear("down", i, c.hidden, c.intermediate, c.mlp_bias),
+            q_norm=self.norm("q_norm", i, c.head_dim) if c.qk_norm else None,
+            k_norm=self.norm("k_norm", i, c.head_dim) if c.qk_norm else None,
+            attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
+            mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
+        )
+
+    def norm(self, part: str, layer: int | None = None, size: int | None = None) -> Norm:
+        """Load a norm. Its weights stay in float32 or wider: half precision would round 1 + w."""
+        shape, kind = (size or self.config.hidden,), self.config.norm
+        wide = torch.promote_types(self.dtype, torch.float32)
+        weight = self.to(self.tensor(part, layer, "weight", shape), wide)
+        if kind == "rms_plus_one":
+            weight = weight + 1
+        bias = self.to(self.tensor(part, layer, "bias", shape), wide) if kind == "layer" else None
+        return Norm(weight, bias)
+
+    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
+        transposed = self.config.layout == "gpt2"  # it stores matrices as [in, out]
+        stems = self.stems(part, layer, out)
+        readers = [self.matrix(stem, (rows, inner), bias, transposed) for stem, rows in stems]
+        read = lambda: stack([reader() for reader in readers])  # noqa: E731
+        offsets = self.to(self.tensor(part, layer, "bias", (out,))) if bias else None
+        return self.make_linear(part, self.source(f"{layer}.{part}", (out, inner), read), offsets)
+
+    def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
+        return Source(name, shape, read, self.dtype, self.device)
+
+    def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+
+    def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
+        """Return (name without suffix, rows) of the checkpoint tensors that make up a part."""
+        stems = self.names[part]
+        prefix = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
+        names = [f"{prefix}{stem}" for stem in ([stems] if isinstance(stems, str) else stems)]
+        return list(zip(names, self.stacked_rows[part] if len(names) > 1 else [rows], strict=True))
+
+    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        """Read a norm, a bias, an embedding or position embeddings as floats."""
+        stems = self.stems(part, layer, shape[0])
+        found = [self.floats(f"{stem}.{suffix}", (size, *shape[1:])) for stem, size in stems]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    # The methods below read the container; `gguf.weights.GgufLoader` overrides them.
+
+    def open(self, path: Path) -> None:
+        """Open the files at `path` and choose the names of their tensors."""
+        config, self.checkpoint = self.config, Checkpoint(path)
+        self.scheme = read_scheme(config.raw, str(path / "config.json"))
+        self.names = NAMES[config.layout] | (SANDWICH_NAMES if config.sandwich else {})
+        embed = f"{self.names['embed']}.weight"
+        prefixes = ("model.", "transformer.", "")
+        self.prefix = next((p for p in prefixes if self.checkpoint.has(p + embed)), "model.")
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read a tensor of this shape and mark it as used."""
+        self.checkpoint.claim(name, shape)
+        return self.checkpoint.floats(name)
+
+    def matrix(
+        self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
+    ) -> Callable[[], Matrix]:
+        """Mark the tensors of a linear layer's weight as used; return a function that reads it."""
+        checkpoint, scheme = self.checkpoint, self.scheme
+        name = f"{stem}.weight"
+        layout = scheme.layout(checkpoint.has, stem) if scheme else None
+        if scheme is None or layout is None:
+            checkpoint.claim(name, shape[::-1] if transposed else shape)
+            if transposed:
+                return lambda: checkpoint.floats(name).T
+            return lambda: checkpoint.floats(name)
+        for suffix in checkpoint.suffixes(layout, stem):
+            checkpoint.claim(f"{stem}.{suffix}")
+        extra = f"{stem}.bias"  # older GPTQ writers add a bias of zeros to every layer
+        if not bias and checkpoint.has(extra) and not checkpoint.read(extra).any():
+            checkpoint.claim(extra)
+        return lambda: checkpoint.quantized(scheme, layout, stem, shape)
+
+    def embedding(self) -> Callable[[], Matrix]:
+        """Return a function that reads the embedding [V, H]."""
+        return lambda: self.tensor("embed", None, "weight", (self.config.vocab, self.config.hidden))
+
+    def finish(self) -> None:
+        """Raise LoadError if the checkpoint has tensors that were not used."""
+        ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
+        self.checkpoint.finish(ignored, MTP_PREFIXES.get(self.config.family))
+
+
+def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:
+    """Return some rows of a matrix as they are stored. rows [n] int64"""
+    if isinstance(matrix, Tensor):
+        return matrix[rows.to(matrix.device)]
+    if isinstance(matrix, Blocks):
+        return matrix.select_rows(rows)
+    return QuantizedMatrix(matrix.values[rows], matrix.scale[rows], matrix.group)
 
 
 def load_weights(
@@ -411,18 +412,22 @@ def load_weights(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    make: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
-    table: MakeTable = lambda source: source.weight(),
-    said: Tensor | None = None,
+    make_linear: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
+    make_embedding: MakeEmbedding = lambda source: source.weight(),
+    shortlist: Tensor | None = None,
 ) -> Weights:
-    """Read every tensor of the model in a directory or a GGUF file. Raises LoadError for one
-    missing, misshapen, left over or quantised in a way that is not supported.
+    """Load every tensor of the model in a directory or a GGUF file.
 
-    `make` turns each linear layer, named as in `Layer` or "head", into what the decoder multiplies
-    with; `table` the embedding into what it reads rows of. `said` [Vd] int64 are the tokens that
-    the head has rows for; None: all.
+    Args:
+        make_linear: turns each linear layer, named as in `Layer` or "head", into what the decoder
+            multiplies with.
+        make_embedding: turns the embedding into what the decoder reads rows of.
+        shortlist: token ids [Vd] int64 that the head has rows for; None for all.
+
+    Raises:
+        LoadError: a tensor is missing, misshapen, unused, or quantized in an unsupported way.
     """
-    from forerun.models.gguf.weights import GgufBuilder
+    from forerun.models.gguf.weights import GgufLoader
 
-    builder = GgufBuilder if path.is_file() else Builder
-    return builder(config, path, dtype, device, make, table, said).build()
+    loader = GgufLoader if path.is_file() else WeightLoader
+    return loader(config, path, dtype, device, make_linear, make_embedding, shortlist).load()

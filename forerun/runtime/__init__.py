@@ -1,1 +1,1 @@
-"""Forward passes of a model: on torch, on the native kernels, and in several processes."""
+"""Forward passes of a model: on torch, on the native kernels, or in several processes."""

@@ -1,9 +1,9 @@
 """The decoder on native kernels: the same weights and fields, recorded as a program over packed
 matrices.
 
-It computes what `Decoder` computes, bit for bit the same for a row whatever else is in the pass.
-Activations are float32 between operations; a product reads them as its format asks (float32,
-bfloat16, or int8 in groups of 64)."""
+It computes what `Decoder` computes; the result of a row is bit for bit the same whatever else is in
+the batch. Activations are float32 between operations; a product converts them as its format needs
+(float32, bfloat16, or int8 in groups of 64)."""
 
 from __future__ import annotations
 
@@ -23,37 +23,45 @@ from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
 from forerun.models.packed_cache import PackedCache, open_cache
-from forerun.models.quantized import is_quantised
+from forerun.models.quantized import is_quantized
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import Layer, Norm, Source, load_weights
+from forerun.runtime.packed import (
+    MixedMatrix,
+    PackedMatrix,
+    all_packed,
+    fingerprint,
+    is_kept,
+    note_rounded_types,
+    pack,
+    pack_blocks,
+    parts_of,
+)
 from forerun.runtime.program import (
     ATTENDED,
     BRANCH,
     HIDDEN,
     LOGITS,
     QKV,
-    Link,
-    Mixed,
-    Packed,
-    Pass,
-    Recorded,
+    ChainStart,
+    ForwardBatch,
+    Program,
     X,
-    all_packed,
     embed_op,
-    fingerprint,
-    pack,
-    pack_blocks,
-    parts_of,
-    say_what_is_rounded,
-    stays,
 )
 from forerun.types import Forward
 
 
 class NativeDecoder:
-    """A loaded model as a program of native operations. CPU only; float32, bfloat16, int8 or int4
-    weights."""
+    """A loaded model as a program of native operations, on the CPU.
+
+    Attributes:
+        form: the weight format asked for: float32, bfloat16, int8 or int4.
+        dtype: of the embedding and the KV cache.
+        layer_ids: the layers that a forward pass runs.
+        shortlist: ascending token ids [Vd] that are scored, if not all are.
+    """
 
     def __init__(
         self,
@@ -62,87 +70,99 @@ class NativeDecoder:
         form: str,
         context: int,
         keep: bool = False,
-        said: Tensor | None = None,
+        shortlist: Tensor | None = None,
     ) -> None:
-        """`form` is float32, bfloat16, int8 or int4; in int4 the head stays int8. With `keep`,
-        matrices that are stored in numbers that a native format holds exactly stay what they are.
-        `context`: positions to prepare. `said` is that of `Decoder`."""
-        self.said = said
-        self.config, self.context, self.form = config, context, form
+        """Load and pack the weights in `path`; compute rotary tables for `context` positions.
+
+        Args:
+            form: float32, bfloat16, int8 or int4; with int4 the output head is int8.
+            keep: leave matrices in the numbers they are stored in if a native format holds those
+                exactly.
+            shortlist: as in `Decoder`.
+
+        Raises:
+            LoadError: the model cannot be loaded.
+            CapacityError: there is not enough memory.
+        """
+        self.config = config
+        self.context = context
+        self.form = form
+        self.shortlist = shortlist
         self.device = torch.device("cpu")
-        self.dtype = (
-            torch.float32 if form == "float32" else torch.bfloat16
-        )  # of the embedding and the KV cache
-        cache = PackedCache(None)
-        if form in ("int8", "int4") or (keep and path.is_dir() and is_quantised(config.raw)):
+        self.dtype = torch.float32 if form == "float32" else torch.bfloat16
+        self.weights = self._load(path, keep)
+        rotations = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
+        self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
+        self.layer_ids: Sequence[int] = range(config.layers)
+        self._reset_programs()
+
+    def _reset_programs(self) -> None:
+        self._owned: list[Any] = []  # tensors that the programs point to
+        self._programs: dict[tuple[int, ...], Program] = {}  # by hidden layers
+        self._lock = threading.Lock()  # asynchronous drafting uses buffers from another thread
+
+    def _load(self, path: Path, keep: bool) -> Any:
+        config, form, shortlist = self.config, self.form, self.shortlist
+        is_rounded = form in ("int8", "int4")
+        cache, no_cache = PackedCache(None), PackedCache(None)
+        if is_rounded or (keep and path.is_dir() and is_quantized(config.raw)):
             cache = open_cache(path, (form, str(keep), native.instructions(), fingerprint()))
-        tables: list[
-            Packed
-        ] = []  # an embedding in the numbers of its file, which may be the head too
+        tables: list[PackedMatrix] = []  # an embedding in its stored numbers; a tied head shares it
 
-        def make(part: str, source: Source, bias: Tensor | None) -> Packed | Mixed:
-            if part == "head" and config.tied and tables and said is None:
+        def make_linear(
+            part: str, source: Source, bias: Tensor | None
+        ) -> PackedMatrix | MixedMatrix:
+            if part == "head" and config.tied and tables and shortlist is None:
                 return tables[0]
-            kept = (
-                PackedCache(None) if part == "head" and said is not None else cache
-            )  # which holds the whole head
-            return pack(source, bias, form, keep, gated=part == "up" and config.gated, cache=kept)
+            is_partial = part == "head" and shortlist is not None  # the cache holds all its rows
+            is_gated = part == "up" and config.gated
+            return pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
 
-        def table(source: Source) -> Tensor | Packed:
+        def make_embedding(source: Source) -> Tensor | PackedMatrix:
             held = source.read()
-            if not stays(held, form, keep):
+            if not is_kept(held, form, keep):
                 return source.weight()
             tables.extend(all_packed([pack_blocks(held, None, gated=False)]))
             return tables[0]
 
-        self.weights = load_weights(config, path, self.dtype, self.device, make, table, said)
+        weights = load_weights(
+            config, path, self.dtype, self.device, make_linear, make_embedding, shortlist
+        )
         cache.finish()
         if keep and path.is_file():
-            say_what_is_rounded(path)
-        rotations = [rope_tables(config, rope, context, torch.float32) for rope in config.ropes]
-        self.ropes = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
-        self._keep: list[Any] = []  # what the program points to
-        self._recorded: dict[tuple[int, ...], Recorded] = {}
-        self.kept: Sequence[int] = range(config.layers)
-        self._passing = (
-            threading.Lock()
-        )  # buffers serve one pass at a time, and who drafts ahead has its own thread
+            note_rounded_types(path)
+        return weights
 
-    def abridged(self, kept: Sequence[int], window: int | None) -> NativeDecoder:
-        """The same model with only these of its layers, and a window of so many keys (None: its
-        own), which share weights and cache with it."""
+    def with_layers(self, layer_ids: Sequence[int], window: int | None) -> NativeDecoder:
+        """As `Decoder.with_layers`."""
         part = copy.copy(self)
-        part.config, part.kept, part._keep, part._recorded = (
-            self.config.abridged(window),
-            kept,
-            [],
-            {},
-        )
-        part._passing = threading.Lock()
+        part.config = self.config.with_window(window)
+        part.layer_ids = layer_ids
+        part._reset_programs()
         return part
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes one pass reads: every weight once, scales included."""
+        """Bytes a forward pass reads: every matrix once, scales included."""
         return sum(m.bytes for m in self._matrices)
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a weight of its matrices, in the mean, scales included."""
+        """Mean bits per weight of the matrices, scales included."""
         weights: int = sum(m.matrix.inputs * m.matrix.outputs for m in self._matrices)
         return 8 * self.weight_bytes / weights
 
     @property
     def precision(self) -> str:
-        """In which numbers its matrices are, and whose kernels multiply them."""
-        return f"{' and '.join(dict.fromkeys(m.form for m in self._matrices))}, native {native.instructions()}"
+        """Number formats of the matrices and the kernels that multiply them, for display."""
+        forms = " and ".join(dict.fromkeys(m.form for m in self._matrices))
+        return f"{forms}, native {native.instructions()}"
 
     @property
-    def _matrices(self) -> list[Packed]:
-        w = self.weights
-        own = [w.layers[i] for i in self.kept]
-        layers = [m for layer in own for m in (layer.qkv, layer.out, layer.up, layer.down)]
-        return all_packed([*layers, w.head])  # type: ignore[list-item]
+    def _matrices(self) -> list[PackedMatrix]:
+        layers = [self.weights.layers[i] for i in self.layer_ids]
+        matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        return all_packed([*matrices, self.weights.head])
 
     def forward(
         self,
@@ -151,100 +171,116 @@ class NativeDecoder:
         aux_hidden_layers: Sequence[int] = (),
         keep: bool = True,
     ) -> Forward:
-        """One pass over segments whose slots have room; logits [M, V] float32 of the positions they
-        want, and hidden states [T, H] float32 of all tokens at `aux_hidden_layers` (see `Forward`).
-        `keep` as in `Runner.forward`."""
-        key = tuple(sorted(set(aux_hidden_layers)))
-        if key not in self._recorded:
-            self._recorded[key] = self._record(key)
-        recorded, batch = self._recorded[key], Pass(segments, cache)
-        with self._passing:
-            pointers, scratch = recorded.buffers.fit(batch.tokens, batch.wanted)
-            native.loaded().forerun_run(recorded.program, batch.fill(pointers, scratch, cache))
-            saved = recorded.buffers.arrays[LOGITS + 1 :]
+        """Run one forward pass over segments whose slots have room.
+
+        Returns logits [M, V] float32 of the positions they want, and hidden states [T, H] float32
+        at `aux_hidden_layers` (see `Forward`). Without `keep` the next pass overwrites the logits."""
+        layers = tuple(sorted(set(aux_hidden_layers)))
+        program, batch = self._program(layers), ForwardBatch(segments, cache)
+        with self._lock:
+            buffers, scratch = program.buffers.fit(batch.tokens, batch.wanted)
+            native.loaded().forerun_run(program.program, batch.fill(buffers, scratch, cache))
+            saved = program.buffers.arrays[LOGITS + 1 :]
             features = {
-                b: torch.from_numpy(x[: batch.tokens].copy())
-                for b, x in zip(key, saved, strict=True)
+                layer: torch.from_numpy(x[: batch.tokens].copy())
+                for layer, x in zip(layers, saved, strict=True)
             }
-            logits = recorded.buffers.logits(batch.wanted)
-            found = logits.clone() if keep else logits
-        return Forward(spread(found, self.said, self.config.vocab), features)
+            logits = program.buffers.logits(batch.wanted)
+            logits = logits.clone() if keep else logits
+        return Forward(spread(logits, self.shortlist, self.config.vocab), features)
 
-    def chain(self, links: Sequence[Link], cache: KVCache, vocab: int) -> list[list[int]]:
-        """Say token after token behind each link, as many as it has keys, in one native call; the
-        slots have room. Tokens from `vocab` up are never said."""
-        if () not in self._recorded:
-            self._recorded[()] = self._record(())
-        ids = None if self.said is None else self.said.numpy()
-        with self._passing:
-            return self._recorded[()].chain(links, cache, min(vocab, self.config.vocab), ids)
+    def draft_chains(
+        self, starts: Sequence[ChainStart], cache: KVCache, vocab: int
+    ) -> list[list[int]]:
+        """Draft a token for each key of each start in one native call; the slots have room.
 
-    def _widths(self) -> list[int]:
-        c = self.config
-        heads = (c.heads + 2 * c.kv_heads) * c.head_dim
-        inner = -(-c.intermediate // 16) * 16
-        said = c.vocab if self.said is None else len(self.said)
-        return [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, said]
+        Only tokens below `vocab` are drafted."""
+        token_ids = None if self.shortlist is None else self.shortlist.numpy()
+        program = self._program(())
+        with self._lock:
+            return program.draft_chains(starts, cache, min(vocab, self.config.vocab), token_ids)
 
-    def _record(self, aux_hidden_layers: tuple[int, ...]) -> Recorded:
-        """The decoder, operation by operation; hidden states at `aux_hidden_layers` are saved on
-        the way."""
+    def _program(self, aux_hidden_layers: tuple[int, ...]) -> Program:
+        """Return the decoder as a program that saves hidden states on the way, recorded once."""
+        if aux_hidden_layers not in self._programs:
+            self._programs[aux_hidden_layers] = self._record(aux_hidden_layers)
+        return self._programs[aux_hidden_layers]
+
+    def _record(self, aux_hidden_layers: tuple[int, ...]) -> Program:
         c, w = self.config, self.weights
         saves = {
-            b: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i)
-            for i, b in enumerate(aux_hidden_layers)
+            layer: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i)
+            for i, layer in enumerate(aux_hidden_layers)
         }
-        table = w.embed if isinstance(w.embed, Packed) else w.embed.contiguous()
-        self._keep.append(table)
+        table = w.embed if isinstance(w.embed, PackedMatrix) else w.embed.contiguous()
+        self._owned.append(table)
         positions = self._own(w.positions.float()) if w.positions is not None else None
         ops = [embed_op(table, X, c.embed_scale, positions)]
-        for i in self.kept:
-            layer = w.layers[i]
-            ops += [saves[i]] if i in saves else []
-            ops += [
-                *self._linear(layer.qkv, X, QKV, layer.attention_norm),
-                self._rotate(i, layer),
-                COp(
-                    kind=native.ATTEND, input=QKV, output=ATTENDED, layer=i, scale=c.attention_scale,
-                    softcap=c.attention_softcap or 0, window=c.windows[i] or 0, sinks=c.sight(i)[1],
-                ),
-                *self._branch(layer.out, ATTENDED, layer.attention_out_norm),
-                *self._linear(
-                    layer.up, X, HIDDEN, layer.mlp_norm, gated=c.gated, activation=native.ACTIVATIONS[c.activation]
-                ),
-                *self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
-            ]  # fmt: skip
-        ops += [saves[c.layers]] if c.layers in saves else []
+        for i in self.layer_ids:
+            if i in saves:
+                ops.append(saves[i])
+            ops += self._layer(i)
+        if c.layers in saves:
+            ops.append(saves[c.layers])
         ops += self._linear(w.head, X, LOGITS, w.norm, wanted=1, softcap=c.logit_softcap or 0)
-        return Recorded(
-            c, ops, np.array(self._widths() + [c.hidden] * len(aux_hidden_layers), dtype=np.int32)
+        heads = (c.heads + 2 * c.kv_heads) * c.head_dim
+        inner = -(-c.intermediate // 16) * 16
+        logits = c.vocab if self.shortlist is None else len(self.shortlist)
+        widths = [c.hidden, heads, c.heads * c.head_dim, inner, c.hidden, logits]
+        widths += [c.hidden] * len(aux_hidden_layers)
+        return Program(c, ops, np.array(widths, dtype=np.int32))
+
+    def _layer(self, i: int) -> list[COp]:
+        c, layer = self.config, self.weights.layers[i]
+        window, sinks = c.visible_keys(i)
+        attend = COp(
+            kind=native.ATTEND,
+            input=QKV,
+            output=ATTENDED,
+            layer=i,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap or 0,
+            window=window or 0,
+            sinks=sinks,
         )
+        activation = native.ACTIVATIONS[c.activation]
+        return [
+            *self._linear(layer.qkv, X, QKV, layer.attention_norm),
+            self._rotate(i, layer),
+            attend,
+            *self._branch(layer.out, ATTENDED, layer.attention_out_norm),
+            *self._linear(
+                layer.up, X, HIDDEN, layer.mlp_norm, gated=c.gated, activation=activation
+            ),
+            *self._branch(layer.down, HIDDEN, layer.mlp_out_norm),
+        ]
 
     def _linear(
         self, linear: Any, source: int, to: int, norm: Norm | None, **options: Any
     ) -> list[COp]:
-        """A product, or one for each type that its rows are stored in. A gate of its own comes
-        before what it lets through."""
+        """Return one product for each matrix of a layer; a separate gate comes before what it
+        gates."""
         ops = []
         for part in parts_of(linear):
-            own = dict(options)
-            if part.gate or part.gated:
-                own = (
-                    {"activation": options["activation"]}
-                    if part.gate
-                    else {"combine": native.TIMES}
-                )
-            ops.append(
-                COp(
-                    kind=native.LINEAR, input=source, output=to, norm=self._norm(norm), matrix=part.packed.matrix,
-                    column=part.column, **own,
-                )
-            )  # fmt: skip
+            own = options
+            if part.is_gate:
+                own = {"activation": options["activation"]}
+            elif part.is_gated:
+                own = {"combine": native.TIMES}
+            op = COp(
+                kind=native.LINEAR,
+                input=source,
+                output=to,
+                norm=self._norm(norm),
+                matrix=part.packed.matrix,
+                column=part.column,
+                **own,
+            )
+            ops.append(op)
         return ops
 
     def _branch(self, layer: Any, source: int, after: Norm | None) -> list[COp]:
-        """The end of a branch: added to the residual stream, after a norm of its own where the
-        family has one."""
+        """Add the output of a branch to the residual stream, after its norm if there is one."""
         if after is None:
             return self._linear(layer, source, X, None, combine=native.ADD)
         return self._linear(layer, source, BRANCH, None, after=self._norm(after), layer=X)
@@ -267,11 +303,11 @@ class NativeDecoder:
         if norm is None:
             return CNorm()
         bias = None if norm.bias is None else self._own(norm.bias)
-        return CNorm(
-            self._own(norm.weight), bias, self.config.norm_eps, native.NORMS[self.config.norm]
-        )
+        kind = native.NORMS[self.config.norm]
+        return CNorm(self._own(norm.weight), bias, self.config.norm_eps, kind)
 
     def _own(self, tensor: Tensor) -> int:
+        """Keep a tensor alive as long as this decoder; return its address."""
         tensor = tensor.contiguous()
-        self._keep.append(tensor)
+        self._owned.append(tensor)
         return tensor.data_ptr()

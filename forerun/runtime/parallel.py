@@ -1,10 +1,9 @@
-"""A model divided between processes of one machine: this one leads, and the others follow its
-passes.
+"""Tensor parallelism on one machine: this process leads, worker processes follow its forward passes.
 
-What followers are told of a pass are tokens, places and rows of the cache, by their standard input,
-at whose end they end; what passes between them while they compute goes through torch.distributed,
-by the loopback interface (gloo) or between GPUs (nccl). Each keeps its own heads of the KV cache.
-Everything else, drafts, rules, text, is the leader's."""
+The leader pickles the segments, cache rows and lengths of each forward pass to the workers' standard
+input; they end when it closes. During a pass the processes communicate through torch.distributed,
+over the loopback interface (gloo) or between GPUs (nccl). Each keeps the KV cache of its own heads.
+Drafting, verification and text happen in the leader only."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -34,123 +33,133 @@ from forerun.cache.kv import KVCache
 from forerun.errors import ForerunError, LoadError, LostError, one_line
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import Attend
-from forerun.models.sharding import Part, PartDecoder, divided
+from forerun.models.sharding import Shard, ShardedDecoder, shard_config
 from forerun.runtime.torch_runner import Runner
 
-PATIENCE = timedelta(seconds=120)  # that a process waits for another
+TIMEOUT = timedelta(seconds=120)  # that a process waits for another
 ENTRY = (
-    "import sys; sys.path[:] = sys.argv[1:]; from forerun.runtime.parallel import follow; follow()"
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from forerun.runtime.parallel import run_worker; run_worker()"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a process has to do. `store` is a file through which processes find each other."""
+class WorkerConfig:
+    """What one process loads. `store` is a file through which the processes find each other."""
 
-    directory: Path
+    path: Path
     dtype: torch.dtype
     device: torch.device
     context: int
     rank: int
-    of: int
+    world_size: int
     threads: int
     store: str
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a follower is told of a pass.
+class ForwardMessage:
+    """A forward pass, as the workers are told of it.
 
     Attributes:
-        cache, shape: which of the leader's caches it is in, and (tokens, page, slots) of that.
-        gone: caches that are no more.
-        moves: rows that were moved since the last pass in it, from and to.
-        places: of each slot in the pass, how many tokens are committed, and its rows so far.
+        cache: number of the leader's cache that it uses.
+        shape: (tokens, page size, slots) of that cache.
+        freed: numbers of caches that no longer exist.
+        moves: cache rows moved since the last pass, (from, to) each.
+        slots: number of committed tokens and cache rows of each slot in the pass.
     """
 
     cache: int
     shape: tuple[int, int, int]
-    gone: list[int]
+    freed: list[int]
     moves: list[tuple[np.ndarray, np.ndarray]]
-    places: dict[int, tuple[int, np.ndarray]]
+    slots: dict[int, tuple[int, np.ndarray]]
     segments: list[Segment]
 
 
-class Followers:
-    """The other processes of a model, which are told of each pass."""
+# ---------------------------------------------------------------- the leader
+
+
+class WorkerPool:
+    """The worker processes of a model."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self.processes = processes
         self._caches: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
-        self._numbers, self._gone = count(), list[int]()
+        self._numbers = count()
+        self._freed: list[int] = []
 
-    def tell(self, attend: Attend) -> None:
-        """Of a pass that is about to begin. Raises LostError where one of them has ended."""
+    def announce(self, attend: Attend) -> None:
+        """Send the forward pass that is about to begin. Raises LostError if a worker has ended."""
         assert isinstance(attend, Attention)
         cache, pages, segments = attend.cache, attend.cache.pages, list(attend.segments)
         if cache not in self._caches:
             cache.moves, number = [], next(self._numbers)
             self._caches[cache] = number
-            weakref.finalize(cache, self._gone.append, number)
-        places = {}
+            weakref.finalize(cache, self._freed.append, number)
+        slots = {}
         for s in segments:
-            at = cache.length[s.slot]
-            places[s.slot] = at, pages.rows[s.slot, : at + len(s.parents)].copy()
+            committed = cache.length[s.slot]
+            rows = pages.rows[s.slot, : committed + len(s.parents)].copy()
+            slots[s.slot] = committed, rows
+        moves = [(source.cpu().numpy(), to.cpu().numpy()) for source, to in cache.moves or []]
         shape = pages.count * pages.size, pages.size, len(cache.length)
-        moves = [
-            (source.cpu().numpy(), target.cpu().numpy()) for source, target in cache.moves or []
-        ]
-        said = pickle.dumps(
-            Order(self._caches[cache], shape, list(self._gone), moves, places, segments)
-        )
+        number, freed = self._caches[cache], list(self._freed)
+        message = pickle.dumps(ForwardMessage(number, shape, freed, moves, slots, segments))
         for process in self.processes:
             try:
                 assert process.stdin
-                process.stdin.write(said)
+                process.stdin.write(message)
                 process.stdin.flush()
             except OSError:
                 raise LostError("a process of this model has ended: load it again") from None
         cache.moves = []
-        self._gone.clear()
+        self._freed.clear()
 
 
-def lead(
-    directory: Path, dtype: torch.dtype, device: torch.device, context: int, of: int, threads: int
-) -> PartDecoder:
-    """Load a model in `of` processes, of which this one is the first; the others end with it, or
-    with its decoder. `threads` of the CPU for all of them, 0 is as many as torch has here.
+def load_parallel(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    world_size: int,
+    threads: int,
+) -> ShardedDecoder:
+    """Load a model in `world_size` processes, this one included, and return this one's part.
+
+    The others end with this process or with its decoder.
+
+    Args:
+        threads: CPU threads of all processes together; 0 is as many as torch uses here.
 
     Raises:
         ConfigError: there are more processes than key-value heads.
-        LoadError: a process cannot load its part, or does not begin.
+        LoadError: a process cannot load its part, or does not start.
     """
-    config = load_config(directory)
-    divided(config, Part(0, of, None))
-    each = max((threads or torch.get_num_threads()) // of, 1)
-    with tempfile.TemporaryDirectory() as place:
-        store = str(Path(place) / "store")
-        others = [
-            torch.device("cuda", rank) if device.type == "cuda" else device for rank in range(1, of)
-        ]
-        jobs = [
-            Job(directory, dtype, own, context, i, of, each, store)
-            for i, own in enumerate([device, *others])
-        ]
-        processes = [_begin(job) for job in jobs[1:]]
+    config = load_config(path)
+    shard_config(config, Shard(0, world_size, None))
+    each = max((threads or torch.get_num_threads()) // world_size, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        jobs = []
+        for rank in range(world_size):
+            own = torch.device("cuda", rank) if rank and device.type == "cuda" else device
+            jobs.append(WorkerConfig(path, dtype, own, context, rank, world_size, each, store))
+        processes = [_start(job) for job in jobs[1:]]
         try:
             for process in processes:
-                _hear(process)  # it is there: only then wait for each other
-            decoder = _load(jobs[0], config, Followers(processes).tell)
+                _wait_for(process)  # started; only then wait for each other
+            decoder = _load_shard(jobs[0], config, WorkerPool(processes).announce)
             for process in processes:
-                _hear(process)  # it has loaded its part
+                _wait_for(process)  # loaded
         except BaseException:
-            _end(processes)
+            _stop(processes)
             raise
-    weakref.finalize(decoder, _end, processes)
+    weakref.finalize(decoder, _stop, processes)
     return decoder
 
 
-def _begin(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: WorkerConfig) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", ENTRY, *sys.path],
         stdin=subprocess.PIPE,
@@ -163,62 +172,63 @@ def _begin(job: Job) -> subprocess.Popen[bytes]:
     return process
 
 
-def _hear(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a follower says that all is well. Raises LoadError where it is not."""
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a worker reports success. Raises LoadError if it reports an error or ends."""
     assert process.stdout
     line = process.stdout.readline()
     if not line:
-        raise LoadError(
-            f"a process of this model has ended while it was loaded (exit code {process.wait()})"
-        )
+        code = process.wait()
+        raise LoadError(f"a process of this model has ended while loading it (exit code {code})")
     if error := json.loads(line):
         raise LoadError(error)
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End followers: they stop where they are, there is nothing of theirs to keep."""
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kill workers; they hold nothing that must be saved."""
     for process in processes:
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe:
-                with suppress(OSError):  # what was still to be written
+                with suppress(OSError):  # raised for what was still to be written
                     pipe.close()
         process.wait()
 
 
-def _load(
-    job: Job, config: ModelConfig, tell: Callable[[Attend], None] = lambda attend: None
-) -> PartDecoder:
-    """A process's part of the model, once all have found each other. Raises LoadError."""
+# ---------------------------------------------------------------- every process
+
+
+def _load_shard(
+    job: WorkerConfig, config: ModelConfig, announce: Callable[[Attend], None] = lambda attend: None
+) -> ShardedDecoder:
+    """Load this process's part of the model once all have found each other. Raises LoadError."""
     torch.set_num_threads(job.threads)
-    part = _join(job.device, job.store, job.rank, job.of)
-    return PartDecoder(config, job.directory, job.dtype, job.device, job.context, part, tell)
+    shard = _join(job.device, job.store, job.rank, job.world_size)
+    return ShardedDecoder(config, job.path, job.dtype, job.device, job.context, shard, announce)
 
 
-def _join(device: torch.device, store: str, rank: int, of: int) -> Part:
-    """Find the others, in a group apart from the one that a program may have. Raises LoadError."""
-    file = distributed.FileStore(store, of)  # type: ignore[attr-defined]
+def _join(device: torch.device, store: str, rank: int, world_size: int) -> Shard:
+    """Join the other processes, in a group separate from torch's default one. Raises LoadError."""
+    file = distributed.FileStore(store, world_size)  # type: ignore[attr-defined]
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = PATIENCE
-            part = Part(rank, of, distributed.ProcessGroupNCCL(file, rank, of, options))
+            options._timeout = TIMEOUT
+            group: Any = distributed.ProcessGroupNCCL(file, rank, world_size, options)
         else:
             with _loopback():
-                part = Part(rank, of, distributed.ProcessGroupGloo(file, rank, of, PATIENCE))
-        part.summed(torch.zeros(1, device=device))  # nccl connects when it is first used
+                group = distributed.ProcessGroupGloo(file, rank, world_size, TIMEOUT)
+        shard = Shard(rank, world_size, group)
+        shard.all_reduce(torch.zeros(1, device=device))  # nccl connects at its first use
     except RuntimeError as error:
-        raise LoadError(
-            f"the processes of this model do not find each other: {one_line(str(error))}"
-        ) from None
-    return part
+        why = one_line(str(error))
+        raise LoadError(f"the processes of this model do not find each other: {why}") from None
+    return shard
 
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let gloo listen on the loopback interface alone: what goes through it is for no other
-    machine."""
+    """Make gloo listen on the loopback interface only, out of reach of other machines."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = before or names[0]
@@ -229,45 +239,48 @@ def _loopback() -> Iterator[None]:
             del os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def follow() -> None:
-    """A follower's life: its part of the model, then the leader's passes until that one is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader's affair
-    told, say = sys.stdin.buffer, sys.stdout
-    job: Job = pickle.load(told)
-    print(json.dumps(""), file=say, flush=True)
+# ---------------------------------------------------------------- a worker
+
+
+def run_worker() -> None:
+    """Entry point of a worker: load a part of the model, then follow the leader until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the leader
+    messages, reports = sys.stdin.buffer, sys.stdout
+    job: WorkerConfig = pickle.load(messages)
+    print(json.dumps(""), file=reports, flush=True)
     try:
-        decoder = _load(job, load_config(job.directory))
+        decoder = _load_shard(job, load_config(job.path))
     except ForerunError as error:
-        print(json.dumps(str(error)), file=say, flush=True)
+        print(json.dumps(str(error)), file=reports, flush=True)
         return
-    print(json.dumps(""), file=say, flush=True)
+    print(json.dumps(""), file=reports, flush=True)
     runners: dict[int, Runner] = {}
-    for order in _orders(told):
-        for number in order.gone:
+    for message in _read_messages(messages):
+        for number in message.freed:
             runners.pop(number, None)
-        if order.cache not in runners:
-            tokens, page, slots = order.shape
-            runners[order.cache] = Runner(decoder, tokens=tokens, page=page, slots=slots)
+        if message.cache not in runners:
+            tokens, page, slots = message.shape
+            runners[message.cache] = Runner(decoder, tokens=tokens, page=page, slots=slots)
         try:
-            _obey(runners[order.cache], order)
-        except LostError:  # the leader knows
+            _follow(runners[message.cache], message)
+        except LostError:  # the leader notices too
             return
 
 
-def _orders(told: IO[bytes]) -> Iterator[Order]:
+def _read_messages(messages: IO[bytes]) -> Iterator[ForwardMessage]:
     try:
         while True:
-            yield pickle.load(told)
-    except (EOFError, pickle.UnpicklingError):  # the leader is gone
+            yield pickle.load(messages)
+    except (EOFError, pickle.UnpicklingError):  # the leader has ended
         return
 
 
-def _obey(runner: Runner, order: Order) -> None:
-    """Do what the leader does."""
+def _follow(runner: Runner, message: ForwardMessage) -> None:
+    """Repeat what the leader did to its cache, and run the forward pass."""
     cache = runner.cache
-    for source, target in order.moves:
+    for source, target in message.moves:
         cache.move(torch.from_numpy(source), torch.from_numpy(target))
-    for slot, (length, rows) in order.places.items():
+    for slot, (length, rows) in message.slots.items():
         cache.length[slot] = length
         cache.pages.rows[slot, : len(rows)] = rows
-    runner.forward(order.segments)
+    runner.forward(message.segments)

@@ -1,4 +1,4 @@
-"""One pass of a model over any mixture of prefill chunks, single tokens and draft trees."""
+"""`Runner`: a decoder with its KV cache, which runs forward passes over any mixture of segments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.models.decoder import Decoder
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Link
+from forerun.runtime.program import ChainStart
 from forerun.types import Forward
 
 
 class Runner:
-    """A decoder, on torch or on the native kernels, and its KV cache. The target has one; so has
-    every draft model."""
+    """A decoder, on torch or on the native kernels, and its KV cache.
+
+    The target has one; so has every draft model. A forward pass takes prefill chunks, single tokens
+    and draft trees at the same time."""
 
     def __init__(
         self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int
     ) -> None:
-        """Room for `tokens` tokens of KV in pages of `page`, for `slots` requests at a time."""
+        """Allocate a cache of `tokens` tokens in pages of `page`, for `slots` concurrent requests."""
         self.decoder = decoder
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         self.reset()
@@ -30,39 +32,45 @@ class Runner:
         """Start over with an empty cache."""
         decoder = self.decoder
         self.cache = KVCache(
-            decoder.config, **self._shape, context=decoder.context, dtype=decoder.dtype, device=decoder.device,
+            decoder.config,
+            **self._shape,
+            context=decoder.context,
+            dtype=decoder.dtype,
+            device=decoder.device,
             native=isinstance(decoder, NativeDecoder),
-        )  # fmt: skip
+        )
 
     def make_room(self, tokens: int) -> None:
-        """Start over with a cache of so many tokens."""
+        """Start over with a cache of `tokens` tokens."""
         self._shape["tokens"] = tokens
         self.reset()
 
-    def abridged(self, kept: Sequence[int], window: int | None = None) -> Runner:
-        """Part of the model on the same cache, whose committed rows it only reads: these of its
-        layers, and a window of so many keys."""
-        return _Part(self, self.decoder.abridged(kept, window))
+    def with_layers(self, layer_ids: Sequence[int], window: int | None = None) -> Runner:
+        """Return a runner of part of the model on the same cache, of which it only reads committed
+        rows: these layers, and at most `window` keys."""
+        return _PartRunner(self, self.decoder.with_layers(layer_ids, window))
 
-    def chain(self, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
-        """Say token after token below `vocab` behind each link; None where passes are not
-        native."""
+    def draft_chains(self, starts: Sequence[ChainStart], vocab: int) -> list[list[int]] | None:
+        """Draft a chain of tokens below `vocab` behind each start in one native call.
+
+        Returns None if the decoder is not native."""
         if isinstance(self.decoder, NativeDecoder):
-            return self.decoder.chain(links, self.cache, vocab)
+            return self.decoder.draft_chains(starts, self.cache, vocab)
         return None
 
     def forward(
         self, segments: Sequence[Segment], aux_hidden_layers: Sequence[int] = (), keep: bool = True
     ) -> Forward:
-        """One pass. The slots must have room (`Pages.grow`); logits come in the order of the
-        segments' `want`, hidden states at `aux_hidden_layers` in that of their tokens. Logits that
-        are not to be kept may be overwritten by the next pass."""
+        """Run one forward pass. The slots must have room (`Pages.grow`).
+
+        Logits come in the order of the segments' `want`, hidden states at `aux_hidden_layers` in
+        the order of their tokens. Without `keep` the next pass may overwrite the logits."""
         if isinstance(self.decoder, NativeDecoder):
             return self.decoder.forward(segments, self.cache, aux_hidden_layers, keep)
-        return self._on_torch(self.decoder, segments, aux_hidden_layers)
+        return self._forward_on_torch(self.decoder, segments, aux_hidden_layers)
 
     @torch.inference_mode()
-    def _on_torch(
+    def _forward_on_torch(
         self, decoder: Decoder, segments: Sequence[Segment], aux_hidden_layers: Sequence[int]
     ) -> Forward:
         device = decoder.device
@@ -72,19 +80,18 @@ class Runner:
         for segment in segments:
             want += [start + i for i in segment.want]
             start += len(segment.tokens)
-        chosen = torch.tensor(want, dtype=torch.int64, device=device)
-        return decoder.forward(ids, attention.positions, attention, chosen, aux_hidden_layers)
+        wanted = torch.tensor(want, dtype=torch.int64, device=device)
+        return decoder.forward(ids, attention.positions, attention, wanted, aux_hidden_layers)
 
 
-class _Part(Runner):
-    """Shares the cache of another runner, which starts over first."""
+class _PartRunner(Runner):
+    """Shares the cache of another runner, which is always reset first."""
 
-    def __init__(self, whole: Runner, decoder: Decoder | NativeDecoder) -> None:
-        self.whole, self.decoder, self.cache = whole, decoder, whole.cache
+    def __init__(self, owner: Runner, decoder: Decoder | NativeDecoder) -> None:
+        self.owner, self.decoder, self.cache = owner, decoder, owner.cache
 
     def reset(self) -> None:
-        self.cache = self.whole.cache
+        self.cache = self.owner.cache
 
     def make_room(self, tokens: int) -> None:
-        """Of which the other has made as much."""
         self.reset()

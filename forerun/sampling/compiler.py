@@ -62,7 +62,7 @@ _STACKS = threading.Lock()
 class Spelling(Protocol):
     """The part of a tokenizer that grammars need."""
 
-    def extended(self, special: str) -> tuple[str, int]: ...
+    def with_special_token(self, text: str) -> tuple[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class GrammarCompiler:
             raise RequestError(
                 "grammars need llguidance: pip install 'forerun[structured]'"
             ) from None
-        text, last = self.tokenizer.extended(END)
+        text, last = self.tokenizer.with_special_token(END)
         added = tuple((token["id"], token["content"]) for token in json.loads(text)["added_tokens"])
         try:
             return LLTokenizer(text, n_vocab=max(self.vocab, last + 1), eos_token=last), last, added

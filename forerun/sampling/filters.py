@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.kernels.draw import check_finite, gumbel_argmax, say, temper
+from forerun.kernels.draw import check_finite, gumbel_argmax, sample_tokens, scale_by_temperature
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -188,7 +188,7 @@ def draw_tokens(
     ):
         with torch.inference_mode():
             return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
-    return say(
+    return sample_tokens(
         logits, [s.params.heat for d, s in zip(drafts, states, strict=True) for _ in d.tokens], keys
     )
 
@@ -196,7 +196,7 @@ def draw_tokens(
 def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p, each row with its own parameters. [M, V], M parameters
     -> scores [M, V]"""
-    scores = temper(logits, [p.heat for p in params])
+    scores = scale_by_temperature(logits, [p.heat for p in params])
     filters = [
         UNFILTERED if p.greedy else p.filters for p in params
     ]  # of one token there is nothing to filter

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.llm import LLM
+from forerun.models.files import title
 from forerun.models.hub import DEFAULT
-from forerun.models.names import title
 from forerun.sampling.params import DEFAULT as DEFAULT_SAMPLING
 from forerun.server import conversation, errors, ollama, openai
 from forerun.server.auth import CALLER, ApiKeys, add_access_control

@@ -20,10 +20,10 @@ from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 
 from forerun import __version__
-from forerun.catalogue.survey import Survey, survey
+from forerun.catalog.survey import Survey, survey
 from forerun.llm import LLM
 from forerun.models.hub import find_model
-from forerun.models.places import Found
+from forerun.models.local import LocalModel
 from forerun.server import errors, fields, limits
 from forerun.server.conversation import THINKING_VARIABLES
 from forerun.server.embeddings import Embedder, MakeContent, check_dimensions
@@ -334,7 +334,7 @@ class ModelCard:
         self.name = state.name if ":" in state.name else f"{state.name}:latest"
         self.digest = hashlib.sha256(state.fingerprint.encode()).hexdigest()
         # read now, because the files may be gone at a later request
-        found = Found(self.name, find_model(self.llm.config.model), "")
+        found = LocalModel(self.name, find_model(self.llm.config.model), "")
         self.file: Survey = survey([found])[0]
         # the time of the file, not of loading: all replicas say the same
         self.modified = int(Path(self.file.path).stat().st_mtime)

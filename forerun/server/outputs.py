@@ -197,7 +197,7 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
 
 @lru_cache(maxsize=CACHED_TOKENS)
 def _token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    return tokenizer.spelling(token)
+    return tokenizer.token_bytes(token)
 
 
 def _finite(logprob: float) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from forerun.catalogue.memory import recall
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.bench import decode as module
 from forerun.bench.decode import DecodePlan, measure_decoding, record_results
 from forerun.bench.pair import Pair
+from forerun.catalog.measurements import load
 from forerun.engine.stats import RequestStats
 from forerun.measure import rounds
 from forerun.measure import run as timing
@@ -313,7 +313,7 @@ def test_results_of_single_drafters_are_recorded() -> None:
     others = ("off", "suffix", "suffix+model:a", "recycle:table")
     record_results("t", [result(draft=draft) for draft in others])
     record_results("t", [result(requests=8), result(same=False), result(rule="token")])
-    kept = {(m.target, m.drafter, m.kind, m.category, m.depth): m for m in recall()}
+    kept = {(m.target, m.drafter, m.kind, m.category, m.depth): m for m in load()}
     assert kept.keys() == {
         ("t", "some/where", "model", "chat", "4"),
         ("t", "some/where", "model", "all", "auto"),

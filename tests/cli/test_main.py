@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main as cli
-from forerun.models.places import names_model
+from forerun.models.local import is_model_name
 from tests import tiny
 
 MODEL = ["--model", str(tiny.spoken())]
@@ -412,7 +412,7 @@ def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
         "x" * 9000,
         "a\0b",
     ]
-    assert [text for text in prompts if names_model(text)] == []
+    assert [text for text in prompts if is_model_name(text)] == []
 
 
 def test_a_message_in_place_of_a_model_is_told(forerun) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import completion
-from forerun.models import places
+from forerun.models import local as places
 from tests.cli.test_main import run
 from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, ollama_model

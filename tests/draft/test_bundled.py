@@ -16,7 +16,7 @@ from forerun.draft.eagle.module import save_head
 from forerun.draft.registry import automatic, bundled_for
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT
-from forerun.models.places import Found
+from forerun.models.local import LocalModel
 from tests import tiny
 
 PLACES = (
@@ -64,7 +64,7 @@ def test_auto_drafts_with_it_and_generates_the_same(
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
-    (row,) = survey([Found("x", model, "here")])
+    (row,) = survey([LocalModel("x", model, "here")])
     assert row.draft == llm.draft, "forerun models names what serve drafts with"
     plain = [c.token_ids for c in other.generate(prompts, params, draft="off")]
     eagle3 = {"draft": "eagle3", "depth": 3}

@@ -18,7 +18,7 @@ from forerun.draft.cascade import Cascade
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.kernels import native
-from forerun.runtime.program import Link
+from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Forward, Proposal
@@ -215,7 +215,7 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
 
     chain = Runner.chain
 
-    def at_once(self: Runner, links: Sequence[Link], vocab: int) -> list[list[int]] | None:
+    def at_once(self: Runner, links: Sequence[ChainStart], vocab: int) -> list[list[int]] | None:
         said = chain(self, links, vocab)
         clock[0] += 0.0 if said is None else max(len(link.keys) for link in links)
         return said

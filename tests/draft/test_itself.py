@@ -144,7 +144,7 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
     texts = {0: [1 + i % 60 for i in range(250)], 1: [3, 9] * 40, 2: [7, 8]}
     found = []
     for whole in (one, other):
-        part = whole.abridged(range(shape.layers), window)
+        part = whole.with_layers(range(shape.layers), window)
         for slot, text in texts.items():
             read(whole, text, slot)
         segments = [

@@ -14,7 +14,7 @@ from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads, save_h
 from forerun.draft.proposer import DraftRequest, view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
-from forerun.runtime.program import Linear
+from forerun.runtime.packed import Linear
 from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny

@@ -109,9 +109,9 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     Shortlist(torch.tensor([3, 4, 5]), tiny.VOCAB).save(directory / SHORTLIST)
     for option, size in ((None, 3), (str(listed), len(tiny.LISTED))):
         llm: Any = LLM(target, draft=f"model:{directory}", draft_shortlist=option, kv_tokens=512)
-        assert len(llm.engine.proposers["model"].runner.decoder.said) == size
+        assert len(llm.engine.proposers["model"].runner.decoder.shortlist) == size
     alone = LLM(directory, draft="suffix", kv_tokens=512)
-    assert alone.decoder.said is None, "a target predicts all tokens"
+    assert alone.decoder.shortlist is None, "a target predicts all tokens"
 
 
 @compiled

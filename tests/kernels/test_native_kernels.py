@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forerun.kernels import native
-from forerun.runtime.program import Packed
+from forerun.runtime.packed import PackedMatrix
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
@@ -58,7 +58,7 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         norm = native.CNorm(
             gain.ctypes.data, shift.ctypes.data if kind == LAYER else None, 1e-5, kind
         )
-        packed = Packed(weight, bias, "float32", gated=False)
+        packed = PackedMatrix(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
         op = native.COp(
             kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen,
@@ -83,7 +83,7 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
 def test_a_gated_layer(inner: int) -> None:
     bench = Bench([40, inner + -inner % 16], 3, seed=inner)
     gate, up = torch.randn(inner, 40), torch.randn(inner, 40)
-    packed = Packed(torch.cat((gate, up)), None, "float32", gated=True)
+    packed = PackedMatrix(torch.cat((gate, up)), None, "float32", gated=True)
     bench.run(
         native.COp(
             kind=native.LINEAR,

@@ -1,4 +1,4 @@
-"""The trees in which other programs keep models, as small as they can be."""
+"""Homes with the model folders of other programs, as small as they can be."""
 
 from __future__ import annotations
 
@@ -6,39 +6,38 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from forerun.models import local
 from tests.little_gguf import little
 
 IMAGE = "application/vnd.ollama.image."
 HOST = "registry.example"
+VARIABLES = [
+    "OLLAMA_MODELS",
+    "LLAMA_CACHE",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_HOME",
+    "XDG_CACHE_HOME",
+]
 
 
 def bare_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without any model, and nothing that says where else to look."""
-    from huggingface_hub import constants
-
-    from forerun.models import hub, ollama
-
-    for name in (
-        "OLLAMA_MODELS",
-        "LLAMA_CACHE",
-        "HF_HUB_CACHE",
-        "HUGGINGFACE_HUB_CACHE",
-        "HF_HOME",
-        "XDG_CACHE_HOME",
-    ):
+    """Set HOME to a folder without any model."""
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setattr(ollama, "SERVICES", ())
-    monkeypatch.setattr(hub, "DEFAULT_PACKAGE", "no_such_package_is_here")
+    monkeypatch.setattr(local, "SERVICE_FOLDERS", ())
+    monkeypatch.setattr(local, "DEFAULT_PACKAGE", "no_such_package_is_here")
     return home
 
 
 def ollama_model(
     home: Path, place: str, layer: str = "model", digest: str | None = None, **metadata: object
 ) -> Path:
-    """A manifest at HOST/NAMESPACE/MODEL/TAG and its blob, whose path is returned."""
+    """Write a manifest at HOST/NAMESPACE/MODEL/TAG and its blob; return the blob's path."""
     root = home / ".ollama/models"
     hexadecimal = f"{abs(hash(place)):064x}"[-64:]
     manifest = root / "manifests" / place
@@ -54,7 +53,7 @@ def ollama_model(
 def hub_file(
     home: Path, repository: str, file: str, commit: str = "c1", **metadata: object
 ) -> Path:
-    """A GGUF file in a snapshot of the Hub's cache, as a link to a blob."""
+    """Write a GGUF file into a snapshot of the Hub's cache, as a link to a blob."""
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs/main").write_text(commit)
@@ -63,3 +62,11 @@ def hub_file(
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(blob)
     return link
+
+
+def plain_model(directory: Path, *files: str) -> Path:
+    """Write a directory with a config.json and these empty files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", *files):
+        (directory / name).write_text("{}")
+    return directory

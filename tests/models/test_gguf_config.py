@@ -16,7 +16,6 @@ import torch
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.gguf.config import ARCHITECTURES, READ
 from tests import gguf_files, tiny
 
 CPU = torch.device("cpu")
@@ -56,33 +55,6 @@ def test_key_value_heads_are_a_number_or_one_a_layer_or_the_heads(
     value: Any, expected: int, path: Path
 ) -> None:
     assert config_of(path, {"llama.attention.head_count_kv": value}).kv_heads == expected
-
-
-@pytest.mark.parametrize("width, turns", [(24, 24), (44, 30), (47, 6), (15, 8)])
-def test_as_many_channels_rotate_as_the_file_says(width: int, turns: int, path: Path) -> None:
-    """A share of the head stands for them in between, and 44 * (30 / 44) is less than 30."""
-    lengths = {"llama.attention.key_length": width, "llama.attention.value_length": width}
-    assert config_of(path, lengths | {"llama.rope.dimension_count": turns}).ropes[0].dim == turns
-
-
-def test_layers_that_differ_are_refused(path: Path) -> None:
-    refused(
-        make(path, {"llama.attention.head_count_kv": [2, 1, 2]}),
-        "attention.head_count_kv",
-        "differs between layers",
-    )
-
-
-def test_sizes_of_heads(path: Path) -> None:
-    assert (
-        config_of(
-            path, {"llama.attention.key_length": ..., "llama.rope.dimension_count": ...}
-        ).head_dim
-        == 24
-    )
-    keys = {"qwen3.attention.key_length": 8, "qwen3.attention.value_length": 8}
-    assert config_of(path, keys, "qwen3").head_dim == 8
-    refused(make(path, {"qwen3.attention.value_length": 16}, "qwen3"), "value_length")
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 3e-7, 0.125])
@@ -149,15 +121,6 @@ def test_what_a_model_has_that_forerun_has_not_is_named(
     refused(make(path, {f"llama.{key}": value}), words)
 
 
-def test_neutral_values_are_no_features(path: Path) -> None:
-    changes = {"llama.expert_count": 0, "llama.logit_scale": 1.0, "llama.rope.scaling.type": "none"}
-    assert config_of(path, changes).family == "llama"
-
-
-def test_the_list_of_architectures_is_that_of_their_readers() -> None:
-    assert sorted(READ) == sorted(ARCHITECTURES)
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_divisors_of_frequencies_are_positive(
     value: float, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,50 +142,12 @@ def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> N
     refused(make(path, {"general.architecture": name}), words, "not supported")
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"general.architecture": "clip"}, "projector"),
-        ({"general.type": "mmproj"}, "projector"),
-        ({"general.type": "adapter"}, "adapter"),
-        ({"general.type": "imatrix"}, "importance matrix"),
-    ],
-)
-def test_files_that_are_no_models(changes: dict[str, Any], words: str, path: Path) -> None:
-    refused(make(path, changes), words, "not a model")
-
-
-def without_tensors(path: Path, *more: str) -> Path:
-    """A file with a vocabulary and these tensors, if any."""
-    writer = gguf_files.gguf.GGUFWriter(path, "llama")
-    for key, value in gguf_files.tokens("llama").items():
-        gguf_files.set_key(writer, key, value)
-    for name in more:
-        writer.add_tensor(name, np.zeros((4, 4), np.float32))
-    gguf_files.finish(writer)
-    return path
-
-
-def test_a_vocabulary_without_weights(path: Path) -> None:
-    refused(without_tensors(path), "vocabulary", "no weights")
-
-
 @pytest.mark.parametrize("extra", ["vision.weight", "blk.0.attn_sinks.weight", "blk.1.attn_q.bias"])
 def test_tensors_that_fit_nothing_are_named(
     extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_extra(monkeypatch, extra)
     refused(make(path, {}), extra, "fit no part")
-
-
-@pytest.mark.parametrize(
-    "extra", ["v.blk.0.attn_q.weight", "mm.0.weight", "blk.3.nextn.eh_proj.weight", "mtp.0.weight"]
-)
-def test_projectors_and_drafting_modules_are_left_alone(
-    extra: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_extra(monkeypatch, extra)
-    assert len(load_decoder(make(path, {}), torch.float32, CPU, 32).weights.layers) == 3
 
 
 def with_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -47,7 +47,7 @@ def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_pat
     assert (theirs.tied, theirs.end_ids, theirs.windows) == (ours.tied, ours.end_ids, ours.windows)
 
 
-@pytest.mark.parametrize("name", gguf_files.NAMES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3-longrope", "gpt2"])
 def test_layers_of_a_file_are_those_of_the_model(name: str) -> None:
     """A drafter of the first and the last layer, whatever family they are of."""
     written = gguf_files.written(name, "Q8_0")

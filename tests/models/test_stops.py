@@ -8,23 +8,20 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.models.tokenizer import StopAutomaton, StopMatcher, automaton_of
+from forerun.models.tokenizer import StopAutomaton, StopMatcher, stop_automaton
 
 LETTERS = st.text("abc", max_size=6)
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[list[int | None], list[int]]:
-    """After each piece: where the first stop begins in the whole text, and what is begun of one."""
-    matcher, before, found, begun = (
-        StopMatcher(StopAutomaton(stops)),
-        0,
-        list[int | None](),
-        list[int](),
-    )
+    """After each piece: where the first stop begins in the whole text, and how much of one is held."""
+    matcher, before = StopMatcher(StopAutomaton(stops)), 0
+    found: list[int | None] = []
+    begun: list[int] = []
     for piece in pieces:
         at = matcher.feed(piece)
         found.append(None if at is None else before + at)
-        begun.append(matcher.begun)
+        begun.append(matcher.partial_length)
         before += len(piece)
     return found, begun
 
@@ -54,4 +51,4 @@ def test_the_worst_stops_take_linear_time() -> None:
 
 
 def test_completions_of_one_request_share_an_automaton() -> None:
-    assert automaton_of(("ab", "c")) is automaton_of(("ab", "c"))
+    assert stop_automaton(("ab", "c")) is stop_automaton(("ab", "c"))

@@ -26,7 +26,8 @@ from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed, _sights
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import _visible_paths
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify import Noise
@@ -166,31 +167,6 @@ def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
         assert torch.equal(logits[node], expected), node
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
-    """Blocks of keys are read where they are, or gathered first; tokens that see the same blocks
-    share them."""
-    model, prompt = decoder(name, form), ids(75)
-    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
-    found = []
-    for page in (4, 8, 16, 32):
-        kv = cache(model, page=page)
-        first = model.forward([chain(prompt)], kv).logits
-        kv.commit(1, range(75))
-        found.append(torch.cat([first, model.forward([tree], kv).logits]))
-    assert all(torch.equal(logits, found[0]) for logits in found[1:])
-
-
-def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
-    """Freeing what lay behind it used to count down within its own numbers."""
-    large = Packed(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
-    before = large.data.copy()
-    small = [Packed(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
-    del small
-    assert np.array_equal(large.data, before)
-
-
 def test_a_forked_child_has_threads_of_its_own() -> None:
     """Those of its parent are not there: it used to wait for them."""
     model, tokens = decoder("llama", "int8"), ids(33)
@@ -206,30 +182,6 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
             os._exit(0 if same else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.parametrize("threads_", [1, 2, 3])
-def test_threads_do_not_change_the_bits(threads_: int) -> None:
-    model, tokens = decoder("llama", "int8"), ids(33)
-    expected = model.forward([chain(tokens)], cache(model)).logits
-    native.start(threads_)
-    assert torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
-    native.start(2)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
-    """Sums of integers are exact however they are made, and all else is the same code."""
-    model, tokens, logits = decoder("qwen3", form), ids(25), []
-    try:
-        for instructions in ("avx2", "avxvnni"):
-            native.start(2, instructions)
-            logits.append(model.forward([chain(tokens)], cache(model)).logits)
-    except ValueError as error:
-        pytest.skip(str(error))
-    finally:
-        native.start(2)
-    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("instructions", ["avx512", "avx512vnni", "avxvnni", "avx2", "portable"])
@@ -255,7 +207,7 @@ def product(
     weight: torch.Tensor, x: torch.Tensor, form: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [m, K] times weight [N, K] transposed by the kernels, as a program of one operation."""
-    packed = Packed(weight, bias, form, gated=False)
+    packed = PackedMatrix(weight, bias, form, gated=False)
     op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
     widths = np.array([x.shape[1], weight.shape[0]], dtype=np.int32)
     program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
@@ -288,17 +240,6 @@ def test_products_against_float64_and_row_by_row(form: str, shape: tuple[int, in
         assert torch.equal(product(weight, x[:count], form, bias), single[:count])
 
 
-def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
-    """One activation a hundred times the rest costs precision in its group of 64 only."""
-    torch.manual_seed(3)
-    weight, x = torch.randn(64, 512), torch.randn(4, 512)
-    x[:, 7] = 100.0
-    rest = weight.clone()
-    rest[:, :64] = 0  # what the other groups contribute
-    exact = x.double() @ rest.double().T
-    assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012
-
-
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_chain_in_one_call_is_the_chain_level_by_level(
@@ -311,7 +252,7 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
     drafts = []
     for whole in (True, False):
         if not whole:
-            monkeypatch.setattr(Runner, "chain", lambda *_: None)
+            monkeypatch.setattr(Runner, "draft_chains", lambda *_: None)
         drafter = DraftModel(Runner(model, tokens=256, page=4, slots=4), tiny.VOCAB - 3)
         rows = [
             DraftRequest(
@@ -341,30 +282,9 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
         assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
 
 
-def test_filtered_draws_are_made_level_by_level() -> None:
-    """The native call knows temperatures only."""
-    drafter = DraftModel(
-        Runner(decoder("llama", "float32", draft=True), tokens=256, page=4, slots=1), tiny.VOCAB
-    )
-    tokens = ids(9)
-    drafter.open(0, tokens)
-    params = SamplingParams.pure(temperature=2.0, top_k=1)
-    greedy, filtered = (
-        drafter.propose([DraftRequest(0, tokens, each, Noise(3, 8), 6)])[0].tokens
-        for each in (SamplingParams(), params)
-    )
-    assert filtered == greedy
-    assert (
-        drafter.propose([DraftRequest(0, tokens, replace(params, top_k=0), Noise(3, 8), 6)])[
-            0
-        ].tokens
-        != greedy
-    )
-
-
-def test_sights() -> None:
-    assert _sights([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
-    assert _sights([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
+def test_visible_paths() -> None:
+    assert _visible_paths([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
+    assert _visible_paths([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -430,9 +350,3 @@ def test_loading_takes_little_more_than_the_weights(
     assert done.returncode == 0, done.stderr
     took, held = map(int, done.stdout.split())
     assert took - held < 100e6, (took, held)
-
-
-def test_precision_is_that_of_the_matrices() -> None:
-    """Not of the embedding and the cache."""
-    assert decoder("llama", "int4").precision == f"int4 and int8, native {native.instructions()}"
-    assert decoder("llama", "bfloat16").precision == f"bfloat16, native {native.instructions()}"

@@ -13,7 +13,7 @@ from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.models.gguf.blocks import FORMS, stack_blocks
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import Packed, pack_blocks
+from forerun.runtime.packed import PackedMatrix, pack_blocks
 from tests import gguf_files
 from tests.runtime.test_native import cache, chain, ids, one_at_a_time
 
@@ -76,7 +76,7 @@ def activations(rows: int, inputs: int) -> torch.Tensor:
     return (whole * scale[..., None]).flatten(1)[:, :inputs].contiguous()
 
 
-def product(packed: Packed, x: torch.Tensor, **options: object) -> torch.Tensor:
+def product(packed: PackedMatrix, x: torch.Tensor, **options: object) -> torch.Tensor:
     """x [m, K] times a packed matrix transposed, as a program of one operation; gated layers have
     half the outputs."""
     outputs = packed.matrix.outputs // (2 if options.get("gated") else 1)
@@ -117,7 +117,9 @@ def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: 
             gguf_files.extreme_rows(kind, outputs, inputs),
         ):
             weight = torch.from_numpy(gguf_files.values_of(kind, rows))
-            packed = Packed(gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False)
+            packed = PackedMatrix(
+                gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False
+            )
             x = activations(9, inputs)
             single = torch.cat([product(packed, row[None]) for row in x])
             assert close(single, weight, x)
@@ -132,7 +134,7 @@ def test_gate_and_up_interleaved(kind: str, inner: int, instructions: str) -> No
     has them."""
     parts = [(kind, gguf_files.random_rows(kind, inner, 256, 0.05, seed)) for seed in (1, 2)]
     both = stack_blocks([gguf_files.blocks_of([part]) for part in parts])
-    packed, x = Packed(both, None, FORMS[kind], gated=True), activations(5, 256) / 64
+    packed, x = PackedMatrix(both, None, FORMS[kind], gated=True), activations(5, 256) / 64
     found = product(packed, x, gated=1, activation=native.ACTIVATIONS["silu"])[:, :inner]
     gate, up = (
         x.double() @ torch.from_numpy(gguf_files.values_of(*part)).T.double() for part in parts
@@ -152,7 +154,7 @@ def test_rows_of_several_types_are_a_matrix_for_each(gated: bool) -> None:
     ]
     made = pack_blocks(gguf_files.blocks_of(parts), torch.arange(96.0), gated)
     assert [part.packed.form for part in made.parts] == ["q4_k", "q6_k"]
-    assert [(part.column, part.gate, part.gated) for part in made.parts] == (
+    assert [(part.column, part.is_gate, part.is_gated) for part in made.parts] == (
         [(0, True, False), (0, False, True)] if gated else [(0, False, False), (48, False, False)]
     )
     x = activations(3, 256)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forerun.costs import SETTLED, Costs
+from forerun.costs import SETTLED, CostModel
 from tests.server.fake_playground import CHAT, COSTS, HTML, INFO, FakeServer
 from tests.server.serving import Serving
 
@@ -490,7 +490,7 @@ def test_the_calculator_agrees_with_the_formula(open_page: Open, fake: Any) -> N
 def test_costs_are_read_as_the_depth_policy_reads_them(
     open_page: Open, fake: Any, table: dict[int, float]
 ) -> None:
-    learned = Costs()
+    learned = CostModel()
     for size, cost in table.items():
         for _ in range(SETTLED):
             learned.add_pass(size, cost)

@@ -278,7 +278,7 @@ class TestSmallLM:
         assert scored_tokens(again).tolist() == ids  # type: ignore[union-attr]
         assert again.get_parameter("lm_head.weight").shape[0] == target.vocab
         proposer: Any = recipe.proposer(tmp_path, target, target.runner(1, 64))
-        assert proposer.runner.decoder.said.tolist() == ids
+        assert proposer.runner.decoder.shortlist.tolist() == ids
 
     def test_what_was_written_drafts_as_the_module(
         self, target: Target, corpus: Corpus, tmp_path: Path

@@ -36,7 +36,8 @@ from forerun.draft.tree import Tree, grow
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.kernels.native import COp
-from forerun.runtime.program import LOGITS, QKV, Packed, Pass, Recorded, Said, Start, X
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
 from forerun.types import BESIDE
 
 # buffers of the native programs; FEATURES is the first of one for each hidden-state layer
@@ -49,7 +50,12 @@ class NativeBlock(NativeRounds):
     fuses = True
 
     def __init__(
-        self, head: BlockHead, form: str, rotation: Rotation, lm_head: Packed | None, softcap: float
+        self,
+        head: BlockHead,
+        form: str,
+        rotation: Rotation,
+        lm_head: PackedMatrix | None,
+        softcap: float,
     ) -> None:
         """Pack the head's weights in `form`. `rotation` is cos and sin of all positions, float32
         [context, 1, D / 2]; `softcap` bounds the logits of `lm_head`, 0 for none. Whole rounds need
@@ -70,17 +76,17 @@ class NativeBlock(NativeRounds):
         table, scale = head.table()
         context, layers = self._layers(head)
         slots = [build.embedding(table, X, scale), *layers]
-        self._context = Recorded(c, context, widths)
-        self._slots = Recorded(c, slots, widths)
-        self._fused_context = Recorded(c, [*self._fusion(head), *context], widths)
-        self._predict: Recorded | None = None
-        self._markov: Recorded | None = None
+        self._context = Program(c, context, widths)
+        self._slots = Program(c, slots, widths)
+        self._fused_context = Program(c, [*self._fusion(head), *context], widths)
+        self._predict: Program | None = None
+        self._markov: Program | None = None
         if lm_head and config.is_bigram:
             logits = build.product(lm_head, X, LOGITS, head.norm, wanted=1, softcap=softcap)
-            self._predict = Recorded(c, [*slots, logits], widths)
+            self._predict = Program(c, [*slots, logits], widths)
             self.drafts = True
             if config.markov:
-                self._markov = Recorded(c, self._markov_bias(head.markov_head), widths)
+                self._markov = Program(c, self._markov_bias(head.markov_head), widths)
 
     @staticmethod
     def supports(config: BlockConfig) -> bool:
@@ -90,24 +96,28 @@ class NativeBlock(NativeRounds):
 
     def write_context(self, segments: Sequence[Segment], context: Tensor, cache: KVCache) -> None:
         """Write keys and values of context [T, Hd] in the segments' rows."""
-        run_program(self._context, Pass(segments, cache), cache, {CONTEXT: context})
+        run_program(self._context, ForwardBatch(segments, cache), cache, {CONTEXT: context})
 
     def run_slots(self, segments: Sequence[Segment], cache: KVCache) -> Tensor:
         """Run the slots of some blocks; the layers' outputs before the last norm. -> float32
         [T, Hd]"""
-        return run_program(self._slots, Pass(segments, cache, False), cache, {}).clone()
+        return run_program(self._slots, ForwardBatch(segments, cache, False), cache, {}).clone()
 
     def round(
-        self, starts: Sequence[Start], cache: KVCache, raw: bool, acceptance: array[float] | None
-    ) -> list[Said]:
-        """Read the starts' context and draft after it in one call; see `Recorded.block`. With
+        self,
+        starts: Sequence[RoundStart],
+        cache: KVCache,
+        raw: bool,
+        acceptance: array[float] | None,
+    ) -> list[DraftedChain]:
+        """Read the starts' context and draft after it in one call; see `Program.draft_block`. With
         `raw` the starts hold the target's hidden states before they are fused."""
         assert self._predict is not None
         config = self._config
-        return self._predict.block(
+        return self._predict.draft_block(
             starts,
             lambda start: block_segment(
-                config, start.segment.slot, start.link.token, start.link.offset
+                config, start.segment.slot, start.chain.token, start.chain.offset
             ),
             cache,
             self._vocab,
@@ -276,8 +286,8 @@ class BlockProposer(HiddenStateProposer):
             grow([g.tree for g in growing], logits, self.width, self.name)
 
     def run_round(
-        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
-    ) -> list[Said]:
+        self, starts: Sequence[RoundStart], raw: bool, acceptance: array[float] | None
+    ) -> list[DraftedChain]:
         assert self.native is not None
         return self.native.round(starts, self.cache, raw, acceptance)
 
@@ -355,5 +365,5 @@ class _BlockAttention(Attention):
                 causal = np.tri(count, dtype=bool)
                 mask[r, :count, at : at + count] = causal if self._block.is_causal(layer) else True
                 mask[r, count:, 0] = True  # a padding query must see something, or it is NaN
-            masks[self.config.sight(layer)] = None if mask.all() else self._tensor(mask)
+            masks[self.config.visible_keys(layer)] = None if mask.all() else self._tensor(mask)
         return masks

@@ -33,7 +33,7 @@ from forerun.draft.head_files import (
 from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
-from forerun.models.config import OWN_DRAFTER, Json, ModelConfig
+from forerun.models.config import MTP_PREFIXES, Json, ModelConfig
 from forerun.models.weights import Checkpoint
 
 MTP = "MTP module"
@@ -103,7 +103,7 @@ def save_module(module: MtpModule, directory: Path, target: str | None, dtype: t
 def load_module(directory: Path, target: TargetView) -> MtpModule:
     """Load a module for this target, in float32. Raises LoadError."""
     raw = read_config(directory, MTP)
-    if raw.get("model_type") in OWN_DRAFTER:
+    if raw.get("model_type") in MTP_PREFIXES:
         with reading(directory, MTP):
             return _load_from_target(directory, raw, target)
     tensors = read_tensors(directory, MTP)
@@ -128,7 +128,7 @@ def _load_speculators(raw: Json, tensors: Tensors, target: TargetView) -> MtpMod
 
 def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModule:
     """Load the first multi-token layer of a target's own checkpoint."""
-    checkpoint, own_prefix = Checkpoint(directory), f"{OWN_DRAFTER[raw['model_type']]}0."
+    checkpoint, own_prefix = Checkpoint(directory), f"{MTP_PREFIXES[raw['model_type']]}0."
     names = [name for name in checkpoint.where if name.startswith(own_prefix)]
     if not names:
         raise LoadError("its checkpoint has no multi-token layers; some copies leave them out")

@@ -26,7 +26,8 @@ from forerun.draft.tree import Tree, grow, grow_all
 from forerun.kernels import native
 from forerun.kernels.native import COp
 from forerun.models.shortlist import spread
-from forerun.runtime.program import LOGITS, QKV, Packed, Pass, Recorded, Said, Start, X
+from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
 from forerun.types import BESIDE
 
 # buffers of the native programs; FEATURES is the first of several
@@ -41,7 +42,7 @@ class NativeEagle(NativeRounds):
         head: EagleModule,
         form: str,
         rotation: Rotation,
-        lm_head: Packed | None,
+        lm_head: PackedMatrix | None,
         softcap: float,
     ) -> None:
         """Pack the head's weights in `form`. `rotation` is cos and sin of all positions, float32
@@ -58,15 +59,15 @@ class NativeEagle(NativeRounds):
             num_logits, c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)
         )
         self.features = range(FEATURES, len(widths))
-        self._pass = Recorded(c, layer, widths)
-        self._step: Recorded | None = None
-        self._fused_step: Recorded | None = None
+        self._pass = Program(c, layer, widths)
+        self._step: Program | None = None
+        self._fused_step: Program | None = None
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
-            self._step = Recorded(c, step, widths)
+            self._step = Program(c, step, widths)
             self.drafts, self.fuses = True, bool(fusion)
             if fusion:
-                self._fused_step = Recorded(c, [*self._fusion(head, fusion), *step], widths)
+                self._fused_step = Program(c, [*self._fusion(head, fusion), *step], widths)
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
@@ -74,20 +75,20 @@ class NativeEagle(NativeRounds):
         """Run pairs [T, Hd] of the segments' tokens, and write their cache rows. -> float32
         [T, Hd]"""
         inputs = {EMBEDDED: embedded, STATE: states}
-        return run_program(self._pass, Pass(segments, cache), cache, inputs).clone()
+        return run_program(self._pass, ForwardBatch(segments, cache), cache, inputs).clone()
 
     def round(
         self,
-        starts: Sequence[Start],
+        starts: Sequence[RoundStart],
         cache: KVCache,
         raw: bool,
         acceptance: array[float] | None,
-    ) -> tuple[list[Said], np.ndarray]:
-        """Read pairs and draft after them in one call; see `Recorded.round`. With `raw` the starts
+    ) -> tuple[list[DraftedChain], np.ndarray]:
+        """Read pairs and draft after them in one call; see `Program.draft_round`. With `raw` the starts
         hold the target's hidden states before they are fused."""
         begin, inputs = (self._fused_step, self.features) if raw else (self._step, [STATE])
         assert self._step is not None and begin is not None
-        return self._step.round(
+        return self._step.draft_round(
             starts, cache, self._vocab, self._ids, STATE, begin, inputs, acceptance
         )
 
@@ -112,7 +113,7 @@ class NativeEagle(NativeRounds):
         return [*ops, build.rotate(attention, 0), *build.attention_and_mlp(parts.layer, 0)]
 
     def _drafting(
-        self, head: EagleModule, layer: list[COp], lm_head: Packed, softcap: float
+        self, head: EagleModule, layer: list[COp], lm_head: PackedMatrix, softcap: float
     ) -> list[COp]:
         """Return the operations from a token and STATE to LOGITS and the next token's STATE."""
         build, parts = self._build, head.parts()
@@ -228,8 +229,8 @@ class EagleProposer(HiddenStateProposer):
             self._draft_by_levels(trees)
 
     def run_round(
-        self, starts: Sequence[Start], raw: bool, acceptance: array[float] | None
-    ) -> list[Said]:
+        self, starts: Sequence[RoundStart], raw: bool, acceptance: array[float] | None
+    ) -> list[DraftedChain]:
         assert self.native is not None
         found, outputs = self.native.round(starts, self.cache, raw, acceptance)
         for start, output in zip(starts, outputs, strict=True):

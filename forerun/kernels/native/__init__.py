@@ -1,8 +1,7 @@
-"""Native CPU kernels: a decoder recorded once as a list of operations, then one C call for each
-pass.
+"""Bindings of the native CPU kernels. A model is a list of operations that one C call executes.
 
-`library()` is the compiled code, or None with `reason()` saying why. Structures mirror `common.h`
-field by field."""
+`library()` returns the compiled library, or None; `reason()` then says why. The structures mirror
+those of `common.h` field by field."""
 
 from __future__ import annotations
 
@@ -18,27 +17,23 @@ from typing import Any
 
 from forerun.errors import CapacityError
 
-BLOCK = 32  # outputs packed side by side
-# by their numbers in common.h; from float16 on those of GGUF, the numbers of a file as they are
-FORMATS = {
-    name: number
-    for number, name in enumerate(
-        (
-            "float32",
-            "bfloat16",
-            "int8",
-            "int4",
-            "float16",
-            "q8_0",
-            "q4_1",
-            "q5_0",
-            "q5_1",
-            "q4_k",
-            "q5_k",
-            "q6_k",
-        )
-    )
-}
+BLOCK = 32  # outputs of a matrix that are packed side by side
+# weight formats by their numbers in common.h; from float16 on they hold GGUF blocks as they are
+_FORMAT_NAMES = [
+    "float32",
+    "bfloat16",
+    "int8",
+    "int4",
+    "float16",
+    "q8_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+]
+FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES = range(3)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
@@ -88,10 +83,10 @@ class CChain(Structure):
     _fields_ = [
         ("levels", c_int32), ("rows", c_int32), ("logits", c_int32), ("vocab", c_int32),
         ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
-        ("ids", c_void_p), ("said", c_int32), ("state", c_int32),
+        ("ids", c_void_p), ("num_ids", c_int32), ("state", c_int32),
         ("begin", POINTER(CProgram)), ("first", POINTER(CBatch)), ("last", c_void_p), ("first_keys", c_void_p),
-        ("left", c_void_p), ("stands", c_void_p), ("floors", c_void_p), ("sure", c_void_p), ("beside", c_void_p),
-        ("beside_sure", c_void_p), ("counts", c_void_p),
+        ("hidden", c_void_p), ("acceptance", c_void_p), ("floors", c_void_p), ("bins", c_void_p),
+        ("alternatives", c_void_p), ("alternative_bins", c_void_p), ("counts", c_void_p),
     ]  # fmt: skip
 
 
@@ -102,7 +97,7 @@ class CSuccessors(Structure):
 class CGrowth(Structure):
     _fields_ = [
         ("before", c_int32), ("root", c_int32), ("levels", c_int32), ("most", c_int32), ("chain", c_int32),
-        ("temperature", c_float), ("keys", c_void_p), ("stands", c_void_p),
+        ("temperature", c_float), ("keys", c_void_p), ("acceptance", c_void_p),
     ]  # fmt: skip
 
 
@@ -112,7 +107,7 @@ class CTexts(Structure):
     ]  # fmt: skip
 
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what each returns and takes
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of each function
     "forerun_start": (c_char_p, [c_char_p, c_int32]),
     "forerun_run": (None, [POINTER(CProgram), POINTER(CBatch)]),
     "forerun_share": (None, [c_int32]),
@@ -142,16 +137,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what each returns and takes
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    given = os.environ.get(
-        "FORERUN_NATIVE"
-    )  # another build of the library, such as one with sanitizers
+    """Return the library, or None and the reason."""
+    given = os.environ.get("FORERUN_NATIVE")  # another build, such as one with sanitizers
     path = Path(given) if given else next(Path(__file__).parent.glob("_native*.so"), None)
     if path is None:
         if platform.machine() not in ("x86_64", "AMD64"):
-            return (
-                None,
-                f"there are none for this processor ({platform.machine()}), only for x86-64",
-            )
+            return None, f"they exist only for x86-64, not for {platform.machine()}"
         return None, "they were not compiled when forerun was installed (no C++ compiler?)"
     try:
         lib = ctypes.CDLL(str(path))
@@ -167,62 +158,47 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None."""
+    """Return the compiled kernels, or None."""
     return _load()[0]
 
 
 def reason() -> str:
-    """Why there are none; empty where there are."""
+    """Return why there are no compiled kernels, "" if there are."""
     return _load()[1]
 
 
-def advice() -> str:
-    """One line for somebody whose models run without these kernels: why, and what to do; empty
-    where there are some."""
-    if not reason():
-        return ""
-    install = ": install a C++ compiler (apt install g++), then forerun again (pip install --force-reinstall --no-deps)"
-    return f"the native kernels are missing, so everything is many times slower: {reason()}" + (
-        install if "compile" in reason() else ""
-    )
-
-
 def loaded() -> ctypes.CDLL:
-    """The compiled kernels; RuntimeError where there are none."""
+    """Return the compiled kernels. Raises RuntimeError if there are none."""
     lib, why = _load()
     if lib is None:
         raise RuntimeError(f"there are no native kernels: {why}")
     return lib
 
 
-_instructions, _threads, _reserved = "", 1, 0
+def advice() -> str:
+    """Return a line for users without native kernels that says why and what to do; else ""."""
+    if not reason():
+        return ""
+    line = f"the native kernels are missing, so everything is many times slower: {reason()}"
+    if "compile" in reason():
+        line += (
+            ": install a C++ compiler (apt install g++), then forerun again "
+            "(pip install --force-reinstall --no-deps)"
+        )
+    return line
 
 
-def instructions() -> str:
-    """The instruction set in use; empty before `start`."""
-    return _instructions
-
-
-def threads() -> int:
-    """The threads of the pool."""
-    return _threads
-
-
-def reserve(threads: int) -> None:
-    """So many of the threads are for who drafts ahead, while that goes on; 0 is half of them, one
-    at least."""
-    global _reserved
-    _reserved = threads
-
-
-def reserved() -> int:
-    """The threads of who drafts ahead."""
-    return _reserved or max(_threads // 2, 1)
+_instructions, _threads, _draft_threads = "", 1, 0
 
 
 def start(threads: int = 0, instructions: str = "") -> str:
-    """Start the thread pool (0: one for each core) with an instruction set ("" for the best);
-    returns its name."""
+    """Start the thread pool and choose an instruction set.
+
+    Args:
+        threads: size of the pool; 0 is one per core.
+        instructions: "avx512vnni", "avx512", "avxvnni", "avx2" or "portable"; "" is the best.
+
+    Returns the name of the instruction set. Raises ValueError if the processor lacks it."""
     global _instructions, _threads
     lib, count = loaded(), threads or len(os.sched_getaffinity(0))
     name = lib.forerun_start(instructions.encode(), count)
@@ -232,23 +208,46 @@ def start(threads: int = 0, instructions: str = "") -> str:
     return _instructions
 
 
+def instructions() -> str:
+    """Return the instruction set in use, "" before `start`."""
+    return _instructions
+
+
+def threads() -> int:
+    """Return the size of the thread pool."""
+    return _threads
+
+
+def reserve(threads: int) -> None:
+    """Set the number of threads for asynchronous drafting; 0 is half of the pool, at least one."""
+    global _draft_threads
+    _draft_threads = threads
+
+
+def reserved() -> int:
+    """Return the number of threads for asynchronous drafting."""
+    return _draft_threads or max(_threads // 2, 1)
+
+
 def share(threads: int) -> None:
-    """From now on passes of this Python thread have so many threads of their own, beside those of
-    other Python threads that share the cores; 0 gives them the common pool again, where one pass
-    runs at a time. Nothing where there are no native kernels."""
+    """Give forward passes of this Python thread `threads` threads of their own.
+
+    They run beside those of other Python threads. 0 returns to the common pool, where one forward
+    pass runs at a time. Does nothing without native kernels."""
     lib = library()
     if lib is not None:
         lib.forerun_share(threads)
 
 
 def address(values: array[int] | array[float]) -> int:
-    """Where the numbers of an array begin."""
+    """Return the address of the first element of an array."""
     return values.buffer_info()[0]
 
 
 def allocate(size: int) -> int:
-    """The address of `size` bytes at a cache line, for `forerun_release` in the end. Raises
-    CapacityError."""
+    """Allocate `size` bytes aligned to a cache line, to be freed by `forerun_release`.
+
+    Raises CapacityError."""
     address: int | None = loaded().forerun_allocate(size)
     if address is None:
         raise CapacityError(
@@ -258,18 +257,18 @@ def allocate(size: int) -> int:
 
 
 def read_bandwidth(megabytes: int = 256) -> float:
-    """GB/s that all threads of the pool read from memory together: the best of a few readings of
-    one buffer. `start` must have been called."""
-    lib, rows = loaded(), megabytes * 1024 // BLOCK
-    memory = allocate(rows * BLOCK * 1024)
-    ctypes.memset(memory, 1, rows * BLOCK * 1024)
-    op = COp(
-        kind=READ, matrix=CMatrix(weight=memory, inputs=1024, outputs=rows * BLOCK, padded=1024)
-    )
-    program, batch, best = CProgram(ops=(COp * 1)(op), count=1), CBatch(tokens=1), float("inf")
+    """Measure the GB/s that all threads of the pool read from memory: the best of five runs.
+
+    `start` must have been called."""
+    lib, rows = loaded(), megabytes * 1024 // BLOCK * BLOCK
+    memory = allocate(rows * 1024)
+    ctypes.memset(memory, 1, rows * 1024)
+    matrix = CMatrix(weight=memory, inputs=1024, outputs=rows, padded=1024)
+    program = CProgram(ops=(COp * 1)(COp(kind=READ, matrix=matrix)), count=1)
+    batch, best = CBatch(tokens=1), float("inf")
     for _ in range(5):
         begin = time.perf_counter()
         lib.forerun_run(program, batch)
         best = min(best, time.perf_counter() - begin)
     lib.forerun_release(memory)
-    return rows * BLOCK * 1024 / best / 1e9
+    return rows * 1024 / best / 1e9

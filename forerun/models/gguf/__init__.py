@@ -1,2 +1,1 @@
-"""GGUF files: one file (or its shards) that holds configuration, tokenizer, chat template and
-weights of a model."""
+"""GGUF files: one file (or its shards) with a model's configuration, tokenizer and weights."""

@@ -1,7 +1,7 @@
-"""Matrices as a GGUF file holds them: rows of blocks, in the order in which a model wants them.
+"""Matrices of a GGUF file in their quantized blocks, read on demand and row by row.
 
-Nothing is read before it is asked for. Floats come from the `gguf` package, which is also the twin
-that the native repacking is tested against.
+Floats come from the `gguf` package, whose `dequantize` is also the reference that the native
+repacking is tested against.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from forerun.models.gguf.container import TYPES, Entry
 
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
-# types to the native format that holds their numbers as they are
+# type -> the native format that holds the same numbers
 FORMS = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q4_0": "int4", "Q8_0": "q8_0", "IQ4_NL": "q8_0",
     "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "Q3_K": "q6_k",
 }  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPE_IDS = {name: kind for kind, (name, _, _) in TYPES.items()}
-PART = 1 << 22  # bytes of a file that are turned into floats together
+CHUNK_BYTES = 1 << 22  # of a file, dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one tensor; `order` [rows] are their numbers where they are not all of it, one after
-    the other."""
+    """Rows of one tensor: all in order, or those that `order` [rows] names."""
 
     entry: Entry
     order: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -42,7 +41,7 @@ class Piece:
         return self.entry.shape[0] if self.order is None else len(self.order)
 
     def read(self, first: int, count: int) -> Rows:
-        """Rows as they are stored, uint8 [count, row bytes]. Raises LoadError."""
+        """Read rows as they are stored, uint8 [count, row bytes]. Raises LoadError."""
         if self.order is None:
             return self.entry.read(first, count)
         rows = self.order[first : first + count]
@@ -52,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix [out, in]: pieces on top of each other."""
+    """A matrix [out, in] of pieces stacked along the outputs."""
 
     pieces: tuple[Piece, ...]
 
@@ -68,24 +67,23 @@ class Blocks:
 
     @property
     def form(self) -> str | None:
-        """The native format that holds the numbers of the first piece; None if there is none."""
+        """The native format that holds the numbers of the first piece, if there is one."""
         return FORMS.get(self.kind)
 
-    def chosen(self, rows: Tensor) -> Blocks:
-        """Some rows of a matrix of one piece as it is stored. rows [n] int64"""
+    def select_rows(self, rows: Tensor) -> Blocks:
+        """Return some rows of a matrix that is one whole tensor. rows [n] int64"""
         (piece,) = self.pieces
         return Blocks((replace(piece, order=rows.numpy()),))
 
-    def alike(self) -> list[Blocks]:
-        """Runs of pieces of the same type."""
-        return [
-            Blocks(tuple(run))
-            for _, run in groupby(self.pieces, key=lambda piece: piece.entry.kind)
-        ]
+    def by_type(self) -> list[Blocks]:
+        """Split into runs of pieces of the same type."""
+        runs = groupby(self.pieces, key=lambda piece: piece.entry.kind)
+        return [Blocks(tuple(run)) for _, run in runs]
 
     def read(self, first: int, count: int) -> Rows:
-        """Rows as they are stored, uint8 [count, row bytes]; the pieces must be of one type. Raises
-        LoadError."""
+        """Read rows as they are stored, uint8 [count, row bytes]; pieces must have one type.
+
+        Raises LoadError."""
         found = []
         for piece in self.pieces:
             if count > 0 and first < len(piece):
@@ -94,36 +92,35 @@ class Blocks:
             first = max(first - len(piece), 0)
         return np.concatenate(found) if len(found) > 1 else found[0]
 
-    def dequantise(self) -> Tensor:
-        """[out, in] float32, of a few megabytes of the file at a time. Raises LoadError."""
+    def dequantize(self) -> Tensor:
+        """Return [out, in] float32. Raises LoadError."""
         out, first = torch.empty(self.shape), 0
         for piece in self.pieces:
             entry = piece.entry
-            step = max(PART // entry.row_bytes, 1) if piece.order is None else len(piece)
+            step = max(CHUNK_BYTES // entry.row_bytes, 1) if piece.order is None else len(piece)
             for at in range(0, len(piece), step):
                 values = floats(entry.kind, piece.read(at, min(step, len(piece) - at)))
                 if entry.kind not in FLOATS and not values.isfinite().all():
-                    raise no_numbers(entry)
+                    raise not_finite(entry)
                 out[first + at : first + at + len(values)] = values
             first += len(piece)
         return out
 
 
 def stack_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """Matrices on top of each other."""
+    """Stack matrices along the outputs."""
     return Blocks(tuple(piece for part in parts for piece in part.pieces))
 
 
-def no_numbers(entry: Entry) -> LoadError:
-    """What is raised where a scale is infinite or not a number."""
+def not_finite(entry: Entry) -> LoadError:
+    """Return the error for a tensor with infinite or NaN scales."""
     return LoadError(
-        f"{entry.path}: tensor {entry.name} has scales that are no numbers; download it again"
+        f"{entry.path}: tensor {entry.name} has scales that are not finite; download it again"
     )
 
 
 def floats(kind: str, rows: Rows) -> Tensor:
-    """Rows of a file as float32 [rows, in]. Raises LoadError for a type whose numbers cannot be
-    had."""
+    """Dequantize rows of a file. -> float32 [rows, in]. Raises LoadError for unsupported types."""
     if kind in FLOATS:
         return torch.from_numpy(rows).view(FLOATS[kind]).float()
     from gguf import GGMLQuantizationType
@@ -131,17 +128,19 @@ def floats(kind: str, rows: Rows) -> Tensor:
 
     try:
         with np.errstate(all="ignore"):
-            made = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
+            values = dequantize(rows, GGMLQuantizationType(TYPE_IDS[kind]))
     except (ValueError, NotImplementedError, KeyError):
         raise LoadError(
-            f"weights of the type {kind} cannot be read: use another file, such as one of Q4_K_M"
+            f"weights of the type {kind} are not supported: use another file, such as Q4_K_M"
         ) from None
-    return torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
-def rotated(rows: int, heads: int, turns: int) -> Tensor:
-    """The rows of a file whose queries or keys rotate neighbouring channels, the first `turns` of
-    each head, in the order of the halves that rotate together elsewhere. int64 [rows]"""
+def unpermuted(rows: int, heads: int, rotary: int) -> Tensor:
+    """Return the row order that undoes llama.cpp's permutation of queries and keys.
+
+    llama.cpp rotates neighbouring channels, the first `rotary` of each head; Hugging Face rotates
+    the two halves of those channels. -> int64 [rows]"""
     order = torch.arange(rows).view(heads, -1)
-    halves = order[:, :turns].view(heads, -1, 2).transpose(1, 2).flatten(1)
-    return torch.cat((halves, order[:, turns:]), 1).flatten()
+    halves = order[:, :rotary].view(heads, -1, 2).transpose(1, 2).flatten(1)
+    return torch.cat((halves, order[:, rotary:]), 1).flatten()

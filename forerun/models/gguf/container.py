@@ -1,9 +1,10 @@
-"""The container of GGUF: what the header says of a file, checked before anything is believed.
+"""Container format of GGUF: header, metadata and tensor table, validated before use.
 
-Nothing here knows what keys and tensors mean. Every count, length and offset is compared with the
-size of the file before it is used, so that a broken or hostile file costs one line, no memory and
-no crash. Tensor data is read with
-plain reads, a part at a time: a mapping would kill the process if the file shrank.
+Every count, length and offset is compared with the size of the file first, so a broken or hostile
+file costs one error line, no memory and no crash. The reader of the `gguf` package is not used: it
+makes Python objects for every element of an array, checks neither counts nor lengths against the
+size of the file, and maps tensor data, which kills the process if the file shrinks. Tensor data is
+read here with plain reads, a part at a time.
 """
 
 from __future__ import annotations
@@ -23,18 +24,37 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, one_line
-from forerun.models.files import POINTER
-from forerun.models.names import parts_of
+from forerun.models.files import POINTER, parts_of
+
+MAGIC = b"GGUF"
+ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
+MAX_KEY, MAX_NAME = 1 << 16, 63  # bytes
+MAX_DIMENSIONS, MAX_SIZE = 4, 1 << 63
+STRING, ARRAY, BOOL = 8, 9, 7  # value types
+NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+
+# type id -> name, values per block, bytes per block
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
+}  # fmt: skip
+REMOVED_TYPES = {4, 5, *range(31, 34), *range(36, 39)}
+BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 
 
-class Strings:
-    """Texts that are decoded when they are read: as Python strings they would take ten times the
-    memory, for good.
-
-    `data` are the bytes of all texts, each behind the eight that say its length; `ends` int64 [N]
-    where each ends."""
+class StringArray:
+    """An array of strings that are decoded when read; as Python strings they would take ten times
+    the memory."""
 
     def __init__(self, data: bytes, ends: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """data: the strings as in the file, each behind its length of 8 bytes; ends: int64 [N]."""
         self._data, self._ends = data, ends
 
     def __len__(self) -> int:
@@ -52,41 +72,19 @@ class Strings:
             start = end
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, list | Strings) and list(self) == list(other)
+        return isinstance(other, list | StringArray) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def head(self, count: int) -> bytes:
-        """The bytes of the first `count` texts, lengths included."""
+        """Return the bytes of the first `count` strings, lengths included."""
         return self._data[: int(self._ends[count - 1]) if count else 0]
-
-
-MAGIC = b"GGUF"
-ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
-LONGEST_KEY, LONGEST_NAME, MOST_DIMENSIONS, LARGEST = 1 << 16, 63, 4, 1 << 63
-STRING, ARRAY = 8, 9
-NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
-
-# type id -> name, values of a block, bytes of a block
-TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
-    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
-}  # fmt: skip
-REMOVED = {4, 5, *range(31, 34), *range(36, 39)}
-BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: `shape` with the inputs of a matrix last, `kind` a name of TYPES,
-    `size` in bytes."""
+    """One tensor of a file: `shape` is (out, in) for a matrix, `kind` a name in `TYPES`, `offset`
+    and `size` are in bytes."""
 
     name: str
     kind: str
@@ -97,12 +95,12 @@ class Entry:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: values along the last dimension."""
+        """Bytes of one row, the values along the last dimension."""
         values, size = BLOCKS[self.kind]
         return self.shape[-1] // values * size
 
     def read(self, first: int = 0, rows: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Rows as they are stored, uint8 [rows, row bytes]. Raises LoadError."""
+        """Read rows as they are stored, uint8 [rows, row bytes]. Raises LoadError."""
         each = self.row_bytes
         rows = self.size // each - first if rows is None else rows
         data = np.empty((rows, each), np.uint8)
@@ -120,12 +118,12 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf:
-    """A model's file or files.
+class GgufFile:
+    """The header of a model's file or shards.
 
     Attributes:
-        path: the file, of several the first.
-        metadata: keys to values: str, int, float, bool, Strings, or an array of numbers.
+        path: the file, or the first shard.
+        metadata: str, int, float, bool, StringArray or numpy array, by key.
         tensors: by name.
         parts: all files.
     """
@@ -137,13 +135,14 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """What the file calls its family; empty where it does not."""
+        """general.architecture, or ""."""
         found = self.metadata.get("general.architecture")
         return one_line(found) if isinstance(found, str) else ""
 
 
-def open_gguf(path: Path) -> Gguf:
-    """Read the header of a file, and of its further shards; kept while the file stays as it is.
+def open_gguf(path: Path) -> GgufFile:
+    """Read the header of a file and of its further shards; cached while the file is unchanged.
+
     Raises LoadError."""
     try:
         stat = path.stat()
@@ -153,64 +152,59 @@ def open_gguf(path: Path) -> Gguf:
 
 
 @lru_cache(maxsize=8)
-def _open(path: Path, size: int, changed: int) -> Gguf:
+def _open(path: Path, size: int, changed: int) -> GgufFile:
     first = _read(path)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return first
     shards = [_read(part) for part in _shards(path, count)]
-    for number, shard in enumerate(shards):
-        if (
-            shard.metadata.get("split.no", -1) != number
-            or shard.metadata.get("split.count") != count
-        ):
-            raise LoadError(
-                f"{shard.path} says that it is not part {number + 1} of {count}; download it again"
-            )
     tensors: dict[str, Entry] = {}
-    for shard in shards:
+    for number, shard in enumerate(shards):
+        own = shard.metadata.get("split.no", -1), shard.metadata.get("split.count")
+        if own != (number, count):
+            raise LoadError(f"{shard.path} is not shard {number + 1} of {count}; download it again")
         twice = tensors.keys() & shard.tensors.keys()
         if twice:
             raise LoadError(
-                f"{shard.path}: tensor {min(twice)} is in an earlier part too; download the parts again"
+                f"{shard.path}: tensor {min(twice)} is in an earlier shard too; "
+                "download the shards again"
             )
         tensors |= shard.tensors
-    promised = shards[0].metadata.get("split.tensors.count", len(tensors))
-    if promised != len(tensors):
-        raise LoadError(
-            f"{path}: the {count} parts hold {len(tensors)} tensors, but {promised} were promised"
-        )
+    expected = shards[0].metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise LoadError(f"{path}: the {count} shards hold {len(tensors)} tensors, not {expected}")
     return replace(shards[0], tensors=tensors, parts=tuple(shard.path for shard in shards))
 
 
 def _shards(path: Path, count: int) -> list[Path]:
-    """All parts of a split model by the name of one. Raises LoadError for one that is missing."""
+    """Return all shards of a split model. Raises LoadError if one is missing or misnamed."""
     paths = [path.with_name(name) for name in parts_of(path.name)]
     if len(paths) != count:
         raise LoadError(
-            f"{path} is one of {count} parts, but not called so: parts are called NAME-00001-of-{count:05}.gguf"
+            f"{path} is one of {count} shards, but not named so: their names are "
+            f"NAME-00001-of-{count:05}.gguf"
         )
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise LoadError(
-            f"{path} is one of {count} parts, but {missing[0]}{more} is not beside it; download it too"
+            f"{path} is one of {count} shards, but {missing[0]}{more} is not beside it; "
+            "download it too"
         )
     return paths
 
 
-def _read(path: Path) -> Gguf:
-    """One file. Raises LoadError."""
+def _read(path: Path) -> GgufFile:
     try:
         with mapped(path) as data:
-            return Reader(path, data).file()
+            return HeaderReader(path, data).read()
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error}") from None
 
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """The bytes of a file, not yet read. Raises LoadError, OSError."""
+    """Map a file read-only. Raises LoadError, OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -219,45 +213,44 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
             yield data
 
 
-class Reader:
-    """A walk over the header of one file, from its first byte."""
+class HeaderReader:
+    """Reads the header of one file, from its first byte on. Methods raise LoadError."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.size, self.at = path, data, len(data), 0
+        self.path, self.data = path, data
+        self.size, self.at = len(data), 0
 
-    def file(self) -> Gguf:
-        """The header, as that of a model of one file."""
+    def read(self) -> GgufFile:
+        """Read the whole header."""
         if self.data[:4] != MAGIC:
-            raise LoadError(f"{self.path} is no GGUF file: {self._beginning()}")
+            raise LoadError(f"{self.path} is no GGUF file: {self._what_it_is()}")
         self.at = 4
         version = self.number("<I", "the version")
         if version & 0xFFFF == 0:
             self.fail(
-                "is big-endian, which forerun does not read: convert it on a little-endian machine"
+                "is big-endian, which is not supported: convert it on a little-endian machine"
             )
         if version not in (2, 3):
-            self.fail(f"is of version {version} of GGUF: versions 2 and 3 are read")
-        tensors, pairs = (
-            self.number("<Q", "the number of tensors"),
-            self.number("<Q", "the number of keys"),
-        )
-        if pairs * 13 > self.size or tensors * 24 > self.size:
+            self.fail(f"has version {version} of GGUF: versions 2 and 3 are supported")
+        tensors = self.number("<Q", "the number of tensors")
+        pairs = self.number("<Q", "the number of keys")
+        if pairs * 13 > self.size or tensors * 24 > self.size:  # their least sizes in bytes
             self.fail(f"names {tensors} tensors and {pairs} keys, more than fit in it")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self.name("a key", LONGEST_KEY)
+            key = self.name("a key", MAX_KEY)
             if not key or key in metadata:
                 self.fail(f"has the key {key!r} twice" if key else "has a key without a name")
             metadata[key] = self.value(key)
         entries = self.entries(tensors, self.alignment(metadata))
-        return Gguf(self.path, metadata, entries, (self.path,))
+        return GgufFile(self.path, metadata, entries, (self.path,))
 
     def fail(self, what: str) -> None:
         raise LoadError(
-            f"{self.path} {one_line(what)}; it is broken or not whole, download it again"
+            f"{self.path} {one_line(what)}; it is broken or incomplete, download it again"
         )
 
-    def _beginning(self) -> str:
+    def _what_it_is(self) -> str:
         start = bytes(self.data[:64]).lstrip()
         if start.startswith(POINTER):
             return "it is a Git LFS pointer; fetch the file itself (git lfs pull)"
@@ -266,7 +259,7 @@ class Reader:
         return "it does not begin with GGUF; download it again"
 
     def take(self, count: int, what: str) -> int:
-        """Where the next `count` bytes begin, if they are in the file."""
+        """Advance by `count` bytes; return where they begin."""
         start = self.at
         if count > self.size - start:
             self.fail(f"ends within {what}")
@@ -277,15 +270,15 @@ class Reader:
         start = self.take(struct.calcsize(code), what)
         return struct.unpack_from(code, self.data, start)[0]
 
-    def text(self, what: str, longest: int = LARGEST) -> str:
+    def text(self, what: str, longest: int = MAX_SIZE) -> str:
         length = self.number("<Q", what)
         if length > longest:
-            self.fail(f"has {length} bytes in {what}, at most {longest} can be")
+            self.fail(f"has {length} bytes in {what}, more than {longest}")
         start = self.take(length, what)
         return self.data[start : start + length].decode(errors="replace")
 
     def name(self, what: str, longest: int) -> str:
-        """A text that error messages may show."""
+        """Read a string that error messages may show."""
         found = self.text(what, longest)
         if not found.isprintable():
             self.fail(f"has unprintable characters in {what}, {found!r}")
@@ -304,25 +297,25 @@ class Reader:
     def array(self, key: str) -> Any:
         kind, count = self.number("<I", key), self.number("<Q", key)
         if kind == STRING:
-            return self.texts(count, key)
+            return self.strings(count, key)
         if kind not in NUMBERS:
-            self.fail(f"has an array of the type {kind} in {key}, which cannot be")
+            self.fail(f"has an array of the unknown type {kind} in {key}")
         return self.numbers(kind, count, key)
 
     def numbers(self, kind: int, count: int, key: str) -> Any:
         dtype = np.dtype(NUMBERS[kind])
         start = self.take(count * dtype.itemsize, key)
-        if kind == 7:  # any nonzero byte is true
+        if kind == BOOL:  # any nonzero byte is true
             return np.frombuffer(self.data, np.uint8, count, start) != 0
         return np.frombuffer(self.data, dtype, count, start).copy()
 
-    def texts(self, count: int, key: str) -> Strings:
+    def strings(self, count: int, key: str) -> StringArray:
         if count * 8 > self.size - self.at:
             self.fail(f"has {count} strings in {key}, more than fit in it")
         data, start, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         at, ends = start, array.array("q")
         try:
-            for _ in range(count):  # the one loop that takes time: hundreds of thousands of tokens
+            for _ in range(count):  # the only long loop: vocabularies have 100,000s of tokens
                 at += 8 + length_at(data, at)[0]
                 ends.append(at - start)
         except (struct.error, OverflowError):  # a length that leads out of the file
@@ -330,21 +323,16 @@ class Reader:
         if at > self.size:
             self.fail(f"ends within {key}")
         self.at = at
-        return Strings(data[start:at], np.array(ends, np.int64))
+        return StringArray(data[start:at], np.array(ends, np.int64))
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
-        alignment = metadata.get("general.alignment", ALIGNMENT)
-        if (
-            not isinstance(alignment, int)
-            or not 0 < alignment <= MOST_ALIGNMENT
-            or alignment & (alignment - 1)
-        ):
-            self.fail(
-                f"has the alignment {alignment!r}, which is no power of two up to {MOST_ALIGNMENT}"
-            )
-        return int(alignment)
+        found = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(found, int) or not 0 < found <= MAX_ALIGNMENT or found & (found - 1):
+            self.fail(f"has the alignment {found!r}, not a power of two up to {MAX_ALIGNMENT}")
+        return int(found)
 
     def entries(self, count: int, alignment: int) -> dict[str, Entry]:
+        """Read the tensor table; tensors must lie within the file and not overlap."""
         found: dict[str, Entry] = {}
         for _ in range(count):
             entry = self.entry(alignment)
@@ -352,39 +340,37 @@ class Reader:
                 self.fail(f"has the tensor {entry.name} twice")
             found[entry.name] = entry
         start = -(-self.at // alignment) * alignment
-        placed = {
-            name: replace(entry, offset=start + entry.offset) for name, entry in found.items()
-        }
+        placed = {name: replace(e, offset=start + e.offset) for name, e in found.items()}
         end, before = start, ""
         for entry in sorted(placed.values(), key=lambda entry: entry.offset):
             if entry.offset < end:
                 self.fail(f"has the tensors {before} and {entry.name} in the same place")
             end, before = entry.offset + entry.size, entry.name
             if end > self.size:
-                self.fail(
-                    f"has only {self.size} bytes, but its tensor {entry.name} ends at byte {end}"
-                )
+                self.fail(f"has only {self.size} bytes, but tensor {entry.name} ends at byte {end}")
         return placed
 
     def entry(self, alignment: int) -> Entry:
-        """A tensor, its offset still from the beginning of the data."""
-        name = self.name("a tensor's name", LONGEST_NAME)
+        """Read one line of the table; `offset` is still relative to the start of the data."""
+        name = self.name("a tensor's name", MAX_NAME)
         dimensions = self.number("<I", name)
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             self.fail(f"has the tensor {name!r} of {dimensions} dimensions")
         sizes = [self.number("<Q", name) for _ in range(dimensions)]
         kind, offset = self.number("<I", name), self.number("<Q", name)
-        if kind not in TYPES:
-            if kind in REMOVED:
-                raise LoadError(
-                    f"{self.path}: tensor {name} has a type that GGUF has given up ({kind}); quantise anew"
-                )
+        if kind in REMOVED_TYPES:
             raise LoadError(
-                f"{self.path}: tensor {name} has the unknown type {kind}: read are {', '.join(BLOCKS)}"
+                f"{self.path}: tensor {name} has a type that GGUF has removed ({kind}); "
+                "quantize it again"
+            )
+        if kind not in TYPES:
+            known = ", ".join(BLOCKS)
+            raise LoadError(
+                f"{self.path}: tensor {name} has the unknown type {kind}; known: {known}"
             )
         label, values, size = TYPES[kind]
         total = math.prod(sizes)
-        if min(sizes) < 1 or total >= LARGEST or sizes[0] % values:
+        if min(sizes) < 1 or total >= MAX_SIZE or sizes[0] % values:
             self.fail(f"has the tensor {name} of the shape {sizes[::-1]}, which cannot be {label}")
         if offset % alignment:
             self.fail(f"has the tensor {name} at offset {offset}, off its alignment")

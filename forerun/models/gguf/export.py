@@ -1,8 +1,6 @@
-"""A GGUF model as an ordinary Hugging Face directory: what trains is built on transformers, which
-reads no such files.
+"""Write a GGUF model as a Hugging Face directory, for training, which is built on transformers.
 
-The numbers are those of the file, as floats; names, shapes and the order of rows are transformers'
-own."""
+The numbers are those of the file, as floats; names, shapes and row order are transformers'."""
 
 from __future__ import annotations
 
@@ -21,35 +19,31 @@ from forerun.models.config import Json, ModelConfig, load_config, make_config
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
-from forerun.models.weights import NAMES, SANDWICH, Layer, Norm, Source, load_weights
+from forerun.models.weights import NAMES, SANDWICH_NAMES, Layer, Norm, Source, load_weights
 
-Read = Callable[[], Tensor]
-Linear = tuple[Source, Tensor | None]  # what stands for a linear layer here: nothing is read yet
-PREFIXES = {"gpt2": "transformer."}  # of all names but the head's; "model." elsewhere
+Reader = Callable[[], Tensor]
+PREFIXES = {"gpt2": "transformer."}  # of every tensor but the head; "model." for other layouts
 
 
 def to_directory(path: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model of a file into a folder that exists, floats in `dtype`.
+    """Write the model of a GGUF file into an existing folder, with floats in `dtype`.
 
     Raises:
-        LoadError: the file is broken, or its model is none that transformers computes.
+        LoadError: the file is broken, or transformers has no such model.
         OSError, SafetensorError: the folder cannot be written to.
     """
     config = load_config(path)
-    held = {name: read().to(dtype).contiguous() for name, read in readers(path, config).items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: read().to(dtype).contiguous() for name, read in readers(path, config).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = hugging_face_config(config)
     _write(folder / "config.json", raw | {"dtype": str(dtype).removeprefix("torch.")})
-    _write(
-        folder / "generation_config.json",
-        {"bos_token_id": raw["bos_token_id"], "eos_token_id": [*config.end_ids]},
-    )
+    ends = {"bos_token_id": raw["bos_token_id"], "eos_token_id": [*config.end_ids]}
+    _write(folder / "generation_config.json", ends)
     write_tokenizer(path, folder)
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of a file, if it has one, and its chat templates as files that
-    transformers reads."""
+    """Write the tokenizer of a GGUF file, if it has one, and its chat templates."""
     gguf = open_gguf(path)
     tokenizer = build_tokenizer(gguf.metadata, gguf.tensors["token_embd.weight"].shape[0])
     if tokenizer is None:
@@ -65,80 +59,85 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     _write(folder / "tokenizer_config.json", settings)
 
 
-def _write(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
+    """Return a function that reads each tensor as float32, by its name in transformers.
 
-
-def readers(path: Path, config: ModelConfig) -> dict[str, Read]:
-    """What reads each tensor of a file, as float32, by the name that transformers has for it.
     Raises LoadError."""
-    theirs = make_config(hugging_face_config(config), path)
+    target = make_config(hugging_face_config(config), path)
     weights = load_weights(
         config,
         path,
         torch.float32,
         torch.device("cpu"),
-        lambda _, source, bias: (source, bias),
-        lambda source: source,
+        make_linear=lambda _, source, bias: (source, bias),
+        make_embedding=lambda source: source,
     )
-    names = NAMES[theirs.layout] | (SANDWICH if theirs.sandwich else {})
-    prefix = PREFIXES.get(theirs.layout, "model.")
-    found: dict[str, Read] = {f"{prefix}{names['embed']}.weight": weights.embed.weight}
+    names = NAMES[target.layout] | (SANDWICH_NAMES if target.sandwich else {})
+    prefix = PREFIXES.get(target.layout, "model.")
+    found: dict[str, Reader] = {f"{prefix}{names['embed']}.weight": weights.embed.weight}
     if weights.positions is not None:
-        found[f"{prefix}{names['positions']}.weight"] = partial(_same, weights.positions)
+        found[f"{prefix}{names['positions']}.weight"] = partial(_identity, weights.positions)
     for i, layer in enumerate(weights.layers):
-        found |= _layer(layer, theirs, names, prefix + str(names["layer"]).format(i=i), path)
-    found |= _norm(weights.norm, theirs, f"{prefix}{names['norm']}")
-    return found if config.tied else found | {f"{names['head']}.weight": weights.head[0].weight}  # type: ignore[index]
+        layer_prefix = prefix + str(names["layer"]).format(i=i)
+        found |= _layer_readers(layer, target, names, layer_prefix, path)
+    found |= _norm_readers(weights.norm, target, f"{prefix}{names['norm']}")
+    if not config.tied:
+        head: Any = weights.head
+        found[f"{names['head']}.weight"] = head[0].weight
+    return found
 
 
-def _layer(layer: Layer, c: ModelConfig, names: Any, at: str, path: Path) -> dict[str, Read]:
-    """The tensors of one layer."""
-    found: dict[str, Read] = {}
-    for part in (
-        "attention_norm",
-        "mlp_norm",
-        "q_norm",
-        "k_norm",
-        "attention_out_norm",
-        "mlp_out_norm",
-    ):
+def _layer_readers(
+    layer: Layer, c: ModelConfig, names: Any, prefix: str, path: Path
+) -> dict[str, Reader]:
+    found: dict[str, Reader] = {}
+    norms = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm")
+    for part in norms:
         norm = getattr(layer, part)
-        found |= {} if norm is None else _norm(norm, c, f"{at}{names[part]}")
+        if norm is not None:
+            found |= _norm_readers(norm, c, f"{prefix}{names[part]}")
     keys = c.kv_heads * c.head_dim
-    sizes = {"qkv": [c.heads * c.head_dim, keys, keys], "up": [c.intermediate] * 2}
-    biased = {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
-    for part, wanted in biased.items():
+    stacked_rows = {"qkv": [c.heads * c.head_dim, keys, keys], "up": [c.intermediate] * 2}
+    has_bias = {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
+    for part, wants_bias in has_bias.items():
         source, bias = getattr(layer, part)
-        if bias is not None and not wanted:
+        if bias is not None and not wants_bias:
             raise LoadError(
-                f"{path}: {source.name} has a bias, as transformers' {c.family} models have none"
+                f"{path}: {source.name} has a bias, which {c.family} models of transformers lack"
             )
-        stems, first = names[part], 0
-        for stem, rows in (
-            [(stems, source.shape[0])]
-            if isinstance(stems, str)
-            else zip(stems, sizes[part], strict=True)
-        ):
-            found[f"{at}{stem}.weight"] = partial(_rows, source, first, rows, c.layout == "gpt2")
-            if wanted:  # where the file has none, zeros say the same
+        stems = names[part]
+        if isinstance(stems, str):
+            rows_of = {stems: source.shape[0]}
+        else:
+            rows_of = dict(zip(stems, stacked_rows[part], strict=True))
+        first = 0
+        for stem, rows in rows_of.items():
+            transposed = c.layout == "gpt2"
+            found[f"{prefix}{stem}.weight"] = partial(_rows, source, first, rows, transposed)
+            if wants_bias:  # zeros stand for a bias that the file does not have
                 own = torch.zeros(rows) if bias is None else bias[first : first + rows]
-                found[f"{at}{stem}.bias"] = partial(_same, own)
+                found[f"{prefix}{stem}.bias"] = partial(_identity, own)
             first += rows
     return found
 
 
-def _rows(source: Source, first: int, count: int, turned: bool) -> Tensor:
-    """Some rows of a linear layer. [count, in], or [in, count] if it is `turned`"""
-    weight = source.weight()[first : first + count]
-    return weight.T if turned else weight
-
-
-def _norm(norm: Norm, c: ModelConfig, name: str) -> dict[str, Read]:
+def _norm_readers(norm: Norm, c: ModelConfig, name: str) -> dict[str, Reader]:
     weight = norm.weight - 1 if c.norm == "rms_plus_one" else norm.weight
-    found: dict[str, Read] = {f"{name}.weight": partial(_same, weight)}
-    return found if norm.bias is None else found | {f"{name}.bias": partial(_same, norm.bias)}
+    found: dict[str, Reader] = {f"{name}.weight": partial(_identity, weight)}
+    if norm.bias is not None:
+        found[f"{name}.bias"] = partial(_identity, norm.bias)
+    return found
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _rows(source: Source, first: int, count: int, transposed: bool) -> Tensor:
+    """Rows of a linear layer [count, in], or [in, count] if transposed."""
+    weight = source.weight()[first : first + count]
+    return weight.T if transposed else weight
+
+
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _write(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -1,9 +1,8 @@
-"""Tokenizers of GGUF files: from metadata to a `tokenizers.Tokenizer` that gives llama.cpp's ids,
-without a detour.
+"""Build a `tokenizers.Tokenizer` from GGUF metadata that gives the ids llama.cpp gives.
 
-Two kinds are read: byte-level BPE ("gpt2"), whose merges the file lists, and SentencePiece
-("llama"), whose scores are made into merges (`spm`). "gemma4" is in between: merges over
-characters, spaces written as U+2581."""
+Three kinds are supported: byte-level BPE ("gpt2"), whose merges the file lists; SentencePiece
+("llama"), whose scores are converted to merges; and "gemma4", merges over characters with spaces
+written as U+2581."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from tokenizers import (
 )
 
 from forerun.errors import LoadError, one_line, shown
-from forerun.models.gguf.container import Strings
+from forerun.models.gguf.container import StringArray
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-MOST_TOKENS = 1 << 22
-READ = ("gpt2", "llama", "gemma4")
-LACKING = ("none", "no_vocab")  # files of models whose prompts are token ids
+MAX_TOKENS = 1 << 22
+SUPPORTED = ("gpt2", "llama", "gemma4")
+NO_TOKENIZER = ("none", "no_vocab")  # models whose prompts are token ids
 
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
@@ -50,11 +49,11 @@ _FILL_IN = {
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
 }
-ENDS = frozenset(_ENDS.split())  # texts of tokens that end a generation
-FILL_IN = {part: texts.split() for part, texts in _FILL_IN.items()}  # and of those for filling in
-OLDER = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # keys of older files
-SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss: part of the text
-DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
+ENDS = frozenset(_ENDS.split())  # texts of tokens that end a generation, as llama.cpp has them
+FILL_IN = {part: texts.split() for part, texts in _FILL_IN.items()}  # fill-in-the-middle
+OLDER_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss shows these
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,11 @@ class Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        model: what `tokenizer.ggml.model` says.
-        pre: the name of the pre-tokenizer, None where the file has none.
-        texts: by id, all different.
+        model: tokenizer.ggml.model.
+        pre: the name of the pre-tokenizer, if the file names one.
+        texts: texts by id, all different.
         kinds: int [V], NORMAL to BYTE.
-        ids: ids by their part ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", ...).
+        ids: ids of special tokens by role ("bos", "eos", "eot", "unknown", "padding", ...).
         ends: ids that end a generation, sorted.
     """
 
@@ -79,17 +78,15 @@ class Vocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Vocabulary:
-    """The tokens of a file, of more than `rows` the first. Raises LoadError."""
+    """Read the tokens of a file, at most the first `rows`. Raises LoadError."""
     model = model_of(metadata)
-    texts, whole = _texts(metadata, rows), len(metadata[PREFIX + "tokens"])
+    texts, total = _texts(metadata, rows), len(metadata[PREFIX + "tokens"])
     kinds = metadata.get(PREFIX + "token_type")
     kinds = None if kinds is None else np.asarray(kinds)
-    if kinds is not None and len(kinds) != whole:
-        raise LoadError(
-            f"the file has {whole} tokens, but {len(kinds)} kinds of them; it is broken, use another one"
-        )
+    if kinds is not None and len(kinds) != total:
+        raise LoadError(f"the file has {total} tokens, but {len(kinds)} token types; it is broken")
     kinds = np.full(len(texts), NORMAL) if kinds is None else kinds[: len(texts)].copy()
-    ids = _ids(metadata, model, len(texts), whole)
+    ids = _ids(metadata, model, len(texts), total)
     named = _named(texts)
     for part, known in FILL_IN.items():
         candidates = [named[text] for text in known if text in named]
@@ -100,43 +97,37 @@ def read_vocabulary(metadata: Mapping[str, Any], rows: int | None = None) -> Voc
         kinds[named[text]] = CONTROL
     for text in named.keys() & SHOWN:
         kinds[named[text]] = USER_DEFINED
-    return Vocabulary(
-        model, metadata.get(PREFIX + "pre"), texts, kinds, ids, _ends(ids, named, kinds)
-    )
+    ends = _ends(ids, named, kinds)
+    return Vocabulary(model, metadata.get(PREFIX + "pre"), texts, kinds, ids, ends)
 
 
 def model_of(metadata: Mapping[str, Any]) -> str:
-    """The kind of tokenizer. Raises LoadError for one that forerun does not read."""
+    """Return tokenizer.ggml.model. Raises LoadError for unsupported kinds."""
     model = metadata.get(PREFIX + "model")
     if model is None:
         raise LoadError(
             "the file has no tokenizer (tokenizer.ggml.model is missing); use one that has it"
         )
-    if not isinstance(model, str) or model not in (*READ, *LACKING):
-        read = ", ".join(READ)
-        raise LoadError(
-            f"the file's tokenizer is a {shown(model)}, which forerun does not read: it reads {read}"
-        )
+    if not isinstance(model, str) or model not in (*SUPPORTED, *NO_TOKENIZER):
+        known = ", ".join(SUPPORTED)
+        raise LoadError(f"the file's tokenizer {shown(model)} is not supported: known are {known}")
     return model
 
 
 def _texts(metadata: Mapping[str, Any], rows: int | None) -> list[str]:
     texts = metadata.get(PREFIX + "tokens")
-    if not isinstance(texts, list | Strings) or not texts:
+    if not isinstance(texts, list | StringArray) or not texts:
         raise LoadError(
             "the file has no list of tokens (tokenizer.ggml.tokens); it is broken, use another one"
         )
-    if len(texts) > MOST_TOKENS:
-        raise LoadError(
-            f"the file has {len(texts)} tokens, more than the {MOST_TOKENS} that forerun takes"
-        )
+    if len(texts) > MAX_TOKENS:
+        raise LoadError(f"the file has {len(texts)} tokens, more than {MAX_TOKENS}")
     texts = list(texts)[:rows]
-    return _apart(texts) if len(set(texts)) < len(texts) or "" in texts else texts
+    return _distinct(texts) if len(set(texts)) < len(texts) or "" in texts else texts
 
 
-def _apart(texts: list[str]) -> list[str]:
-    """The texts without those that are empty, and those that became equal because they were no
-    UTF-8."""
+def _distinct(texts: list[str]) -> list[str]:
+    """Rename empty texts, and texts that became equal because they were not valid UTF-8."""
     seen: dict[str, int] = {}
     found = []
     for i, text in enumerate(texts):
@@ -152,27 +143,28 @@ def _apart(texts: list[str]) -> list[str]:
     return found
 
 
-def _ids(metadata: Mapping[str, Any], model: str, count: int, whole: int) -> dict[str, int]:
-    """Ids that the file names; those out of range, which do occur for padding, count as none."""
+def _ids(metadata: Mapping[str, Any], model: str, count: int, total: int) -> dict[str, int]:
+    """Ids of special tokens; padding may be out of range in real files, which counts as none."""
     parts = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", *FILL_IN)
-    ids = dict(DEFAULTS.get(model, {}))
+    ids = dict(DEFAULT_IDS.get(model, {}))
     for part in parts:
         value = metadata.get(
-            f"{PREFIX}{part}_token_id", metadata.get(f"{PREFIX}{OLDER.get(part, part)}_token_id")
+            f"{PREFIX}{part}_token_id",
+            metadata.get(f"{PREFIX}{OLDER_KEYS.get(part, part)}_token_id"),
         )
         if value is None:
             continue
-        if isinstance(value, int) and 0 <= value < whole:
+        if isinstance(value, int) and 0 <= value < total:
             ids[part] = value
         elif part in ("bos", "eos"):
             raise LoadError(
-                f"the file names token {shown(value)} as its {part} token, but has {whole}; it is broken"
+                f"the file's {part} token is {shown(value)}, but it has {total} tokens; it is broken"
             )
     return {part: token for part, token in ids.items() if token < count}
 
 
 def _named(texts: list[str]) -> dict[str, int]:
-    """Ids of those texts that the rules know."""
+    """Ids of the texts that have a known meaning."""
     known = ENDS.union(SHOWN, *FILL_IN.values())
     return {text: i for i, text in enumerate(texts) if text in known}
 
@@ -283,12 +275,12 @@ KIMI = rf"[{_HAN}]+|{_START}[\p{{L}}&&[^{_HAN}]]+{_ANY}?|{DIGITS}|{_SIGNS}[\r\n]
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a name of `tokenizer.ggml.pre` says.
+    """A pre-tokenizer of `tokenizer.ggml.pre`.
 
     Attributes:
-        patterns: regular expressions, applied one after the other.
-        ignore_merges: a piece that is a token is taken as it is, whatever the merges say.
-        add_bos: a text begins with the beginning-of-text token unless the file says otherwise.
+        patterns: regular expressions that split the text, applied one after the other.
+        ignore_merges: a piece that is in the vocabulary is not split by merges.
+        add_bos: texts begin with the bos token unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -297,39 +289,19 @@ class PreTokenizer:
 
 
 def _table() -> dict[str, PreTokenizer]:
+    """Expand lines of (names, patterns, ignore_merges, add_bos)."""
     lines: list[tuple[str, str | tuple[str, ...], bool, bool]] = [
-        (
-            "gpt-2 phi-2 olmo mpt exaone4 modern-bert mellum jais trillion gigachat granite-docling",
-            GPT2,
-            False,
-            False,
-        ),
-        (
-            "a.x-4.0 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe",
-            GPT2,
-            False,
-            False,
-        ),
-        (
-            "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-            (DIGIT, GPT2),
-            False,
-            False,
-        ),
-        (
-            "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-            LLAMA3,
-            True,
-            True,
-        ),
+        ("gpt-2 phi-2 olmo mpt exaone4 modern-bert mellum jais trillion", GPT2, False, False),
+        ("gigachat granite-docling a.x-4.0 jina-es jina-de jina-v2-es", GPT2, False, False),
+        ("jina-v2-de jina-v1-en jina-v2-code roberta-bpe", GPT2, False, False),
+        ("smollm starcoder refact command-r codeshell exaone", (DIGIT, GPT2), False, False),
+        ("minerva-7b mellum2", (DIGIT, GPT2), False, False),
+        ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral", LLAMA3, True, True),
+        ("midm-2.0 lfm2 jina-v5-nano", LLAMA3, True, True),
         ("dbrx smaug-bpe chatglm-bpe", LLAMA3, False, False),
         ("glm4 glm5", LLAMA3, True, False),
-        (
-            "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2 kormo f2llmv2 solar-open",
-            QWEN2,
-            False,
-            False,
-        ),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2", QWEN2, False, False),
+        ("kormo f2llmv2 solar-open", QWEN2, False, False),
         ("qwen35", QWEN35, False, False),
         ("laguna", (r"[^\n]+|\n+", QWEN2), False, False),
         ("tekken", TEKKEN, True, True),
@@ -367,34 +339,31 @@ PRE_TOKENIZERS = _table()
 
 
 def find_pretokenizer(name: str | None) -> PreTokenizer:
-    """What a file's `tokenizer.ggml.pre` says; files without it are cut by the expressions of
-    "default".
+    """Return the pre-tokenizer of `tokenizer.ggml.pre`, "default" if the file names none.
 
-    Raises LoadError for a name that is not known: a guess would give a model tokens it was not
-    trained on."""
+    Raises LoadError for unknown names: a guess would give tokens the model was not trained on."""
     found = PRE_TOKENIZERS.get(name or "default") if name is None or isinstance(name, str) else None
     if found is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise LoadError(
-            f"the pre-tokenizer {shown(name)} is not known; known are {known}; use another file of this model"
+            f"the pre-tokenizer {shown(name)} is not known; known are {known}; use another file of "
+            "this model"
         )
     return found
 
 
-_BASE, _INVERSE = (
-    0x9E3779B97F4A7C15,
-    pow(0x9E3779B97F4A7C15, -1, 1 << 64),
-)  # odd: it can be divided by
-_BITS = 21  # of the number of a slot
+# odd, hence invertible modulo 2^64
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 def merges_by_score(tokens: list[str], scores: Array, joins: Array) -> list[tuple[str, str]]:
-    """The merges of a vocabulary, best score first, of equals the lowest id.
+    """Convert SentencePiece scores to BPE merges, best score first, then lowest id.
 
     Args:
         tokens: texts, all different.
         scores: float [V].
-        joins: bool [V], whether a token may come about by joining two.
+        joins: bool [V], whether a token may be produced by joining two.
     """
     token, left, right = _pairs(tokens, joins)
     order = np.lexsort((token, -scores[token]))
@@ -403,9 +372,10 @@ def merges_by_score(tokens: list[str], scores: Array, joins: Array) -> list[tupl
 
 
 def _pairs(tokens: list[str], joins: Array) -> tuple[Array, Array, Array]:
-    """Ids of all tokens that are two tokens one after the other, and of these two. Texts are
-    compared by 64-bit hashes: polynomials modulo 2^64, so that those of a text's two parts come
-    from two of its prefixes."""
+    """Find every token that is the concatenation of two tokens. -> ids of it, left, right
+
+    Texts are compared by 64-bit polynomial hashes, so that the hashes of a text's two parts follow
+    from those of its prefixes, and the search takes time linear in the total length."""
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -415,14 +385,25 @@ def _pairs(tokens: list[str], joins: Array) -> tuple[Array, Array, Array]:
     longest = int(lengths.max(initial=0)) + 1
     sums = np.zeros(len(characters) + 1, np.uint64)
     np.cumsum(_mixed(characters) * _powers(_BASE, longest)[place], out=sums[1:])
-    table = _Table(sums[ends] - sums[starts], joins | (lengths == 1))
 
-    at = np.flatnonzero((place > 0) & joins[owner])
-    left = table.find(sums[at] - sums[starts[owner[at]]])
+    candidates = np.flatnonzero(joins | (lengths == 1))
+    hashes = sums[ends[candidates]] - sums[starts[candidates]]
+    by_hash = np.argsort(hashes)
+    hashes, candidates = hashes[by_hash], candidates[by_hash]
+
+    def find(wanted: Array) -> Array:
+        """Ids of the candidates with these hashes, -1 for none."""
+        if not len(candidates):
+            return np.full(len(wanted), -1)
+        at = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
+        return np.where(hashes[at] == wanted, candidates[at], -1)
+
+    at = np.flatnonzero((place > 0) & joins[owner])  # every place where a token may be cut
+    left = find(sums[at] - sums[starts[owner[at]]])
     at, left = at[left >= 0], left[left >= 0]
-    right = table.find((sums[ends[owner[at]]] - sums[at]) * _powers(_INVERSE, longest)[place[at]])
-    kept = right >= 0
-    return owner[at[kept]], left[kept], right[kept]
+    right = find((sums[ends[owner[at]]] - sums[at]) * _powers(_INVERSE, longest)[place[at]])
+    found = right >= 0
+    return owner[at[found]], left[found], right[found]
 
 
 def _mixed(values: Array) -> Array:
@@ -437,53 +418,19 @@ def _powers(base: int, count: int) -> Array:
     return np.cumprod(powers, dtype=np.uint64)
 
 
-class _Table:
-    """From hashes to ids: arrays of slots, each for those that found their slot taken in the one
-    before."""
-
-    def __init__(self, hashes: Array, within: Array) -> None:
-        self.hashes, self.rounds = hashes, list[tuple[int, Array]]()
-        left = np.flatnonzero(within)
-        for shift in range(64 - _BITS, -1, -7):
-            if not len(left):
-                break
-            slots, at = np.full(1 << _BITS, -1, np.int32), _slot(hashes[left], shift)
-            slots[at] = left
-            self.rounds.append((shift, slots))
-            left = left[slots[at] != left]
-
-    def find(self, hashes: Array) -> Array:
-        """Ids; -1 for what is not there."""
-        found = np.full(len(hashes), -1, np.int32)
-        for shift, slots in self.rounds:
-            at = slots[_slot(hashes, shift)]
-            hit = (at >= 0) & (self.hashes[at] == hashes)
-            found[hit] = at[hit]
-        return found
-
-
-def _slot(hashes: Array, shift: int) -> Array:
-    return (hashes >> np.uint64(shift)) & np.uint64((1 << _BITS) - 1)
-
-
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-PLAIN = (
-    "<unk>",
-    "<s>",
-    "<|endoftext|>",
-)  # special tokens of Phi-3 that leave the spaces after them
+# special tokens of Phi-3 that do not swallow the spaces behind them
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 TEMPLATE = "tokenizer.chat_template"
 
 
 def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tokenizer | None:
-    """The tokenizer of a file, of more tokens than `rows` the first; None where it says that its
-    model has none.
+    """Build the tokenizer of a file from at most its first `rows` tokens; None if it has none.
 
-    Special tokens in a text are found (llama.cpp's parse_special); with the tokenizer's
-    `encode_special_tokens` set, they are text. What a file leaves open is decided as llama.cpp
-    does. Raises LoadError for a tokenizer that is broken, or of a kind that forerun does not read.
-    """
-    if model_of(metadata) in LACKING:
+    Special tokens in a text are recognised (llama.cpp's parse_special); with the tokenizer's
+    `encode_special_tokens` set, they are text. What a file leaves open is decided as in llama.cpp.
+    Raises LoadError for broken or unsupported tokenizers."""
+    if model_of(metadata) in NO_TOKENIZER:
         return None
     try:
         vocabulary = read_vocabulary(metadata, rows)
@@ -495,22 +442,19 @@ def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tok
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
         why = one_line(str(error))
-        raise LoadError(
-            f"the file's tokens and merges do not fit together: {why}; use another file"
-        ) from None
+        raise LoadError(f"the file's tokens and merges do not match: {why}; use another") from None
     return tokenizer
 
 
 def end_tokens(metadata: Mapping[str, Any], rows: int | None = None) -> tuple[int, ...]:
-    """All ids that end a generation, sorted: those that the file names, and those that llama.cpp
-    knows by their text. Raises LoadError as `build_tokenizer` does."""
-    return () if model_of(metadata) in LACKING else read_vocabulary(metadata, rows).ends
+    """Return the ids that end a generation, sorted: those the file names, and those llama.cpp knows
+    by their text. Raises LoadError as `build_tokenizer` does."""
+    return () if model_of(metadata) in NO_TOKENIZER else read_vocabulary(metadata, rows).ends
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """What chat templates call `bos_token`, `eos_token`, `unk_token` and `pad_token`, where the
-    file names them."""
-    if model_of(metadata) in LACKING:
+    """Return bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
+    if model_of(metadata) in NO_TOKENIZER:
         return {}
     vocabulary = read_vocabulary(metadata)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -522,7 +466,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The file's Jinja templates of conversations by name; the usual one is called "default"."""
+    """Return the file's chat templates by name, "default" for the usual one."""
     names = {
         key.removeprefix(TEMPLATE + "."): key for key in metadata if key.startswith(TEMPLATE + ".")
     }
@@ -532,13 +476,13 @@ def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
-    how = find_pretokenizer(vocabulary.pre)
+    pre = find_pretokenizer(vocabulary.pre)
     ids = {text: i for i, text in enumerate(vocabulary.texts)}
     merges = _merges(metadata, ids)
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=how.ignore_merges))
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=pre.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_as_letters])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_as_letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -547,10 +491,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Token
     texts, scores = vocabulary.texts, metadata.get(PREFIX + "scores")
     if scores is None or len(scores) != len(metadata[PREFIX + "tokens"]):
         count = "none" if scores is None else len(scores)
-        raise LoadError(
-            f"the file has {len(texts)} tokens, but scores of {count}; it is broken, use another one"
-        )
-    # typed text never becomes a control or byte token
+        raise LoadError(f"the file has {len(texts)} tokens, but {count} scores; it is broken")
+    # no text is tokenized as a control or byte token
     joins = ~np.isin(vocabulary.kinds, (UNKNOWN, CONTROL, BYTE))
     merges = merges_by_score(texts, np.asarray(scores, np.float32)[: len(texts)], joins)
     prefix = bool(metadata.get(PREFIX + "add_space_prefix", True))
@@ -560,8 +502,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Token
 def _on_characters(
     ids: dict[str, int], merges: list[tuple[str, str]], vocabulary: Vocabulary, prefix: bool
 ) -> Tokenizer:
-    """BPE over characters, with bytes for those that are no token. `prefix` writes a space before
-    what follows a special token or the beginning."""
+    """BPE over characters, with byte tokens for unknown ones. `prefix` puts a space before text at
+    the beginning and behind special tokens."""
     unknown = vocabulary.ids.get("unknown")
     unknown_text = None if unknown is None else vocabulary.texts[unknown]
     tokenizer = Tokenizer(
@@ -577,7 +519,7 @@ def _on_characters(
 
 
 def _gemma4(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
-    """Lines are pieces, and so are runs of newlines, which are a token or single newlines."""
+    """BPE over characters within lines; runs of newlines are one token or single newlines."""
     ids = {text: i for i, text in enumerate(vocabulary.texts)}
     runs = [n for n in range(2, 256) if "\n" * n in ids]
     joined = [
@@ -595,14 +537,11 @@ def _gemma4(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges. Of equal ones the first counts; those of tokens that were cut off are left
-    out."""
+    """The file's merges: the first of equal ones, and none of tokens beyond `rows`."""
     found = metadata.get(PREFIX + "merges")
-    if not isinstance(found, list | Strings):
-        raise LoadError(
-            "the file has no merges (tokenizer.ggml.merges), which its tokenizer needs; use another one"
-        )
-    merges = [_halves(merge) for merge in dict.fromkeys(found)]
+    if not isinstance(found, list | StringArray):
+        raise LoadError("the file has no merges (tokenizer.ggml.merges); use another one")
+    merges = [_split_merge(merge) for merge in dict.fromkeys(found)]
     if len(ids) < len(metadata[PREFIX + "tokens"]):
         merges = [
             (left, right) for left, right in merges if {left, right, left + right} <= ids.keys()
@@ -610,26 +549,25 @@ def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[s
     return merges
 
 
-def _halves(merge: str) -> tuple[str, str]:
+def _split_merge(merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)  # a token may begin with a space
     if at < 0:
-        raise LoadError(
-            f"the file's merge {shown(merge)} is not of two tokens; it is broken, use another one"
-        )
+        raise LoadError(f"the file's merge {shown(merge)} is not of two tokens; it is broken")
     return merge[:at], merge[at + 1 :]
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Tell which tokens are cut out of a text before anything else."""
+    """Add the tokens that are matched before a text is pre-tokenized."""
     name = str(metadata.get("general.name", "")).lower()
-    strip = (
-        "phi-3" in name or "phi3" in name
-    )  # llama.cpp goes by the name, nothing in the file says it
+    strip = "phi-3" in name or "phi3" in name  # only the name says so; llama.cpp relies on it too
     texts, kinds = vocabulary.texts, vocabulary.kinds
     for wanted, special in ((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False):
         added = [
             AddedToken(
-                texts[i], normalized=False, special=special, rstrip=strip and texts[i] not in PLAIN
+                texts[i],
+                normalized=False,
+                special=special,
+                rstrip=strip and texts[i] not in PHI3_PLAIN,
             )
             for i in np.flatnonzero(np.isin(kinds, wanted)).tolist()
         ]
@@ -637,20 +575,18 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocabulary: V
 
 
 def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Have a text begin and end with the tokens that the model expects there."""
+    """Add the bos and eos tokens that the model expects around a text."""
     begins = vocabulary.model in ("llama", "gemma4") or (
         vocabulary.model == "gpt2"
         and find_pretokenizer(vocabulary.pre).add_bos
         and "bos" in vocabulary.ids
     )
-    if vocabulary.model != "gemma4":  # whose files say no and mean yes
+    if vocabulary.model != "gemma4":  # its files say no, but llama.cpp adds it
         begins = bool(metadata.get(PREFIX + "add_bos_token", begins))
     ends = bool(metadata.get(PREFIX + "add_eos_token", False))
     for wanted, part in (begins, "bos"), (ends, "eos"):
         if wanted and part not in vocabulary.ids:
-            raise LoadError(
-                f"the file wants its {part} token added to texts, but names none; use another file"
-            )
+            raise LoadError(f"the file adds its {part} token to texts, but names none; use another")
     pieces = [*(["bos"] if begins else []), None, *(["eos"] if ends else [])]
     if len(pieces) > 1:
         used = [(vocabulary.texts[vocabulary.ids[p]], vocabulary.ids[p]) for p in pieces if p]

@@ -1,4 +1,4 @@
-"""The decoder's tensors out of a GGUF file, with what its converter did to them undone."""
+"""Load the decoder's weights from a GGUF file and undo what llama.cpp's converter did to them."""
 
 from __future__ import annotations
 
@@ -10,102 +10,101 @@ import numpy as np
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.gguf.blocks import Blocks, Piece, floats, rotated
-from forerun.models.gguf.config import ROTATED
+from forerun.models.files import joined
+from forerun.models.gguf.blocks import Blocks, Piece, floats, unpermuted
+from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
-from forerun.models.names import listed
-from forerun.models.weights import Builder, Matrix, Names
+from forerun.models.weights import Matrix, Names, WeightLoader
 
 NAMES: Names = {
-    "embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output", "layer": "blk.{i}.",
-    "attention_norm": "attn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "out": "attn_output",
-    "attention_out_norm": "post_attention_norm", "mlp_norm": "ffn_norm", "mlp_out_norm": "post_ffw_norm",
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "layer": "blk.{i}.",
+    "attention_norm": "attn_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "out": "attn_output",
+    "attention_out_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_out_norm": "post_ffw_norm",
     "down": "ffn_down",
-}  # fmt: skip
-# frequencies, which are read with the configuration; projectors of images and sound in the same
-# file
+}
+# rope factors are read with the configuration; image, audio and drafting modules are not used
 IGNORED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp|blk\.\d+\.nextn)\..*"
 )
 
 
-class GgufBuilder(Builder):
-    """`Builder` for a GGUF file."""
+class GgufLoader(WeightLoader):
+    """`WeightLoader` for a GGUF file."""
 
     def open(self, path: Path) -> None:
-        """Find the names of the tensors: queries, keys and values, gate and up may be fused."""
-        self.gguf, self.taken, self.prefix = open_gguf(path), set[str](), ""
-        fused = "blk.0.attn_qkv.weight" in self.gguf.tensors
-        gated = "blk.0.ffn_gate.weight" in self.gguf.tensors
+        """Open the file; query, key and value, and gate and up, may be fused in it."""
+        self.gguf = open_gguf(path)
+        self.taken: set[str] = set()
+        self.prefix = ""
+        is_fused = "blk.0.attn_qkv.weight" in self.gguf.tensors
+        has_gate = "blk.0.ffn_gate.weight" in self.gguf.tensors
         self.names = NAMES | {
-            "qkv": "attn_qkv" if fused else ["attn_q", "attn_k", "attn_v"],
-            "up": ["ffn_gate", "ffn_up"] if gated else "ffn_up",
+            "qkv": "attn_qkv" if is_fused else ["attn_q", "attn_k", "attn_v"],
+            "up": ["ffn_gate", "ffn_up"] if has_gate else "ffn_up",
         }
 
     def claim(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """A tensor, counted as used. Raises LoadError if it is absent or of another shape."""
+        """Return a tensor and mark it as used. Raises LoadError if it is missing or misshapen."""
         entry = self.gguf.tensors.get(name)
         if entry is None:
-            raise LoadError(f"{self.gguf.path}: the file lacks the tensor {name}; it is incomplete")
+            raise LoadError(f"{self.gguf.path}: the file lacks tensor {name}; it is incomplete")
         if entry.shape != shape:
             raise LoadError(
-                f"{self.gguf.path}: tensor {name} is {list(entry.shape)}, but its metadata asks for {list(shape)}"
+                f"{self.gguf.path}: tensor {name} is {list(entry.shape)}, but its metadata asks for "
+                f"{list(shape)}"
             )
         self.taken.add(name)
         return entry
 
-    def order(self, name: str, rows: int) -> Tensor | None:
-        """Which row of a tensor is where for us, of those that are rotated pair by pair; None for
-        all others."""
-        heads = (
-            self.config.heads
-            if ".attn_q." in name
-            else self.config.kv_heads
-            if ".attn_k." in name
-            else 0
-        )
-        turns = heads and self.gguf.architecture in ROTATED
-        return rotated(rows, heads, self.config.ropes[0].dim) if turns else None
+    def row_order(self, name: str, rows: int) -> Tensor | None:
+        """Return the row order that undoes the converter's permutation; None if there is none."""
+        heads = 0
+        if ".attn_q." in name:
+            heads = self.config.heads
+        elif ".attn_k." in name:
+            heads = self.config.kv_heads
+        if not heads or self.gguf.architecture not in PERMUTED:
+            return None
+        return unpermuted(rows, heads, self.config.ropes[0].dim)
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry, order = self.claim(name, shape), self.order(name, shape[0])
+        entry, order = self.claim(name, shape), self.row_order(name, shape[0])
         values = floats(entry.kind, entry.read()).reshape(shape)
         return values if order is None else values[order]
 
     def matrix(
         self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
     ) -> Callable[[], Matrix]:
-        """A function that reads one linear layer's weight, its rows in the order of Hugging Face's;
-        claimed here."""
         name = f"{stem}.weight"
-        held, order = Blocks((Piece(self.claim(name, shape)),)), self.order(name, shape[0])
-        turned = held if order is None else held.chosen(order)
-        return lambda: turned
+        blocks, order = Blocks((Piece(self.claim(name, shape)),)), self.row_order(name, shape[0])
+        ordered = blocks if order is None else blocks.select_rows(order)
+        return lambda: ordered
 
     def embedding(self) -> Callable[[], Matrix]:
-        """A function that reads the embedding [V, H]."""
-        return self.matrix(
-            str(self.names["embed"]), (self.config.vocab, self.config.hidden), False, False
-        )
+        shape = (self.config.vocab, self.config.hidden)
+        return self.matrix(str(self.names["embed"]), shape, False, False)
 
     def finish(self) -> None:
-        """Raise LoadError for tensors that fit no part of the model; modules that draft are left
-        alone."""
+        # blocks behind the model's layers belong to multi-token prediction modules
         count = np.ravel(self.gguf.metadata[f"{self.gguf.architecture}.block_count"])[0]
-        blocks = range(self.config.layers, int(count))
-        left = [
-            name for name in self.gguf.tensors.keys() - self.taken
-            if not IGNORED.fullmatch(name) and _block(name) not in blocks
-        ]  # fmt: skip
+        extra = range(self.config.layers, int(count))
+        left = []
+        for name in sorted(self.gguf.tensors.keys() - self.taken):
+            block = re.match(r"blk\.(\d+)\.", name)
+            is_extra = block is not None and int(block[1]) in extra
+            if not IGNORED.fullmatch(name) and not is_extra:
+                left.append(name)
         if left:
-            shown = listed(sorted(left), 4)
+            names = joined(left, 4)
             raise LoadError(
-                f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {shown}"
+                f"{self.gguf.path}: {len(left)} tensors fit no part of this model: {names}"
             )
-
-
-def _block(name: str) -> int:
-    """Which block a tensor belongs to; those behind the model's layers are modules that predict
-    further tokens."""
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else -1

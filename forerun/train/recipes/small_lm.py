@@ -26,7 +26,7 @@ from forerun.models.files import SHORTLIST
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.export import readers, to_directory
 from forerun.models.hub import find_model
-from forerun.models.quantized import SAYS_SO, Scheme, scheme_of
+from forerun.models.quantized import CONFIG_KEYS, Scheme, read_scheme
 from forerun.models.shortlist import Shortlist, read_shortlist, shortlist_beside, spread
 from forerun.models.weights import Checkpoint
 from forerun.runtime.torch_runner import Runner
@@ -201,7 +201,7 @@ def _load(directory: Path) -> nn.Module:
 def _tensor_readers(directory: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
     """Readers of all tensors by the names of an unquantised checkpoint. Raises LoadError."""
     checkpoint = Checkpoint(directory)
-    scheme = scheme_of(config.raw, str(directory / "config.json"))
+    scheme = read_scheme(config.raw, str(directory / "config.json"))
     if scheme is None:
         return {name: partial(checkpoint.read, name) for name in checkpoint.where}
     shapes, found = _shapes(directory), dict[str, Callable[[], Tensor]]()
@@ -230,7 +230,7 @@ def _dequantised(
 ) -> Tensor:
     """The weight of a quantised linear layer: float32 [out, in], or [in, out] if `transposed`."""
     stored = shape[::-1] if transposed else shape
-    weight = checkpoint.stored(scheme, layout, stem, stored).dequantise()
+    weight = checkpoint.quantized(scheme, layout, stem, stored).dequantize()
     return weight.T if transposed else weight
 
 
@@ -271,6 +271,6 @@ def _pruned_config(path: Path, original: ModelConfig, kept: list[int]) -> dict[s
     for name in PER_LAYER:
         if config.get(name) is not None:
             config[name] = [config[name][layer] for layer in kept]
-    for name in SAYS_SO:
+    for name in CONFIG_KEYS:
         config.pop(name, None)
     return config
