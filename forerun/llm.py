@@ -176,7 +176,7 @@ class LLM:
         if config.kv_tokens is None:
             share_memory(config, target, proposers.values())
         policy = DepthPolicy(config.objective, config.slo_ms / 1e3)
-        self.engine = Engine(
+        self._engine: Engine | None = Engine(
             target,
             proposers,
             rule=config.rule,
@@ -187,7 +187,6 @@ class LLM:
         )
         self.draft = draft_name(spec)
         self._runs: dict[int, _Run] = {}
-        self._closed = False
         if own:
             self.draft = own.name or "custom"
             self.add_drafter(self.draft, own)
@@ -216,7 +215,7 @@ class LLM:
         return facts
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self._engine is None:
             return f"LLM({self.config.model!r}, closed)"
         return (
             f"LLM({self.config.model!r}, draft={self.draft!r}, rule={self.config.rule!r},"
@@ -236,18 +235,17 @@ class LLM:
 
     def close(self) -> None:
         """Drop all requests and free the model; further calls raise StateError."""
-        if self._closed:
-            return
-        self._closed = True
-        self.cost_store.save()
-        self._runs.clear()
-        del self.engine
+        if self._engine is not None:
+            self._engine = None
+            self._runs.clear()
+            self.cost_store.save()
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached for missing attributes only: the engine of an LLM that was closed.
-        if name == "engine" and vars(self).get("_closed"):
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises StateError if this LLM was closed."""
+        if self._engine is None:
             raise StateError("this LLM was closed: make another one")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._engine
 
     @property
     def decoder(self) -> Decoder | NativeDecoder:

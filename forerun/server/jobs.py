@@ -377,7 +377,7 @@ class EngineService:
 
     def _do_housekeeping(self) -> None:
         """Save learned costs and return free memory to the system; failures are only logged."""
-        for work in (self.llm.learned.keep, give_back):
+        for work in (self.llm.cost_store.save, give_back):
             try:
                 work()
             except Exception:
