@@ -207,5 +207,5 @@ def _llm_with_drafters(
     )
     proposers[name] = recipe.proposer(directory, target, runner)
     proposers[name].name = name
-    llm.engine = Engine(runner, proposers, tokenizer=target.tokenizer)
+    llm._engine = Engine(runner, proposers, tokenizer=target.tokenizer)
     return llm, name

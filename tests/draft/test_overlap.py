@@ -84,9 +84,7 @@ def verdict(draft: Draft, ahead: Ahead, slot: int, chance: random.Random) -> lis
 
 
 @pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
-@pytest.mark.parametrize(
-    "params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"]
-)
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_are_those_of_the_model_alone(
     kernels: str, params: SamplingParams, how: str

@@ -17,17 +17,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forerun.cache.attention import Segment
 from forerun.config import Config
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native.layout import interleave, lay_out
 from forerun.load import make_runner
+from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.quantized import LosslessMatrix
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
 from tests import quantise, tiny
+from tests.engine import build
 from tests.quantise import Layer, Tensors, checkpoint
 
 CPU = torch.device("cpu")
@@ -450,3 +456,79 @@ def test_what_the_options_make_of_a_4_bit_checkpoint(
     body, head = expected
     decoder = runner(tmp_path, **options).decoder
     assert forms(decoder) == dict(qkv=body, out=body, up=body, down=body, head=head)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "packed"])
+def test_activation_order(layout: str, tmp_path: Path) -> None:
+    """Groups whose inputs do not stand together."""
+    holds(tmp_path, checkpoint(tmp_path, layout, symmetric=layout == "packed", shuffled=True))
+
+
+def test_a_quantised_head(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "gptq")
+    layer = Layer.make(
+        load_file(tmp_path / "model.safetensors")["lm_head.weight"], 4, 32, True, torch.float16
+    )
+
+    def edit(tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        tensors.update({f"lm_head.{part}": tensor for part, tensor in quantise.gptq(layer).items()})
+
+    assert torch.equal(load(change(tmp_path, edit)).weights.head.weight, layer.weight)
+
+
+@compiled
+@pytest.mark.parametrize("layout, bits, size", [("gptq", 4, 32), ("plain", 8, 0)])
+def test_logits_are_close_to_those_of_the_dequantised_weights(
+    layout: str, bits: int, size: int, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, layout, bits, size)
+    tokens = torch.randint(
+        3, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    results = []
+    for options in (
+        {},
+        {"kernels": "torch", "dtype": "float32"},
+        {"quantization": "int4" if bits == 8 else "int8"},
+    ):
+        it = runner(tmp_path, **options)
+        it.cache.pages.grow(0, 40)
+        results.append(
+            it.forward([Segment(0, tokens, list(range(-1, 39)), list(range(40)))]).logits
+        )
+    carried, exact, rounded = results
+    error = ((carried - exact).norm() / exact.norm()).item()
+    assert error < 0.12  # activations of 8 bits, a head of bfloat16
+    if bits == 8:  # a second rounding, to 4 bits, is what is spared
+        assert ((rounded - exact).norm() / exact.norm()).item() > 2 * error
+
+
+@compiled
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_speculative_text_equals_plain_text(
+    layout: str, temperature: float, tmp_path: Path
+) -> None:
+    """On carried integers (GPTQ) and on dequantised ones (AWQ with zero points), with small chunks
+    and preemption."""
+    checkpoint(tmp_path, layout, symmetric=layout == "gptq")
+    config = load_config(tmp_path)
+    target, small = (
+        NativeDecoder(config, tmp_path, form, 256, keep)
+        for form, keep in (("bfloat16", True), ("int8", False))
+    )
+    outputs = {}
+    for draft in ("off", "suffix", "tree"):
+        drafter = DraftModel(
+            Runner(small, tokens=build.SMALL, page=4, slots=8), tiny.VOCAB, width=3
+        )
+        pool = Runner(target, tokens=1024 if draft == "off" else build.SMALL, page=4, slots=8)
+        engine = Engine(
+            pool, {"suffix": Suffix(shortest=1), "tree": drafter}, chunk=64 if draft == "off" else 5
+        )
+        requests = build.run(engine, draft, temperature)
+        outputs[draft] = [list(r.output) for r in requests]
+        assert draft == "off" or sum(r.stats.preemptions for r in requests) > 0
+    assert outputs["suffix"] == outputs["off"]
+    assert outputs["tree"] == outputs["off"]

@@ -350,3 +350,63 @@ def test_loading_takes_little_more_than_the_weights(
     assert done.returncode == 0, done.stderr
     took, held = map(int, done.stdout.split())
     assert took - held < 100e6, (took, held)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_where_rows_lie_changes_no_bit(name: str, form: str) -> None:
+    """Blocks of keys are read where they are, or gathered first; tokens that see the same blocks
+    share them."""
+    model, prompt = decoder(name, form), ids(75)
+    tree = Segment(1, ids(6, 2), [-1, 0, 0, 1, 2, 4], list(range(6)))
+    found = []
+    for page in (4, 8, 16, 32):
+        kv = cache(model, page=page)
+        first = model.forward([chain(prompt)], kv).logits
+        kv.commit(1, range(75))
+        found.append(torch.cat([first, model.forward([tree], kv).logits]))
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
+
+
+def test_a_matrix_of_more_than_a_slab_shares_it_with_nobody() -> None:
+    """Freeing what lay behind it used to count down within its own numbers."""
+    large = PackedMatrix(torch.ones(1100, 32 * 1024), None, "int8", gated=False)
+    before = large.data.copy()
+    small = [PackedMatrix(torch.ones(64, 64), None, "int8", gated=False) for _ in range(3)]
+    del small
+    assert np.array_equal(large.data, before)
+
+
+@pytest.mark.parametrize("threads_", [1, 2, 3])
+def test_threads_do_not_change_the_bits(threads_: int) -> None:
+    model, tokens = decoder("llama", "int8"), ids(33)
+    expected = model.forward([chain(tokens)], cache(model)).logits
+    native.start(threads_)
+    assert torch.equal(model.forward([chain(tokens)], cache(model)).logits, expected)
+    native.start(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_avx_vnni_computes_the_bits_of_avx2(form: str) -> None:
+    """Sums of integers are exact however they are made, and all else is the same code."""
+    model, tokens, logits = decoder("qwen3", form), ids(25), []
+    try:
+        for instructions in ("avx2", "avxvnni"):
+            native.start(2, instructions)
+            logits.append(model.forward([chain(tokens)], cache(model)).logits)
+    except ValueError as error:
+        pytest.skip(str(error))
+    finally:
+        native.start(2)
+    assert torch.equal(*logits)
+
+
+def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
+    """One activation a hundred times the rest costs precision in its group of 64 only."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(64, 512), torch.randn(4, 512)
+    x[:, 7] = 100.0
+    rest = weight.clone()
+    rest[:, :64] = 0  # what the other groups contribute
+    exact = x.double() @ rest.double().T
+    assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012

@@ -248,7 +248,7 @@ def test_failed_housekeeping_ends_no_request(spare: LLM, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("forerun.server.jobs.IDLE_SECONDS", 0.01)
     with serving(spare) as s, monkeypatch.context() as patch:
-        patch.setattr(type(spare.learned), "keep", fail)
+        patch.setattr(type(spare.cost_store), "save", fail)
         until(lambda: tried, "the engine is idle")
         with held(s.service):
             pass
