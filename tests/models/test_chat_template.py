@@ -7,6 +7,9 @@ not do; that transformers is not imported."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from forerun.errors import LoadError
+from forerun.errors import LoadError, RequestError
 from forerun.models.chat_template import ChatTemplate, directory_template
 from forerun.models.tokenizer import Tokenizer as Text
 
@@ -63,6 +66,65 @@ LLAMA3 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
+GEMMA = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}
+{%- else -%}{%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}{%- endif -%}
+{%- for message in loop_messages if message.role != 'tool' -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}{%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}{%- set loop_messages = messages %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0, calls=[]) %}
+{%- for message in loop_messages %}
+    {%- if message.role == "user" %}{%- set ns.index = ns.index + 1 %}{%- endif %}
+{%- endfor %}
+{{- bos_token }}{{- ns.index }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] [" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\n\n" + message.content + "[/INST]" }}
+        {%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {{- message.tool_calls | map(attribute="function") | map("tojson") | join(", ") }}{{- "]" + eos_token }}
+    {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
+    {%- elif message["role"] == "tool" %}{%- continue %}
+    {%- endif %}
+{%- endfor %}
+"""
+PHI3 = """{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>
+' + message['content'] + '<|end|>
+'}}{% elif message['role'] == 'user' %}{{'<|user|>
+' + message['content'] + '<|end|>
+'}}{% elif message['role'] == 'assistant' and message.content %}{{'<|assistant|>
+' + message['content'] + '<|end|>
+'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% else %}{{ eos_token }}{% endif %}"""
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
@@ -128,6 +190,9 @@ ODDS = """  {# a comment #}
 TEMPLATES = {
     "chatml": CHATML,
     "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "phi3": PHI3,
     "qwen3": QWEN3,
     "odds": ODDS,
 }
@@ -295,3 +360,32 @@ def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_template_stays_in_its_box(template: str) -> None:
     with pytest.raises((SecurityError, OverflowError)):
         ChatTemplate({"default": template}, {}).render(TALKS["one"], (), {})
+
+
+def test_objects_reach_a_template_as_plain_values() -> None:
+    class Image:
+        def save(self) -> str:
+            return "written"
+
+    talk = [
+        UserDict(role="user", content=[{"type": "image", "image": Image()}, {"text": ("a", 1)}])
+    ]
+    assert ChatTemplate({"default": "{{ messages }}"}, {}).render(talk, (), {}) == (
+        "[{'role': 'user', 'content': [{'type': 'image', 'image': '<Image>'}, {'text': ['a', 1]}]}]"
+    )
+
+
+def test_an_empty_conversation(tmp_path: Path) -> None:
+    tokenizer = Text(write(tmp_path, {**PLAIN, "chat_template": CHATML}))
+    with pytest.raises(RequestError, match="no message"):
+        tokenizer.chat([])
+
+
+def test_transformers_is_not_imported(tmp_path: Path) -> None:
+    directory = write(tmp_path, {**PLAIN, "chat_template": CHATML})
+    code = (
+        "import sys; from pathlib import Path; from forerun.models.tokenizer import Tokenizer;"
+        f"ids = Tokenizer(Path({str(directory)!r})).chat([{{'role': 'user', 'content': 'hi'}}]);"
+        "assert ids and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,14 @@ def test_any_byte_but_zero_is_true_and_texts_need_not_be_utf8(path: Path) -> Non
     assert (found["yes"], found["no"], found["texts"]) == (True, False, ["\ufffd", "\u00e9", ""])
 
 
+def test_data_begins_at_the_alignment_that_the_file_states(path: Path) -> None:
+    data = np.arange(64, dtype=np.float32).tobytes()
+    wide = replace(SMALL, infos=[(b"b", (64,), 0, 0)], data=data, alignment=4096)
+    file = open_gguf(written(path, wide.with_pair("general.alignment", 4, number(4, 4096))))
+    assert file.tensors["b"].offset % 4096 == 0
+    assert file.tensors["b"].read().tobytes() == data
+
+
 def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     for kind, (name, values, size) in TYPES.items():
@@ -108,6 +117,12 @@ def test_sizes_of_types_are_those_of_the_gguf_package() -> None:
                 known[kind],
                 gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)],
             )
+
+
+def test_a_file_that_changes_is_read_anew(path: Path) -> None:
+    open_gguf(written(path, SMALL))
+    written(path, with_value(4, number(4, 7)))
+    assert open_gguf(path).metadata["x"] == 7
 
 
 # ---------------------------------------------------------------- what is no file of models
@@ -148,6 +163,12 @@ def test_other_versions(version: int, words: str, path: Path) -> None:
     refused(written(path, replace(SMALL, version=version)), words)
 
 
+def test_a_directory_and_a_missing_file(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere.gguf", "cannot be read")
+    (tmp_path / "folder.gguf").mkdir()
+    refused(tmp_path / "folder.gguf", "cannot be read")
+
+
 # ---------------------------------------------------------------- what is broken in one
 
 LONG = b"k" * 70000
@@ -157,20 +178,38 @@ HEADERS = {
     "keys-more-than-there-are": (replace(SMALL, counts=(2, 9)), "broken"),
     "tensors-more-than-there-are": (replace(SMALL, counts=(9, 2)), "broken"),
     "key-empty": (SMALL.with_pair("", 4, number(4, 1)), "without a name"),
-    "key-twice": (replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]), "'llama.block_count' twice"),
-    "key-long": (replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)), "70000 bytes in a key"),
+    "key-twice": (
+        replace(SMALL, pairs=[*SMALL.pairs, SMALL.pairs[1]]),
+        "'llama.block_count' twice",
+    ),
+    "key-long": (
+        replace(SMALL, pairs=[(LONG, 4, number(4, 1))], data=bytes(80000)),
+        "70000 bytes in a key",
+    ),
     "key-of-lines": (SMALL.with_pair("a\nb", 99, b""), "unprintable"),
     "type-13": (with_value(13, bytes(8)), "type 13 in x"),
-    "array-of-arrays": (with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)), "array of the unknown type 9 in x"),
+    "array-of-arrays": (
+        with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)),
+        "array of the unknown type 9 in x",
+    ),
     "array-of-13": (with_value(ARRAY, array(13, [], 1) + bytes(64)), "array of the unknown type 13 in x"),
     "array-2^62": (with_value(ARRAY, array(4, [], 2**62)), "ends within x"),
     "array-2^64": (with_value(ARRAY, array(10, [], 2**64 - 1)), "ends within x"),
-    "strings-2^61": (with_value(ARRAY, array(STRING, [], 2**61)), "2305843009213693952 strings in x"),
+    "strings-2^61": (
+        with_value(ARRAY, array(STRING, [], 2**61)),
+        "2305843009213693952 strings in x",
+    ),
     "string-2^40": (with_value(STRING, text("abc", 2**40)), "ends within x"),
-    "string-in-array-2^40": (with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)), "ends within x"),
+    "string-in-array-2^40": (
+        with_value(ARRAY, array(STRING, [], 1) + text("abc", 2**40)),
+        "ends within x",
+    ),
     "alignment-0": (SMALL.with_pair("general.alignment", 4, number(4, 0)), "alignment 0"),
     "alignment-3": (SMALL.with_pair("general.alignment", 4, number(4, 3)), "alignment 3"),
-    "alignment-2^31": (SMALL.with_pair("general.alignment", 4, number(4, 2**31)), "alignment 2147483648"),
+    "alignment-2^31": (
+        SMALL.with_pair("general.alignment", 4, number(4, 2**31)),
+        "alignment 2147483648",
+    ),
     "alignment-minus": (SMALL.with_pair("general.alignment", 5, number(5, -32)), "alignment -32"),
     "alignment-text": (SMALL.with_pair("general.alignment", STRING, text("32")), "alignment '32'"),
     "name-64": (SMALL.with_info(0, name=b"n" * 64), "64 bytes in a tensor's name"),
@@ -179,7 +218,10 @@ HEADERS = {
     "dimensions-0": (SMALL.with_info(0, dimensions=()), "0 dimensions"),
     "dimensions-5": (SMALL.with_info(0, dimensions=(1,) * 5), "5 dimensions"),
     "dimension-0": (SMALL.with_info(0, dimensions=(64, 0)), "shape [0, 64]"),
-    "product-2^64": (SMALL.with_info(0, dimensions=(2**32, 2**32)), "shape [4294967296, 4294967296]"),
+    "product-2^64": (
+        SMALL.with_info(0, dimensions=(2**32, 2**32)),
+        "shape [4294967296, 4294967296]",
+    ),
     "product-wraps": (SMALL.with_info(0, dimensions=(2**32, 2**32, 2)), "which cannot be Q8_0"),
     "33-of-Q8_0": (SMALL.with_info(0, dimensions=(33, 2)), "cannot be Q8_0"),
     "128-of-Q4_K": (SMALL.with_info(0, kind=12, dimensions=(128, 2)), "cannot be Q4_K"),
@@ -191,7 +233,7 @@ HEADERS = {
     "data-short": (replace(SMALL, data=bytes(100)), "only"),
     "overlap": (SMALL.with_info(1, offset=128), "tensors a and b in the same place"),
     "same-place": (SMALL.with_info(1, offset=0), "in the same place"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HEADERS)
@@ -262,6 +304,28 @@ def test_parts_in_the_wrong_order(parts: list[Path]) -> None:
     parts[2].rename(parts[1])
     spare.rename(parts[2])
     refused(parts[0], parts[1].name, "not shard 2 of 4")
+
+
+def test_a_part_under_another_name(parts: list[Path]) -> None:
+    other = parts[0].rename(parts[0].with_name("model.gguf"))
+    refused(other, "one of 4 shards", "-00001-of-00004.gguf")
+
+
+def test_a_tensor_in_two_parts(parts: list[Path]) -> None:
+    container = Walk(parts[1].read_bytes()).container()
+    names = [info[0] for info in Walk(parts[0].read_bytes()).container().infos]
+    written(parts[1], container.with_info(0, name=names[0]))
+    refused(parts[0], parts[1].name, names[0].decode(), "earlier shard")
+
+
+def test_fewer_tensors_than_promised(parts: list[Path]) -> None:
+    changed(parts[0], "split.tensors.count", 5, number(5, 1000))
+    refused(parts[0], "not 1000")
+
+
+def test_a_part_of_another_number_of_parts(parts: list[Path]) -> None:
+    changed(parts[3], "split.count", 2, number(2, 5))
+    refused(parts[0], parts[3].name, "shard 4 of 4")
 
 
 # ---------------------------------------------------------------- all that can go wrong
