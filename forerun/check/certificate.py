@@ -11,6 +11,7 @@ from forerun.check.engine_checks import EngineChecks
 from forerun.check.faults import FAULTS, Fault
 from forerun.check.report import Certificate, Finding
 from forerun.check.rules import ENUMERABLE, check_random_numbers, enumerate_rule
+from forerun.check.two_drafters import check_two_drafters
 from forerun.cli.progress import Part, Tell, nothing
 from forerun.draft_spec import names_in
 from forerun.errors import ConfigError, suggest
@@ -116,6 +117,8 @@ def _checks(engine: EngineChecks, scope: Scope) -> Iterator[Check]:
     for name in scope.rules:
         for run in rule_checks(name, fault):
             yield Check("rules", run)
+    if "tree" in scope.rules and fault is None:
+        yield Check("rules", check_two_drafters)
     yield Check("forward", engine.check_forward)
     for rule in rules:
         for draft in (*(["off"] if rule.name == "match" else []), *scope.drafts):

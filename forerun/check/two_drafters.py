@@ -1,4 +1,4 @@
-"""Several drafters that sample into one tree draw independently of each other.
+"""Check that several drafters that sample into one tree draw independently of each other.
 
 The engine drafts, merges, verifies and commits over a toy model with two drafters. The
 probabilities of all three models depend on the last token alone, so each emitted token is tested.
@@ -14,12 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from forerun import rng
 from forerun.cache.attention import Segment
+from forerun.check.report import Finding
 from forerun.check.sequential_test import SequentialTest
 from forerun.draft.compose import Both
 from forerun.draft.proposer import DraftRequest, Proposer
@@ -36,7 +35,7 @@ BATCH, LENGTH, COUNT = 32, 3, 640  # requests at once, tokens of each, requests 
 
 
 def table(*rows: Sequence[float]) -> Tensor:
-    """Logits of the next token after each token, from probabilities; 0 becomes 1e-9. [V, V]"""
+    """Return the logits [V, V] of the next token after each token; probability 0 becomes 1e-9."""
     probs = np.maximum(np.array(rows, dtype=float), 1e-9)
     return torch.tensor(np.log(probs / probs.sum(-1, keepdims=True)))
 
@@ -97,7 +96,7 @@ class TableDrafter(Proposer):
 
 
 def emitted(noise: type[Noise]) -> list[list[int]]:
-    """The texts of COUNT requests under the rule `tree`, each after its prompt of one token."""
+    """Return the texts of COUNT requests under the rule `tree`, each with its prompt of one token."""
     parts = [
         TableDrafter(name, logits, noise)
         for name, logits in zip(("first", "second"), DRAFTERS, strict=True)
@@ -129,22 +128,10 @@ def compare(noise: type[Noise] = Noise) -> SequentialTest:
     return test
 
 
-class SharedSources(Noise):
-    """The fault of a drafter that ignores which source of the tree it is."""
-
-    def draft(self, node: int) -> int:
-        return Noise(self.seed, self.root).draft(node)
-
-
-def test_drafters_of_one_tree_draw_independently() -> None:
-    assert not compare().rejected
-
-
-def test_shared_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the drafters, and in the engine: an older engine gave both drafters the same source."""
-    test = compare(SharedSources)
-    assert test.rejected and test.describe_worst()[0] // len(TARGET) == 1
-    monkeypatch.setattr(
-        Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node)
-    )
-    assert compare().rejected
+def check_two_drafters(noise: type[Noise] = Noise) -> Finding:
+    """Test what the engine emits with two drafters in one tree, under the rule `tree`."""
+    test = compare(noise)
+    text = f"{test.num_tokens} tokens: {test.describe()}"
+    details = {"tokens": test.num_tokens, "evidence": test.evidence}
+    subject = "tree, two drafters that sample"
+    return Finding("rules", subject, not test.rejected, text, details)

@@ -1,0 +1,30 @@
+"""Several drafters that sample into one tree draw independently of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun import rng
+from forerun.check.two_drafters import TARGET, check_two_drafters, compare
+from forerun.verify import Noise
+
+
+class SharedSources(Noise):
+    """The fault of a drafter that ignores which source of the tree it is."""
+
+    def draft(self, node: int) -> int:
+        return Noise(self.seed, self.root).draft(node)
+
+
+def test_drafters_of_one_tree_draw_independently() -> None:
+    assert check_two_drafters().passed
+
+
+def test_shared_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the drafters, and in the engine: an older engine gave both drafters the same source."""
+    test = compare(SharedSources)
+    assert test.rejected and test.describe_worst()[0] // len(TARGET) == 1
+    monkeypatch.setattr(
+        Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node)
+    )
+    assert not check_two_drafters().passed
