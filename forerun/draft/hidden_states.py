@@ -88,7 +88,7 @@ class HiddenStateProposer(Proposer):
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         trees = [Tree(row, fed=self.fed) for row in rows]
-        active = [tree for tree in trees if self.can_draft(tree.row)]
+        active = [tree for tree in trees if self.can_draft(tree.request)]
         if active:
             self.draft(active)
         return [tree.finish(self.target.vocab) for tree in trees]

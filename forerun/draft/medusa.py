@@ -272,7 +272,7 @@ class Grower:
         if self.native is None or not all(tree.is_plain for tree in trees):
             return False
         stands = (
-            trees[0].row.confidence_rates
+            trees[0].request.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said = self.native.round([tree.link(0) for tree in trees], entered, stands)
         for tree, own in zip(trees, said, strict=True):
@@ -293,7 +293,7 @@ class Grower:
                 self.width,
                 self.name,
             )
-            growing = [tree for tree in growing if tree.row.depth > level + 1 and tree.frontier]
+            growing = [tree for tree in growing if tree.request.depth > level + 1 and tree.frontier]
             if not growing:
                 return
             place = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
@@ -353,11 +353,11 @@ class MedusaProposer(Proposer):
         active = [
             tree
             for tree in trees
-            if self._states.get(tree.row.slot, (None,))[0] == len(tree.row.tokens) - 2
+            if self._states.get(tree.request.slot, (None,))[0] == len(tree.request.tokens) - 2
         ]
         if active:
             states = self.target.normalise(
-                torch.stack([as_tensor(self._states[tree.row.slot][1]) for tree in active])
+                torch.stack([as_tensor(self._states[tree.request.slot][1]) for tree in active])
             )
             self.grower.grow(active, states.to(self.dtype))
         return [tree.finish(self.target.vocab) for tree in trees]

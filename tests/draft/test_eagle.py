@@ -227,7 +227,7 @@ def test_sixteenths_are_those_of_the_chances_in_torch(
 
     def seeing(trees: Any, logits: Tensor, width: int, source: str) -> None:
         for tree, said in zip(trees, logits, strict=True):
-            seen[tree.row.slot].append(said)
+            seen[tree.request.slot].append(said)
         grow(trees, logits, width, source)
 
     monkeypatch.setattr(pairs, "grow", seeing)

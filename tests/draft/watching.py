@@ -38,7 +38,7 @@ class Watch:
 
     def node(self, tree: Any, path: tuple[int, ...], logits: Tensor) -> None:
         self.seen.append(
-            (tuple(tree.row.tokens), path, self.first.get(tree.row.slot, 0), logits.clone())
+            (tuple(tree.request.tokens), path, self.first.get(tree.request.slot, 0), logits.clone())
         )
 
 

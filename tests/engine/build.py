@@ -11,7 +11,7 @@ import torch
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.proposer import Block
 from forerun.draft.cascade import Cascade
-from forerun.draft.compose import Either
+from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel, Pard
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
@@ -136,7 +136,7 @@ def engine(
             for name, kind in BLOCKS.items()
         },
         "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
-        "both": lambda: Either(
+        "both": lambda: InTurn(
             (
                 NGram(longest=3, shortest=1),
                 pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1),
@@ -190,7 +190,7 @@ def check_idle(engine: Engine) -> None:
     parts = [
         part
         for p in engine.proposers.values()
-        for part in (p.parts if isinstance(p, Either) else (p,))
+        for part in (p.parts if isinstance(p, InTurn) else (p,))
     ]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]

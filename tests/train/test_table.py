@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cli.progress import nothing
-from forerun.draft.recycle import TABLE, Successors
+from forerun.draft.recycle import TABLE, SuccessorTable
 from forerun.errors import ForerunError
 from forerun.train import table
 from forerun.train.settings import Training
@@ -50,7 +50,7 @@ def test_a_table_holds_what_the_target_says_and_makes_drafts_from_the_first_word
     params, prompt = SamplingParams.pure(max_tokens=30, ignore_eos=True), "def add(a, b):"
     from_nothing = LLM(target, draft="recycle", kv_tokens=512, depth=4)
     prepared = LLM(target, draft=f"recycle:{out}", kv_tokens=512, depth=4)
-    assert len(Successors.load(out, prepared.decoder.config.vocab)) >= 0.9 * made.laws
+    assert len(SuccessorTable.load(out, prepared.decoder.config.vocab)) >= 0.9 * made.laws
     one, other = (llm.generate(prompt, params)[0] for llm in (from_nothing, prepared))
     assert one.token_ids == other.token_ids and one.stats.steps > other.stats.steps
 
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Successors, "save", full)
+    monkeypatch.setattr(SuccessorTable, "save", full)
     with pytest.raises(ForerunError, match="No space left"):
         make_table(
             str(tiny.spoken()), [str(prompts(tmp_path))], SETTINGS, tmp_path / "table", nothing

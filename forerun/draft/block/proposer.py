@@ -244,10 +244,10 @@ class Block(HiddenStateProposer):
     def draft(self, trees: Sequence[Tree]) -> None:
         if self._round(trees):
             return
-        self.catch_up([tree.row for tree in trees])
+        self.catch_up([tree.request for tree in trees])
         growing = self._say(trees)
         for level in range(self.config.depth):
-            growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            growing = [g for g in growing if g.tree.request.depth > level and g.tree.frontier]
             growing = self._grow(growing, level)
 
     def _round(self, trees: Sequence[Tree]) -> bool:
@@ -262,22 +262,22 @@ class Block(HiddenStateProposer):
             or not all(tree.is_plain for tree in trees)
         ):
             return False
-        self.catch_up([tree.row for tree in trees if self.waiting[tree.row.slot].parts > 1])
-        raw = not any(self.waiting[tree.row.slot].fused for tree in trees)
+        self.catch_up([tree.request for tree in trees if self.waiting[tree.request.slot].parts > 1])
+        raw = not any(self.waiting[tree.request.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         stands = (
-            trees[0].row.confidence_rates
+            trees[0].request.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said = native.round(starts, self.cache, raw, stands)
         for tree, start, own in zip(trees, starts, said, strict=True):
             if start.segment.tokens:
-                self.commit(tree.row, len(start.segment.tokens))
+                self.commit(tree.request, len(start.segment.tokens))
             tree.weigh(own, self.name, self.extra_nodes)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:
         """What a native round has to know of one request; `raw`, it brings the target's states."""
-        row = tree.row
+        row = tree.request
         parts = self.take_raw(row.slot) if raw else [part.numpy() for part in self.take(row.slot)]
         count = len(parts[0]) if parts else 0
         link = tree.link(count)
@@ -304,7 +304,7 @@ class Block(HiddenStateProposer):
         """One pass over the block of each root. A block is whole however deep the draft is to be:
         what a slot says depends on how many there are."""
         c = self.config
-        segments = [block_of(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
+        segments = [block_of(c, tree.request.slot, tree.request.tokens[-1]) for tree in trees]
         if self.native is not None:
             made = self.head.norm(self.native.slots(segments, self.cache))
         else:
@@ -315,7 +315,7 @@ class Block(HiddenStateProposer):
             made = self.head(
                 self.head.embed(ids).to(self.dtype), self.rotate(attention.positions), attention
             )
-        deepest = min(max(tree.row.depth for tree in trees), c.depth)
+        deepest = min(max(tree.request.depth for tree in trees), c.depth)
         blocks = made.view(len(trees), c.block, -1)
         made = blocks[:, c.first : c.first + deepest]
         said = self.head.say(made.flatten(0, 1)).view(len(trees), deepest, -1)
@@ -336,7 +336,7 @@ class Block(HiddenStateProposer):
         said = g.said[level].expand(len(previous), -1)
         if law is not None:
             if not level:
-                anchor = torch.tensor([g.tree.row.tokens[-1]], device=self.target.device)
+                anchor = torch.tensor([g.tree.request.tokens[-1]], device=self.target.device)
                 g.carried[-1] = law.begin(g.block, anchor)
             state = torch.stack([g.carried[g.tree.draft.parents[node]] for node in g.tree.frontier])
             said, state = law(Behind(level + self.config.first, g.block, said, previous), state)

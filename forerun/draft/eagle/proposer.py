@@ -204,12 +204,12 @@ class EagleProposer(LayerProposer):
             self._by_levels(trees)
 
     def _by_levels(self, trees: Sequence[Tree]) -> None:
-        self.catch_up([tree.row for tree in trees])
-        growing, level = [_Growing(tree, {0: self._last[tree.row.slot]}) for tree in trees], 1
+        self.catch_up([tree.request for tree in trees])
+        growing, level = [_Growing(tree, {0: self._last[tree.request.slot]}) for tree in trees], 1
         while growing:
             frontier = torch.stack([g.made[node] for g in growing for node in g.tree.frontier])
             grow([g.tree for g in growing], self._logits(frontier), self.width, self.name)
-            growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            growing = [g for g in growing if g.tree.request.depth > level and g.tree.frontier]
             if self._chain(growing):
                 break
             self._feed(growing)
@@ -223,24 +223,24 @@ class EagleProposer(LayerProposer):
         native = self.native
         if native is None or not native.drafts or self.width > 1:
             return False
-        if not all(tree.is_plain and self.waiting[tree.row.slot].parts == 1 for tree in trees):
+        if not all(tree.is_plain and self.waiting[tree.request.slot].parts == 1 for tree in trees):
             return False
-        raw = native.fuses and not any(self.waiting[tree.row.slot].fused for tree in trees)
+        raw = native.fuses and not any(self.waiting[tree.request.slot].fused for tree in trees)
         starts = [self._start(tree, raw) for tree in trees]
         stands = (
-            trees[0].row.confidence_rates
+            trees[0].request.confidence_rates
         )  # a guess, which differs between temperatures alone; rows without have no floor
         said, left = native.round(starts, self.cache, raw, stands)
         made = self.head.leave(torch.from_numpy(left))
         for tree, start, own, last in zip(trees, starts, said, made, strict=True):
-            self.commit(tree.row, len(start.segment.tokens))
-            self._last[tree.row.slot] = last
+            self.commit(tree.request, len(start.segment.tokens))
+            self._last[tree.request.slot] = last
             tree.weigh(own, self.name, self.extra_nodes)
         return True
 
     def _start(self, tree: Tree, raw: bool) -> Start:
         """What a native round has to know of one request; `raw`, it fuses what it is given."""
-        row = tree.row
+        row = tree.request
         parts = (
             self.take_raw(row.slot)
             if raw
@@ -288,7 +288,7 @@ class EagleProposer(LayerProposer):
             # the root is committed: below it the uncommitted region begins, one row a node
             parents = [parent - 1 for parent in draft.parents[1:]]
             segments.append(
-                Segment(g.tree.row.slot, draft.tokens[first:], parents, [], offset=first - 1)
+                Segment(g.tree.request.slot, draft.tokens[first:], parents, [], offset=first - 1)
             )
             states += [g.made[parent] for parent in draft.parents[first:]]
         passed = self.run(segments, self.head.state(torch.stack(states)))
@@ -327,7 +327,7 @@ class ParallelEagleProposer(EagleProposer):
     """
 
     def draft(self, trees: Sequence[Tree]) -> None:
-        grow_all(trees, self._say([tree.row for tree in trees]), self.width, self.name)
+        grow_all(trees, self._say([tree.request for tree in trees]), self.width, self.name)
 
     def _say(self, rows: Sequence[DraftRequest]) -> Sequence[Tensor]:
         """Read what the slots have missed, with the masks behind it; logits of each row's levels,
