@@ -135,7 +135,7 @@ class Cascade(CompositeProposer, DraftModel):
         ]
 
     def _readable(self, draft: Draft, request: DraftRequest) -> Draft:
-        """Cut a draft to the depth of the request, and before tokens that the model does not have."""
+        """Cut a draft to the request's depth, and before tokens that the model does not have."""
         vocab = min(self.runner.decoder.config.vocab, self.vocab)
         unknown = (node for node, token in enumerate(draft.tokens) if token >= vocab)
         return draft.first(min(next(unknown, len(draft)) - 1, request.depth))

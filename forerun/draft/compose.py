@@ -51,8 +51,7 @@ Asking: TypeAlias = Generator[Proposer, Offer, Draft]
 
 @dataclass(frozen=True, slots=True)
 class AskContext:
-    """What a composite knows of a request: whether its drafts may be trees, and the expected order
-    of proposers."""
+    """A request as composites see it: whether drafts may be trees, and the order of proposers."""
 
     branching: bool
     ranking: Ranking

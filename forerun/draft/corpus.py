@@ -110,7 +110,7 @@ def write_passages(path: Path, passages: Iterable[tuple[int, np.ndarray]]) -> in
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """A text in an index: its path, its size in bytes and its modification time in ns since 1970."""
+    """A text in an index: path, size in bytes and modification time in ns since 1970."""
 
     path: str
     size: int

@@ -192,7 +192,7 @@ def pair_key(before: int, token: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a tree is grown from, and how far.
+    """The beginning and the bounds of a tree.
 
     Attributes:
         before, root: the last two tokens; `before` is NONE if there is only one.
@@ -250,8 +250,12 @@ def grow_tree(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
     structs = (CSuccessors * len(tables))(*(table.struct for table in tables))
     outputs = address(tokens), address(parents), bins.buffer_info()[0], address(probs)
     found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *outputs)
-    columns = tokens, parents, bins, probs
-    return Branches(*(column[:found].tolist() for column in columns))
+    return Branches(
+        tokens[:found].tolist(),
+        parents[:found].tolist(),
+        bins[:found].tolist(),
+        probs[:found].tolist(),
+    )
 
 
 def grow_tree_twin(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
@@ -274,7 +278,9 @@ def grow_tree_twin(tables: Sequence[SuccessorTable], growth: Growth) -> Branches
             heapq.heappush(candidates, (-path_prob, order, node, token, confidence))
             order += 1
         if node == growth.max_nodes or not candidates:
-            return Branches(*(column[1:] for column in nodes))
+            return Branches(
+                nodes.tokens[1:], nodes.parents[1:], nodes.confidence_bins[1:], nodes.path_probs[1:]
+            )
         negative, _, parent, token, confidence = heapq.heappop(candidates)
         nodes.tokens.append(token)
         nodes.parents.append(parent)

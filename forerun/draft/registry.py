@@ -342,7 +342,7 @@ def make_proposers(
     width: int,
     threshold: float,
 ) -> dict[str, Proposer]:
-    """Return the proposers of an engine by name: those without weights, and those of a draft option.
+    """Return an engine's proposers by name: those without weights, and those of a draft option.
 
     Args:
         cache: the target's; a drafter's cache gets as much room.

@@ -147,7 +147,7 @@ def retrieve_twin(
 
 
 def _num_supported(match: int, count: int) -> int:
-    """Return how many of `count` tokens a match supports; a match of SORTED tokens may be longer."""
+    """Return how many of `count` tokens a match supports; one of SORTED tokens may be longer."""
     return count if match == SORTED else min(count, match)
 
 

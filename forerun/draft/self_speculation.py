@@ -1,8 +1,7 @@
 """Self-speculation: a target drafts for itself with some of its layers, or a window of its keys.
 
-`self:layers=auto` searches for the layers that pay. It does so once for each model, on given prompts
-or a few built-in ones, and stores the result in a small file: layer numbers and measurements, but
-no text.
+`self:layers=auto` searches for the layers that pay: once for each model, on given prompts or a few
+built-in ones. The result is stored in a small file of layer numbers and measurements, without text.
 """
 
 from __future__ import annotations

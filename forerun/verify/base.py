@@ -133,6 +133,6 @@ def probs_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
             is_earlier = draft.proposals[i] is Proposal.WITHOUT_REPLACEMENT
             if is_earlier and draft.parents[i] == parent:
                 q[draft.tokens[i]] = 0
-        q = q / q.sum()
+        q /= q.sum()
     assert q[token] > 0, "a drafter proposed a token to which it gives no probability"
     return q
