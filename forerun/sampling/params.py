@@ -35,7 +35,7 @@ _INTEGERS = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "prom
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop.
+    """Options of sampling, and of when to stop.
 
     Temperature, top_k, top_p, min_p and repetition_penalty are None if they are not given. `LLM`
     and the server then take the value that the model's authors set, or else forerun's default

@@ -17,7 +17,7 @@ from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import LevelHeads, MedusaProposer
 from forerun.draft.ngram import NGram
-from forerun.draft.overlap import Ahead
+from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
@@ -53,7 +53,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one 
 HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 
 
-class Foreseeing(Ahead):
+class Foreseeing(OverlapProposer):
     """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
 
     def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
@@ -193,7 +193,7 @@ def check_idle(engine: Engine) -> None:
         for part in (p.parts if isinstance(p, InTurn) else (p,))
     ]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
-    caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
+    caches += [p.inner.runner.cache for p in parts if isinstance(p, OverlapProposer)]
     caches += [p.cache for p in parts if isinstance(p, (EagleProposer, Block))]
     for cache in caches:
         cache.pages.check()
