@@ -24,7 +24,7 @@ from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer
 from forerun.draft.proposer import Proposer, TargetView
-from forerun.draft.registry import LEVELS
+from forerun.draft.registry import MEDUSA_LOADERS
 from tests import tiny
 from tests.draft import published
 from tests.draft.block_twin import BlockTwin
@@ -86,7 +86,7 @@ def parallel(family: str, windows: tuple[int, ...] = (), **changes: Any) -> Any:
 def levels(family: str, made: Callable[[], Published]) -> Any:
     """Heads out of a published directory, which know what they were published as."""
     publication, directory = made(), tiny.new_directory("heads-") / "heads"
-    heads = LEVELS[publication.draft](publication.write(directory))
+    heads = MEDUSA_LOADERS[publication.draft](publication.write(directory))
     heads.published = publication
     return heads
 
@@ -141,7 +141,7 @@ KINDS = {
     **{
         name: Kind(name, levels, on_last_states, PublishedTwin,
                    lambda head, directory: head.published.write(directory),
-                   lambda directory, view, name=name: LEVELS[name](directory), 1e-4)
+                   lambda directory, view, name=name: MEDUSA_LOADERS[name](directory), 1e-4)
         for name in ("mlp", "medusa")
     },
 }  # fmt: skip

@@ -15,7 +15,7 @@ from forerun.catalog.facts import facts_at
 from forerun.catalog.fit import checks, fits, sizes_of
 from forerun.draft.head_files import tensor_names
 from forerun.draft.head_modules import with_native_products
-from forerun.draft.registry import LEVELS, kind_of
+from forerun.draft.registry import MEDUSA_LOADERS, kind_of
 from forerun.kernels import native
 from tests import tiny
 from tests.draft import published
@@ -24,7 +24,7 @@ from tests.draft.published import change, damage, random
 from tests.draft.twins import target
 
 FAMILIES = {
-    f"{kind}: {shape}": SHAPES[kind][shape]["made"] for kind, shape in CASES if kind in LEVELS
+    f"{kind}: {shape}": SHAPES[kind][shape]["made"] for kind, shape in CASES if kind in MEDUSA_LOADERS
 }
 
 
@@ -44,7 +44,7 @@ def test_files_tell_what_they_are_and_fit(name: str, tmp_path: Path) -> None:
 def test_native_products_are_those_of_torch(name: str, form: str, tmp_path: Path) -> None:
     native.start(2)
     made = FAMILIES[name]()
-    heads = LEVELS[made.draft](made.write(tmp_path / "heads"))
+    heads = MEDUSA_LOADERS[made.draft](made.write(tmp_path / "heads"))
     heads.attach(target())
     fast, tokens = with_native_products(heads, form), torch.tensor([3, 9])
     slow_state = fast_state = heads.enter(random(2, published.HIDDEN).float())
@@ -95,7 +95,7 @@ def test_broken_directories_are_refused_in_one_line(case: str, tmp_path: Path) -
     directory = made.write(tmp_path / "heads")
     breaking(directory)
     with pytest.raises(LoadError, match=says) as error:
-        LEVELS[made.draft](directory)
+        MEDUSA_LOADERS[made.draft](directory)
     assert "\n" not in str(error.value)
 
 
@@ -108,5 +108,5 @@ def test_nothing_pickled_is_run(tmp_path: Path) -> None:
     torch.save({"0.1.weight": Evil()}, directory / "medusa_lm_head.pt")
     assert not tensor_names(directory)
     with pytest.raises(LoadError, match="cannot be read"):
-        LEVELS["medusa"](directory)
+        MEDUSA_LOADERS["medusa"](directory)
     assert not (tmp_path / "ran").exists()

@@ -25,7 +25,7 @@ from forerun.types import Draft
 from forerun.verify import RULES
 from tests import tiny
 from tests.draft.test_cascade import KERNELS, say_the_same
-from tests.draft.test_draft_model import FILTERED, FIRST_SHARE, GREEDY, proposer, row, text_of
+from tests.draft.test_draft_model import FILTERED, WARM, GREEDY, proposer, row, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
@@ -84,9 +84,7 @@ def verdict(draft: Draft, ahead: OverlapProposer, slot: int, chance: random.Rand
 
 
 @pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
-@pytest.mark.parametrize(
-    "params", [GREEDY, FIRST_SHARE, FILTERED], ids=["greedy", "warm", "filtered"]
-)
+@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_are_those_of_the_model_alone(
     kernels: str, params: SamplingParams, how: str
@@ -147,7 +145,7 @@ def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_outcomes_are_ranked_by_what_the_target_will_draw_with() -> None:
     """A target that agrees with the model draws what the model draws, at any temperature, if the
     noise is known."""
-    for params in (FIRST_SHARE, replace(FIRST_SHARE, temperature=1.5), FILTERED):
+    for params in (WARM, replace(WARM, temperature=1.5), FILTERED):
         (model,) = models("torch", 1)
         ahead, text = Driven(model, outcomes=4), text_of(9)
         ahead.open(0, text)
@@ -180,7 +178,7 @@ def test_where_there_is_no_room_it_is_the_model_alone() -> None:
         model.runner.cache.pages.check()
 
 
-@pytest.mark.parametrize("params", [GREEDY, FIRST_SHARE], ids=["greedy", "warm"])
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
     """The other thread is stopped wherever it happens to be: after no pass, in one, when it is
     through. Requests end and come anew in between."""
