@@ -126,7 +126,7 @@ def probs_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
         one_hot[token] = 1
         return one_hot
     assert draft.probs is not None, "a sampled node needs the distribution it was drawn from"
-    q = draft.probs[parent]
+    q: np.ndarray = draft.probs[parent]
     if draft.proposals[node] is Proposal.WITHOUT_REPLACEMENT:
         q = q.copy()
         for i in range(1, node):

@@ -25,7 +25,7 @@ from forerun.types import Draft
 from forerun.verify import RULES
 from tests import tiny
 from tests.draft.test_cascade import KERNELS, say_the_same
-from tests.draft.test_draft_model import FILTERED, WARM, GREEDY, proposer, row, text_of
+from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
