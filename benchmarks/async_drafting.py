@@ -19,16 +19,18 @@ from pathlib import Path
 
 from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, SamplingParams
-from forerun.draft.overlap import Ahead
+from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.types import Draft
 
 MAX_PROMPTS = 4
 
 
-def draft_before(ahead: Ahead, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+def draft_before(
+    ahead: OverlapProposer, rows: Sequence[DraftRequest], drafts: Sequence[Draft]
+) -> None:
     """Draft ahead and wait for it, so that it does not run beside the forward pass."""
-    Ahead.begin_overlap(ahead, rows, drafts)
+    OverlapProposer.begin_overlap(ahead, rows, drafts)
     ahead.finish()
 
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     llm = LLM(given.model, draft=f"ahead({given.draft})", dtype=given.dtype, kv_tokens=8192)
     ahead = llm.engine.proposers[llm.draft]
-    assert isinstance(ahead, Ahead)
+    assert isinstance(ahead, OverlapProposer)
     prompts = [task.prompt for task in chosen_tasks(given.prompts, "chat")][:MAX_PROMPTS]
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.command import parser, run
 from forerun.draft.corpus import Index
-from forerun.draft.retrieval import _Shelf, ground
+from forerun.draft.retrieval import SegmentSearch, find_passages
 from forerun.load import load_tokenizer
 from forerun.models.hub import find_model
 from forerun.models.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert tokenizer is not None
     segments = Index(given.index).segments
     texts = functions(given.sources, tokenizer)
-    shelf = _Shelf(segments)
+    shelf = SegmentSearch(segments)
     for rate in (0.0, 0.05, 0.15):
         answers = replaced(texts, rate, len(segments[0].starts) - 1)
         without = tokens_per_pass(answers, shelf, with_passages=False)
@@ -83,12 +83,12 @@ def replaced(texts: Texts, rate: float, vocab: int) -> Texts:
     ]
 
 
-def tokens_per_pass(texts: Texts, shelf: _Shelf, with_passages: bool) -> float:
+def tokens_per_pass(texts: Texts, shelf: SegmentSearch, with_passages: bool) -> float:
     """Return tokens per pass over all answers, drafted as `Retrieval` does."""
     tokens = 0
     passes = 0
     for prompt, answer in texts:
-        passages = ground(shelf.segments, prompt) if with_passages else None
+        passages = find_passages(shelf.segments, prompt) if with_passages else None
         at = 0
         while at < len(answer):
             suffix = [*prompt, *answer[:at]][-SUFFIX:]

@@ -1,4 +1,4 @@
-"""What drafts need to have read: models, indices, the target again in other numbers."""
+"""Loading of what drafters need: models, indexes, the target again with other weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.draft.corpus import Index
 from forerun.draft.cross_vocabulary import make_draft_model
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import Proposer
-from forerun.draft.self_speculation import SelfSpeculation, kept_layers, layers_of
+from forerun.draft.self_speculation import SelfSpeculation, automatic_layers, parse_layers
 from forerun.errors import RequestError
 from forerun.load import check_vocabulary, fit_kv_tokens, free_memory, load_tokenizer, make_runner
 from forerun.models.hub import find_model
@@ -24,8 +24,10 @@ from forerun.runtime.torch_runner import Runner
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """What drafts need to have read, for a target of this configuration; draft models are on
-    `device`."""
+    """Loads what a draft option names, for a target of this configuration (`DraftLoader`).
+
+    Draft models are loaded on `device`.
+    """
 
     config: Config
     directory: Path
@@ -34,56 +36,60 @@ class Loader:
     device: torch.device
 
     def model(self, where: str, width: int) -> Proposer:
-        drafter, vocab = find_model(where), self.target.decoder.config.vocab
-        theirs = load_tokenizer(drafter)
-        if self.tokenizer is None or theirs is None:
-            check_vocabulary(
-                self.tokenizer, drafter, vocab
-            )  # what ids mean is not known, but how many there are
-        runner = make_runner(self.config, drafter, self.device, self.target)
-        return make_draft_model(runner, where, self.tokenizer, theirs, vocab, width)
+        directory = find_model(where)
+        vocab = self.target.decoder.config.vocab
+        tokenizer = load_tokenizer(directory)
+        if self.tokenizer is None or tokenizer is None:
+            check_vocabulary(self.tokenizer, directory, vocab)  # compares the sizes alone
+        runner = make_runner(self.config, directory, self.device, self.target)
+        return make_draft_model(runner, where, self.tokenizer, tokenizer, vocab, width)
 
     def itself(self, how: str, width: int) -> Proposer:
-        shape, (kind, _, said) = self.target.decoder.config, how.partition("=")
+        shape = self.target.decoder.config
+        kind, _, value = how.partition("=")
         if how == "layers=auto":
-            return SelfSpeculation(
-                self.target, layers_of(self.target, self.directory, self.tokenizer), width=width
-            )
+            layers = automatic_layers(self.target, self.directory, self.tokenizer)
+            return SelfSpeculation(self.target, layers, width=width)
         if kind == "layers":
-            return SelfSpeculation(self.target, kept_layers(said, shape.layers), width=width)
+            return SelfSpeculation(self.target, parse_layers(value, shape.layers), width=width)
         if kind == "window":
-            return SelfSpeculation(self.target, range(shape.layers), int(said), width)
+            return SelfSpeculation(self.target, range(shape.layers), int(value), width)
         config = replace(self.config, draft_quantization=kind)
         runner = make_runner(config, self.directory, self.target.decoder.device, self.target)
         return DraftModel(runner, shape.vocab, width, "self")
 
     def index(self, where: str) -> Index:
-        return open_index(
-            Path(where).expanduser(), self.tokenizer, self.target.decoder.config.vocab
-        )
+        vocab = self.target.decoder.config.vocab
+        return open_index(Path(where).expanduser(), self.tokenizer, vocab)
 
 
 def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) -> None:
-    """Let the caches of a target and of its drafters together take what is for caches: a quarter of
-    the free memory of the devices they are on. Each holds as many tokens as the others. Only before
-    anything is in them. Raises CapacityError."""
-    own, each = target.cache, Counter[torch.device]()
-    for cache in {
-        id(cache): cache for cache in (own, *(p.kv() for p in proposers)) if cache
-    }.values():
-        each[cache.data.device] += cache.row_bytes
+    """Shrink the caches of a target and its drafters to the memory there is for all of them.
+
+    That is a quarter of the free memory of each device; every cache holds the same number of
+    tokens. The caches must be empty.
+
+    Raises:
+        CapacityError: there is not enough memory.
+    """
+    proposers = list(proposers)
+    caches = {id(cache): cache for p in proposers if (cache := p.kv())}
+    caches[id(target.cache)] = target.cache
+    row_bytes = Counter[torch.device]()
+    for cache in caches.values():
+        row_bytes[cache.data.device] += cache.row_bytes
     tokens = min(
         fit_kv_tokens(config, target.decoder.context, size, free_memory(device) // 4)
-        for device, size in each.items()
+        for device, size in row_bytes.items()
     )
-    if tokens < own.pages.count * own.pages.size:
+    if tokens < target.cache.pages.count * target.cache.pages.size:
         target.make_room(tokens)
         for proposer in proposers:
             proposer.make_room(tokens)
 
 
 def open_index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:
-    """An index that `forerun index` made for this model. Raises LoadError, RequestError."""
+    """Open an index that `forerun index` made for this model. Raises LoadError, RequestError."""
     if tokenizer is None:
         raise RequestError("this model directory has no tokenizer, so no index has its tokens")
     index = Index(directory)

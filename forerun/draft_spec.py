@@ -1,9 +1,9 @@
-"""What a draft option says: the names of drafts, and how several of them draft for one request.
+"""The draft syntax: names of drafters, and how several of them draft for one request.
 
-`a|b` asks b where a has nothing (`a+b` is the same), `a?b` whichever of the two is measured to do
-better, `a&b` makes one tree of what both say, `a>b` has a draft for the draft model b, `ahead(a)`
-lets the draft model a draft on while the target verifies, and parentheses nest; `>` binds closest,
-then `&` and `?`. The second draft of a kind is called, for instance, model#2.
+`a|b` (or `a+b`) asks b where a has nothing, `a?b` asks the one that is measured to do better,
+`a&b` merges the drafts of both into one tree, `a>b` lets a draft for the draft model b, `ahead(a)`
+lets the draft model a draft on while the target verifies. Parentheses nest; `>` binds closest, then
+`&`, `?` and `+`. The second drafter of a kind has the name kind#2.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeAlias
 
 from forerun.errors import ConfigError, shorten, shown, suggest
 
-COPYING = ("ngram", "suffix", "retrieval")  # drafts that copy
-SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # which need nothing
-LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafts with weights
-ITSELF = re.compile(  # how a target drafts for itself
+COPYING = ("ngram", "suffix", "retrieval")  # drafters that copy text
+SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # drafters that need no argument
+LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafters with weights
+AHEAD = "ahead"  # the function that overlaps drafting and verification
+SIGNS = "+?&>"  # operators, the loosest first
+SPELLINGS = (("+", "|"), ("?",), ("&",), (">",))  # the same as users may write them
+MAX_NESTING = 8  # parentheses within one another
+MAX_LENGTH = 200  # characters of a draft that a request asks for
+
+_SELF = re.compile(  # arguments of `self`
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )
-AHEAD = "ahead"  # what lets a draft go on while the target verifies
-# where a draft begins
-NAME = rf"(?:(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)|{AHEAD}\()"
-WORD = re.compile(r"[^:+|?&>()]*")
-NEXT = re.compile(rf"[+|?&>](?=\(*{NAME})")  # where an argument ends
-NEXT_OF_LOADED = re.compile(rf"[|?&>](?=\(*{NAME})")  # a directory may be called "a+suffix"
-LIST = re.compile(
-    r"(?:^|[+|?&>(])(?:retrieval:|self:layers=)[^+|?&>]*$"
-)  # whose argument may be several, by commas
-SIGNS = "+?&>"  # what holds drafts together, the loosest first
-READ = (("+", "|"), ("?",), ("&",), (">",))  # the same as they may be written
-DEEP, LONGEST = 8, 200  # parentheses within one another; characters of what is asked of an engine
+_START = rf"(?:(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)|{AHEAD}\()"
+_WORD = re.compile(r"[^:+|?&>()]*")
+_ARGUMENT_END = re.compile(rf"[+|?&>](?=\(*{_START})")
+_PATH_END = re.compile(rf"[|?&>](?=\(*{_START})")  # a directory may be called "a+suffix"
+# Drafters whose argument may be a list, separated by commas.
+_LIST_ARGUMENT = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=)[^+|?&>]*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One draft: its kind, what it needs to be told, and which of those of its kind it is, from
-    1."""
+    """One drafter: its kind, its argument, and its number among those of the kind, from 1."""
 
     kind: str
     argument: str = ""
@@ -48,67 +48,71 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """What it is called: model, and a second one model#2."""
+        """The drafter's name: model for the first one of the kind, model#2 for the second."""
         return self.kind if self.number == 1 else f"{self.kind}#{self.number}"
 
     def __str__(self) -> str:
         return self.name
 
     def leaves(self) -> Iterator[Leaf]:
-        """All drafts that are named, in order."""
+        """Yield all drafters, in order."""
         yield self
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A draft that goes on while the target verifies."""
+class Overlap:
+    """A draft model that drafts on while the target verifies."""
 
-    part: Leaf | Several | Ahead
+    part: DraftSpec
 
     def __str__(self) -> str:
         return f"{AHEAD}({self.part})"
 
     def leaves(self) -> Iterator[Leaf]:
-        """All drafts that are named, in order."""
+        """Yield all drafters, in order."""
         yield from self.part.leaves()
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
-    """Drafts that draft for one request: in turn (+), the best of them (?), all of them in one tree
-    (&), or each for the next (>)."""
+class Composite:
+    """Several drafters for one request, joined by `sign`: in turn (+), the best of them (?), merged
+    into one tree (&), or each drafting for the next (>)."""
 
-    how: str
-    parts: tuple[Leaf | Several | Ahead, ...]
+    sign: str
+    parts: tuple[DraftSpec, ...]
 
     def __str__(self) -> str:
-        return self.how.join(
+        return self.sign.join(
             f"({part})" if self.needs_parentheses(part) else str(part) for part in self.parts
         )
 
-    def needs_parentheses(self, part: Leaf | Several | Ahead) -> bool:
-        """Whether a part binds less closely than what holds the parts together."""
-        return isinstance(part, Several) and SIGNS.index(part.how) < SIGNS.index(self.how)
+    def needs_parentheses(self, part: DraftSpec) -> bool:
+        """Return True if the operator of a part binds less closely than this one."""
+        return isinstance(part, Composite) and SIGNS.index(part.sign) < SIGNS.index(self.sign)
 
     def leaves(self) -> Iterator[Leaf]:
-        """All drafts that are named, in order."""
+        """Yield all drafters, in order."""
         for part in self.parts:
             yield from part.leaves()
 
 
-Said = Leaf | Several | Ahead  # what an option says
+DraftSpec: TypeAlias = "Leaf | Composite | Overlap"
 
 
-def read_draft(spec: str) -> Said:
-    """A draft option. Raises ConfigError, which says where it stops making sense."""
+def read_draft(spec: str) -> DraftSpec:
+    """Parse a draft option.
+
+    Raises:
+        ConfigError: it is not valid; the message says where.
+    """
     seen = Counter[str]()
 
     def make(name: str, argument: str, place: str) -> Leaf:
-        _check(name, argument, place)
+        _check_leaf(name, argument, place)
         seen[name] += 1
         return Leaf(name, argument, seen[name])
 
-    found = _Reader(spec, make).whole()
+    found = _Parser(spec, make).parse()
     kinds = [leaf.kind for leaf in found.leaves()]
     _check_once([kind for kind in kinds if kind not in (*LOADED, "self")], spec)
     for kind in kinds:
@@ -117,60 +121,62 @@ def read_draft(spec: str) -> Said:
     return found
 
 
-def read_name(name: str, known: Collection[str]) -> Said:
-    """What is asked of an engine, by names that it knows. Raises ConfigError."""
+def read_name(name: str, known: Collection[str]) -> DraftSpec:
+    """Parse the draft that a request asks for, with the drafters that the engine knows.
 
-    def make(said: str, argument: str, _place: str) -> Leaf:
-        if said not in known or argument:
+    Raises:
+        ConfigError: it is not valid or names an unknown drafter.
+    """
+
+    def make(part: str, argument: str, _place: str) -> Leaf:
+        if part not in known or argument:
             raise ConfigError(
-                f"this engine has no draft {shorten(name)}: {suggest(said, ['off', *known])}"
+                f"this engine has no draft {shorten(name)}: {suggest(part, ['off', *known])}"
             )
-        kind, _, number = said.partition("#")
+        kind, _, number = part.partition("#")
         return Leaf(kind, number=int(number) if number.isdigit() else 1)
 
-    found = _Reader(name[:LONGEST], make).whole()
+    found = _Parser(name[:MAX_LENGTH], make).parse()
     _check_once([leaf.name for leaf in found.leaves()], name)
     return found
 
 
 def joined(specs: Sequence[str]) -> str:
-    """One option for several drafts, the best of them. Raises ConfigError."""
+    """Join several draft options into one, the best of them. Raises ConfigError."""
     for spec in specs:
         read_draft(spec)
-    whole = (
-        specs[0]
-        if len(specs) == 1
-        else "?".join(spec if spec in SIMPLE else f"({spec})" for spec in specs)
-    )
+    if len(specs) == 1:
+        return specs[0]
+    whole = "?".join(spec if spec in SIMPLE else f"({spec})" for spec in specs)
     read_draft(whole)
     return whole
 
 
 def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
-    """The drafts of an option as (kind, argument), in order. Raises ConfigError."""
+    """Return the drafters of an option as (kind, argument), in order. Raises ConfigError."""
     return tuple((leaf.kind, leaf.argument) for leaf in read_draft(spec).leaves())
 
 
 def draft_name(spec: str) -> str:
-    """What the engine calls the proposer of a draft option. Raises ConfigError."""
+    """Return the name of an option's proposer in the engine. Raises ConfigError."""
     return str(read_draft(spec))
 
 
 def names_in(name: str) -> list[str]:
-    """The drafts in what the engine calls a proposer."""
+    """Return the names of the drafters in a proposer's name."""
     return [part for part in re.split(r"[+|?&>()]", name) if part and part != AHEAD]
 
 
 def kind_of_name(name: str) -> str:
-    """The kind of draft that has a name: model#2 is a model."""
+    """Return the kind of a drafter: model for model#2."""
     return name.partition("#")[0]
 
 
 def drafts_in(text: str) -> list[str]:
-    """Draft options by commas, which stand within some of them, too."""
+    """Split a list of draft options at its commas, except those within arguments."""
     found: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
-        if found and LIST.search(found[-1]) and not re.match(rf"\(*{NAME}", part):
+        if found and _LIST_ARGUMENT.search(found[-1]) and not re.match(rf"\(*{_START}", part):
             found[-1] += f",{part}"
         else:
             found.append(part)
@@ -179,7 +185,7 @@ def drafts_in(text: str) -> list[str]:
 
 @functools.cache
 def plugins() -> dict[str, EntryPoint]:
-    """Return drafters that installed packages register (entry points `forerun.drafters`)."""
+    """Return the drafters that installed packages register (entry points `forerun.drafters`)."""
     found = entry_points(group="forerun.drafters")
     return {entry.name: entry for entry in found if is_name(entry.name)}
 
@@ -189,84 +195,92 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z][\w-]{0,63}", name) is not None
 
 
-class _Reader:
-    """Reads an option from left to right."""
+class _Parser:
+    """Recursive-descent parser of the draft syntax."""
 
     def __init__(self, spec: str, make: Callable[[str, str, str], Leaf]) -> None:
-        """`make` is told the name and argument of each draft, and where they stand."""
-        self.spec, self.make, self.at, self.open = spec, make, 0, 0
+        """`make` gets the name and argument of each drafter, and its place for messages."""
+        self.spec = spec
+        self.make = make
+        self.at = 0
+        self.nesting = 0
 
-    def whole(self) -> Said:
-        found = self._several()
+    def parse(self) -> DraftSpec:
+        found = self._composite()
         if self.at < len(self.spec):
             raise ConfigError(
-                f"{self._here()} is one ) too many, or a + | ? & or > is missing before it"
+                f"{self._rest()} is one ) too many, or a + | ? & or > is missing before it"
             )
         return found
 
-    def _several(self, level: int = 0) -> Said:
-        """What signs of a level hold together, the loosest first."""
-        if level == len(READ):
-            return self._one()
-        signs, parts = READ[level], [self._several(level + 1)]
-        while self.spec[self.at : self.at + 1] in signs:
+    def _composite(self, level: int = 0) -> DraftSpec:
+        """Parse what the operators of a level and of tighter ones join."""
+        if level == len(SPELLINGS):
+            return self._atom()
+        parts = [self._composite(level + 1)]
+        while self._next() in SPELLINGS[level]:
             self.at += 1
-            parts.append(self._several(level + 1))
-        how = signs[0]
-        flat = [
-            own
-            for p in parts
-            for own in (p.parts if isinstance(p, Several) and p.how == how else (p,))
-        ]
-        return Several(how, tuple(flat)) if len(flat) > 1 else flat[0]
+            parts.append(self._composite(level + 1))
+        sign = SIGNS[level]
+        flat: list[DraftSpec] = []
+        for part in parts:
+            is_same = isinstance(part, Composite) and part.sign == sign
+            flat.extend(part.parts if is_same else (part,))  # type: ignore[union-attr]
+        return Composite(sign, tuple(flat)) if len(flat) > 1 else flat[0]
 
-    def _one(self) -> Said:
+    def _atom(self) -> DraftSpec:
         if self.spec.startswith(f"{AHEAD}(", self.at):
             self.at += len(AHEAD)
-            return Ahead(self._one())
-        if self.spec[self.at : self.at + 1] != "(":
+            return Overlap(self._atom())
+        if self._next() != "(":
             return self._leaf()
-        if self.open == DEEP:
-            raise ConfigError(f"{self._here()} is one parenthesis too deep: nest at most {DEEP}")
-        self.at, self.open = self.at + 1, self.open + 1
-        found = self._several()
-        if self.spec[self.at : self.at + 1] != ")":
+        if self.nesting == MAX_NESTING:
+            raise ConfigError(
+                f"{self._rest()} is one parenthesis too deep: nest at most {MAX_NESTING}"
+            )
+        self.at += 1
+        self.nesting += 1
+        found = self._composite()
+        if self._next() != ")":
             raise ConfigError(f"{shown(self.spec)} has no ) for each of its (: add what is missing")
-        self.at, self.open = self.at + 1, self.open - 1
+        self.at += 1
+        self.nesting -= 1
         return found
 
     def _leaf(self) -> Leaf:
-        word = WORD.match(self.spec, self.at)
+        word = _WORD.match(self.spec, self.at)
         assert word is not None
         name, start = word.group(), self.at
-        self.at, argument = word.end(), ""
-        if self.spec[self.at : self.at + 1] == ":":
+        self.at = word.end()
+        argument = ""
+        if self._next() == ":":
             begin = self.at + 1
-            self.at = self._end(name, begin)
+            self.at = self._argument_end(name, begin)
             argument = self.spec[begin : self.at]
-        return self.make(name, argument, self._place(start))
+        is_alone = start == 0 and self.at == len(self.spec)
+        place = "" if is_alone else f" (at character {start + 1} of {shown(self.spec)})"
+        return self.make(name, argument, place)
 
-    def _end(self, name: str, begin: int) -> int:
-        """Where an argument ends: before what goes on with another draft, or closes a parenthesis
-        around it."""
-        found = (NEXT_OF_LOADED if name in LOADED else NEXT).search(self.spec, begin)
+    def _argument_end(self, name: str, begin: int) -> int:
+        """Find where an argument ends: before an operator that another drafter follows, or before
+        the parenthesis that closes a group."""
+        found = (_PATH_END if name in LOADED else _ARGUMENT_END).search(self.spec, begin)
         end = found.start() if found else len(self.spec)
         opened = 0
         for at in range(begin, end):
-            opened += (self.spec[at] == "(") - (self.spec[at] == ")")
-            if opened < 0 and self.open:
-                return at
+            if self.spec[at] == "(":
+                opened += 1
+            elif self.spec[at] == ")":
+                opened -= 1
+                if opened < 0 and self.nesting:
+                    return at
         return end
 
-    def _here(self) -> str:
-        return f"{shown(self.spec[self.at :])} in {shown(self.spec)}"
+    def _next(self) -> str:
+        return self.spec[self.at : self.at + 1]
 
-    def _place(self, start: int) -> str:
-        return (
-            f" (at character {start + 1} of {shown(self.spec)})"
-            if start or self.at < len(self.spec)
-            else ""
-        )
+    def _rest(self) -> str:
+        return f"{shown(self.spec[self.at :])} in {shown(self.spec)}"
 
 
 def _check_once(names: Sequence[str], spec: str) -> None:
@@ -275,19 +289,23 @@ def _check_once(names: Sequence[str], spec: str) -> None:
             raise ConfigError(f"{name!r} stands twice in {shown(spec)}: name each draft once")
 
 
-def _check(name: str, argument: str, place: str) -> None:
+def _check_leaf(name: str, argument: str, place: str) -> None:
+    """Raise ConfigError unless there is such a drafter and it takes this argument."""
     if name in LOADED and not argument:
-        where = f"write {name}:DIRECTORY or {name}:HUB_ID{place}"
-        raise ConfigError(f"draft {name!r} needs to be told where it is: {where}")
+        raise ConfigError(
+            f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or"
+            f" {name}:HUB_ID{place}"
+        )
     if name == "retrieval" and not argument:
         raise ConfigError(
-            f"draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index makes{place}"
+            "draft 'retrieval' needs an index: write retrieval:INDEX, which forerun index"
+            f" makes{place}"
         )
-    if name == "self" and not ITSELF.fullmatch(argument):
+    if name == "self" and not _SELF.fullmatch(argument):
         raise ConfigError(
-            f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4 (rounded), self:layers=12"
-            f" (its first layers), self:layers=0-9,20-29 (these) or self:layers=auto (as is found to pay), or"
-            f" self:window=1024 (of its keys){place}"
+            f"a model cannot draft for itself as {argument!r}: write self:int8 or self:int4"
+            " (rounded), self:layers=12 (its first layers), self:layers=0-9,20-29 (these) or"
+            f" self:layers=auto (as is found to pay), or self:window=1024 (of its keys){place}"
         )
     if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
         known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]

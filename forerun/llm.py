@@ -15,7 +15,7 @@ import torch
 
 from forerun import rng
 from forerun.config import Config, Options
-from forerun.draft.compose import Either
+from forerun.draft.compose import InTurn
 from forerun.draft.corpus import Index
 from forerun.draft.proposer import Proposer, Reference, view_of
 from forerun.draft.registry import automatic, make_proposers, with_references
@@ -289,7 +289,7 @@ class LLM:
             raise ConfigError(f"there is a drafter {name!r} already: choose another name")
         proposer.name = name
         proposers[name] = proposer
-        proposers[with_references(name)] = Either((proposers["reference"], proposer))
+        proposers[with_references(name)] = InTurn((proposers["reference"], proposer))
 
     def generate(
         self,

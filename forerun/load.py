@@ -1,4 +1,4 @@
-"""From a Config to things that run: device, dtype, memory, models with their caches, tokenizers."""
+"""Loading of models: device, dtype, memory, runners with their caches, tokenizers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,28 @@ from forerun.runtime.native import NativeDecoder
 from forerun.runtime.parallel import load_parallel
 from forerun.runtime.torch_runner import Runner
 
-ANGLE, ROW = (
-    16,
-    8,
-)  # bytes of a position: of each channel that rotates, while its table is made; of each request
+ROPE_BYTES = 16  # per position and rotated channel, while the tables are made
+SLOT_BYTES = 8  # per position and slot
 PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
 
 
 def within_machine(config: Config) -> Config:
-    """The configuration with no more threads than there are processors: more of them wait for each
-    other, and nothing gets done. Tells where it is cut."""
-    most = cores()
+    """Return the configuration with no more threads than processors, and tell if it was cut: more
+    threads would wait for each other."""
+    limit = cores()
     cut: dict[str, Any] = {
-        name: most for name in ("threads", "draft_threads") if getattr(config, name) > most
+        name: limit for name in ("threads", "draft_threads") if getattr(config, name) > limit
     }
     for name in cut:
         note(
-            f"{name}={getattr(config, name)} is cut to {most}, the processors that this process may use"
+            f"{name}={getattr(config, name)} is cut to {limit}, the processors that this process"
+            " may use"
         )
     return replace(config, **cut) if cut else config
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of an option: auto takes CUDA where there is one. Raises ConfigError."""
+    """Return the device of an option; auto is CUDA if there is a GPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -57,20 +56,25 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"there is no device {name!r}: use auto, cpu, cuda or cuda:1") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
-    if device.type == "cuda" and (
-        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
-    ):
-        raise ConfigError(
-            f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
-        )
+    count = torch.cuda.device_count()
+    is_missing = not torch.cuda.is_available() or (device.index or 0) >= count
+    if device.type == "cuda" and is_missing:
+        raise ConfigError(f"device {name!r} is not here: torch sees {count} CUDA devices; use cpu")
     return device
 
 
 def pick_form(
     config: Config, device: torch.device, raw: dict[str, Any], drafter: bool
 ) -> tuple[bool, str]:
-    """(native kernels?, float32, bfloat16, float16, float64, int8 or int4) for a model with this
-    config.json."""
+    """Choose how a model with this config.json computes.
+
+    Returns:
+        whether it runs on the native kernels, and the form of its weights there (float32, bfloat16,
+        int8, int4) or its torch dtype.
+
+    Raises:
+        ConfigError: the options cannot be met.
+    """
     own = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     why = no_native(config, device)
     if config.tensor_parallel > 1 and not drafter:
@@ -87,19 +91,23 @@ def pick_form(
             return True, config.dtype
         if config.kernels == "native":
             raise ConfigError(
-                f"the native kernels have no {config.dtype}: use float32 or bfloat16, or kernels=torch"
+                f"the native kernels have no {config.dtype}: use float32 or bfloat16, or"
+                " kernels=torch"
             )
         return False, config.dtype
     if device.type == "cuda":
         return False, own if own in ("float32", "bfloat16", "float16") else "bfloat16"
-    return not why, "bfloat16" if (
-        own == "bfloat16" or is_quantized(raw)
-    ) and not why else "float32"
+    if why:
+        return False, "float32"
+    return True, "bfloat16" if own == "bfloat16" or is_quantized(raw) else "float32"
 
 
 def no_native(config: Config, device: torch.device) -> str:
-    """Why the native kernels are not used; empty where they are. Raises ConfigError if they were
-    asked for."""
+    """Return why the native kernels are not used, "" if they are.
+
+    Raises:
+        ConfigError: they were asked for and cannot be used.
+    """
     why = "kernels=torch was asked for" if config.kernels == "torch" else native.reason()
     if device.type != "cpu":
         why = f"they run on the CPU, not on {device.type}"
@@ -111,8 +119,8 @@ def no_native(config: Config, device: torch.device) -> str:
 def make_runner(
     config: Config, directory: Path, device: torch.device, target: Runner | None = None
 ) -> Runner:
-    """Load a model with a KV cache; a drafter (`target` given) has room for as many tokens as its
-    target."""
+    """Load a model with a KV cache. With `target` it is a drafter, and its cache has room for as
+    many tokens as the target's."""
     shape = load_config(directory)
     longest = longest_context(shape)
     if target is None and config.context and config.context > longest:
@@ -122,88 +130,105 @@ def make_runner(
     context = served_context(config, shape)
     _check_tables(config, shape, directory, context)
     is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
-    if (
-        native.reason()
-        and device.type == "cpu"
-        and config.kernels == "auto"
-        and config.tensor_parallel == 1
-    ):
+    is_automatic = config.kernels == "auto" and config.tensor_parallel == 1
+    if native.reason() and device.type == "cpu" and is_automatic:
         note(native.advice())
-    tokens = (
-        config.kv_tokens if target is None else target.cache.pages.count * target.cache.pages.size
-    )
-    each = KVCache.token_bytes(shape, cache_dtype(is_native, form))
+    token_bytes = KVCache.token_bytes(shape, cache_dtype(is_native, form))
     if config.kv_tokens:
-        check_cache(config.kv_tokens, each, free_memory(device))
-    said = None if target is None else _said(config, shape, directory, target)
-    decoder: Decoder | NativeDecoder
-    if is_native:
-        native.start(config.threads)
-        torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
-        asked = config.quantization if target is None else config.draft_quantization
-        keep = config.dtype == "auto" and asked not in (
-            "int8",
-            "int4",
-        )  # a checkpoint's own quantisation
-        decoder = NativeDecoder(shape, directory, form, context, keep, said)
-    elif config.tensor_parallel > 1 and target is None:
-        decoder = load_parallel(
-            directory, getattr(torch, form), device, context, config.tensor_parallel, config.threads
-        )
+        check_cache(config.kv_tokens, token_bytes, free_memory(device))
+    if target is None:
+        tokens = config.kv_tokens
     else:
-        decoder = load_decoder(directory, getattr(torch, form), device, context, said)
-    tokens = tokens or fit_kv_tokens(config, context, each, free_memory(device) // 4)
+        tokens = target.cache.pages.count * target.cache.pages.size
+    decoder = _load_decoder(config, shape, directory, device, target, (is_native, form), context)
+    tokens = tokens or fit_kv_tokens(config, context, token_bytes, free_memory(device) // 4)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
 
 
+def _load_decoder(
+    config: Config,
+    shape: ModelConfig,
+    directory: Path,
+    device: torch.device,
+    target: Runner | None,
+    form: tuple[bool, str],
+    context: int,
+) -> Decoder | NativeDecoder:
+    is_native, name = form
+    shortlist = None if target is None else _shortlist(config, shape, directory, target)
+    if is_native:
+        native.start(config.threads)
+        torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
+        quantization = config.quantization if target is None else config.draft_quantization
+        # Keep a checkpoint's own quantisation unless another one is asked for.
+        keep = config.dtype == "auto" and quantization not in ("int8", "int4")
+        return NativeDecoder(shape, directory, name, context, keep, shortlist)
+    dtype = getattr(torch, name)
+    if config.tensor_parallel > 1 and target is None:
+        return load_parallel(
+            directory, dtype, device, context, config.tensor_parallel, config.threads
+        )
+    return load_decoder(directory, dtype, device, context, shortlist)
+
+
+def _shortlist(
+    config: Config, shape: ModelConfig, directory: Path, target: Runner
+) -> Tensor | None:
+    """Return the tokens that a draft model scores, int64 [Vd], or None for all.
+
+    They are those of the shortlist that is asked for, or of one beside the model. Raises LoadError.
+    """
+    if config.draft_shortlist:
+        path: Path | None = Path(config.draft_shortlist).expanduser()
+    else:
+        path = shortlist_beside(directory)
+    if path is None:
+        return None
+    return read_shortlist(path).for_model(path, (shape.vocab, target.decoder.config.vocab))
+
+
 def cache_dtype(is_native: bool, form: str) -> torch.dtype:
-    """What the KV cache of a model in this form (of `pick_form`) holds."""
+    """Return the dtype of the KV cache of a model in this form (of `pick_form`)."""
     if is_native:
         return torch.float32 if form == "float32" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, form)
     return dtype
 
 
-def check_cache(tokens: int, each: int, free: int, count: int = 1) -> None:
-    """Raise CapacityError where `count` KV caches of so many tokens, of `each` bytes, do not fit
-    what is free: before anything of them is made, since lists of their pages alone would take
-        minutes."""
-    needed = tokens * each * count
+def check_cache(tokens: int, token_bytes: int, free: int, count: int = 1) -> None:
+    """Raise CapacityError unless `count` KV caches of so many tokens fit `free` bytes.
+
+    It is checked before anything is allocated: lists of their pages alone could take minutes.
+    """
+    needed = tokens * token_bytes * count
     if needed > free:
-        of = f"{count} KV caches" if count > 1 else "a KV cache"
+        caches = f"{count} KV caches" if count > 1 else "a KV cache"
+        need = "need" if count > 1 else "needs"
         raise CapacityError(
-            f"{of} of {tokens} tokens need{'s' * (count == 1)} {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free:"
-            " set a lower kv_tokens"
+            f"{caches} of {tokens} tokens {need} {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are"
+            " free: set a lower kv_tokens"
         )
-
-
-def _said(config: Config, shape: ModelConfig, directory: Path, target: Runner) -> Tensor | None:
-    """The tokens that a draft model scores, [Vd] int64: those of the shortlist that is asked for,
-    or lies beside it;
-    None: all. Raises LoadError."""
-    where = (
-        Path(config.draft_shortlist).expanduser()
-        if config.draft_shortlist
-        else shortlist_beside(directory)
-    )
-    sizes = shape.vocab, target.decoder.config.vocab
-    return None if where is None else read_shortlist(where).for_model(where, sizes)
 
 
 def _check_tables(config: Config, shape: ModelConfig, directory: Path, context: int) -> None:
-    """Raise CapacityError where the tables of so many positions do not fit: a configuration may
-    promise anything."""
-    needed = context * (ANGLE * sum(rope.dim for rope in shape.ropes) + ROW * config.max_rows)
+    """Raise CapacityError if the tables of so many positions do not fit memory: a configuration may
+    name any number."""
+    position_bytes = ROPE_BYTES * sum(rope.dim for rope in shape.ropes)
+    needed = context * (position_bytes + SLOT_BYTES * config.max_rows)
     if needed > free_ram() // 2:
         raise CapacityError(
-            f"{directory} is made for {context} positions, whose tables need {needed / 1e9:.1f} GB: set a lower context"
+            f"{directory} is made for {context} positions, whose tables need {needed / 1e9:.1f} GB:"
+            " set a lower context"
         )
 
 
-def fit_kv_tokens(config: Config, context: int, each: int, memory: int) -> int:
-    """Tokens of KV, of `each` bytes, that fit this much memory, and no more than all slots could
-    use. Raises CapacityError."""
-    tokens = min(config.max_rows * context, memory // each)
+def fit_kv_tokens(config: Config, context: int, token_bytes: int, memory: int) -> int:
+    """Return how many tokens of KV fit this memory in bytes, at most what all slots could use.
+
+    Raises:
+        CapacityError: there is no room for a page.
+    """
+    tokens = min(config.max_rows * context, memory // token_bytes)
     if tokens < config.page:
         raise CapacityError(
             "there is not enough free memory for a KV cache: use a smaller model, or set kv_tokens"
@@ -212,29 +237,31 @@ def fit_kv_tokens(config: Config, context: int, each: int, memory: int) -> int:
 
 
 def cache_needs(config: Config, directory: Path) -> tuple[int, int]:
-    """Of a model that is not loaded yet: bytes of one token's keys and values, and the longest text
-    it serves."""
+    """Return the bytes of one token's keys and values, and the longest context, of a model that is
+    not loaded yet."""
     shape = load_config(directory)
     form = pick_form(config, pick_device(config.device), shape.raw, drafter=False)
     return KVCache.token_bytes(shape, cache_dtype(*form)), served_context(config, shape)
 
 
 def served_context(config: Config, shape: ModelConfig) -> int:
-    """The longest text that a model serves with these options, in tokens."""
+    """Return the longest text in tokens that a model serves with these options."""
     return min(config.context, longest_context(shape)) if config.context else default_context(shape)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated, as far as the system says."""
+    """Return the bytes that can still be allocated, as far as the system tells."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_ram()
 
 
 def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:
-    """The tokenizer of a directory or a GGUF file; None where it has none at all (prompts are token
-    ids then). `check` sees whether it fits the model beside it, and tells what does not. Raises
-    LoadError."""
+    """Load the tokenizer of a directory or a GGUF file; None if it has none (prompts are token ids
+    then).
+
+    `check` tells if it does not fit the model. Raises LoadError.
+    """
     tokenizer = _tokenizer(directory)
     if tokenizer and check and (fault := tokenizer.check(load_config(directory).vocab)):
         note(fault)
@@ -251,9 +278,9 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
 
 
-def named(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
-    """Tokens by their ids, as far as a model has rows for them, without the padding in GGUF files:
-    sizes of one family differ in it."""
+def tokens_by_id(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
+    """Return the tokens of a model by id, without the padding in GGUF files, which differs between
+    sizes of one family."""
     return {
         i: text
         for text, i in tokenizer.vocabulary().items()
@@ -262,21 +289,30 @@ def named(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, drafter: Path, vocab: int) -> None:
-    """Raise ConfigError unless the drafter's token ids mean what the target's mean."""
-    theirs = load_tokenizer(drafter)
-    if tokenizer is None or theirs is None:
+    """Raise ConfigError unless the drafter's token ids mean what the target's mean.
+
+    Without both tokenizers only the sizes are compared.
+    """
+    draft_tokenizer = load_tokenizer(drafter)
+    if tokenizer is None or draft_tokenizer is None:
         size = load_config(drafter).vocab
         if size != vocab:
             raise ConfigError(
-                f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be the same"
+                f"the draft model in {drafter} has {size} tokens, the target {vocab}: they must be"
+                " the same"
             )
         return
-    said, drafted = named(tokenizer, vocab), named(theirs, vocab)
-    apart = [i for i in said.keys() | drafted.keys() if said.get(i) != drafted.get(i)]
-    if apart:
-        first = min(apart)
-        own, other = (repr(x[first]) if first in x else "none" for x in (drafted, said))
+    tokens = tokens_by_id(tokenizer, vocab)
+    draft_tokens = tokens_by_id(draft_tokenizer, vocab)
+    differing = [
+        i for i in tokens.keys() | draft_tokens.keys() if tokens.get(i) != draft_tokens.get(i)
+    ]
+    if differing:
+        first = min(differing)
+        own = repr(draft_tokens[first]) if first in draft_tokens else "none"
+        other = repr(tokens[first]) if first in tokens else "none"
         raise ConfigError(
-            f"the draft model in {drafter} has another vocabulary than the target ({len(apart)} tokens differ, the"
-            f" first is {first}: {own} instead of {other}): use one of its family"
+            f"the draft model in {drafter} has another vocabulary than the target"
+            f" ({len(differing)} tokens differ, the first is {first}: {own} instead of {other}):"
+            " use one of its family"
         )

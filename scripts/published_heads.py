@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun import LLM
 from forerun.draft.medusa import MedusaStyleHeads
 from forerun.draft.proposer import TargetView, view_of
-from forerun.draft.registry import LEVELS, kind_of
+from forerun.draft.registry import MEDUSA_LOADERS, kind_of
 
 HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
 BASE = LlamaConfig(
@@ -126,7 +126,7 @@ def compare(case: Case, target: TargetView) -> float:
         directory = Path(folder)
         (directory / "config.json").write_text(json.dumps(raw))
         torch.save(tensors, directory / file)
-        heads = LEVELS[kind_of(directory)](directory)
+        heads = MEDUSA_LOADERS[kind_of(directory)](directory)
     heads.attach(target)
     states, tokens = (
         torch.randn(POSITIONS, HIDDEN),

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from forerun.draft.cross_vocabulary import Shared, Words
+from forerun.draft.cross_vocabulary import ModelVocabulary, SharedVocabulary
 from forerun.models.config import load_config
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
@@ -111,13 +111,13 @@ def size(kind: str) -> int:
 
 
 @functools.cache
-def words(kind: str) -> Words:
-    return Words(tokenizer(kind), size(kind))
+def words(kind: str) -> ModelVocabulary:
+    return ModelVocabulary(tokenizer(kind), size(kind))
 
 
 @functools.cache
-def shared(kind: str) -> Shared:
-    return Shared(words("target"), words(kind))
+def shared(kind: str) -> SharedVocabulary:
+    return SharedVocabulary(words("target"), words(kind))
 
 
 @functools.cache
@@ -130,7 +130,7 @@ def drafter(kind: str, noise: float = 0.05) -> Path:
     new, said = torch.randn(size(kind), embedding.shape[1]), torch.zeros(size(kind), head.shape[1])
     said[:, 0] = -30.0
     for token, own in enumerate(shared(kind).to_target):
-        meaning = words(kind).meanings[token]
+        meaning = words(kind).spellings[token]
         if own >= 0:
             new[token], said[token] = embedding[own], head[own]
         elif meaning.isascii() and meaning:

@@ -1,1 +1,1 @@
-"""The paged KV cache: host allocator, device tensors, and who sees whom in one pass."""
+"""The paged KV cache: host allocator, device tensors, and the attention of one forward pass."""

@@ -1,14 +1,16 @@
-"""Who sees whom in one pass: segments of tokens to positions, rows of the cache and masks.
+"""Attention of one forward pass over the paged cache: positions, rows and masks of its segments.
 
-A segment is what one slot adds in a pass: a chunk of known tokens, a draft tree, or the one after
-the other. Its tokens see every committed token of the slot and their own ancestors. A position is
-logical (committed length plus depth); a row is physical (page table). Keys are visited in logical
-order, whatever page they lie in."""
+A segment is what one slot adds in a forward pass: a chunk of known tokens, a draft tree, or both.
+Its tokens see every committed token of the slot and their own ancestors. A position is logical
+(committed length plus depth); a row is physical (page table). Keys are visited in logical order,
+whatever page they are in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,20 +20,22 @@ from forerun.cache.kv import KVCache
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 
-Sight = tuple[
-    int | None, int
-]  # (last keys, first keys) that a layer sees, see `ModelConfig.visible_keys`
-TOGETHER = 16  # segments up to this long are padded to one batch; longer ones (prefill) go alone
+# How many of the last and of the first keys a layer sees, see `ModelConfig.visible_keys`.
+Sight: TypeAlias = tuple[int | None, int]
+MAX_BATCHED = 16  # tokens of a segment that is padded into a batch; longer ones (prefill) go alone
 
 
 @dataclass(slots=True)
 class Segment:
-    """What one slot adds in a pass.
+    """The tokens that one slot adds in a forward pass.
 
-    `parents` covers the slot's whole uncommitted region, one entry a token, -1 for the committed
-    prefix: the first `offset` tokens of it were written by earlier passes, `tokens` are the rest.
-        `want` lists the indices within
-    `tokens` whose logits are needed.
+    Attributes:
+        slot: the slot.
+        tokens: the new tokens.
+        parents: of all uncommitted tokens of the slot, -1 for the committed prefix. The first
+            `offset` of them were written by earlier forward passes; `tokens` are the others.
+        want: indices within `tokens` whose logits are needed.
+        offset: see `parents`.
     """
 
     slot: int
@@ -42,7 +46,7 @@ class Segment:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each uncommitted token below the committed prefix, which ends at depth -1."""
+        """Depth of each uncommitted token behind the committed prefix, from 0."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -51,51 +55,58 @@ class Segment:
 
 @dataclass(slots=True)
 class _Group:
-    """Segments attended in one call. `queries` indexes T; keys are rows of the cache; R segments, N
-    queries, K keys."""
+    """Segments attended in one call; R segments, N queries, K keys.
 
-    queries: slice | Tensor  # T slice, or [R, N]
-    keys: slice | Tensor  # row slice, or [R, K]
-    masks: dict[Sight, Tensor | None]  # [R, N, K], None when all is seen
-    filled: Tensor | None  # [R, N] bool: which of `queries` is not padding; None when all are
+    Attributes:
+        queries: a slice of the pass's tokens, or their indices [R, N].
+        keys: a slice of the cache's rows, or their indices [R, K].
+        masks: by sight, bool [R, N, K]; None if everything is seen.
+        filled: bool [R, N], False for padding queries; None if there are none.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    masks: dict[Sight, Tensor | None]
+    filled: Tensor | None
 
 
 class Attention:
-    """The plan of one pass. Calling it stores keys and values, and attends: `decoder.Attend`."""
+    """The attention of one forward pass; a `decoder.Attend`.
+
+    Attributes:
+        positions: int64 [T], the logical position of each token.
+        rows: the row of the cache for each token.
+    """
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache, config: ModelConfig) -> None:
-        self.segments, self.cache, self.config, self.device = (
-            segments,
-            cache,
-            config,
-            cache.data.device,
-        )
-        depths = [np.asarray(s.depths) for s in segments]
-        starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
-        lengths = [cache.length[s.slot] for s in segments]
-        new = [d[s.offset :] for s, d in zip(segments, depths, strict=True)]
-        self.positions = self._tensor(
-            np.concatenate([n + at for n, at in zip(new, lengths, strict=True)])
-        )
-        spans = [
-            slice(at + s.offset, at + len(s.parents))
-            for s, at in zip(segments, lengths, strict=True)
-        ]
-        rows = [cache.pages.rows[s.slot, span] for s, span in zip(segments, spans, strict=True)]
+        self.segments = segments
+        self.cache = cache
+        self.config = config
+        self.device = cache.data.device
+        depths = [np.asarray(segment.depths) for segment in segments]
+        positions, rows = [], []
+        for segment, depth in zip(segments, depths, strict=True):
+            length = cache.length[segment.slot]
+            positions.append(length + depth[segment.offset :])
+            span = slice(length + segment.offset, length + len(segment.parents))
+            rows.append(cache.pages.rows[segment.slot, span])
+        self.positions = self._tensor(np.concatenate(positions))
         self.rows = self._compact(np.concatenate(rows))
-        short = [i for i, s in enumerate(segments) if len(s.tokens) <= TOGETHER]
-        batches = ([short] if short else []) + [
-            [i] for i, s in enumerate(segments) if len(s.tokens) > TOGETHER
-        ]
+        starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
+        short = [i for i, segment in enumerate(segments) if len(segment.tokens) <= MAX_BATCHED]
+        batches = [[i] for i in range(len(segments)) if i not in short]
+        if short:
+            batches.insert(0, short)
         self.groups = [
-            self._group([segments[i] for i in b], [depths[i] for i in b], starts[b])
-            for b in batches
+            self._group([segments[i] for i in batch], [depths[i] for i in batch], starts[batch])
+            for batch in batches
         ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows], values[self.rows] = k, v
+        keys[self.rows] = k
+        values[self.rows] = v
         sight = self.config.visible_keys(layer)
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
             return self._attend(self.groups[0], q, keys, values, sight)[0]
@@ -103,7 +114,7 @@ class Attention:
         for group in self.groups:
             attended = self._attend(group, q, keys, values, sight)
             if group.filled is None:
-                out[group.queries] = attended  # of one segment alone [1, N, Hq, D]
+                out[group.queries] = attended  # of a single segment: [1, N, Hq, D]
             else:
                 assert isinstance(group.queries, Tensor)
                 out[group.queries[group.filled]] = attended[group.filled]
@@ -112,89 +123,74 @@ class Attention:
     def _attend(
         self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight
     ) -> Tensor:
-        c = self.config
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
         if isinstance(group.queries, slice):
             q = q[None]
         if isinstance(group.keys, slice):
             keys, values = keys[None], values[None]
-        return kernels.attention(
-            q, keys, values, group.masks[sight], c.attention_scale, c.attention_softcap
-        )
+        mask = group.masks[sight]
+        scale, softcap = self.config.attention_scale, self.config.attention_softcap
+        return kernels.attention(q, keys, values, mask, scale, softcap)
 
     def _group(
         self, segments: list[Segment], depths: list[np.ndarray], starts: np.ndarray
     ) -> _Group:
-        lengths = [self.cache.length[s.slot] for s in segments]
-        counts = [len(s.tokens) for s in segments]
-        totals = [at + len(s.parents) for s, at in zip(segments, lengths, strict=True)]
-        queries, width = max(counts), max(totals)
-        masks = self._masks(segments, depths, queries, width)
+        counts = [len(segment.tokens) for segment in segments]
+        totals = [self.cache.length[s.slot] + len(s.parents) for s in segments]
+        num_queries, num_keys = max(counts), max(totals)
+        masks = self._masks(segments, depths, num_queries, num_keys)
+        table = np.stack([self.cache.pages.rows[s.slot, :num_keys] for s in segments])
         if len(segments) == 1:
-            at = int(starts[0])
-            rows = self._compact(self.cache.pages.rows[segments[0].slot, :width])
-            return _Group(
-                slice(at, at + queries),
-                rows if isinstance(rows, slice) else rows[None],
-                masks,
-                None,
-            )
-        index = (
-            np.minimum(np.arange(queries), np.asarray(counts)[:, None] - 1)
-            + np.asarray(starts)[:, None]
-        )
-        table = np.stack([self.cache.pages.rows[s.slot, :width] for s in segments])
-        # past a slot's own end stand rows of whoever had them before: masked, but read, so read
-        # something finite
-        table = np.where(np.arange(width) < np.asarray(totals)[:, None], table, table[:, :1])
-        filled = np.arange(queries) < np.asarray(counts)[:, None]
-        return _Group(
-            self._tensor(index),
-            self._tensor(table),
-            masks,
-            None if filled.all() else self._tensor(filled),
-        )
+            start = int(starts[0])
+            rows = self._compact(table[0])
+            keys = rows if isinstance(rows, slice) else rows[None]
+            return _Group(slice(start, start + num_queries), keys, masks, None)
+        column = np.asarray(counts)[:, None]
+        queries = np.minimum(np.arange(num_queries), column - 1) + np.asarray(starts)[:, None]
+        # Behind a slot's own end the table has rows of earlier owners: they are masked but read,
+        # so something finite must be read.
+        table = np.where(np.arange(num_keys) < np.asarray(totals)[:, None], table, table[:, :1])
+        is_filled = np.arange(num_queries) < column
+        filled = None if is_filled.all() else self._tensor(is_filled)
+        return _Group(self._tensor(queries), self._tensor(table), masks, filled)
 
     def _masks(
-        self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
+        self, segments: list[Segment], depths: list[np.ndarray], num_queries: int, num_keys: int
     ) -> dict[Sight, Tensor | None]:
-        """What each query sees, for each of the model's windows."""
-        seen = np.zeros((len(segments), queries, width), dtype=bool)
+        """Return which keys each query sees, for each of the model's windows."""
+        seen = np.zeros((len(segments), num_queries, num_keys), dtype=bool)
         for r, segment in enumerate(segments):
-            at, count = self.cache.length[segment.slot], len(segment.tokens)
-            seen[r, :count, :at] = True
-            seen[r, :count, at : at + len(segment.parents)] = _ancestors(segment.parents)[
-                segment.offset :
-            ]
-            seen[r, count:, 0] = True  # a padding query must see something, or it is NaN
+            length, count = self.cache.length[segment.slot], len(segment.tokens)
+            new = slice(length, length + len(segment.parents))
+            seen[r, :count, :length] = True
+            seen[r, :count, new] = _ancestors(segment.parents)[segment.offset :]
+            seen[r, count:, 0] = True  # a padding query that sees nothing would be NaN
         masks: dict[Sight, Tensor | None] = {}
         for window, sinks in set(map(self.config.visible_keys, range(self.config.layers))):
             mask = seen
             if window is not None:
-                mask = seen & (
-                    (self._distances(segments, depths, seen.shape) < window)
-                    | (np.arange(width) < sinks)
-                )
+                is_near = self._distances(segments, depths, seen.shape) < window
+                mask = seen & (is_near | (np.arange(num_keys) < sinks))
             masks[window, sinks] = None if mask.all() else self._tensor(mask)
         return masks
 
     def _distances(
         self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """How many positions each key lies before each query; 0 for padding. int32 [R, N, K]"""
+        """Return how many positions each key is before each query; 0 for padding. int32 [R, N, K]"""
         distance = np.zeros(shape, dtype=np.int32)
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
-            at, count = self.cache.length[segment.slot], len(segment.tokens)
-            keys = np.concatenate([np.arange(at), at + depth]).astype(np.int32)
-            distance[r, :count, : len(keys)] = (at + depth[segment.offset :])[:, None] - keys
+            length, count = self.cache.length[segment.slot], len(segment.tokens)
+            keys = np.concatenate([np.arange(length), length + depth]).astype(np.int32)
+            queries = (length + depth[segment.offset :])[:, None]
+            distance[r, :count, : len(keys)] = queries - keys
         return distance
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _compact(self, rows: np.ndarray) -> slice | Tensor:
-        """Consecutive rows as a slice, which reads and writes the cache without an index or a
-        copy."""
+        """Return consecutive rows as a slice, which needs neither an index nor a copy."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first == len(rows) - 1 and (np.diff(rows) == 1).all():
             return slice(first, last + 1)
@@ -202,7 +198,7 @@ class Attention:
 
 
 def _ancestors(parents: Sequence[int]) -> np.ndarray:
-    """[U, U] bool: does token i see uncommitted token j, itself or an ancestor?"""
+    """Return which uncommitted tokens each one sees: itself and its ancestors. bool [U, U]"""
     chain = next((i for i, parent in enumerate(parents) if parent != i - 1), len(parents))
     seen = np.tri(len(parents), dtype=bool)
     for i in range(chain, len(parents)):

@@ -1,8 +1,8 @@
-"""The KV tensors, and commit: the one mutation of what a slot has said.
+"""The KV tensors, and `commit`, which keeps the accepted path of a draft.
 
-A slot's rows 0..length-1 are committed; a pass writes its nodes behind them, in place; `commit`
-keeps a path of those nodes and makes it contiguous. Rows past the length are scratch: the next pass
-overwrites them, which is all that a rollback is.
+A slot's rows 0..length-1 are committed; a forward pass writes its nodes behind them; `commit` keeps
+a path of those nodes and makes it contiguous. Rows past the length are scratch space: the next
+forward pass overwrites them, which is all there is to a rollback.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ LANES = 16  # rows of a block of keys, see kernels/native/attention.h
 
 
 class KVCache:
-    """Paged keys and values of one model: both [L, rows, Hkv, D]. For native passes, what one head
-    reads lies in one
-    piece: keys [L, Hkv, rows / 16, D, 16], values [L, Hkv, rows, D]."""
+    """Paged keys and values of one model, both [L, rows, Hkv, D].
+
+    For native forward passes the rows of one head are contiguous: keys [L, Hkv, rows / 16, D, 16],
+    values [L, Hkv, rows, D].
+
+    Attributes:
+        length: by slot, the number of committed rows.
+        moves: the (source, target) rows of each move since the list was set; None: not recorded.
+        layout: addresses of keys and values, elements between layers and the dtype, for native
+            forward passes.
+    """
 
     def __init__(
         self,
@@ -39,32 +47,31 @@ class KVCache:
         ahead: int = 0,
         native: bool = False,
     ) -> None:
-        """Room for `tokens` tokens in all, `context` a slot, in pages of `page` tokens. What is
-        kept of a token may depend on as many as `ahead` tokens behind it. `native`: passes are
-        native."""
-        self.pages, self.native = Pages(-(-tokens // page), page, slots, context, ahead), native
+        """Allocate room for `tokens` tokens, at most `context` per slot, in pages of `page`.
+
+        Args:
+            ahead: how many tokens behind its own a row may depend on.
+            native: use the layout of native forward passes.
+        """
+        self.pages = Pages(-(-tokens // page), page, slots, context, ahead)
+        self.native = native
         layers, heads, width = config.layers, config.kv_heads, config.head_dim
-        blocks = (
-            -(-self.pages.count * page // LANES) + 1
-        )  # vector loads of the last row may reach past it
-        # zeros, not empty: a masked key of NaN would still poison the sum
+        # One block more: vector loads of the last row may reach past it.
+        blocks = -(-self.pages.count * page // LANES) + 1
+        # Zeros rather than empty: a masked key of NaN would still poison the sum.
         self.data = _zeros((2, layers, blocks * LANES, heads, width), dtype, device)
         self.keys, self.values = self.data
         if native:
             self.keys = self.keys.view(layers, heads, blocks, width, LANES)
             self.values = self.values.view(layers, heads, blocks * LANES, width)
         self.length = [0] * slots
-        self.moves: list[tuple[Tensor, Tensor]] | None = (
-            None  # rows that were moved, where somebody wants to know
-        )
-        # what native passes are told each time: addresses of keys and values, elements between
-        # layers, dtype
-        pointers = self.keys.data_ptr(), self.values.data_ptr()
-        self.layout = (*pointers, self.data.stride(1), str(dtype).removeprefix("torch."))
+        self.moves: list[tuple[Tensor, Tensor]] | None = None
+        addresses = self.keys.data_ptr(), self.values.data_ptr()
+        self.layout = (*addresses, self.data.stride(1), str(dtype).removeprefix("torch."))
 
     @staticmethod
     def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values."""
+        """Return the bytes of one token's keys and values."""
         return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
     @property
@@ -73,8 +80,8 @@ class KVCache:
         return self.data.nbytes // self.data.shape[2]
 
     def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
-        """Start a slot with whatever prefix of `tokens` is cached of this tenant; returns how many
-        tokens that is."""
+        """Start a slot with the prefix of `tokens` that is cached for this tenant; returns its
+        length."""
         self.length[slot] = self.pages.match(slot, tokens, tenant)
         return self.length[slot]
 
@@ -84,14 +91,13 @@ class KVCache:
         self.length[slot] = 0
 
     def rewind(self, slot: int, length: int) -> None:
-        """Take back committed rows past `length`; what is sealed may be another slot's too, and
-        stands."""
+        """Take back committed rows past `length`. Sealed pages stay: other slots may share them."""
         assert len(self.pages.chain[slot]) * self.pages.size <= length <= self.length[slot]
         self.length[slot] = length
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the rows at offsets `path` (increasing) past the committed length, in that order,
-        and only them."""
+        and drop the others."""
         start, count = self.length[slot], len(path)
         if list(path) != list(range(count)):
             rows = self.pages.rows[slot]
@@ -101,7 +107,7 @@ class KVCache:
         self.length[slot] += count
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows, in all layers. source, target [n] int64"""
+        """Copy rows in all layers. source, target: int64 [n]"""
         if self.moves is not None:
             self.moves.append((source, target))
         if self.native:
@@ -113,8 +119,8 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on CPU memory that the system gives page by page when it is written to, since most of
-    it never is."""
+    """Return zeros; on the CPU in memory that the system provides page by page when it is written
+    to, since most of it never is."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:

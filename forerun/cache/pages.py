@@ -1,12 +1,11 @@
-"""The host side of the KV cache: which page belongs to which slot, and which pages hold a known
-prefix.
+"""The host side of the KV cache: the pages of each slot, and the pages of known prefixes.
 
 A page is `size` consecutive rows of the KV tensors. Full pages of committed tokens are sealed:
-named by a digest of their tenant and of all tokens up to their end, so a later request of the same
-tenant that starts alike shares them. A
-shared page is never written: writes happen past the committed length, sharing only below it.
-Invariant (`check`): every page is free, idle (sealed, kept in case it is wanted again, first to go
-when room is needed) or held by as many slots as its count of users says.
+named by a digest of their tenant and of all tokens up to their end, so that a later request of the
+same tenant with the same beginning shares them. A shared page is never written, since writes happen
+past the committed length and sharing only below it. Invariant (`check`): every page is free, idle
+(sealed and unused, the first to be reused when room is needed), or held by as many slots as its
+count of users says.
 """
 
 from __future__ import annotations
@@ -19,17 +18,29 @@ import numpy as np
 
 
 class Pages:
-    """Page allocator over `count` pages of `size` rows for `slots` slots of at most `context`
-    tokens.
+    """Allocator of `count` pages of `size` rows, for `slots` slots of at most `context` tokens.
 
-    A row is of a token, and of as many as `ahead` tokens behind it: those of a page's last row are
-    in its name too."""
+    A row depends on its token and on as many as `ahead` tokens behind it, so the digest of a page
+    includes those behind its last row.
+
+    Attributes:
+        rows: int64 [slots, context], the KV row of each logical index of a slot.
+        lines: the addresses of the rows of `rows`.
+        held: by slot, its pages.
+        free: pages without contents.
+        idle: sealed pages without users, the least recently used first.
+        users: by page, the number of slots that hold it.
+        digest_of, page_of: digests of sealed pages, both ways.
+        chain: by slot, the digests of its full pages.
+        root: by slot, the digest that precedes the first page; it depends on the tenant.
+    """
 
     def __init__(self, count: int, size: int, slots: int, context: int, ahead: int = 0) -> None:
-        self.count, self.size, self.ahead = count, size, ahead
-        # rows[slot, i]: the row of the KV tensors that holds logical index i
+        self.count = count
+        self.size = size
+        self.ahead = ahead
         self.rows = np.zeros((slots, -(-context // size) * size), dtype=np.int64)
-        self.lines: list[int] = [self.rows[slot].ctypes.data for slot in range(slots)]  # addresses
+        self.lines: list[int] = [self.rows[slot].ctypes.data for slot in range(slots)]
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.free = list(range(count - 1, -1, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -37,26 +48,21 @@ class Pages:
         self.digest_of: dict[int, bytes] = {}
         self.page_of: dict[bytes, int] = {}
         self.chain: list[list[bytes]] = [[] for _ in range(slots)]
-        self.root = [
-            _root("")
-        ] * slots  # what stands before the first page: prefixes are shared within a tenant
+        self.root = [_root("")] * slots
 
     @property
     def available(self) -> int:
-        """Pages that can be had without taking one from a slot."""
+        """Number of pages that no slot holds."""
         return len(self.free) + len(self.idle)
 
     @property
     def used(self) -> int:
-        """Pages held by some slot."""
+        """Number of pages that some slot holds."""
         return self.count - self.available
 
     def match(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
-        """Give an empty slot the sealed pages of the longest prefix known of this tenant; returns
-        how many tokens they hold.
-
-        At least one token is always left to read.
-        """
+        """Give an empty slot the sealed pages of the longest known prefix of this tenant; returns
+        the number of tokens in them. At least one token is always left to read."""
         digest = self.root[slot] = _root(tenant)
         for start in range(0, len(tokens) - self.ahead - self.size, self.size):
             digest = self._digest(digest, tokens, start)
@@ -69,7 +75,7 @@ class Pages:
         return len(self.held[slot]) * self.size
 
     def grow(self, slot: int, upto: int) -> bool:
-        """Make room for `upto` tokens in all. False, and nothing changed, when there are not enough
+        """Make room for `upto` tokens in all; returns False, and changes nothing, without enough
         pages."""
         need = -(-upto // self.size) - len(self.held[slot])
         if need > self.available or upto > self.rows.shape[1]:
@@ -79,14 +85,14 @@ class Pages:
         return True
 
     def shrink(self, slot: int, upto: int) -> None:
-        """Give back the pages past `upto` tokens, never fewer than are committed."""
+        """Give back the pages past `upto` tokens, which must not be fewer than are committed."""
         keep = -(-upto // self.size)
         del self.chain[slot][upto // self.size :]
         while len(self.held[slot]) > keep:
             self._drop(self.held[slot].pop())
 
     def seal(self, slot: int, tokens: Sequence[int], upto: int) -> None:
-        """Name the full pages of the first `upto` committed tokens, so that others can share them.
+        """Seal the full pages of the first `upto` committed tokens, so that others can share them.
         `tokens` has `ahead` more."""
         chain = self.chain[slot]
         while (len(chain) + 1) * self.size <= upto:
@@ -94,7 +100,8 @@ class Pages:
             digest = self._digest(chain[-1] if chain else self.root[slot], tokens, start)
             page = self.held[slot][len(chain)]
             if digest not in self.page_of and page not in self.digest_of:
-                self.page_of[digest], self.digest_of[page] = page, digest
+                self.page_of[digest] = page
+                self.digest_of[page] = digest
             chain.append(digest)
 
     def release(self, slot: int) -> None:
@@ -132,11 +139,11 @@ class Pages:
                 self.free.append(page)
 
     def _digest(self, previous: bytes, tokens: Sequence[int], start: int) -> bytes:
-        """The name of the page of tokens from `start` on, behind the page called `previous`."""
+        """Return the digest of the page from `start` on, behind the page with digest `previous`."""
         page = np.asarray(tokens[start : start + self.size + self.ahead], dtype=np.int64)
         return hashlib.blake2b(previous + page.tobytes(), digest_size=16).digest()
 
 
 def _root(tenant: str) -> bytes:
-    """What stands before the first page of a tenant's texts."""
+    """Return the digest that precedes a tenant's first pages."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).digest()

@@ -268,7 +268,7 @@ class EngineChecks:
                 if expected == emitted:
                     continue
                 request = self.requests[index]
-                temperature = request.params.heat
+                temperature = request.params.sampling_temperature
                 seed = request.params.seed or 0
                 margin = self.margin([*request.prompt, *plain[:position]], temperature, seed)
                 prompt = index % len(self.prompts)
@@ -295,7 +295,7 @@ class EngineChecks:
             "texts": num_texts,
             "tokens": num_texts * params[0].max_tokens,
             "schedules": [str(schedule) for schedule in TEXT_SCHEDULES[:done]],
-            "temperatures": sorted({p.heat for p in params}),
+            "temperatures": sorted({p.sampling_temperature for p in params}),
             "divergences": [asdict(divergence) for divergence in found],
         }
         if not done:

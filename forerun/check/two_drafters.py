@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.check.report import Finding
 from forerun.check.sequential_test import SequentialTest
-from forerun.draft.compose import Both
+from forerun.draft.compose import Merged
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
 from forerun.engine.engine import Engine
@@ -88,7 +88,7 @@ class TableDrafter(Proposer):
         ]
         trees = [Tree(row) for row in own]
         for level in range(DEPTH):
-            growing = [tree for tree in trees if tree.row.depth > level and tree.frontier]
+            growing = [tree for tree in trees if tree.request.depth > level and tree.frontier]
             if growing:
                 after = [tree.draft.tokens[node] for tree in growing for node in tree.frontier]
                 grow(growing, self.logits[after], self.width, self.name)
@@ -101,7 +101,7 @@ def emitted(noise: type[Noise]) -> list[list[int]]:
         TableDrafter(name, logits, noise)
         for name, logits in zip(("first", "second"), DRAFTERS, strict=True)
     ]
-    both = Both(parts)
+    both = Merged(parts)
     engine = Engine(TableTarget(), {part.name: part for part in (*parts, both)})
     engine.rule = RULES["tree"]
     texts: list[list[int]] = []

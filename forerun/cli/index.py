@@ -18,7 +18,7 @@ from forerun.measure.tables import print_json
 from forerun.utils import UnreadableError, text_of
 
 if TYPE_CHECKING:
-    from forerun.draft.corpus import File
+    from forerun.draft.corpus import IndexedFile
     from forerun.models.tokenizer import Tokenizer
 
 
@@ -97,7 +97,7 @@ def build(
     from forerun.hardware import give_back
 
     begun, made = time.monotonic(), Indexed()
-    known: set[File] = set()
+    known: set[IndexedFile] = set()
     if (out / LIST).exists():
         before = Index(out)
         before.check(tokenizer, vocab)
@@ -133,9 +133,9 @@ def build(
     return made
 
 
-def _files(paths: Sequence[Path]) -> Iterator[File]:
+def _files(paths: Sequence[Path]) -> Iterator[IndexedFile]:
     """All files, each once, in order. Raises RequestError for a path that is not there."""
-    from forerun.draft.corpus import File
+    from forerun.draft.corpus import IndexedFile
     from forerun.train.data import SUFFIXES
 
     seen = set()
@@ -155,12 +155,14 @@ def _files(paths: Sequence[Path]) -> Iterator[File]:
             if place not in seen and place.is_file() and not hidden:
                 seen.add(place)
                 status = place.stat()
-                yield File(str(place), status.st_size, status.st_mtime_ns)
+                yield IndexedFile(str(place), status.st_size, status.st_mtime_ns)
 
 
-def _together(files: Sequence[File], made: Indexed) -> Iterator[list[tuple[File, list[str]]]]:
+def _together(
+    files: Sequence[IndexedFile], made: Indexed
+) -> Iterator[list[tuple[IndexedFile, list[str]]]]:
     """Files with their texts, as many at a time as are tokenized at once."""
-    some: list[tuple[File, list[str]]] = []
+    some: list[tuple[IndexedFile, list[str]]] = []
     size = 0
     for file in files:
         texts = _texts(file)
@@ -178,7 +180,7 @@ def _together(files: Sequence[File], made: Indexed) -> Iterator[list[tuple[File,
         yield some
 
 
-def _texts(file: File) -> list[str]:
+def _texts(file: IndexedFile) -> list[str]:
     """What a file says; nothing where it is not UTF-8. Raises RequestError for a line of .jsonl
     that is none."""
     from forerun.train.data import read_line
@@ -197,8 +199,8 @@ def _texts(file: File) -> list[str]:
 
 
 def _tokenized(
-    some: Sequence[tuple[File, list[str]]], tokenizer: Tokenizer, vocab: int
-) -> Iterator[tuple[File, list[list[int]]]]:
+    some: Sequence[tuple[IndexedFile, list[str]]], tokenizer: Tokenizer, vocab: int
+) -> Iterator[tuple[IndexedFile, list[list[int]]]]:
     """Each file with its texts as tokens that the model has."""
     ids = iter(tokenizer.encode_all([text for _, texts in some for text in texts]))
     for file, texts in some:

@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.bench.decode import DecodePlan, measure_decoding
 from forerun.cli.progress import Part, Tell, nothing
-from forerun.draft.self_speculation import find
+from forerun.draft.self_speculation import find_layers
 from forerun.engine.request import OFF
 from forerun.errors import ConfigError
 from forerun.llm import LLM
@@ -101,7 +101,7 @@ def look_for_layers(options: dict[str, Any], tasks: Sequence[Task], tell: Tell =
     does."""
     model = options.get("model")
     target = LLM(**options | {"draft": OFF}).engine.target
-    find(target, find_model(model), token_ids(model, tasks), tell=tell)
+    find_layers(target, find_model(model), token_ids(model, tasks), tell=tell)
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:

@@ -1,288 +1,304 @@
-"""Proposers made of proposers: one after the other, the best of them, or all in one tree.
+"""Composite proposers: several drafters in turn, the best of them, or merged into one tree.
 
-The engine asks the parts itself (`Drafting`), so that it learns what each costs and is worth. What
-a composition does is to say who is asked next, and to make one draft of what they say: `ask` is a
-generator that yields a part, is sent what that offered, and returns the draft. Otherwise it only
-passes on what happens to a request."""
+The engine asks the parts itself, so that it measures what each costs and how often its tokens are
+accepted. A composite only decides which part is asked next and makes one draft of the answers:
+`ask` is a generator that yields a proposer, is sent its `Offer`, and returns the draft.
+"""
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from forerun import draft_spec as drafts
 from forerun.draft.cascade import Cascade
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.overlap import Ahead
+from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import CompositeProposer, Proposer
-from forerun.draft_spec import SIGNS, Leaf, Said, read_name
+from forerun.draft_spec import SIGNS, DraftSpec, Leaf, Overlap, read_name
 from forerun.errors import ConfigError
 from forerun.types import Draft, Proposal
+
+MAX_COMPOSED = 64  # composites made for requests that are kept
+
+# Sorts proposers, those first that are expected to do best.
+Ranking: TypeAlias = Callable[[Sequence[Proposer]], Sequence[Proposer]]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a part has for a request: its whole `draft`, and what of it pays alone (`taken`, a root
-    where nothing). `settles`: nobody else is expected to do better; `speed`: tokens a second that a
-    copy lets expect."""
+    """One proposer's draft for a request.
+
+    Attributes:
+        draft: all of it.
+        worthwhile: as much of it as pays if no other proposer drafts; a root if nothing does.
+        is_final: no other proposer is expected to do better.
+        speed: expected tokens per second of a copy.
+    """
 
     draft: Draft
-    taken: Draft
-    settles: bool = False
+    worthwhile: Draft
+    is_final: bool = False
     speed: float = 0.0
 
 
-MADE = 64  # proposers that requests made of others which are kept
-Asking = Generator[Proposer, Offer, Draft]
-Ranking = Callable[
-    [Sequence[Proposer]], Sequence[Proposer]
-]  # proposers, those first that are expected to do best
+Asking: TypeAlias = Generator[Proposer, Offer, Draft]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What matters to who is asked: whether drafts may be trees (otherwise they have to be chains),
-    and which proposers are expected to do best for this request."""
+class AskContext:
+    """A request as composites see it: whether drafts may be trees, and the order of proposers."""
 
     branching: bool
     ranking: Ranking
 
 
-def ask(proposer: Proposer, asked: Asked) -> Asking:
-    """Who is asked for a draft of a proposer, one after the other."""
+def ask(proposer: Proposer, context: AskContext) -> Asking:
+    """Yield the proposers to ask for a draft of `proposer`, one after the other."""
     if isinstance(proposer, Composition):
-        return (yield from proposer.ask(asked))
-    return (yield proposer).taken
+        return (yield from proposer.ask(context))
+    return (yield proposer).worthwhile
 
 
-def _in_turn(parts: Sequence[Proposer], asked: Asked) -> Asking:
+def _ask_in_turn(parts: Sequence[Proposer], context: AskContext) -> Asking:
+    """Ask until a proposer has a draft."""
     for part in parts:
-        draft = yield from ask(part, asked)
+        draft = yield from ask(part, context)
         if len(draft) > 1:
             break
     return draft
 
 
 class Composition(CompositeProposer):
-    """Base of those made of others."""
+    """Base of the composites that the engine takes apart."""
 
     sign = ""
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.inner = tuple(parts)
-        self.told = tuple(own for part in parts for own in part.parts)
-        whole: Callable[[Iterable[int]], int] = (
-            sum if self.sign == "&" else max
-        )  # all draft, or one of them
-        self.width, self.extra_nodes = (
-            whole(part.width for part in parts),
-            whole(part.extra_nodes for part in parts),
-        )
-        self.name = self.sign.join(
-            f"({part.name})"
-            if isinstance(part, Composition) and SIGNS.index(part.sign) < SIGNS.index(self.sign)
-            else part.name
-            for part in parts
-        )
+        self.told = tuple(leaf for part in parts for leaf in part.parts)
+        self.name = self.sign.join(self._part_name(part) for part in parts)
         self.aux_hidden_layers = tuple(
-            sorted({b for part in parts for b in part.aux_hidden_layers})
+            sorted({layer for part in parts for layer in part.aux_hidden_layers})
         )
         self.wants_logits = any(part.wants_logits for part in parts)
-        self.merges_drafts = self.sign == "&" or any(part.merges_drafts for part in parts)
-        rivals = self.told if self.sign == "?" else [own for part in parts for own in part.rivals]
-        self.rivals = tuple(own for own in rivals if not own.copies_text)
+        self.merges_drafts = any(part.merges_drafts for part in parts)
+        self.width = max(part.width for part in parts)
+        self.extra_nodes = max(part.extra_nodes for part in parts)
+        self.rivals = tuple(rival for part in parts for rival in part.rivals)
+
+    def _part_name(self, part: Proposer) -> str:
+        is_looser = isinstance(part, Composition) and (
+            SIGNS.index(part.sign) < SIGNS.index(self.sign)
+        )
+        return f"({part.name})" if is_looser else part.name
 
     @property
     def parts(self) -> Sequence[Proposer]:
         return self.told
 
-    def ask(self, asked: Asked) -> Asking:
-        """See `ask`."""
+    def ask(self, context: AskContext) -> Asking:
+        """Yield the proposers to ask; see the function `ask`."""
         raise NotImplementedError
 
 
-class Either(Composition):
-    """Asks its parts in order: whoever has a draft for a request first drafts it alone."""
+class InTurn(Composition):
+    """Asks its parts in order; the first that has a draft drafts alone."""
 
     sign = "+"
 
-    def ask(self, asked: Asked) -> Asking:
-        return _in_turn(self.inner, asked)
+    def ask(self, context: AskContext) -> Asking:
+        return _ask_in_turn(self.inner, context)
 
 
-class Best(Either):
-    """Looks at what all have who copy, and takes the best of it; where others are expected to do
-    better, asks whichever of them is expected to do best first, and the next one where that has
-    nothing."""
+class BestOf(InTurn):
+    """Takes the best copy, or else asks the other parts, those first that are expected to do best.
+
+    All parts that copy text are looked at, since that is cheap.
+    """
 
     sign = "?"
 
-    def ask(self, asked: Asked) -> Asking:
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        super().__init__(parts)
+        self.rivals = tuple(leaf for leaf in self.told if not leaf.copies_text)
+
+    def ask(self, context: AskContext) -> Asking:
         offers = []
         for part in self.inner:
             if part.copies_text:
                 offers.append((yield part))
         best = max(offers, key=lambda offer: offer.speed, default=None)
         others = [part for part in self.inner if not part.copies_text]
-        if best and (len(best.taken) > 1 or not others):
-            return best.taken
-        return (yield from _in_turn(asked.ranking(others), asked))
+        if best and (len(best.worthwhile) > 1 or not others):
+            return best.worthwhile
+        return (yield from _ask_in_turn(context.ranking(others), context))
 
 
-class Both(Composition):
-    """Asks its parts in order until one settles it, and makes one tree of what they said."""
+class Merged(Composition):
+    """Asks its parts in order until an offer is final, and merges the drafts into one tree."""
 
     sign = "&"
 
-    def ask(self, asked: Asked) -> Asking:
-        if not asked.branching:
-            return (yield from _in_turn(self.inner, asked))
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        super().__init__(parts)
+        self.merges_drafts = True
+        self.width = sum(part.width for part in parts)
+        self.extra_nodes = sum(part.extra_nodes for part in parts)
+
+    def ask(self, context: AskContext) -> Asking:
+        if not context.branching:
+            return (yield from _ask_in_turn(self.inner, context))
         drafts = []
         for part in self.inner:
             if isinstance(part, Composition):
-                drafts.append((yield from part.ask(asked)))
+                drafts.append((yield from part.ask(context)))
                 continue
             offer = yield part
-            if offer.settles:
-                return offer.taken
+            if offer.is_final:
+                return offer.worthwhile
             drafts.append(offer.draft)
-        return merged(drafts)
+        return merge_drafts(drafts)
 
 
-def composed(said: Said, proposers: Mapping[str, Proposer]) -> Proposer:
-    """What drafts as an option says, of these proposers."""
-    if isinstance(said, Leaf):
-        return proposers[said.name]
-    if isinstance(said, drafts.Ahead):
-        return _ahead(composed(said.part, proposers))
-    parts = [composed(part, proposers) for part in said.parts]
-    if said.how == ">":
+def compose(spec: DraftSpec, proposers: Mapping[str, Proposer]) -> Proposer:
+    """Make the proposer of a draft option from proposers by name. Raises ConfigError."""
+    if isinstance(spec, Leaf):
+        return proposers[spec.name]
+    if isinstance(spec, Overlap):
+        return _overlap(compose(spec.part, proposers))
+    parts = [compose(part, proposers) for part in spec.parts]
+    if spec.sign == ">":
         return functools.reduce(_cascade, parts)
-    return {"+": Either, "?": Best, "&": Both}[said.how](parts)
+    return {"+": InTurn, "?": BestOf, "&": Merged}[spec.sign](parts)
 
 
 def _cascade(first: Proposer, model: Proposer) -> Cascade:
     if type(model) is not DraftModel or isinstance(first, Composition) or first.overlaps:
         raise ConfigError(
-            f"{first.name}>{model.name} is no cascade: it takes one draft, and a draft model to draft for (model:.. or"
-            " self:int4)"
+            f"{first.name}>{model.name} is no cascade: it takes one draft, and a draft model to"
+            " draft for (model:.. or self:int4)"
         )
     return Cascade(first, model)
 
 
-def _ahead(model: Proposer) -> Ahead:
+def _overlap(model: Proposer) -> OverlapProposer:
     if not isinstance(model, Cascade) and type(model) is not DraftModel:
         raise ConfigError(
-            f"ahead({model.name}) cannot be: it takes a draft model (model:.., self:int4, or a>model:..), since"
-            " others copy, or need what the target thinks of a text before they go on with it"
+            f"ahead({model.name}) cannot be: it takes a draft model (model:.., self:int4, or"
+            " a>model:..), since other drafters copy text or need the target's states of it"
         )
-    return Ahead(model)
+    return OverlapProposer(model)
 
 
 class Proposers(dict[str, Proposer]):
-    """Those of an engine by name, and what requests make of them: it is there once it has been
-    asked for."""
+    """An engine's proposers by name, with the composites that requests have asked for."""
 
     def __init__(self, given: Mapping[str, Proposer]) -> None:
         super().__init__(given)
-        self._made: list[str] = []
+        self._composed: list[str] = []
 
-    def known(self, draft: str, wanted: Collection[str]) -> str:
-        """What the proposer of a draft is called here. Of those that were made, so many are kept,
-        and those that are `wanted`. Raises ConfigError."""
+    def known(self, draft: str, in_use: Collection[str]) -> str:
+        """Return the name of a draft's proposer, which is composed if it is not there yet.
+
+        At most MAX_COMPOSED composites are kept, and those `in_use`. Raises ConfigError.
+        """
         if draft in self:
             return draft
-        said = read_name(
-            draft,
-            [name for name, p in self.items() if name == p.name and not isinstance(p, Composition)],
-        )
-        if str(said) not in self:
-            made = composed(said, self)
-            for unused in [name for name in self._made if name not in wanted][
-                : max(len(self._made) - MADE + 1, 0)
-            ]:
-                self._made.remove(unused)
+        leaves = [
+            name for name, p in self.items() if name == p.name and not isinstance(p, Composition)
+        ]
+        spec = read_name(draft, leaves)
+        name = str(spec)
+        if name not in self:
+            proposer = compose(spec, self)
+            excess = max(len(self._composed) - MAX_COMPOSED + 1, 0)
+            for unused in [other for other in self._composed if other not in in_use][:excess]:
+                self._composed.remove(unused)
                 del self[unused]
-            self._made.append(str(said))
-            self[str(said)] = made
-        return str(said)
+            self._composed.append(name)
+            self[name] = proposer
+        return name
 
 
-def merged(drafts: Sequence[Draft]) -> Draft:
-    """One tree of what all say: nodes of the same text are one, whose sources are all that said it.
+def merge_drafts(drafts: Sequence[Draft]) -> Draft:
+    """Merge drafts of one request into one tree.
 
-    Where chances are known of all nodes, the likeliest come first, and of a node that several said
-    the best counts. Otherwise children that were sampled come before given ones, as `tree` wants
-    them, and those of one law alone: of others that were sampled in the same place nothing is kept.
+    Nodes of the same text become one node, with all their sources. If all drafts have path
+    probabilities, the likeliest nodes come first, and the best probability of a node counts.
+    Otherwise sampled children come before deterministic ones, as the rule `tree` wants them. Only
+    the sampled children of one distribution are kept at each place.
     """
     found = [draft for draft in drafts if len(draft) > 1]
     if len(found) < 2:
         return found[0] if found else drafts[0]
-    tree, chances, laws = Draft.root(found[0].tokens[0]), [1.0], dict[int, np.ndarray]()
-    places: dict[tuple[int, int], int] = {}
+    tree = Draft.root(found[0].tokens[0])
+    path_probs = [1.0]
+    probs: dict[int, np.ndarray] = {}
+    merged_nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the tree
     for draft in found:
-        at, own = (
-            {0: 0},
-            dict[int, bool](),
-        )  # nodes of the draft in the tree; whether the sampled children are its own
+        node_in_tree = {0: 0}
+        owns_sampled: dict[int, bool] = {}  # whether the sampled children are this draft's
         for node in range(1, len(draft)):
-            parent, token = at.get(draft.parents[node], -1), draft.tokens[node]
+            parent = node_in_tree.get(draft.parents[node], -1)
             if parent < 0:
                 continue
-            chance = draft.path_probs[node - 1] if draft.path_probs else 0.0
-            place = places.get((parent, token))
             if draft.proposals[node] is not Proposal.DETERMINISTIC:
-                if not own.setdefault(parent, parent not in laws):
+                if not owns_sampled.setdefault(parent, parent not in probs):
                     continue
                 assert draft.probs is not None
-                laws[parent] = draft.probs[draft.parents[node]]
+                probs[parent] = draft.probs[draft.parents[node]]
+            token = draft.tokens[node]
+            source = draft.sources[node]
+            proposal = draft.proposals[node]
+            prob = draft.path_probs[node - 1] if draft.path_probs else 0.0
+            place = merged_nodes.get((parent, token))
             if place is None:
-                place = places[parent, token] = tree.add(
-                    token, parent, draft.sources[node], draft.proposals[node]
-                )
-                chances.append(chance)
+                place = tree.add(token, parent, source, proposal)
+                merged_nodes[parent, token] = place
+                path_probs.append(prob)
             else:
-                tree.sources[place] = _together(tree.sources[place], draft.sources[node])
-                tree.proposals[place] = max(tree.proposals[place], draft.proposals[node])
-                chances[place] = max(chances[place], chance)
-            at[node] = place
-    weighed = all(draft.path_probs for draft in found)
-    return _ordered(tree, chances if weighed else None, laws)
+                if source not in tree.sources[place].split("&"):
+                    tree.sources[place] += f"&{source}"
+                tree.proposals[place] = max(tree.proposals[place], proposal)
+                path_probs[place] = max(path_probs[place], prob)
+            node_in_tree[node] = place
+    has_probs = all(draft.path_probs for draft in found)
+    return _in_order(tree, path_probs if has_probs else None, probs)
 
 
-def _together(sources: str, source: str) -> str:
-    return sources if source in sources.split("&") else f"{sources}&{source}"
+def _in_order(
+    tree: Draft, path_probs: Sequence[float] | None, probs: Mapping[int, np.ndarray]
+) -> Draft:
+    """Sort nodes by path probability if there are any, parents before their children and sampled
+    siblings before deterministic ones."""
+    children = tree.children()
+    ordered = Draft.root(tree.tokens[0])
+    place = {0: 0}
+    heap: list[tuple[float, int, int]] = []  # (-path probability, -proposal, node)
 
-
-def _ordered(tree: Draft, chances: Sequence[float] | None, laws: Mapping[int, np.ndarray]) -> Draft:
-    """The same tree, by chance if there are any, parents before their children; sampled siblings
-    before given ones."""
-    children, made, at = tree.children(), Draft.root(tree.tokens[0]), {0: 0}
-    heap: list[tuple[float, int, int, float]] = []
-
-    def push(node: int, chance: float) -> None:
+    def push_children(node: int, limit: float) -> None:
         for child in children[node]:
-            own = min(chance, chances[child]) if chances else 0.0
-            heapq.heappush(heap, (-own, -int(tree.proposals[child]), child, own))
+            prob = min(limit, path_probs[child]) if path_probs else 0.0
+            heapq.heappush(heap, (-prob, -int(tree.proposals[child]), child))
 
-    push(0, 1.0)
-    if chances:
-        made.path_probs = []
+    push_children(0, 1.0)
     while heap:
-        _, _, node, chance = heapq.heappop(heap)
-        at[node] = made.add(
-            tree.tokens[node], at[tree.parents[node]], tree.sources[node], tree.proposals[node]
+        negative, _, node = heapq.heappop(heap)
+        parent = place[tree.parents[node]]
+        place[node] = ordered.add(
+            tree.tokens[node], parent, tree.sources[node], tree.proposals[node]
         )
-        if chances:
-            made.path_probs.append(chance)
-        push(node, chance)
-    if laws:
-        law = next(iter(laws.values()))
-        made.probs = np.zeros((len(made), len(law)), dtype=law.dtype)
-        for node, law in laws.items():
-            made.probs[at[node]] = law
-    return made
+        if path_probs:
+            ordered.path_probs.append(-negative)
+        push_children(node, -negative)
+    if probs:
+        first = next(iter(probs.values()))
+        ordered.probs = np.zeros((len(ordered), len(first)), dtype=first.dtype)
+        for node, distribution in probs.items():
+            ordered.probs[place[node]] = distribution
+    return ordered

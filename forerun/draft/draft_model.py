@@ -1,8 +1,5 @@
-"""An independent small model as drafter, with its own KV cache: chains, or trees of `width` nodes a
-level.
-
-How its laws become nodes is in `tree`.
-"""
+"""An independent small model as drafter, with its own KV cache: chains, or trees of `width` nodes
+per level. `tree` makes nodes of its logits."""
 
 from __future__ import annotations
 
@@ -21,19 +18,24 @@ from forerun.models.config import ModelConfig
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
 
-CHUNK = 512  # most tokens of a slot read in one pass while catching up
+CHUNK = 512  # most tokens of a slot per forward pass while catching up
 
 
 class DraftModel(Proposer):
-    """Proposes what `runner`'s model would say. `vocab` is the target's; `width` the nodes of a
-    level."""
+    """Proposes what the model of `runner` would generate.
+
+    `vocab` is the target's vocabulary, `width` the number of nodes per level.
+    """
 
     def __init__(self, runner: Runner, vocab: int, width: int = 1, name: str = "model") -> None:
-        self.runner, self.vocab, self.width, self.name = runner, vocab, width, name
+        self.runner = runner
+        self.vocab = vocab
+        self.width = width
+        self.name = name
 
     @property
     def source(self) -> str:
-        """What statistics call its tokens."""
+        """The name of its tokens in statistics."""
         return self.name
 
     def open(
@@ -57,29 +59,28 @@ class DraftModel(Proposer):
     def make_room(self, tokens: int) -> None:
         self.runner.make_room(tokens)
 
-    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        return self.complete([Tree(row) for row in rows])
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return self.complete([Tree(request) for request in requests])
 
     def complete(self, trees: Sequence[Tree]) -> list[Draft]:
-        """The drafts of trees that have been begun, or not, as deep as they are to be."""
-        active = [tree for tree in trees if self._has_room(tree.row)]
+        """Grow trees, which may have nodes already, to the depth of their requests."""
+        active = [tree for tree in trees if self._has_room(tree.request)]
         if active:
-            self._say_first(active)
-        while active := [tree for tree in active if tree.frontier and tree.row.depth > tree.level]:
-            self._go_on(active)
+            self._start(active)
+        while active := [tree for tree in active if tree.is_growing]:
+            self._continue(active)
         return [tree.finish(self.vocab) for tree in trees]
 
-    def _say_first(self, trees: Sequence[Tree]) -> None:
-        """Read what the slots have missed, and what has been drafted, and add a level."""
-        logits = self.read(
-            [tree.row for tree in trees], [(tree.draft, tree.frontier) for tree in trees]
-        )
+    def _start(self, trees: Sequence[Tree]) -> None:
+        """Read what the slots have missed and the nodes so far, and add a level."""
+        requests = [tree.request for tree in trees]
+        logits = self.read(requests, [(tree.draft, tree.frontier) for tree in trees])
         for tree in trees:
             tree.fed = len(tree.draft)
         self._grow(trees, logits)
 
-    def _go_on(self, trees: Sequence[Tree]) -> None:
-        """Add what is still to be drafted, or a level of it."""
+    def _continue(self, trees: Sequence[Tree]) -> None:
+        """Add a level, or all that is left to draft."""
         if not self._chain(trees):
             self._grow(trees, self._feed(trees))
 
@@ -87,117 +88,133 @@ class DraftModel(Proposer):
         """Add a level below the frontiers; logits [F, V] after each of their nodes."""
         grow(trees, logits, self.width, self.source)
 
-    def _has_room(self, row: DraftRequest) -> bool:
-        """Without room, in the pool or the model's context, the request goes on without a draft; so
-        it does after a token that this model does not have."""
-        upto, cache = len(row.tokens) + row.depth * self.width, self.runner.cache
-        if max(row.tokens[cache.length[row.slot] :]) >= self.runner.decoder.config.vocab:
+    def _has_room(self, request: DraftRequest) -> bool:
+        """Return True if a draft fits the pool and the model's context, and the model has all the
+        tokens of the text. The request goes on without a draft otherwise."""
+        num_tokens = len(request.tokens) + request.depth * self.width
+        decoder, cache = self.runner.decoder, self.runner.cache
+        if max(request.tokens[cache.length[request.slot] :]) >= decoder.config.vocab:
             return False
-        return upto <= self.runner.decoder.context and cache.pages.grow(row.slot, upto)
+        return num_tokens <= decoder.context and cache.pages.grow(request.slot, num_tokens)
 
     def read(
-        self, rows: Sequence[DraftRequest], behind: Sequence[tuple[Draft, Sequence[int]]] = ()
+        self,
+        requests: Sequence[DraftRequest],
+        drafts: Sequence[tuple[Draft, Sequence[int]]] = (),
     ) -> Tensor:
-        """Read the committed tokens each slot has missed, and what stands `behind` each root, a
-        draft, which is not committed; the logits after those of its nodes that are named, row by
-        row; the root's without any. [N, V]"""
-        cache, segments = self.runner.cache, []
-        self._catch_up(rows)
-        ends = behind or [(Draft.root(row.tokens[-1]), [0]) for row in rows]
-        for row, (draft, nodes) in zip(rows, ends, strict=True):
-            lag = list(row.tokens[cache.length[row.slot] :])
+        """Read and commit the tokens that each slot has missed, and read drafts behind them, which
+        are not committed.
+
+        Args:
+            drafts: for each request a draft, and its nodes whose logits are wanted; without any,
+                the roots alone.
+
+        Returns:
+            logits [N, V] after the wanted nodes, request by request.
+        """
+        self._catch_up(requests)
+        cache = self.runner.cache
+        drafts = drafts or [(Draft.root(request.tokens[-1]), [0]) for request in requests]
+        segments = []
+        for request, (draft, nodes) in zip(requests, drafts, strict=True):
+            lag = list(request.tokens[cache.length[request.slot] :])
             root = len(lag) - 1
             parents = list(range(-1, root)) + [root + parent for parent in draft.parents[1:]]
-            want = [root + node for node in nodes]
-            segments.append(Segment(row.slot, lag + draft.tokens[1:], parents, want))
-        logits = self.say(segments)
-        for row in rows:
-            cache.commit(row.slot, range(len(row.tokens) - 1 - cache.length[row.slot]))
-            cache.pages.seal(row.slot, row.tokens, self._settled(row.slot))
+            wanted = [root + node for node in nodes]
+            segments.append(Segment(request.slot, lag + draft.tokens[1:], parents, wanted))
+        logits = self.forward(segments)
+        for request in requests:
+            slot = request.slot
+            cache.commit(slot, range(len(request.tokens) - 1 - cache.length[slot]))
+            cache.pages.seal(slot, request.tokens, self._num_shareable(slot))
         return logits
 
-    def _catch_up(self, rows: Sequence[DraftRequest]) -> None:
-        """Read what slots have missed up to the last `CHUNK` tokens at most."""
-        cache = self.runner.cache
-        while late := [row for row in rows if len(row.tokens) - cache.length[row.slot] > CHUNK]:
-            parents, lags = (
-                list(range(-1, CHUNK - 1)),
-                [row.tokens[cache.length[row.slot] :] for row in late],
-            )
-            self.say(
-                [
-                    Segment(row.slot, list(lag[:CHUNK]), parents, [])
-                    for row, lag in zip(late, lags, strict=True)
-                ]
-            )
-            for row in late:
-                cache.commit(row.slot, range(CHUNK))
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
+        """Read what slots have missed, except the last `CHUNK` tokens at most."""
+        length = self.runner.cache.length
+        while late := [r for r in requests if len(r.tokens) - length[r.slot] > CHUNK]:
+            segments = []
+            for request in late:
+                start = length[request.slot]
+                tokens = list(request.tokens[start : start + CHUNK])
+                segments.append(Segment(request.slot, tokens, list(range(-1, CHUNK - 1)), []))
+            self.forward(segments)
+            for request in late:
+                self.runner.cache.commit(request.slot, range(CHUNK))
 
-    def _settled(self, slot: int) -> int:
-        """How many of the tokens that were read will stand, so that other slots may share them."""
+    def _num_shareable(self, slot: int) -> int:
+        """Return how many of the committed tokens other slots may share."""
         return self.runner.cache.length[slot]
 
     def _feed(self, trees: Sequence[Tree]) -> Tensor:
-        """Run the nodes added last; the logits after each tree's frontier. [F, V]"""
+        """Read the nodes added last; returns the logits [F, V] after each tree's frontier."""
         segments = []
         for tree in trees:
             draft, first = tree.draft, tree.fed
-            want = [node - first for node in tree.frontier]
-            segments.append(
-                Segment(tree.row.slot, draft.tokens[first:], draft.parents, want, offset=first)
-            )
+            wanted = [node - first for node in tree.frontier]
+            tokens = draft.tokens[first:]
+            segments.append(Segment(tree.request.slot, tokens, draft.parents, wanted, offset=first))
             tree.fed = len(draft)
-        return self.say(segments)
+        return self.forward(segments)
 
     def _chain(self, trees: Sequence[Tree]) -> bool:
-        """Finish drafts that are chains in one native call. False, and nothing done, where a level
-        needs more than
-        that: branches, a law to keep, a filter, a model on torch."""
+        """Finish chains in one native call.
+
+        Returns False, and does nothing, where that is impossible: branches, sampled nodes, a
+        filter, or a model on torch.
+        """
         if self.width > 1 or not all(tree.is_plain for tree in trees):
             return False
-        said = self.runner.draft_chains([tree.link(tree.fed) for tree in trees], self.vocab)
-        for tree, tokens in zip(trees, said, strict=True) if said else ():
+        chains = self.runner.draft_chains([tree.link(tree.fed) for tree in trees], self.vocab)
+        if chains is None:
+            return False
+        for tree, tokens in zip(trees, chains, strict=True):
             tree.extend(tokens, self.source)
-        return said is not None
+        return True
 
-    def say(self, segments: Sequence[Segment]) -> Tensor:
-        """One pass, its logits cut or padded to the target's vocabulary (padding rows differ
-        between sizes)."""
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Run a forward pass, and cut or pad its logits to the target's vocabulary: models of one
+        family differ in the padding of theirs."""
         logits = self.runner.forward(segments).logits[:, : self.vocab]
         missing = self.vocab - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 class Pard(DraftModel):
-    """A model that says all tokens of a draft in one pass (PARD, An et al. 2504.18583): chains, or
-    trees.
+    """A model that predicts all tokens of a draft in one forward pass (PARD, 2504.18583).
 
-    It is an ordinary model, trained to go on behind a mask token as if that were the token it said
-    itself: behind the text stand as many masks as there are tokens to draft but one, the last token
-        of the text says the first of them,
-    mask j the one after the next j. What is said at a mask does not depend on what is drafted
-    before it, and no mask is ever committed. The same model drafts for every target of its
-    vocabulary."""
+    It is an ordinary model that was trained to continue behind mask tokens: `depth - 1` masks stand
+    behind the text, the last token of the text predicts the first drafted token and mask j the one
+    after the next j. A prediction does not depend on the tokens drafted before it, and masks are
+    never committed. The same model drafts for every target of its vocabulary.
+    """
 
     def __init__(self, runner: Runner, token: int, vocab: int, width: int = 1) -> None:
-        """`token` is the mask, `vocab` the target's."""
+        """`token` is the mask, `vocab` the target's vocabulary."""
         super().__init__(runner, vocab, width)
         self.token = token
 
-    def _say_first(self, trees: Sequence[Tree]) -> None:
-        rows = [tree.row for tree in trees]
-        masks = [Draft.chain(row.tokens[-1], [self.token] * (row.depth - 1), "") for row in rows]
-        logits = self.read(rows, [(draft, range(len(draft))) for draft in masks])
-        grow_all(trees, torch.split(logits, [row.depth for row in rows]), self.width, self.name)
+    def _start(self, trees: Sequence[Tree]) -> None:
+        requests = [tree.request for tree in trees]
+        drafts = [Draft.chain(r.tokens[-1], [self.token] * (r.depth - 1), "") for r in requests]
+        logits = self.read(requests, [(draft, range(len(draft))) for draft in drafts])
+        levels = torch.split(logits, [request.depth for request in requests])
+        grow_all(trees, levels, self.width, self.name)
 
 
 def draft_model(runner: Runner, where: str, vocab: int, width: int) -> DraftModel:
-    """A draft model, drafting as it was trained to; `where` is what messages call it. Raises
-    LoadError."""
-    said = runner.decoder.shortlist
+    """Return a draft model, a `Pard` if it was trained as one.
+
+    Args:
+        where: its name in messages.
+
+    Raises:
+        LoadError: it cannot draft for a target of `vocab` tokens.
+    """
+    shortlist = runner.decoder.shortlist
     try:
         token = mask_of(runner.decoder.config)
-        if said is not None and said[0] >= vocab:
+        if shortlist is not None and shortlist[0] >= vocab:
             raise LoadError(f"its shortlist has none of the {vocab} tokens of the target")
     except LoadError as error:
         raise LoadError(f"{where} is no draft model that can be used here: {error}") from None
@@ -205,8 +222,9 @@ def draft_model(runner: Runner, where: str, vocab: int, width: int) -> DraftMode
 
 
 def mask_of(config: ModelConfig) -> int | None:
-    """The mask token of a model that drafts in parallel, None for all others. Raises LoadError."""
-    kind, token = config.raw.get("spd_type"), config.raw.get("pard_token")
+    """Return the mask token of a PARD model, None for other models. Raises LoadError."""
+    kind = config.raw.get("spd_type")
+    token = config.raw.get("pard_token")
     if kind not in (None, "pard"):
         raise LoadError(
             f"spd_type in config.json is {kind!r}: of such models only 'pard' is supported"

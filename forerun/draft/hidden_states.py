@@ -142,7 +142,7 @@ class HiddenStateProposer(Proposer):
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         trees = [Tree(row, fed=self.num_fed) for row in rows]
-        active = [tree for tree in trees if self.can_draft(tree.row)]
+        active = [tree for tree in trees if self.can_draft(tree.request)]
         if active:
             self.grow_trees(active)
         return [tree.finish(self.target.vocab) for tree in trees]
@@ -216,15 +216,15 @@ class HiddenStateProposer(Proposer):
             or not all(tree.is_plain for tree in trees)
         ):
             return False
-        self._read_all_but_last([tree.row for tree in trees])
-        raw = native.fuses and not any(self.pending[tree.row.slot].fused for tree in trees)
+        self._read_all_but_last([tree.request for tree in trees])
+        raw = native.fuses and not any(self.pending[tree.request.slot].fused for tree in trees)
         starts = [self._start(native, tree, raw) for tree in trees]
         # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.confidence_rates
+        acceptance = trees[0].request.confidence_rates
         found = self.run_round(starts, raw, acceptance)
         for tree, start, own in zip(trees, starts, found, strict=True):
             if start.segment.tokens:
-                self.commit(tree.row, len(start.segment.tokens))
+                self.commit(tree.request, len(start.segment.tokens))
             tree.weigh(own, self.name, self.extra_nodes)
         return True
 
@@ -239,7 +239,7 @@ class HiddenStateProposer(Proposer):
 
     def _start(self, native: NativeRounds, tree: Tree, raw: bool) -> RoundStart:
         """Take one request's pending states; with `raw` the program fuses them."""
-        row = tree.row
+        row = tree.request
         if raw:
             states = self.take_raw(row.slot)
             if len(states) > len(native.features):

@@ -508,9 +508,9 @@ class MedusaProposer(Proposer):
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         trees = [Tree(row, fed=0) for row in rows]
-        active = [tree for tree in trees if self._can_draft(tree.row)]
+        active = [tree for tree in trees if self._can_draft(tree.request)]
         if active:
-            states = torch.stack([as_tensor(self._last[tree.row.slot][1]) for tree in active])
+            states = torch.stack([as_tensor(self._last[tree.request.slot][1]) for tree in active])
             initial = self.heads.initial(self.target.normalise(states).to(self.dtype))
             if not self._draft_natively(active, initial):
                 self._draft_by_levels(active, initial)
@@ -525,7 +525,7 @@ class MedusaProposer(Proposer):
         if self.native is None or not all(tree.is_plain for tree in trees):
             return False
         # an estimate that differs between temperatures only; requests without one have no floor
-        acceptance = trees[0].row.confidence_rates
+        acceptance = trees[0].request.confidence_rates
         found = self.native.round([tree.link(0) for tree in trees], initial, acceptance)
         for tree, own in zip(trees, found, strict=True):
             tree.weigh(own, self.name, BESIDE)
@@ -542,7 +542,7 @@ class MedusaProposer(Proposer):
             )
             logits = spread(logits, self.heads.tokens(), self.target.vocab)
             grow(growing, logits, self.width, self.name)
-            growing = [tree for tree in growing if tree.row.depth > level + 1 and tree.frontier]
+            growing = [tree for tree in growing if tree.request.depth > level + 1 and tree.frontier]
             if not growing:
                 return
             index = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}

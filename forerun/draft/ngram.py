@@ -1,7 +1,4 @@
-"""Prompt lookup: what followed the last few tokens the last time they occurred in this request.
-
-State per slot: for every n-gram of the text, where it last ended. Costs a few dictionary writes a
-token."""
+"""Prompt lookup: what followed the last few tokens when they last occurred in this request."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from forerun.types import Draft
 
 
 @dataclass(slots=True)
-class _Index:
-    """`after[gram]` is the index of the token that followed it last; `read` tokens are indexed."""
+class _NGramIndex:
+    """`next_index[ngram]` is the index of the token that followed its last occurrence."""
 
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)
-    read: int = 0
+    next_index: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_indexed: int = 0
 
 
-class NGram(PerSlotProposer[_Index]):
+class NGram(PerSlotProposer[_NGramIndex]):
     """Proposes the continuation of the most recent occurrence of the longest suffix of
-    `longest`..`shortest` tokens."""
+    `longest`..`shortest` tokens. Indexing costs a few dictionary writes per token."""
 
     name = "ngram"
     copies_text = True
@@ -39,25 +36,25 @@ class NGram(PerSlotProposer[_Index]):
         references: Sequence[Reference] = (),
         tenant: str = "",
     ) -> None:
-        self.slots[slot] = _Index()
+        self.slots[slot] = _NGramIndex()
 
-    def draft(self, row: DraftRequest, kept: _Index) -> Draft:
-        tokens = row.tokens
-        for end in range(
-            max(kept.read, 1), len(tokens)
-        ):  # a gram counts once the token after it is known
+    def draft(self, request: DraftRequest, state: _NGramIndex) -> Draft:
+        tokens = request.tokens
+        # An n-gram is indexed once the token after it is known.
+        for end in range(max(state.num_indexed, 1), len(tokens)):
             for size in self.sizes:
                 if size <= end:
-                    kept.after[tuple(tokens[end - size : end])] = end
-        kept.read = len(tokens)
+                    state.next_index[tuple(tokens[end - size : end])] = end
+        state.num_indexed = len(tokens)
         for size in self.sizes:
-            at = kept.after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if at is not None:
-                return Draft.chain(tokens[-1], copy_from(tokens, at, row.depth), self.name, size)
+            start = state.next_index.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if start is not None:
+                copied = copy_from(tokens, start, request.depth)
+                return Draft.chain(tokens[-1], copied, self.name, size)
         return Draft.root(tokens[-1])
 
 
 def copy_from(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start`; past the end the copy goes on with what it has copied, as a loop
+    """Return `count` tokens from `start`; past the end the copy continues with itself, as a loop
     would."""
     return list(islice(cycle(tokens[start : start + count]), count))

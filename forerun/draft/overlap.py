@@ -1,17 +1,16 @@
-"""Drafting ahead, `ahead(a)`: while the target verifies a draft, a draft model drafts on for what
-may come of it (speculative speculative decoding, Kumar, Dao and May, 2603.03251).
+"""Overlapped drafting, `ahead(a)`: while the target verifies a draft, a draft model drafts on for
+the likeliest outcomes (speculative speculative decoding, Kumar, Dao and May, 2603.03251).
 
-What a verdict leaves is a node where the path ends, and the target's token behind it: an outcome.
-In a thread of its own the model reads the draft, and drafts behind the likeliest outcomes of every
-request, all in one tree over rows of its cache that nobody commits. If one of them comes true, the
-next draft is there, or begun, and then the model goes on with it; if none does, that request alone
-is drafted for anew. In any case it is the draft that the model makes then: what it says behind an
-outcome depends on the text up to it and on noise, which is a function of places, never on whether
-it comes true. So it is as exact as the model under every rule, and what it says does not depend on
-time.
+An outcome of verification is the node where the accepted path ends and the target's token behind
+it. In a thread of its own the model reads the draft, and drafts behind the likeliest outcomes of
+every request, all in one tree over rows of its cache that are never committed. If one of them comes
+true, the next draft is there, or begun; if none does, that request is drafted for anew. The draft
+is the same in both cases: it depends on the text and on the noise, which is a function of
+positions. So it is as exact as the model under every rule, and does not depend on time.
 
 Under a coupled rule the noise that the target will draw with is known, so outcomes are ranked with
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -35,46 +34,47 @@ from forerun.kernels.draw import sample_tokens
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft
 
-OUTCOMES = 8  # that are drafted for in a step, of all requests together, but one of each at least
-RANKS = 6  # tokens that may stand at the end of a path, the likeliest
-LONGEST_LAG = (
-    64  # committed tokens that the model may still have to read; who has more is in no hurry
-)
-STOOD = 0.7  # chance assumed that a drafted token stands,
-# and that the target says the likeliest of its tokens at the end of a path, or of the rest, and so
-# on
-TOKEN = 0.5
-KEEP = 0.98  # of what was counted, with each verdict
+MAX_OUTCOMES = 8  # drafted for in a step, over all requests; one per request at least
+NUM_RANKS = 6  # candidates for the token at the end of a path
+MAX_LAG = 64  # committed tokens that the model may still have to read
+ACCEPTED_RATE = 0.7  # assumed probability that a drafted token is accepted
+# Assumed probability that the target draws the likeliest token at the end of a path, and of each
+# following one given that it is none of those before.
+RANK_RATE = 0.5
+DECAY = 0.98  # of the counts, per verdict
 
 
-class Ahead(CompositeProposer):
-    """Proposes what `model` would, sooner where an outcome came true that it had drafted for.
+class OverlapProposer(CompositeProposer):
+    """Proposes what `model` would, sooner where an outcome that was drafted for came true.
 
     Attributes:
-        asked, hits: verdicts since something was drafted ahead, and those that were foreseen.
+        asked: verdicts that followed overlapped drafting.
+        hits: how many of them were among the outcomes.
     """
 
     overlaps = True
 
     def __init__(
-        self, model: DraftModel, outcomes: int = OUTCOMES, *, coupled: bool = True
+        self, model: DraftModel, outcomes: int = MAX_OUTCOMES, *, coupled: bool = True
     ) -> None:
-        """Of a cascade it is the draft model at its end that goes on. `coupled` ranks outcomes with
-        the target's noise where the rule shares it."""
-        self.model, self.told, self.name, self.width = (
-            model,
-            (model,),
-            f"{AHEAD}({model.name})",
-            model.width,
-        )
+        """In a cascade its last draft model drafts on. `coupled`: rank outcomes with the target's
+        noise where the rule shares it."""
+        self.model = model
+        self.told = (model,)
+        self.name = f"{AHEAD}({model.name})"
+        self.width = model.width
         self.inner = model.model if isinstance(model, Cascade) else model
-        self.aux_hidden_layers, self.wants_logits = model.aux_hidden_layers, model.wants_logits
-        self.outcomes, self.coupled, self.asked, self.hits = outcomes, coupled, 0, 0
-        self._odds = _Odds()
-        self._foreseen: dict[int, _Foresight] = {}  # by slot
-        self._thread = ThreadPoolExecutor(1, "forerun-ahead")
-        self._working: Future[None] | None = None
-        self._over = Event()
+        self.aux_hidden_layers = model.aux_hidden_layers
+        self.wants_logits = model.wants_logits
+        self.outcomes = outcomes
+        self.coupled = coupled
+        self.asked = 0
+        self.hits = 0
+        self._statistics = _OutcomeStatistics()
+        self._lookaheads: dict[int, _Lookahead] = {}  # by slot
+        self._pool = ThreadPoolExecutor(1, "forerun-ahead")
+        self._task: Future[None] | None = None
+        self._stop = Event()
 
     def open(
         self,
@@ -83,179 +83,184 @@ class Ahead(CompositeProposer):
         references: Sequence[Reference] = (),
         tenant: str = "",
     ) -> None:
-        self._wait()
+        self._join()
         super().open(slot, tokens, references, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self._wait()
-        self._foreseen.pop(slot, None)
+        self._join()
+        self._lookaheads.pop(slot, None)
         super().close(slot, finished)
 
     def reset(self) -> None:
         self.end_overlap()
-        self._wait()
-        self._foreseen.clear()
+        self._join()
+        self._lookaheads.clear()
         super().reset()
 
-    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        error = self._wait()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        error = self._join()
         if error:
             raise error
-        recalled = {row.slot: tree for row in rows if (tree := self._recall(row))}
-        missed = [row for row in rows if row.slot not in recalled]
-        begun = [
-            tree for tree in recalled.values() if tree.frontier and tree.level < tree.row.depth
-        ]
-        drafts = {slot: tree.finish(self.inner.vocab) for slot, tree in recalled.items()}
-        drafts |= zip((row.slot for row in missed), self.model.propose(missed), strict=True)
-        drafts |= zip((tree.row.slot for tree in begun), self.inner.complete(begun), strict=True)
-        return [drafts[row.slot] for row in rows]
+        trees = {r.slot: tree for r in requests if (tree := self._recall(r))}
+        drafts = {slot: tree.finish(self.inner.vocab) for slot, tree in trees.items()}
+        missed = [request for request in requests if request.slot not in trees]
+        begun = [tree for tree in trees.values() if tree.is_growing]
+        for request, draft in zip(missed, self.model.propose(missed), strict=True):
+            drafts[request.slot] = draft
+        for tree, draft in zip(begun, self.inner.complete(begun), strict=True):
+            drafts[tree.request.slot] = draft
+        return [drafts[request.slot] for request in requests]
 
-    def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """The target is about to verify these drafts: draft on meanwhile, until `end_overlap`. Passes
-        of this thread have fewer threads till then."""
-        each = max(self.outcomes // max(len(rows), 1), 1)
-        made = (self._foresee(row, draft, each) for row, draft in zip(rows, drafts, strict=True))
-        foresights = [foresight for foresight in made if foresight]
-        if foresights:
-            self._foreseen |= {foresight.row.slot: foresight for foresight in foresights}
-            self._over.clear()
-            self._working = self._thread.submit(self._work, foresights)
+    def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        """Draft on until `end_overlap`; forward passes of this thread get fewer threads till then."""
+        each = max(self.outcomes // max(len(requests), 1), 1)
+        begun = [self._look_ahead(r, d, each) for r, d in zip(requests, drafts, strict=True)]
+        lookaheads = [lookahead for lookahead in begun if lookahead]
+        if lookaheads:
+            self._lookaheads |= {lookahead.request.slot: lookahead for lookahead in lookaheads}
+            self._stop.clear()
+            self._task = self._pool.submit(self._work, lookaheads)
             native.share(max(native.threads() - native.reserved(), 1))
 
     def end_overlap(self) -> None:
-        """The pass is over: no further one of the model's begins."""
-        self._over.set()
+        self._stop.set()
         native.share(0)
 
     def finish(self) -> None:
-        """Wait until all is drafted that there is to draft."""
-        if self._working:
-            wait([self._working])
+        """Wait until everything is drafted that there is to draft."""
+        if self._task:
+            wait([self._task])
 
-    def steps(self, foresights: Sequence[_Foresight]) -> Iterator[None]:
-        """All that is done ahead, a pass of the model at a time; it may end behind any of them."""
-        drafts = [(foresight.draft, range(len(foresight.draft))) for foresight in foresights]
-        logits = self.inner.read([foresight.row for foresight in foresights], drafts)
+    def steps(self, lookaheads: Sequence[_Lookahead]) -> Iterator[None]:
+        """Draft on, one forward pass at a time; the iteration may be abandoned behind any."""
+        drafts = [(lookahead.draft, range(len(lookahead.draft))) for lookahead in lookaheads]
+        logits = self.inner.read([lookahead.request for lookahead in lookaheads], drafts)
         parts = torch.split(logits, [len(nodes) for _, nodes in drafts])
-        for foresight, part in zip(foresights, parts, strict=True):
-            foresight.choose(self._ranked(foresight, part), self._odds)
+        for lookahead, part in zip(lookaheads, parts, strict=True):
+            lookahead.choose(self._ranked(lookahead, part), self._statistics)
         yield
-        while growing := [foresight for foresight in foresights if foresight.growing]:
-            grow(
-                [b.tree for f in growing for b in f.growing],
-                self._feed(growing),
-                self.width,
-                self._source,
-            )
+        source = f"{AHEAD}&{self.inner.source}"
+        while growing := [lookahead for lookahead in lookaheads if lookahead.growing]:
+            trees = [branch.tree for lookahead in growing for branch in lookahead.growing]
+            grow(trees, self._feed(growing), self.width, source)
             yield
 
-    @property
-    def _source(self) -> str:
-        """What statistics call what was drafted ahead."""
-        return f"{AHEAD}&{self.inner.source}"
-
-    def _work(self, foresights: Sequence[_Foresight]) -> None:
+    def _work(self, lookaheads: Sequence[_Lookahead]) -> None:
         native.share(native.reserved())
-        for _ in self.steps(foresights):
-            if self._over.is_set():
+        for _ in self.steps(lookaheads):
+            if self._stop.is_set():
                 break
 
-    def _wait(self) -> BaseException | None:
-        """Until the other thread is through with the pass it is in; what went wrong there."""
-        begun, working, self._working = time.perf_counter(), self._working, None
-        self._over.set()
-        error = working.exception() if working else None
+    def _join(self) -> BaseException | None:
+        """Wait for the forward pass that the other thread is in; returns its error, if any."""
+        begun = time.perf_counter()
+        task = self._task
+        self._task = None
+        self._stop.set()
+        error = task.exception() if task else None
         self.wait_seconds = time.perf_counter() - begun
         return error
 
-    def _recall(self, row: DraftRequest) -> Tree | None:
-        """What was drafted behind what the target said, if anything was, as a tree to go on
-        with."""
-        foresight, cache = self._foreseen.pop(row.slot, None), self.inner.runner.cache
-        if foresight is None:
+    def _recall(self, request: DraftRequest) -> Tree | None:
+        """Return the tree that was drafted behind what the target decided, if there is one."""
+        lookahead = self._lookaheads.pop(request.slot, None)
+        if lookahead is None:
             return None
-        cache.pages.seal(row.slot, row.tokens, cache.length[row.slot])
-        cache.pages.shrink(row.slot, len(row.tokens))
-        said = row.tokens[len(foresight.row.tokens) :]
-        self._odds.learn(foresight, said)
-        tree = foresight.behind(said, row)
+        cache = self.inner.runner.cache
+        cache.pages.seal(request.slot, request.tokens, cache.length[request.slot])
+        cache.pages.shrink(request.slot, len(request.tokens))
+        tokens = request.tokens[len(lookahead.request.tokens) :]
+        self._statistics.learn(lookahead, tokens)
+        tree = lookahead.recall(tokens, request)
         self.asked += 1
-        self.hits += tree is not None
+        if tree is not None:
+            self.hits += 1
         return tree
 
-    def _foresee(self, row: DraftRequest, draft: Draft, outcomes: int) -> _Foresight | None:
-        """What there is to draft for; None where there is no room, or a token that the model has
-        not."""
-        row = replace(row, tokens=list(row.tokens))  # which go on while the other thread reads them
-        runner, length = self.inner.runner, len(row.tokens)
-        lag = row.tokens[runner.cache.length[row.slot] :]
-        upto = length + len(draft) - 1 + outcomes * (1 + (row.depth - 1) * self.width)
-        if (
-            not 0 < len(lag) <= LONGEST_LAG
-            or max(*lag, *draft.tokens) >= runner.decoder.config.vocab
-        ):
+    def _look_ahead(self, request: DraftRequest, draft: Draft, outcomes: int) -> _Lookahead | None:
+        """Return what there is to draft for; None without room, or if the model lacks a token."""
+        # The engine appends to the request's tokens while the other thread reads them.
+        request = replace(request, tokens=list(request.tokens))
+        runner, slot = self.inner.runner, request.slot
+        lag = request.tokens[runner.cache.length[slot] :]
+        if not 0 < len(lag) <= MAX_LAG:
             return None
-        if upto > runner.decoder.context or not runner.cache.pages.grow(row.slot, upto):
+        if max(*lag, *draft.tokens) >= runner.decoder.config.vocab:
             return None
-        return _Foresight(row, draft, outcomes)
+        nodes = outcomes * (1 + (request.depth - 1) * self.width)
+        num_tokens = len(request.tokens) + len(draft) - 1 + nodes
+        if num_tokens > runner.decoder.context or not runner.cache.pages.grow(slot, num_tokens):
+            return None
+        return _Lookahead(request, draft, outcomes)
 
-    def _feed(self, foresights: Sequence[_Foresight]) -> Tensor:
-        """Read the nodes that were added last; the logits behind each of them."""
+    def _feed(self, lookaheads: Sequence[_Lookahead]) -> Tensor:
+        """Read the nodes that were added last; returns the logits behind each of them."""
         segments = []
-        for foresight in foresights:
-            offset = len(foresight.parents)
+        for lookahead in lookaheads:
+            offset = len(lookahead.parents)
             tokens = [
-                foresight.place(b, node) for b in foresight.growing for node in b.tree.frontier
+                lookahead.add_row(branch, node)
+                for branch in lookahead.growing
+                for node in branch.tree.frontier
             ]
-            want = list(range(len(tokens)))
-            segments.append(
-                Segment(foresight.row.slot, tokens, foresight.parents, want, offset=offset)
-            )
-        return self.inner.say(segments)
+            wanted = list(range(len(tokens)))
+            slot = lookahead.request.slot
+            segments.append(Segment(slot, tokens, lookahead.parents, wanted, offset=offset))
+        return self.inner.forward(segments)
 
-    def _ranked(self, foresight: _Foresight, logits: Tensor) -> list[list[int]]:
-        """Of each node the tokens that the target may say behind it, the likeliest first, without
-        its children."""
-        row, draft, params = foresight.row, foresight.draft, foresight.row.params
-        free = params.greedy or params.unfiltered
-        scores = logits.clone() if free else shape_logits(logits, [params] * len(draft)).clone()
-        noisy = self.coupled and row.coupled and not params.greedy
-        heat = (params.heat if free else 1.0) if noisy else 0.0
-        keys = [row.noise.target(depth) for depth in draft.depths()]
-        nodes, found = torch.arange(len(draft)), list[list[int]]()
+    def _ranked(self, lookahead: _Lookahead, logits: Tensor) -> list[list[int]]:
+        """Return for each node the tokens that the target may draw behind it, the likeliest first,
+        without its children. logits [N, V]"""
+        request, draft = lookahead.request, lookahead.draft
+        params = request.params
+        is_unfiltered = params.greedy or params.unfiltered
+        if is_unfiltered:
+            scores = logits.clone()
+        else:
+            scores = shape_logits(logits, [params] * len(draft)).clone()
+        temperature = 0.0
+        if self.coupled and request.coupled and not params.greedy:
+            temperature = params.sampling_temperature if is_unfiltered else 1.0
+        keys = [request.noise.target(depth) for depth in draft.depths()]
         for node, children in enumerate(draft.children()):
             scores[node, [draft.tokens[child] for child in children]] = -torch.inf
-        for _ in range(min(RANKS, foresight.outcomes, scores.shape[1] - len(draft))):
-            found.append(sample_tokens(scores, [heat] * len(draft), keys, strict=False))
+        nodes = torch.arange(len(draft))
+        found: list[list[int]] = []
+        for _ in range(min(NUM_RANKS, lookahead.outcomes, scores.shape[1] - len(draft))):
+            found.append(sample_tokens(scores, [temperature] * len(draft), keys, strict=False))
             scores[nodes, found[-1]] = -torch.inf
-            if not free and not torch.isfinite(scores).any(-1).all():
+            if not is_unfiltered and not torch.isfinite(scores).any(-1).all():
                 break
         return [list(tokens) for tokens in zip(*found, strict=True)]
 
 
 @dataclass(slots=True)
 class _Branch:
-    """What is drafted behind an outcome, which says `said`: `tree`, as in the round after it.
-    `places` are those of its nodes among the uncommitted rows of the slot."""
+    """The draft behind one outcome.
 
-    said: tuple[int, ...]
+    Attributes:
+        outcome: the tokens that the target would emit.
+        tree: the draft of the step after it.
+        rows: by node of the tree, its place among the uncommitted rows of the slot.
+    """
+
+    outcome: tuple[int, ...]
     tree: Tree
-    places: dict[int, int]
+    rows: dict[int, int]
 
 
 @dataclass(slots=True)
-class _Foresight:
-    """What is drafted ahead for one request.
+class _Lookahead:
+    """The overlapped drafts of one request.
 
     Attributes:
-        row, draft: of the round whose draft is verified.
+        request, draft: of the step whose draft is verified.
         outcomes: how many are drafted for.
         parents: of the slot's uncommitted rows, of which the first are the draft's nodes.
-        ranked: tokens that may be said behind each of these.
+        ranked: candidates for the token behind each node of the draft.
     """
 
-    row: DraftRequest
+    request: DraftRequest
     draft: Draft
     outcomes: int
     parents: list[int] = field(default_factory=list)
@@ -264,81 +269,82 @@ class _Foresight:
 
     @property
     def growing(self) -> list[_Branch]:
-        """Those that are not as deep as drafts are to be."""
-        return [b for b in self.branches if b.tree.frontier and b.tree.level < self.row.depth]
+        """The branches that are not as deep as requested."""
+        return [branch for branch in self.branches if branch.tree.is_growing]
 
-    def choose(self, ranked: list[list[int]], odds: _Odds) -> None:
-        """Begin with the likeliest outcomes."""
-        self.ranked, self.parents = ranked, list(self.draft.parents)
-        depths, noise = self.draft.depths(), self.row.noise
-        for node, token in odds.likeliest(self.draft, ranked, self.outcomes):
+    def choose(self, ranked: list[list[int]], statistics: _OutcomeStatistics) -> None:
+        """Begin branches for the likeliest outcomes."""
+        self.ranked = ranked
+        self.parents = list(self.draft.parents)
+        depths, noise = self.draft.depths(), self.request.noise
+        for node, token in statistics.likeliest(self.draft, ranked, self.outcomes):
             path = [self.draft.tokens[i] for i in self.draft.path_to(node)[1:]]
-            here = replace(noise, root=noise.root + depths[node] + 1)
-            tree = Tree(replace(self.row, tokens=(token,), noise=here))
+            later = replace(noise, root=noise.root + depths[node] + 1)
+            tree = Tree(replace(self.request, tokens=(token,), noise=later))
             self.branches.append(_Branch((*path, token), tree, {-1: node}))
 
-    def place(self, branch: _Branch, node: int) -> int:
-        """Give a node of a branch the next row; its token."""
-        parent = branch.tree.draft.parents[node]
-        branch.places[node] = len(self.parents)
-        self.parents.append(branch.places[parent])
-        return branch.tree.draft.tokens[node]
+    def add_row(self, branch: _Branch, node: int) -> int:
+        """Give a node of a branch the next row; returns its token."""
+        draft = branch.tree.draft
+        branch.rows[node] = len(self.parents)
+        self.parents.append(branch.rows[draft.parents[node]])
+        return draft.tokens[node]
 
-    def behind(self, said: Sequence[int], row: DraftRequest) -> Tree | None:
-        """What was drafted behind what the target said, if there is any, no deeper than `row` asks
-        for."""
+    def recall(self, tokens: Sequence[int], request: DraftRequest) -> Tree | None:
+        """Return the draft behind what the target emitted, if there is one, cut to `request`."""
         for branch in self.branches:
-            if branch.said == tuple(said) and len(branch.tree.draft) > 1:
-                return branch.tree.until(row)
+            if branch.outcome == tuple(tokens) and len(branch.tree.draft) > 1:
+                return branch.tree.cut_to(request)
         return None
 
 
-class _Odds:
-    """How likely outcomes are, by what became of others: counts, discounted."""
+class _OutcomeStatistics:
+    """Discounted counts of past outcomes, by which new ones are ranked.
+
+    Attributes:
+        accepted, rejected: of drafted tokens.
+        ranks: for ends at inner nodes (False) and leaves (True), how often each candidate was the
+            target's token.
+        ends: how often paths ended at inner nodes and leaves.
+    """
 
     def __init__(self) -> None:
-        self.stood, self.fell = 4 * STOOD, 4 * (1 - STOOD)
-        start = [TOKEN * (1 - TOKEN) ** rank for rank in range(RANKS)]
-        self.ranks = {
-            False: list(start),
-            True: list(start),
-        }  # behind a node with children, and behind one without
+        self.accepted = 4 * ACCEPTED_RATE
+        self.rejected = 4 * (1 - ACCEPTED_RATE)
+        start = [RANK_RATE * (1 - RANK_RATE) ** rank for rank in range(NUM_RANKS)]
+        self.ranks = {False: list(start), True: list(start)}
         self.ends = {False: 1.0, True: 1.0}
 
     def likeliest(
         self, draft: Draft, ranked: Sequence[Sequence[int]], count: int
     ) -> list[tuple[int, int]]:
-        """(node where the path ends, token behind it) of the likeliest outcomes. By the chance that
-        a path ends at a node, the tokens of it become fewer geometrically."""
-        rate, depths, children = (
-            self.stood / (self.stood + self.fell),
-            draft.depths(),
-            draft.children(),
-        )
+        """Return (node where the path ends, token behind it) of the likeliest outcomes."""
+        rate = self.accepted / (self.accepted + self.rejected)
+        depths, children = draft.depths(), draft.children()
         found = []
         for node, tokens in enumerate(ranked):
-            stands = (
-                draft.path_probs[node - 1] if node and draft.path_probs else rate ** depths[node]
-            )
             is_leaf = not children[node]
-            ends = stands if is_leaf else stands * (1 - rate)
-            chances = [count / self.ends[is_leaf] for count in self.ranks[is_leaf]]
-            found += [
-                (ends * chance, node, token) for chance, token in zip(chances, tokens, strict=False)
-            ]
-        return [
-            (node, token) for _, node, token in sorted(found, key=lambda each: -each[0])[:count]
-        ]
+            if node and draft.path_probs:
+                end_prob = draft.path_probs[node - 1]
+            else:
+                end_prob = rate ** depths[node]
+            if not is_leaf:
+                end_prob *= 1 - rate
+            for token, hits in zip(tokens, self.ranks[is_leaf], strict=False):
+                found.append((end_prob * (hits / self.ends[is_leaf]), node, token))
+        found.sort(key=lambda outcome: -outcome[0])
+        return [(node, token) for _, node, token in found[:count]]
 
-    def learn(self, foresight: _Foresight, said: Sequence[int]) -> None:
-        """What the target said instead."""
-        path = foresight.draft.match_tokens(said)
-        if len(path) != len(said) or not foresight.ranked:
+    def learn(self, lookahead: _Lookahead, tokens: Sequence[int]) -> None:
+        """Count what the target emitted."""
+        path = lookahead.draft.match_tokens(tokens)
+        if len(path) != len(tokens) or not lookahead.ranked:
             return
-        is_leaf, tokens = not foresight.draft.children()[path[-1]], foresight.ranked[path[-1]]
-        self.stood = KEEP * self.stood + len(path) - 1
-        self.fell = KEEP * self.fell + (not is_leaf)
-        ranks = self.ranks[is_leaf] = [KEEP * count for count in self.ranks[is_leaf]]
-        self.ends[is_leaf] = KEEP * self.ends[is_leaf] + 1
-        if said[-1] in tokens:
-            ranks[tokens.index(said[-1])] += 1
+        is_leaf = not lookahead.draft.children()[path[-1]]
+        candidates = lookahead.ranked[path[-1]]
+        self.accepted = DECAY * self.accepted + len(path) - 1
+        self.rejected = DECAY * self.rejected + (0 if is_leaf else 1)
+        self.ranks[is_leaf] = [DECAY * hits for hits in self.ranks[is_leaf]]
+        self.ends[is_leaf] = DECAY * self.ends[is_leaf] + 1
+        if tokens[-1] in candidates:
+            self.ranks[is_leaf][candidates.index(tokens[-1])] += 1

@@ -1,4 +1,4 @@
-"""Recycling: what the target has thought of earlier texts, drafted as a tree of its likeliest nodes
+"""Token recycling: the target's earlier predictions, drafted as a tree of the likeliest nodes
 (2408.08696)."""
 
 from __future__ import annotations
@@ -28,127 +28,98 @@ from forerun.kernels.native import CGrowth, CSuccessors, address
 from forerun.models.files import check_pointer
 from forerun.types import NUM_CONFIDENCE_BINS, RECYCLE, Draft
 
-NEXT = 8  # successors that are kept of a law
-WAYS = 4  # entries of a set, the one that was kept last first
+NEXT = 8  # successors that are kept per entry
+WAYS = 4  # entries of a set, the most recently learned first
 ENTRIES = 1 << 16  # of a table that learns: 4.7 MB
-TABLE = "successors.safetensors"  # in a directory that was made for one
-NONE = -1  # in place of a token that there is not
+MAX_TENANTS = 8  # tables that are kept at once
+TABLE = "successors.safetensors"  # file name in the directory of a trained table
+NONE = -1  # stands for a missing token
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What a tree grows behind, and how far.
+class SuccessorTable:
+    """A set-associative table of the likeliest next tokens after one or two tokens.
 
     Attributes:
-        before, root: the last two tokens; `before` is -1 where there is only one.
-        levels, most: how deep it may be, and how many nodes there may be, the root apart.
-        is_chain: one node a level.
-        temperature, keys: what the target draws with, and its noise behind each level; no keys
-            where chances are to be those of the laws.
-        stands: as in `DraftRequest`.
+        keys: uint64 [entries], see `pair_key`; 0 if there is no entry.
+        tokens: int32 [entries, NEXT], the successors, likeliest first; -1 behind the last.
+        logs: float32 [entries, NEXT], natural logarithms of their probabilities; -inf behind the
+            last.
     """
-
-    before: int
-    root: int
-    levels: int
-    most: int
-    is_chain: bool = False
-    temperature: float = 0.0
-    keys: Sequence[int] = ()
-    stands: array[float] | None = None
-
-
-class Branches(NamedTuple):
-    """Nodes, the likeliest first: their tokens, their parents (0 is the root), the sixteenths into
-    which their own chances fall, and the chances that they stand, with all before them."""
-
-    tokens: list[int]
-    parents: list[int]
-    confidence_bins: list[int]
-    path_probs: list[float]
-
-
-class Successors:
-    """One table. `keys` uint64 [entries], 0 where there is none; `tokens` int32 and `logs` float32
-    [entries, NEXT]: the successors and the natural logarithms of their chances, -1 and -inf behind
-    the last."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
         """`entries` is a power of two, at least `WAYS`."""
         self.keys: np.ndarray = np.zeros(entries, np.uint64)
-        self.tokens: np.ndarray = np.empty(
-            (entries, NEXT), np.int32
-        )  # of entries without a key nothing is read
+        # Entries without a key are never read.
+        self.tokens: np.ndarray = np.empty((entries, NEXT), np.int32)
         self.logs: np.ndarray = np.empty((entries, NEXT), np.float32)
 
     def __len__(self) -> int:
-        """How many laws it holds."""
         return int(np.count_nonzero(self.keys))
 
     @cached_property
     def struct(self) -> CSuccessors:
-        """As the native code sees it, for as long as the arrays are the same."""
+        """The table as the native code sees it."""
         return CSuccessors(
             self.keys.ctypes.data, self.tokens.ctypes.data, self.logs.ctypes.data, len(self.keys)
         )
 
     def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        """Keep what the target said behind each of these pairs: [N, V] logits, N last tokens, N
-        before them (-1: none). Rows that are not finite are left out."""
+        """Store the target's predictions; rows that are not finite are left out.
+
+        Args:
+            before: N tokens before `tokens`, -1 where there is none.
+            tokens: N tokens.
+            logits: [N, V], the target's after each of `tokens`.
+        """
         lib = native.library()
         if lib is None or logits.dtype != torch.float32 or logits.device.type != "cpu":
             self.learn_twin(before, tokens, logits)
-        else:
-            logits, first, last = logits.contiguous(), array("i", before), array("i", tokens)
-            lib.forerun_learn(
-                self.struct, address(first), address(last), logits.data_ptr(), *logits.shape
-            )
+            return
+        logits = logits.contiguous()
+        first, last = array("i", before), array("i", tokens)
+        lib.forerun_learn(
+            self.struct, address(first), address(last), logits.data_ptr(), *logits.shape
+        )
 
     def learn_twin(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        """`learn` in plain Python."""
+        """Do what `learn` does in plain Python."""
         best, ranked = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
-        for a, b, logs, following in zip(
-            before, tokens, best.tolist(), ranked.tolist(), strict=True
-        ):
+        for i, logs in enumerate(best.tolist()):
             if not math.isfinite(logs[0]):
                 continue
-            likely = [
-                (token, log) for token, log in zip(following, logs, strict=True) if log > -math.inf
-            ]
-            likely += [(NONE, -math.inf)] * (NEXT - len(likely))
-            for key in (pair_of(a, b), pair_of(NONE, b)):
-                self._keep(key, likely)
+            pairs = zip(ranked[i].tolist(), logs, strict=True)
+            successors = [(token, log) for token, log in pairs if log > -math.inf]
+            successors += [(NONE, -math.inf)] * (NEXT - len(successors))
+            self._store(pair_key(before[i], tokens[i]), successors)
+            self._store(pair_key(NONE, tokens[i]), successors)
 
-    def _keep(self, key: int, likely: Sequence[tuple[int, float]]) -> None:
+    def find(self, key: int) -> list[tuple[int, float]]:
+        """Return the successors of a key as (token, log-probability), likeliest first."""
         first = self._set_of(key)
-        here = self.keys[first : first + WAYS - 1].tolist()
-        at = first + (here.index(key) if key in here else WAYS - 1)
-        for kept in (self.keys, self.tokens, self.logs):
-            kept[first + 1 : at + 1] = kept[first:at].copy()
+        keys = self.keys[first : first + WAYS].tolist()
+        if key not in keys:
+            return []
+        entry = first + keys.index(key)
+        pairs = zip(self.tokens[entry].tolist(), self.logs[entry].tolist(), strict=True)
+        return [(token, log) for token, log in pairs if token >= 0]
+
+    def _store(self, key: int, successors: Sequence[tuple[int, float]]) -> None:
+        """Put an entry first in its set; the last one is dropped if the set is full."""
+        first = self._set_of(key)
+        keys = self.keys[first : first + WAYS - 1].tolist()
+        entry = first + (keys.index(key) if key in keys else WAYS - 1)
+        for column in (self.keys, self.tokens, self.logs):
+            column[first + 1 : entry + 1] = column[first:entry].copy()
         self.keys[first] = key
-        self.tokens[first], self.logs[first] = zip(*likely, strict=True)
+        self.tokens[first], self.logs[first] = zip(*successors, strict=True)
 
     def _set_of(self, key: int) -> int:
         return (rng.mix(key) & (len(self.keys) - 1)) // WAYS * WAYS
 
-    def find(self, key: int) -> list[tuple[int, float]]:
-        """The successors of a pair, likeliest first: (token, natural logarithm of its chance)."""
-        first = self._set_of(key)
-        here = self.keys[first : first + WAYS].tolist()
-        if key not in here:
-            return []
-        at = first + here.index(key)
-        return [
-            (t, log)
-            for t, log in zip(self.tokens[at].tolist(), self.logs[at].tolist(), strict=True)
-            if t >= 0
-        ]
-
     def save(self, path: Path, vocab: int) -> None:
-        """Write what it holds, for a target of `vocab` tokens."""
-        held = np.flatnonzero(self.keys)[
-            ::-1
-        ]  # the last of a set first, so that the order is the same again
+        """Write the entries to a file, for a target of `vocab` tokens."""
+        # The last of a set first: loading stores them in the same order again.
+        held = np.flatnonzero(self.keys)[::-1]
         tensors = {
             "keys": self.keys[held],
             "tokens": self.tokens[held],
@@ -157,158 +128,207 @@ class Successors:
         save_file(tensors, path, {"format": "forerun-successors", "vocab": str(vocab)})
 
     @classmethod
-    def load(cls, path: Path, vocab: int) -> Successors:
-        """Read what `save` has written, a file or its directory, into a table twice as large: a few
-        laws that fall into full sets are lost. Raises LoadError for another file, or another
-        target's."""
+    def load(cls, path: Path, vocab: int) -> SuccessorTable:
+        """Read what `save` wrote, a file or its directory, into a table twice as large.
+
+        A few entries that fall into full sets are lost.
+
+        Raises:
+            LoadError: it is another file, or made for another target.
+        """
         path = path / TABLE if path.is_dir() else path
         try:
             check_pointer(path)
             with safe_open(path, "np") as file:
-                about, found = (
-                    file.metadata() or {},
-                    dict(zip(file.keys(), map(file.get_tensor, file.keys()), strict=True)),
-                )
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{path} cannot be read as a table of successors: {error}") from None
-        if about.get("format") != "forerun-successors" or not _is_sound(found):
+        if metadata.get("format") != "forerun-successors" or not _is_sound(tensors):
             raise LoadError(
                 f"{path} is no table of successors: make one with forerun train --recipe table"
             )
-        if about.get("vocab") != str(vocab) or found["tokens"].max() >= vocab:
+        if metadata.get("vocab") != str(vocab) or tensors["tokens"].max() >= vocab:
             raise LoadError(
-                f"{path} is a table for {about.get('vocab')} tokens, but the target has {vocab}"
+                f"{path} is a table for {metadata.get('vocab')} tokens, but the target has {vocab}"
             )
-        table = cls(max(WAYS, 1 << (2 * len(found["keys"]) - 1).bit_length()))
-        table._fill(found["keys"], found["tokens"], found["logs"].astype(np.float32))
+        keys, tokens = tensors["keys"], tensors["tokens"]
+        table = cls(max(WAYS, 1 << (2 * len(keys) - 1).bit_length()))
+        table._fill(keys, tokens, tensors["logs"].astype(np.float32))
         return table
 
     def _fill(self, keys: np.ndarray, tokens: np.ndarray, logs: np.ndarray) -> None:
-        """Keep these entries, one after the other."""
+        """Store entries one after the other."""
         lib = native.library()
-        if lib is not None:
-            whole = [np.ascontiguousarray(each) for each in (keys, tokens, logs)]
-            lib.forerun_fill(self.struct, *(each.ctypes.data for each in whole), len(keys))
+        if lib is None:
+            for key, successors, values in zip(
+                keys.tolist(), tokens.tolist(), logs.tolist(), strict=True
+            ):
+                self._store(key, list(zip(successors, values, strict=True)))
             return
-        for key, next_tokens, chances in zip(
-            keys.tolist(), tokens.tolist(), logs.tolist(), strict=True
-        ):
-            self._keep(key, list(zip(next_tokens, chances, strict=True)))
+        columns = [np.ascontiguousarray(column) for column in (keys, tokens, logs)]
+        lib.forerun_fill(self.struct, *(column.ctypes.data for column in columns), len(keys))
 
 
-def _is_sound(found: dict[str, np.ndarray]) -> bool:
-    """Whether these are the tensors of a table."""
-    if set(found) != {"keys", "tokens", "logs"}:
+def _is_sound(tensors: dict[str, np.ndarray]) -> bool:
+    """Return True if these are the tensors of a table."""
+    if set(tensors) != {"keys", "tokens", "logs"}:
         return False
-    entries = len(found["keys"])
-    types = [(found[name].dtype.name, found[name].shape) for name in ("keys", "tokens", "logs")]
-    wanted = [("uint64", (entries,)), ("int32", (entries, NEXT)), ("float16", (entries, NEXT))]
-    return types == wanted and entries > 0 and found["tokens"].min() >= NONE
+    entries = len(tensors["keys"])
+    wanted = {
+        "keys": ("uint64", (entries,)),
+        "tokens": ("int32", (entries, NEXT)),
+        "logs": ("float16", (entries, NEXT)),
+    }
+    if any((tensors[name].dtype.name, tensors[name].shape) != wanted[name] for name in wanted):
+        return False
+    return entries > 0 and bool(tensors["tokens"].min() >= NONE)
 
 
-def pair_of(before: int, token: int) -> int:
-    """The key of two tokens; of one alone with `NONE` before it."""
+def pair_key(before: int, token: int) -> int:
+    """Return the key of two tokens, or of one alone with NONE before it."""
     return (before + 2) << 32 | token
 
 
-def branch(tables: Sequence[Successors], growth: Growth) -> Branches:
-    """The likeliest nodes behind a text. What the first table knows goes before what others do, and
-    what is known of two tokens before what is known of one."""
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The beginning and the bounds of a tree.
+
+    Attributes:
+        before, root: the last two tokens; `before` is NONE if there is only one.
+        max_depth, max_nodes: its bounds, without the root.
+        is_chain: one node per level.
+        temperature, keys: the target's temperature and the keys of its noise at each level; without
+            keys the probabilities are those of the table.
+        confidence_rates: as in `DraftRequest`.
+    """
+
+    before: int
+    root: int
+    max_depth: int
+    max_nodes: int
+    is_chain: bool = False
+    temperature: float = 0.0
+    keys: Sequence[int] = ()
+    confidence_rates: array[float] | None = None
+
+
+class Branches(NamedTuple):
+    """Nodes of a grown tree, the likeliest first; parents count the root as 0. The other fields are
+    as in `Draft`."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence_bins: list[int]
+    path_probs: list[float]
+
+
+def grow_tree(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
+    """Grow the likeliest nodes behind a text.
+
+    Successors of two tokens are preferred to those of one, and those of earlier tables to later
+    ones.
+    """
     lib = native.library()
     if lib is None:
-        return branch_twin(tables, growth)
-    keys, count = array("Q", growth.keys), growth.most
+        return grow_tree_twin(tables, growth)
+    keys = array("Q", growth.keys)
+    rates = growth.confidence_rates
+    count = growth.max_nodes
     given = CGrowth(
-        growth.before, growth.root, growth.levels, count, growth.is_chain, growth.temperature,
-        address(keys) if growth.keys else None, address(growth.stands) if growth.stands else None,
-    )  # fmt: skip
+        growth.before,
+        growth.root,
+        growth.max_depth,
+        count,
+        growth.is_chain,
+        growth.temperature,
+        address(keys) if growth.keys else None,
+        address(rates) if rates else None,
+    )
     tokens, parents = array("i", bytes(4 * count)), array("i", bytes(4 * count))
-    sure, chances = array("b", bytes(count)), array("d", bytes(8 * count))
+    bins, probs = array("b", bytes(count)), array("d", bytes(8 * count))
     structs = (CSuccessors * len(tables))(*(table.struct for table in tables))
-    places = address(tokens), address(parents), sure.buffer_info()[0], address(chances)
-    found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *places)
+    outputs = address(tokens), address(parents), bins.buffer_info()[0], address(probs)
+    found = lib.forerun_branch(structs, len(tables), ctypes.byref(given), *outputs)
     return Branches(
         tokens[:found].tolist(),
         parents[:found].tolist(),
-        sure[:found].tolist(),
-        chances[:found].tolist(),
+        bins[:found].tolist(),
+        probs[:found].tolist(),
     )
 
 
-def branch_twin(tables: Sequence[Successors], growth: Growth) -> Branches:
-    """`branch` in plain Python."""
-    nodes, depths = Branches([growth.root], [NONE], [0], [1.0]), [0]
+def grow_tree_twin(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
+    """Do what `grow_tree` does in plain Python."""
+    nodes = Branches([growth.root], [NONE], [0], [1.0])
+    depths = [0]
     candidates: list[tuple[float, int, int, int, int]] = []
-    order = 0
+    order = 0  # breaks ties
     while True:
         node = len(depths) - 1
         if growth.is_chain:
             candidates.clear()
         before = growth.before if node == 0 else nodes.tokens[nodes.parents[node]]
-        for token, chance in _successors(tables, before, nodes.tokens[node], depths[node], growth):
-            sixteenth = min(int(chance * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
-            worth = (
-                chance
-                if growth.stands is None
-                else chance * growth.stands[sixteenth] / ((sixteenth + 0.5) / NUM_CONFIDENCE_BINS)
-            )
-            heapq.heappush(
-                candidates,
-                (-nodes.path_probs[node] * min(worth, 1.0), order, node, token, sixteenth),
-            )
+        for token, prob in _successors(tables, before, nodes.tokens[node], depths[node], growth):
+            confidence = min(int(prob * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
+            if growth.confidence_rates is not None:
+                center = (confidence + 0.5) / NUM_CONFIDENCE_BINS
+                prob *= growth.confidence_rates[confidence] / center
+            path_prob = nodes.path_probs[node] * min(prob, 1.0)
+            heapq.heappush(candidates, (-path_prob, order, node, token, confidence))
             order += 1
-        if node == growth.most or not candidates:
+        if node == growth.max_nodes or not candidates:
             return Branches(
                 nodes.tokens[1:], nodes.parents[1:], nodes.confidence_bins[1:], nodes.path_probs[1:]
             )
-        chance, _, parent, token, sixteenth = heapq.heappop(candidates)
+        negative, _, parent, token, confidence = heapq.heappop(candidates)
         nodes.tokens.append(token)
         nodes.parents.append(parent)
-        nodes.confidence_bins.append(sixteenth)
-        nodes.path_probs.append(-chance)
+        nodes.confidence_bins.append(confidence)
+        nodes.path_probs.append(-negative)
         depths.append(depths[parent] + 1)
 
 
 def _successors(
-    tables: Sequence[Successors], before: int, token: int, depth: int, growth: Growth
+    tables: Sequence[SuccessorTable], before: int, token: int, depth: int, growth: Growth
 ) -> list[tuple[int, float]]:
-    """What may come next and the chance of it: as the law says, or where there is noise that of
-    being drawn with it."""
-    if depth == growth.levels:
+    """Return possible next tokens and their probabilities: with noise, those of being drawn."""
+    if depth == growth.max_depth:
         return []
-    keys = pair_of(before, token), pair_of(NONE, token)
-    laws = (table.find(key) for key in keys for table in tables)
-    law = next(filter(None, laws), [])
+    keys = pair_key(before, token), pair_key(NONE, token)
+    lookups = (table.find(key) for key in keys for table in tables)
+    found = next(filter(None, lookups), [])
     if not growth.keys or growth.temperature <= 0:
-        return [(next_token, math.exp(log)) for next_token, log in law if log > -math.inf]
-    noise = [rng.gumbel_scalar(growth.keys[depth], next_token) for next_token, _ in law]
-    scores = [log / growth.temperature + own for (_, log), own in zip(law, noise, strict=True)]
-    most = max(scores, default=0.0)
-    weights = [math.exp(score - most) for score in scores]
+        return [(successor, math.exp(log)) for successor, log in found if log > -math.inf]
+    scores = [
+        log / growth.temperature + rng.gumbel_scalar(growth.keys[depth], successor)
+        for successor, log in found
+    ]
+    highest = max(scores, default=0.0)
+    weights = [math.exp(score - highest) for score in scores]
     total = sum(weights)
     return [
-        (next_token, w / total) for (next_token, _), w in zip(law, weights, strict=True) if w > 0
+        (successor, weight / total)
+        for (successor, _), weight in zip(found, weights, strict=True)
+        if weight > 0
     ]
 
 
-TENANTS = 8  # tables that are kept at once
-
-
 class Recycle(PerSlotProposer[str]):
-    """Drafts by tables of successors: the tenant's own, which learns from every law of its
-    requests, and then `made`, which was made beforehand and serves all."""
+    """Drafts from the table of the request's tenant, which learns from all its forward passes, and
+    then from a trained table that serves all tenants."""
 
     name = RECYCLE
-    reports_confidence = wants_logits = True
+    reports_confidence = True
+    wants_logits = True
 
-    def __init__(self, made: Successors | None = None, width: int = 2) -> None:
-        """At most `width` nodes a level deep: the likeliest, so that one level may have more of
-        them than another."""
+    def __init__(self, trained: SuccessorTable | None = None, width: int = 2) -> None:
+        """A draft has at most `width` nodes per level on average: one level may have more."""
         super().__init__()
-        self.made, self.width = made, width
-        self.tables: OrderedDict[str, Successors] = (
-            OrderedDict()
-        )  # by tenant, that of the latest request last
+        self.trained = trained
+        self.width = width
+        # By tenant, the least recently used first.
+        self.tables: OrderedDict[str, SuccessorTable] = OrderedDict()
 
     def open(
         self,
@@ -318,10 +338,10 @@ class Recycle(PerSlotProposer[str]):
         tenant: str = "",
     ) -> None:
         self.slots[slot] = tenant
-        self.tables.setdefault(tenant, Successors())
+        self.tables.setdefault(tenant, SuccessorTable())
         self.tables.move_to_end(tenant)
         idle = [name for name in self.tables if name not in self.slots.values()]
-        for oldest in idle[: max(len(self.tables) - TENANTS, 0)]:
+        for oldest in idle[: max(len(self.tables) - MAX_TENANTS, 0)]:
             del self.tables[oldest]
 
     def learn(
@@ -331,28 +351,32 @@ class Recycle(PerSlotProposer[str]):
 
     def forget(self) -> None:
         for tenant in self.tables:
-            self.tables[tenant] = Successors()
+            self.tables[tenant] = SuccessorTable()
 
     def reset(self) -> None:
         super().reset()
         self.tables.clear()
 
-    def draft(self, row: DraftRequest, kept: str) -> Draft:
-        own, made = self.tables[kept], self.made
+    def draft(self, request: DraftRequest, state: str) -> Draft:
+        tables = [self.tables[state]]
+        if self.trained is not None:
+            tables.append(self.trained)
+        keys = [request.noise.target(depth) for depth in range(request.depth)]
         growth = Growth(
-            before=row.tokens[-2] if len(row.tokens) > 1 else NONE,
-            root=row.tokens[-1],
-            levels=row.depth,
-            most=row.depth * self.width,
-            is_chain=not row.branching or self.width == 1,
-            temperature=row.params.heat,
-            keys=[row.noise.target(depth) for depth in range(row.depth)] if row.coupled else (),
-            stands=row.confidence_rates,
+            before=request.tokens[-2] if len(request.tokens) > 1 else NONE,
+            root=request.tokens[-1],
+            max_depth=request.depth,
+            max_nodes=request.depth * self.width,
+            is_chain=not request.branching or self.width == 1,
+            temperature=request.params.sampling_temperature,
+            keys=keys if request.coupled else (),
+            confidence_rates=request.confidence_rates,
         )
-        nodes = branch([own, made] if made else [own], growth)
+        nodes = grow_tree(tables, growth)
         draft = Draft.root(growth.root)
         for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
             draft.add(token, parent, self.name)
-        if row.confidence_rates is not None:
-            draft.confidence_bins, draft.path_probs = nodes.confidence_bins, nodes.path_probs
+        if request.confidence_rates is not None:
+            draft.confidence_bins = nodes.confidence_bins
+            draft.path_probs = nodes.path_probs
         return draft

@@ -1,10 +1,11 @@
-"""Texts that came with the request: a prediction of the output (an edited file, say) and documents
-it may quote.
+"""Drafts from texts that came with the request: a prediction of the output (an edited file, say)
+and documents it may quote.
 
-The output is aligned with each text. While they agree the next tokens of the text are the draft; at
-a difference the alignment guesses that one token was replaced, and otherwise finds the place again
-by the longest suffix of the output that occurs in the text (a suffix automaton), the nearest
-occurrence after the last place first."""
+The output is aligned with each text. While they agree, the next tokens of the text are the draft.
+At a difference the alignment guesses that one token was replaced, and otherwise finds the place
+again by the longest suffix of the output that occurs in the text (a suffix automaton): the nearest
+occurrence after the last place, or else the first one.
+"""
 
 from __future__ import annotations
 
@@ -15,73 +16,78 @@ from forerun.draft.automaton import Cursor
 from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.types import Draft
 
-SHORTEST = 2  # tokens that must agree before a place counts as found again
-CONTEXT = 16  # tokens of the prompt a document is first looked up with
-PATTERN = 32  # most tokens of the output that an occurrence is searched with
+MIN_MATCH = 2  # tokens that must agree before a place counts as found
+NUM_PROMPT_TOKENS = 16  # tokens of the prompt that a document is first looked up with
+MAX_PATTERN = 32  # tokens of the output that an occurrence is searched with
 
 
 class Alignment:
-    """Where an output stands in one reference. `at` is the index of the token that should come
-    next, or None."""
+    """The place of an output in one reference.
+
+    Attributes:
+        at: index of the token that should come next, or None if the place is unknown.
+        run: number of tokens in a row that have agreed.
+    """
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
         self.at: int | None = 0 if reference.whole else None
-        self.run = 0  # tokens that have agreed in a row
+        self.run = 0
         self._last = 0  # the place before the alignment was lost
-        self._text = reference.packed
-        self._seen = array("i")
+        self._output = array("i")
         self._cursor = Cursor(reference.index)
-        self._read = max(
-            0, reference.start - (0 if reference.whole else CONTEXT)
-        )  # tokens of the text
+        context = 0 if reference.whole else NUM_PROMPT_TOKENS
+        self._num_read = max(0, reference.start - context)
 
-    def read(self, text: Sequence[int]) -> None:
-        """Follow what the text, prompt and output, has got since."""
-        for token in text[self._read :]:
+    def read(self, tokens: Sequence[int]) -> None:
+        """Follow the new ones of a request's tokens, prompt and output."""
+        for token in tokens[self._num_read :]:
             self.follow(token)
-        self._read = len(text)
+        self._num_read = len(tokens)
 
     def follow(self, token: int) -> None:
-        """One more token of the output."""
+        """Append a token to the output."""
         self._cursor.follow(token)
-        self._seen.append(token)
-        if (
-            self.at is not None
-            and self.at < len(self.reference.tokens)
-            and self.reference.tokens[self.at] == token
-        ):
-            self.at, self.run = self.at + 1, self.run + 1
+        self._output.append(token)
+        text = self.reference.tokens
+        if self.at is not None and self.at < len(text) and text[self.at] == token:
+            self.at += 1
+            self.run += 1
             return
-        first = self.at is not None and self.run > 0
+        is_first_difference = self.at is not None and self.run > 0
         if self.at is not None:
             self._last = self.at
-        self.run = 0
-        if self._cursor.length >= SHORTEST:
-            self.run = min(self._cursor.length, PATTERN)
+        if self._cursor.length >= MIN_MATCH:
+            self.run = min(self._cursor.length, MAX_PATTERN)
             self.at = self._nearest(self.run)
         else:
-            self.at = self._last + 1 if first and self.reference.whole else None
+            self.run = 0
+            is_replaced = is_first_difference and self.reference.whole
+            self.at = self._last + 1 if is_replaced else None
 
     def continuation(self, count: int) -> list[int]:
-        """What should come next; of a document no more than has agreed, since that is all that
+        """Return what should come next; of a document no more than has agreed, since nothing else
         speaks for it."""
         if self.at is None:
             return []
-        count = count if self.reference.whole else min(count, self.run)
+        if not self.reference.whole:
+            count = min(count, self.run)
         return list(self.reference.tokens[self.at : self.at + count])
 
     def _nearest(self, length: int) -> int:
-        """The place after an occurrence of the last `length` tokens, which is known to exist."""
-        pattern = self._seen[-length:].tobytes()
-        after = self._find(pattern, max(0, self._last - length))
-        return (after if after >= 0 else self._find(pattern, 0)) + length
+        """Return the place behind an occurrence of the last `length` tokens, which must exist."""
+        pattern = self._output[-length:].tobytes()
+        found = self._find(pattern, max(0, self._last - length))
+        if found < 0:
+            found = self._find(pattern, 0)
+        return found + length
 
     def _find(self, pattern: bytes, start: int) -> int:
-        size = self._seen.itemsize
-        found = self._text.find(pattern, start * size)
+        size = self._output.itemsize
+        text = self.reference.packed
+        found = text.find(pattern, start * size)
         while found % size and found >= 0:  # bytes that agree by accident, across two tokens
-            found = self._text.find(pattern, found + 1)
+            found = text.find(pattern, found + 1)
         return found // size
 
 
@@ -99,11 +105,11 @@ class References(PerSlotProposer[list[Alignment]]):
     ) -> None:
         self.slots[slot] = [Alignment(reference) for reference in references]
 
-    def draft(self, row: DraftRequest, kept: list[Alignment]) -> Draft:
-        for alignment in kept:
-            alignment.read(row.tokens)
-        for alignment in sorted(kept, key=lambda a: -a.run):
-            tokens = alignment.continuation(row.depth)
+    def draft(self, request: DraftRequest, state: list[Alignment]) -> Draft:
+        for alignment in state:
+            alignment.read(request.tokens)
+        for alignment in sorted(state, key=lambda a: -a.run):
+            tokens = alignment.continuation(request.depth)
             if tokens:
-                return Draft.chain(row.tokens[-1], tokens, alignment.reference.name)
-        return Draft.root(row.tokens[-1])
+                return Draft.chain(request.tokens[-1], tokens, alignment.reference.name)
+        return Draft.root(request.tokens[-1])

@@ -1,8 +1,9 @@
 """Suffix decoding: the continuation of the longest suffix of the text that occurred before.
 
-Two sources: a suffix automaton over the request itself, and a memory of its tenant's requests that
-have finished. Both find the longest match in constant amortised time a token (SAM decoding,
-2411.10666; SuffixDecoding, 2411.04975)."""
+There are two sources: a suffix automaton over the request itself, and a memory of its tenant's
+finished requests. Both find the longest match in constant amortised time per token (SAM decoding,
+2411.10666; SuffixDecoding, 2411.04975).
+"""
 
 from __future__ import annotations
 
@@ -15,32 +16,35 @@ from forerun.draft.ngram import copy_from
 from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.types import MEMORY, Draft
 
-RECENT = 32  # tokens by which a text finds its place in a memory that has changed
+NUM_RECENT = 32  # tokens that are matched again in a memory that has changed
 
 
 @dataclass(slots=True)
-class _Slot:
+class _SuffixState:
+    """One request's automaton, and its matches in the memory's generations."""
+
     tenant: str
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     cursors: list[Cursor] = field(default_factory=list)
-    read: int = 0
+    num_read: int = 0
 
 
-class Suffix(PerSlotProposer[_Slot]):
-    """Proposes after the longest match of at least `shortest` tokens, as many tokens as have
-    matched at most.
+class Suffix(PerSlotProposer[_SuffixState]):
+    """Proposes the continuation of the longest match, no more tokens than have matched.
 
-    A tenant's memory holds two generations of at most `memory` tokens; the older goes when the
-    newer is full. All memories together hold no more than one could: those go first that were used
-    longest ago."""
+    A tenant's memory holds two generations of at most `memory` tokens; the older one is dropped
+    when the newer is full. All memories together hold no more than one could: the least recently
+    used are dropped first. Matches have at least `shortest` tokens.
+    """
 
     name = "suffix"
     copies_text = True
 
     def __init__(self, shortest: int = 2, memory: int = 50_000) -> None:
         super().__init__()
-        self.shortest, self.memory = shortest, memory
-        # by tenant, that of the latest request last: its generations, newest first
+        self.shortest = shortest
+        self.memory = memory
+        # By tenant, the least recently used first: generations, the newest first.
         self.memories: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def open(
@@ -50,7 +54,7 @@ class Suffix(PerSlotProposer[_Slot]):
         references: Sequence[Reference] = (),
         tenant: str = "",
     ) -> None:
-        self.slots[slot] = _Slot(tenant)
+        self.slots[slot] = _SuffixState(tenant)
         if tenant in self.memories:
             self.memories.move_to_end(tenant)
 
@@ -61,13 +65,13 @@ class Suffix(PerSlotProposer[_Slot]):
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
         tokens = tokens[-self.memory :]
-        memory = self.memories.setdefault(tenant, [SuffixAutomaton()])
+        generations = self.memories.setdefault(tenant, [SuffixAutomaton()])
         self.memories.move_to_end(tenant)
-        if len(memory[0].text) + len(tokens) > self.memory and memory[0].text:
-            memory[:] = [SuffixAutomaton(), memory[0]]
+        if generations[0].text and len(generations[0].text) + len(tokens) > self.memory:
+            generations[:] = [SuffixAutomaton(), generations[0]]
         for token in (*tokens, BREAK):
-            memory[0].append(token)
-        while len(self.memories) > 1 and self._remembered > 2 * self.memory:
+            generations[0].append(token)
+        while len(self.memories) > 1 and self._num_remembered() > 2 * self.memory:
             self.memories.popitem(last=False)
 
     def forget(self) -> None:
@@ -77,37 +81,35 @@ class Suffix(PerSlotProposer[_Slot]):
         super().reset()
         self.forget()
 
-    def draft(self, row: DraftRequest, kept: _Slot) -> Draft:
-        self._read(kept, row.tokens)
-        (length, end), source = kept.own.match, self.name
-        tokens = (
-            copy_from(row.tokens, end + 1, min(row.depth, length))
-            if length >= self.shortest
-            else []
-        )
-        for cursor in kept.cursors:
+    def draft(self, request: DraftRequest, state: _SuffixState) -> Draft:
+        self._read(state, request.tokens)
+        length, end = state.own.match
+        source = self.name
+        tokens: list[int] = []
+        if length >= self.shortest:
+            tokens = copy_from(request.tokens, end + 1, min(request.depth, length))
+        for cursor in state.cursors:
             if cursor.length > length and cursor.length >= self.shortest:
-                found = cursor.continuation(min(row.depth, cursor.length))
+                found = cursor.continuation(min(request.depth, cursor.length))
                 if found:
                     length, tokens, source = cursor.length, found, MEMORY
-        return Draft.chain(row.tokens[-1], tokens, source, length)
+        return Draft.chain(request.tokens[-1], tokens, source, length)
 
-    def _read(self, state: _Slot, tokens: Sequence[int]) -> None:
+    def _read(self, state: _SuffixState, tokens: Sequence[int]) -> None:
+        """Follow the tokens that are new."""
         memory = self.memories.get(state.tenant, [])
-        if [
-            c.automaton for c in state.cursors
-        ] != memory:  # a generation came or went: start over there
+        if [cursor.automaton for cursor in state.cursors] != memory:
+            # A generation came or went: find the place of the latest tokens again.
             state.cursors = [Cursor(automaton) for automaton in memory]
-            for token in tokens[max(0, state.read - RECENT) : state.read]:
+            for token in tokens[max(0, state.num_read - NUM_RECENT) : state.num_read]:
                 for cursor in state.cursors:
                     cursor.follow(token)
-        for token in tokens[state.read :]:
+        for token in tokens[state.num_read :]:
             state.own.append(token)
             for cursor in state.cursors:
                 cursor.follow(token)
-        state.read = len(tokens)
+        state.num_read = len(tokens)
 
-    @property
-    def _remembered(self) -> int:
-        """Tokens in all memories."""
+    def _num_remembered(self) -> int:
+        """Return the number of tokens in all memories."""
         return sum(len(automaton.text) for memory in self.memories.values() for automaton in memory)

@@ -1,10 +1,10 @@
-"""Drafts under construction, a level at a time: from a drafter's laws to nodes, as the rule wants
-them drawn.
+"""Draft trees under construction, one level at a time: from a drafter's logits to nodes.
 
-Under a coupled rule tokens are drawn with the target's own noise, so they agree about as often as
-the two laws overlap; at width n the n likeliest paths of a beam are kept. Under the ratio rules a
-chain is sampled and its law kept; `tree` has the likeliest tokens beside sampled ones (greedy + 1,
-2502.18779), all of them with children of their own."""
+Under a coupled rule tokens are drawn with the target's own noise, so that they agree about as often
+as the two distributions overlap; at width n the likeliest n paths of a beam are kept. Under the
+ratio rules a chain is sampled and its distributions are kept; the rule `tree` has the likeliest
+tokens beside sampled ones (greedy + 1, 2502.18779), and all of them have children.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ from forerun.runtime.program import ChainStart, DraftedChain
 from forerun.sampling.filters import shape_logits
 from forerun.types import NUM_CONFIDENCE_BINS, Draft, Proposal
 
-# How trees branch under `tree`. Accepted lengths with a small draft model hardly depend on them.
-SAMPLED = 0.65  # chance assumed of a sampled token that it stands
-AMONG_REST = 0.85  # of one that was sampled beside given ones, if the target says none of these
-BESIDE = 0.45  # what a given token adds beside a sampled one, as a share of its chance
+# Assumptions by which trees branch under `tree`; accepted lengths hardly depend on them.
+SAMPLED_RATE = 0.65  # probability that a sampled token is accepted
+REST_RATE = 0.85  # the same beside deterministic siblings, if the target draws none of these
+SIBLING_GAIN = 0.45  # gain of a deterministic sibling of a sampled token, by its probability
 
 
 @dataclass(slots=True)
 class Tree:
     """A draft under construction.
 
-    `frontier` are the nodes to expand next, `values` how likely their paths are. `fed` is how many
-    nodes a drafter with
-    a cache has read: the root comes with its lag and, like them, is not committed.
+    Attributes:
+        request: what is drafted for.
+        draft: the nodes so far.
+        frontier: the nodes to expand next.
+        values: log-probability of the path to each of them.
+        fed: number of nodes that a drafter with a cache has read. The root is read together with
+            the tokens before it and, like the other nodes, is not committed.
+        probs: by node, the distribution that its sampled children were drawn from.
     """
 
-    row: DraftRequest
+    request: DraftRequest
     draft: Draft = field(init=False)
     frontier: list[int] = field(default_factory=lambda: [0])
     values: list[float] = field(default_factory=lambda: [0.0])
@@ -46,36 +51,42 @@ class Tree:
     probs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.draft = Draft.root(self.row.tokens[-1])
+        self.draft = Draft.root(self.request.tokens[-1])
 
     @property
     def is_plain(self) -> bool:
-        """Whether its chains are drawn with the target's noise and no filter: all that a native
-        call knows."""
-        return self.row.coupled and self.row.params.unfiltered
+        """True if chains are drawn with the target's noise and no filter, as native calls do."""
+        return self.request.coupled and self.request.params.unfiltered
 
     @property
     def level(self) -> int:
-        """How deep its frontier is."""
+        """The depth of the frontier."""
         return len(self.draft.path_to(self.frontier[0])) - 1
 
+    @property
+    def is_growing(self) -> bool:
+        """True if there is something to expand and the draft is not as deep as requested."""
+        return bool(self.frontier) and self.level < self.request.depth
+
     def link(self, offset: int) -> ChainStart:
-        """What a native call has to know to go on behind its last node, `offset` rows behind what
-        is committed."""
-        row = self.row
-        keys = [row.noise.target(depth) for depth in range(self.fed, row.depth)]
+        """Return the input of a native call that continues behind the last node, `offset` rows
+        behind the committed ones."""
+        request = self.request
+        keys = [request.noise.target(depth) for depth in range(self.fed, request.depth)]
+        temperature = request.params.sampling_temperature
         return ChainStart(
-            row.slot, self.draft.tokens[-1], offset, row.params.heat, keys, row.min_prob
+            request.slot, self.draft.tokens[-1], offset, temperature, keys, request.min_prob
         )
 
-    def until(self, row: DraftRequest) -> Tree:
-        """The same tree as another row asks for it: no deeper, and to be gone on with where it is
-        not as deep."""
-        tree, levels = Tree(row), self.draft.depths()
-        kept = sum(level <= row.depth for level in levels)
-        tree.draft, tree.values = self.draft.first(kept - 1), self.values
-        tree.probs = {node: law for node, law in self.probs.items() if node in tree.draft.parents}
-        tree.frontier = self.frontier if kept == len(levels) else []
+    def cut_to(self, request: DraftRequest) -> Tree:
+        """Return the tree for a later request: without deeper nodes, and growing if it is not as
+        deep."""
+        depths = self.draft.depths()
+        kept = sum(depth <= request.depth for depth in depths)
+        tree = Tree(request, values=self.values)
+        tree.draft = self.draft.first(kept - 1)
+        tree.probs = {node: q for node, q in self.probs.items() if node in tree.draft.parents}
+        tree.frontier = self.frontier if kept == len(depths) else []
         return tree
 
     def extend(self, tokens: Sequence[int], source: str) -> None:
@@ -84,36 +95,37 @@ class Tree:
             self.frontier = [self.draft.add(token, len(self.draft) - 1, source)]
 
     def weigh(self, said: DraftedChain, source: str, beside: int) -> None:
-        """Add what a native round said behind the root, the likeliest nodes first: its chain, and
-        at most `beside` of the tokens next to it, all by what became of such ones
-        (`DraftRequest.stands`)."""
-        stands = self.row.confidence_rates
-        if stands is None:
-            return self.extend(said.tokens, source)
-        chain, others, above = [], [], 1.0  # (chance, level, token, sixteenth)
-        for level, (token, sure, near) in enumerate(
-            zip(said.tokens, said.bins, said.alternatives, strict=True)
-        ):
-            others += [
-                (above * stands[NUM_CONFIDENCE_BINS + i], level, t, NUM_CONFIDENCE_BINS + i)
-                for t, i in near
-            ]
-            above *= min(stands[sure], 1.0)
-            chain.append((above, level, token, sure))
-        suggest = sorted(others, key=lambda node: -node[0])[: beside if self.row.branching else 0]
-        last = [0]  # the chain's nodes by level
-        for chance, level, token, sure in sorted(
-            chain + suggest, key=lambda node: (-node[0], node[1])
-        ):
-            node = self.draft.add(token, last[level], source)
-            if sure < NUM_CONFIDENCE_BINS:
-                last.append(node)
-            self.draft.confidence_bins.append(sure)
-            self.draft.path_probs.append(chance)
-        return None
+        """Add the result of a native call behind the root, the likeliest nodes first.
+
+        That is a chain and at most `beside` siblings of its nodes, by the acceptance rates of their
+        confidence bins (`DraftRequest.confidence_rates`).
+        """
+        rates = self.request.confidence_rates
+        if rates is None:
+            self.extend(said.tokens, source)
+            return
+        chain: list[tuple[float, int, int, int]] = []  # (path probability, level, token, bin)
+        siblings: list[tuple[float, int, int, int]] = []
+        above = 1.0
+        for level, token in enumerate(said.tokens):
+            for sibling, confidence in said.alternatives[level]:
+                confidence += NUM_CONFIDENCE_BINS
+                siblings.append((above * rates[confidence], level, sibling, confidence))
+            above *= min(rates[said.bins[level]], 1.0)
+            chain.append((above, level, token, said.bins[level]))
+        siblings.sort(key=lambda node: -node[0])
+        nodes = chain + siblings[: beside if self.request.branching else 0]
+        nodes.sort(key=lambda node: (-node[0], node[1]))
+        chain_nodes = [0]  # by level
+        for path_prob, level, token, confidence in nodes:
+            node = self.draft.add(token, chain_nodes[level], source)
+            if confidence < NUM_CONFIDENCE_BINS:
+                chain_nodes.append(node)
+            self.draft.confidence_bins.append(confidence)
+            self.draft.path_probs.append(path_prob)
 
     def finish(self, vocab: int) -> Draft:
-        """The draft, with the laws its sampled nodes were drawn from."""
+        """Return the draft, with the distributions that its sampled nodes were drawn from."""
         if self.probs:
             zero = np.zeros(vocab)
             self.draft.probs = np.stack([self.probs.get(i, zero) for i in range(len(self.draft))])
@@ -121,60 +133,59 @@ class Tree:
 
 
 def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None:
-    """Add one level of at most `width` nodes below every frontier; `source` is what statistics call
-    them.
+    """Add one level of at most `width` nodes to each tree, called `source` in statistics.
 
     logits [F, V]: the drafter's after each frontier node, the trees one after the other.
     """
     if width == 1 and all(tree.is_plain for tree in trees):
-        return _plain(trees, logits, source)
-    beams = [tree.row.params.greedy and (tree.row.coupled or tree.row.branching) for tree in trees]
-    shaped = (
-        logits
-        if all(beams)
-        else shape_logits(logits, [tree.row.params for tree in trees for _ in tree.frontier])
-    )
+        _grow_plain(trees, logits, source)
+        return
+    requests = [tree.request for tree in trees]
+    is_beam = [r.params.greedy and (r.coupled or r.branching) for r in requests]
     counts = [len(tree.frontier) for tree in trees]
+    shaped = logits
+    if not all(is_beam):
+        params = [tree.request.params for tree in trees for _ in tree.frontier]
+        shaped = shape_logits(logits, params)
     parts = zip(torch.split(logits, counts), torch.split(shaped, counts), strict=True)
-    for tree, greedy, (raw, scores) in zip(trees, beams, parts, strict=True):
-        if tree.row.coupled or greedy:
-            _coupled(tree, raw if greedy else scores, greedy, width, source)
+    for tree, greedy, (raw, scores) in zip(trees, is_beam, parts, strict=True):
+        if tree.request.coupled or greedy:
+            _grow_beam(tree, raw if greedy else scores, greedy, width, source)
         else:
-            _sampled(tree, scores, width if tree.row.branching else 1, source)
-    return None
+            _grow_sampled(tree, scores, width if tree.request.branching else 1, source)
 
 
-def _plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
-    """Chains where only temperatures count: a level of all of them in one call."""
-    nodes = [tree.frontier[0] for tree in trees]
-    keys = [tree.row.noise.target(tree.level) for tree in trees]
-    heat = [tree.row.params.heat for tree in trees]
-    for tree, node, token in zip(
-        trees, nodes, sample_tokens(logits, heat, keys, strict=False), strict=True
-    ):
-        tree.frontier = [tree.draft.add(token, node, source)]
+def grow_all(trees: Sequence[Tree], logits: Sequence[Tensor], width: int, source: str) -> None:
+    """Grow each tree to its depth with a drafter whose levels do not depend on the nodes above.
 
-
-def grow_all(trees: Sequence[Tree], said: Sequence[Tensor], width: int, source: str) -> None:
-    """Grow each tree as deep as its row allows, where a level's law is the same behind whatever
-    stands above it.
-
-    said [depth, V] of each tree: logits of its levels.
+    logits [depth, V] for each tree.
     """
-    growing, level = list(zip(trees, said, strict=True)), 0
+    growing = list(zip(trees, logits, strict=True))
+    level = 0
     while growing:
-        logits = torch.cat([laws[level].expand(len(tree.frontier), -1) for tree, laws in growing])
-        grow([tree for tree, _ in growing], logits, width, source)
+        rows = [levels[level].expand(len(tree.frontier), -1) for tree, levels in growing]
+        grow([tree for tree, _ in growing], torch.cat(rows), width, source)
         level += 1
         growing = [
-            (tree, laws) for tree, laws in growing if tree.row.depth > level and tree.frontier
+            (tree, levels)
+            for tree, levels in growing
+            if tree.request.depth > level and tree.frontier
         ]
 
 
-def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) -> None:
-    """The likeliest `width` nodes of the next level, ranked with the noise the target will draw
-    with."""
-    keys = [tree.row.noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]
+def _grow_plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
+    """Extend chains without filters, all of them in one call."""
+    keys = [tree.request.noise.target(tree.level) for tree in trees]
+    temperatures = [tree.request.params.sampling_temperature for tree in trees]
+    tokens = sample_tokens(logits, temperatures, keys, strict=False)
+    for tree, token in zip(trees, tokens, strict=True):
+        tree.frontier = [tree.draft.add(token, tree.frontier[0], source)]
+
+
+def _grow_beam(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) -> None:
+    """Add the likeliest `width` nodes, ranked with the noise that the target will draw with."""
+    noise = tree.request.noise
+    keys = [noise.target(len(tree.draft.path_to(node)) - 1) for node in tree.frontier]
     if width == 1:
         token = scores.argmax(-1) if greedy else gumbel_argmax(scores, keys)
         tree.frontier = [tree.draft.add(int(token), tree.frontier[0], source)]
@@ -183,51 +194,59 @@ def _coupled(tree: Tree, scores: Tensor, greedy: bool, width: int, source: str) 
         scores = rng.perturb(scores, keys)
     ranked = torch.log_softmax(scores.double(), -1)
     best, tokens = ranked.topk(min(width, ranked.shape[-1]))
-    candidates = [
-        (so_far + value, token, parent)
-        for so_far, parent, values, ids in zip(
-            tree.values, tree.frontier, best.tolist(), tokens.tolist(), strict=True
-        )
-        for value, token in zip(values, ids, strict=True)
-        if value > -torch.inf
-    ]
+    candidates = []  # (value, token, parent)
+    for i, parent in enumerate(tree.frontier):
+        for value, token in zip(best[i].tolist(), tokens[i].tolist(), strict=True):
+            if value > -torch.inf:
+                candidates.append((tree.values[i] + value, token, parent))
     candidates = sorted(candidates, key=lambda c: -c[0])[:width]
     tree.frontier = [tree.draft.add(token, parent, source) for _, token, parent in candidates]
     tree.values = [value for value, _, _ in candidates]
 
 
-def _sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
-    """The next level where laws are kept: nodes get a sampled child and their likeliest tokens
-    beside it, those that are expected to add most. What is sampled comes from the law without the
-    given tokens, and stands first."""
-    chances = scores.double().softmax(-1)
-    best, tokens = chances.topk(min(width - 1, chances.shape[-1]))
-    wishes = _wishes(tree.values, best)[:width]
+def _grow_sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
+    """Add the `width` nodes that are expected to add most: sampled children and likely tokens.
+
+    A sampled child is drawn from the distribution without its deterministic siblings, and precedes
+    them.
+    """
+    probs = scores.double().softmax(-1)
+    best, tokens = probs.topk(min(width - 1, probs.shape[-1]))
+    children = _best_children(tree.values, best)[:width]
     frontier, values = [], []
     for i, (parent, value) in enumerate(zip(tree.frontier, tree.values, strict=True)):
-        ranks = [rank for node, rank in wishes if node == i and rank >= 0]
-        given, beside = tokens[i, ranks], best[i, ranks]
+        ranks = [rank for node, rank in children if node == i and rank >= 0]
+        given = tokens[i, ranks]
+        given_probs = best[i, ranks]
         rest = scores[i].index_fill(0, given, -torch.inf)
-        if (i, -1) in wishes and torch.isfinite(rest).any():
-            token = int(gumbel_argmax(rest[None], [tree.row.noise.draft(parent)]))
+        if (i, -1) in children and torch.isfinite(rest).any():
+            token = int(gumbel_argmax(rest[None], [tree.request.noise.draft(parent)]))
             tree.probs[parent] = rest.double().softmax(-1).cpu().numpy()
             frontier.append(tree.draft.add(token, parent, source, Proposal.SAMPLED))
-            chance = AMONG_REST * max(1 - float(beside.sum()), 1e-9) if ranks else SAMPLED
-            values.append(value + math.log(chance))
-        for token, chance in zip(given.tolist(), beside.tolist(), strict=True):
+            remaining = max(1 - float(given_probs.sum()), 1e-9)
+            values.append(value + math.log(REST_RATE * remaining if ranks else SAMPLED_RATE))
+        for token, prob in zip(given.tolist(), given_probs.tolist(), strict=True):
             frontier.append(tree.draft.add(token, parent, source))
-            values.append(value + math.log(chance))
-    tree.frontier, tree.values = frontier, values
+            values.append(value + math.log(prob))
+    tree.frontier = frontier
+    tree.values = values
 
 
-def _wishes(values: Sequence[float], best: Tensor) -> list[tuple[int, int]]:
-    """Children there could be, those that add most first: (which node of the frontier, the rank of
-    a given token or -1 for a sampled one). best [F, R]: chances of the likeliest tokens."""
-    wishes = [(math.exp(value) * SAMPLED, i, -1) for i, value in enumerate(values)]
-    wishes += [
-        (math.exp(value) * chance * BESIDE, i, rank)
-        for i, (value, chances) in enumerate(zip(values, best.tolist(), strict=True))
-        for rank, chance in enumerate(chances)
-        if chance > 0
-    ]
-    return [(i, rank) for _, i, rank in sorted(wishes, key=lambda wish: -wish[0])]
+def _best_children(values: Sequence[float], best: Tensor) -> list[tuple[int, int]]:
+    """Rank the possible children of a frontier by what they are expected to add.
+
+    Args:
+        values: log-probability of each frontier node's path.
+        best: [F, R] probabilities of the likeliest tokens.
+
+    Returns:
+        (index in the frontier, rank of the token) of each child; rank -1 is a sampled one.
+    """
+    found = []
+    for i, value in enumerate(values):
+        found.append((math.exp(value) * SAMPLED_RATE, i, -1))
+    for i, value in enumerate(values):
+        for rank, prob in enumerate(best[i].tolist()):
+            if prob > 0:
+                found.append((math.exp(value) * prob * SIBLING_GAIN, i, rank))
+    return [(i, rank) for _, i, rank in sorted(found, key=lambda child: -child[0])]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from forerun.draft.compose import Asked, Offer, Ranking, ask
+from forerun.draft.compose import AskContext, Offer, Ranking, ask
 from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
 from forerun.engine.acceptance import Acceptance, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, PROBE_DEPTH, BatchState, DepthPolicy
@@ -103,7 +103,7 @@ class _Plan:
         self.reason = NOTHING
         self.left = list(proposer.parts)
         self.speed = 0.0
-        self._asking = ask(proposer, Asked(self.request.rule.branching, ranking))
+        self._asking = ask(proposer, AskContext(self.request.rule.branching, ranking))
         self.wanted: Proposer | None = self._next(next(self._asking))
 
     @property

@@ -1,4 +1,4 @@
-"""Structured output: a grammar as a value. `compiler.py` makes it one for the tokens of a model."""
+"""Structured output: grammars as values, which `compiler` compiles for a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LONGEST = 1 << 16  # characters of a grammar
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like, from its first token to its last.
+    """The form of an output, from its first token to its last.
 
-    JSON comes without optional white space, so that small models do not lose themselves in it; a
-    schema with {"x-guidance": {"whitespace_flexible": true}} allows it again.
+    JSON comes without optional white space, which small models tend to get lost in; a schema with
+    {"x-guidance": {"whitespace_flexible": true}} allows it again.
 
     Args:
         kind: json_schema, json_object (any JSON object), regex (Rust syntax, the whole output),
@@ -25,6 +25,9 @@ class Grammar:
             several tools).
         text: the schema as JSON, the regex, the Lark grammar, a JSON list of strings, or a JSON
             list of [name of a tool, JSON schema of its arguments]; "" for json_object.
+
+    Raises:
+        RequestError: the text is not valid for this kind.
     """
 
     kind: str
@@ -46,29 +49,27 @@ class Grammar:
             )
         try:
             self.text.encode()
-        except (
-            UnicodeEncodeError
-        ):  # lone surrogates, as bytes that are no UTF-8 come in on the command line
+        except UnicodeEncodeError:  # invalid UTF-8 of a command line becomes lone surrogates
             raise RequestError("the grammar is not valid Unicode text: give UTF-8") from None
-        value = _parse(self.text) if self.kind in ("json_schema", "choice", "tool_calls") else None
+        if self.kind not in ("json_schema", "choice", "tool_calls"):
+            return
+        value = _parse(self.text)
+        is_list = isinstance(value, list) and bool(value)
         if self.kind == "json_schema" and not isinstance(value, dict):
             raise RequestError(f"a JSON schema must be an object, not {short(self.text)}")
-        if self.kind == "tool_calls" and not (
-            isinstance(value, list) and value and all(map(_is_tool, value))
-        ):
+        if self.kind == "tool_calls" and not (is_list and all(map(_is_tool, value))):
             raise RequestError(
                 f"tool calls need a list of [name, JSON schema], not {short(self.text)}"
             )
-        if self.kind == "choice" and not (
-            isinstance(value, list) and value and all(_is_text(c) for c in value)
-        ):
+        if self.kind == "choice" and not (is_list and all(map(_is_text, value))):
             raise RequestError(
                 f"choices must be a list of strings, none of them empty, not {short(self.text)}"
             )
 
     @classmethod
     def of(cls, kind: str, value: dict[str, Any] | list[Any] | str = "") -> Grammar:
-        """A grammar from a schema or choices as Python values, or from its text."""
+        """Return a grammar of a schema or choices as Python values, or of its text. Raises
+        RequestError."""
         try:
             return cls(kind, value if isinstance(value, str) else json.dumps(value))
         except (TypeError, ValueError, RecursionError):
@@ -77,15 +78,14 @@ class Grammar:
             ) from None
 
     def source(self) -> str:
-        """The grammar in the language of llguidance. Raises RequestError."""
+        """Return the grammar in llguidance's language. Raises RequestError."""
         from llguidance import LLMatcher
 
         if self.kind == "regex":
             return LLMatcher.grammar_from_regex(self.text)
         if self.kind == "choice":
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(map(json.dumps, json.loads(self.text)))
-            )
+            choices = " | ".join(map(json.dumps, json.loads(self.text)))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
         if self.kind == "lark":
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "tool_calls":
@@ -94,7 +94,7 @@ class Grammar:
 
 
 def _schema(schema: dict[str, Any]) -> str:
-    """A JSON schema in the language of llguidance."""
+    """Return a JSON schema in llguidance's language."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_json_schema(
@@ -103,10 +103,10 @@ def _schema(schema: dict[str, Any]) -> str:
 
 
 def _calls(tools: list[tuple[str, dict[str, Any]]]) -> str:
-    """{"name":...,"arguments":...} with one of the names, in the language of llguidance.
+    """Return the grammar of {"name":...,"arguments":...} with one of the names.
 
-    The schema of each tool stays a document of its own, because its references count from its own
-    root."""
+    The schema of each tool stays a document of its own, because its references start at its root.
+    """
     rules, documents = [], []
     for i, (name, schema) in enumerate(tools):
         beginning = json.dumps(f'{{"name":{json.dumps(name)},"arguments":')
@@ -138,6 +138,6 @@ def _is_tool(value: object) -> bool:
 
 
 def short(text: str) -> str:
-    """One line of a message, not too long."""
+    """Return a text on one line of at most 200 characters, for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else line[:200] + " ..."

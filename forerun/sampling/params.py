@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of one generation, validated when it is made."""
+"""Sampling parameters of a request, validated when they are made."""
 
 from __future__ import annotations
 
@@ -10,31 +10,41 @@ from typing import Any
 from forerun.errors import RequestError, shorten, suggest
 from forerun.sampling.grammar import Grammar
 
-DEFAULT: Mapping[str, float] = (
-    MappingProxyType(  # llama.cpp's; used where neither the user nor the authors say anything
-        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
-    )
+# llama.cpp's defaults, for values that neither the user nor the model's authors set.
+DEFAULT: Mapping[str, float] = MappingProxyType(
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
 )
-NEUTRAL: Mapping[str, float] = (
-    MappingProxyType(  # greedy, and no filter changes the model's distribution
-        {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    )
+# Greedy decoding without filters.
+NEUTRAL: Mapping[str, float] = MappingProxyType(
+    {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 )
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 31),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.001, 100.0),
+    "max_tokens": (1, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+    "n": (1, 1024),
+}
+_INTEGERS = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop.
+    """Options of sampling, and of when to stop.
 
-    Temperature, top_k, top_p, min_p and repetition_penalty are None where they are not given. `LLM`
+    Temperature, top_k, top_p, min_p and repetition_penalty are None if they are not given. `LLM`
     and the server then take the value that the model's authors set, or else forerun's default
     (`resolved`). The engine itself, used without an `LLM`, takes None for the value that changes
     nothing: greedy decoding without filters.
 
-    Order of the filters: grammar, logit_bias, penalties, min_tokens, temperature, top_k, top_p,
-        min_p. All of them
-    act at every position of a draft with the text that would stand before it, so speculation never
-    changes what they do.
+    Filters apply in this order: grammar, logit_bias, penalties, min_tokens, temperature, top_k,
+    top_p, min_p. All of them apply at every position of a draft with the text before it, so
+    speculation never changes their effect.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
@@ -47,22 +57,26 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
             output. 0.001 to 100.
         logit_bias: {token id: amount added to its logit}. -100 to 100.
-        max_tokens: most tokens to produce.
+        max_tokens: maximum number of tokens to generate.
         min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a
-            grammar allows no more.
-        stop: a string or strings that end the text and are left out of it; may cross token borders.
+            grammar allows nothing else.
+        stop: a string or strings that end the text and are left out of it; they may cross token
+            borders.
         stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the
             text.
         ignore_eos: do not stop at the model's own end-of-text token.
-        seed: same seed, same prompt, same tokens. None draws one, and the result says which.
-        n: how many completions; completion i uses a seed derived from seed and i.
-        logprobs: None, or how many of the likeliest tokens to report beside each chosen token (0 to
-            20).
-        prompt_logprobs: None, or the same for each token of the prompt (0 to 20). max_tokens may
-            then be 0: the prompt is read and nothing is generated.
-        grammar: what the output must look like: Grammar.of("json_schema", {...}),
+        seed: the same seed and prompt give the same tokens. None draws one, which the result
+            reports.
+        n: number of completions; completion i uses a seed derived from seed and i.
+        logprobs: number of likeliest tokens to report beside each chosen token (0 to 20), or None.
+        prompt_logprobs: the same for each token of the prompt. max_tokens may then be 0: the prompt
+            is read and nothing is generated.
+        grammar: the form of the output: Grammar.of("json_schema", {...}),
             Grammar.of("json_object"), or of a "regex", a "lark" grammar or a "choice" of strings.
-            JSON comes without white space that may be left out.
+            JSON comes without optional white space.
+
+    Raises:
+        RequestError: a value is out of its range or of the wrong type.
     """
 
     temperature: float | None = None
@@ -85,11 +99,28 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
-        )
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
-        for name, low, high in _RANGES:
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        self._check_numbers()
+        if not isinstance(self.grammar, Grammar | None):
+            raise RequestError(
+                f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={shorten(self.ignore_eos)} must be true or false")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(
+                f"stop={shorten(stop)} must be strings, none of them empty: an empty one would stop"
+                " everything"
+            )
+        if not all(_is_integer(token) for token in stop_ids):
+            raise RequestError(f"stop_token_ids={shorten(stop_ids)} must be whole numbers")
+        self._check_bias()
+
+    def _check_numbers(self) -> None:
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name in DEFAULT:
                 continue
@@ -99,9 +130,9 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shorten(value)} is out of range: give a number from {low} to {high}"
                 )
-        for name in _WHOLE:
+        for name in _INTEGERS:
             value = getattr(self, name)
-            if value is not None and not _is_whole(value):
+            if value is not None and not _is_integer(value):
                 raise RequestError(f"{name}={shorten(value)} must be a whole number")
         if self.top_p == 0:
             raise RequestError(
@@ -113,7 +144,8 @@ class SamplingParams:
             )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise RequestError(
-                f"seed={shorten(self.seed)} is out of range: give a whole number from 0 to 2**63 - 1"
+                f"seed={shorten(self.seed)} is out of range: give a whole number from 0 to"
+                " 2**63 - 1"
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -121,36 +153,22 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shorten(value)} is out of range: give 0 to 20, or None"
                 )
-        if not isinstance(self.grammar, Grammar | None):
-            raise RequestError(
-                f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)"
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={shorten(self.ignore_eos)} must be true or false")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(
-                f"stop={shorten(self.stop)} must be strings, none of them empty: an empty one would stop everything"
-            )
-        if not all(_is_whole(token) for token in self.stop_token_ids):
-            raise RequestError(
-                f"stop_token_ids={shorten(self.stop_token_ids)} must be whole numbers"
-            )
-        if not isinstance(self.logit_bias, dict) or not all(
-            _is_whole(token) for token in self.logit_bias
-        ):
-            raise RequestError(
-                f"logit_bias={shorten(self.logit_bias)} must map token ids to amounts"
-            )
-        for token, amount in self.logit_bias.items():
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        if not isinstance(bias, dict) or not all(_is_integer(token) for token in bias):
+            raise RequestError(f"logit_bias={shorten(bias)} must map token ids to amounts")
+        for token, amount in bias.items():
             if not _is_number(amount) or not -100 <= amount <= 100:
                 raise RequestError(
-                    f"logit_bias of token {shorten(token)} is {shorten(amount)}: give a number from -100 to 100"
+                    f"logit_bias of token {shorten(token)} is {shorten(amount)}: give a number from"
+                    " -100 to 100"
                 )
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
-        """SamplingParams from keyword arguments; an unknown name is an error that names the
-        nearest."""
+        """Return SamplingParams of keyword arguments. Raises RequestError for unknown names, with
+        the nearest known one."""
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
@@ -161,9 +179,8 @@ class SamplingParams:
 
     @classmethod
     def pure(cls, **options: Any) -> SamplingParams:
-        """SamplingParams that nothing is added to: greedy decoding unless a temperature is given,
-        and no filter or penalty that is not among the options, whatever the model's authors set.
-        Measurements use it."""
+        """Return SamplingParams that nothing is added to, for measurements: greedy decoding unless
+        a temperature is given, and no other filter, whatever the model's authors set."""
         return cls.of(**{**NEUTRAL, **options})
 
     def resolved(self, advised: Mapping[str, Any]) -> SamplingParams:
@@ -178,19 +195,19 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever it was given as."""
+        """`stop` as a tuple."""
         return tuple(self.stop)
 
     @property
-    def heat(self) -> float:
-        """The temperature; 0 for greedy decoding, also where it is so small that dividing by it
-        means nothing."""
+    def sampling_temperature(self) -> float:
+        """The temperature; 0 for greedy decoding, also if it is so small that dividing by it means
+        nothing."""
         return 0.0 if self.temperature is None or self.temperature < 1e-6 else self.temperature
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.heat == 0
+        """True if the likeliest token is always taken."""
+        return self.sampling_temperature == 0
 
     @property
     def filters(self) -> tuple[int, float, float]:
@@ -200,45 +217,26 @@ class SamplingParams:
 
     @property
     def unfiltered(self) -> bool:
-        """Whether every token can be drawn: no top-k, top-p or min-p."""
+        """True if every token can be drawn: no top-k, top-p or min-p."""
         return self.filters == (0, 1.0, 0.0)
 
     @property
-    def damping(self) -> float:
-        """The repetition penalty as the engine applies it."""
-        return 1.0 if self.repetition_penalty is None else self.repetition_penalty
-
-    @property
-    def penalised(self) -> bool:
-        """Whether any penalty depends on the text so far."""
-        return self.damping != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    def has_penalties(self) -> bool:
+        """True if a penalty depends on the text so far."""
+        if self.repetition_penalty not in (None, 1.0):
+            return True
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-_RANGES = (
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 1 << 31),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.001, 100.0),
-    ("max_tokens", 1, 1 << 31),
-    ("min_tokens", 0, 1 << 31),
-    ("n", 1, 1024),
-)
-_WHOLE = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs")
-
-
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return _is_whole(value) or isinstance(value, float)
+    return _is_integer(value) or isinstance(value, float)
 
 
-def _listed(name: str, value: object) -> tuple[Any, ...]:
-    """A list or tuple as a tuple."""
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise RequestError(f"{name}={shorten(value)} must be a list")
     return tuple(value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from forerun.cli.progress import Tell
-from forerun.draft.recycle import TABLE, Successors
+from forerun.draft.recycle import TABLE, SuccessorTable
 from forerun.draft.suffix import Suffix
 from forerun.errors import ForerunError
 from forerun.sampling.params import SamplingParams
@@ -45,7 +45,7 @@ class TableBuilder(Suffix):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Successors(MAX_ENTRIES)
+        self.table = SuccessorTable(MAX_ENTRIES)
         self.positions = 0
 
     def learn(

@@ -1,8 +1,8 @@
-"""Verification rules: what part of a draft the target would have said itself.
+"""Verification rules: which part of a draft the target accepts.
 
-Every rule takes the drafts, the scores after each node and one `Noise` a request, and gives one
-`Verdict` a request. A rule never sees a request, and no rule but `typical` changes what is said
-(`lossy`)."""
+A rule takes drafts, the scores after each node and one `Noise` per request, and returns one
+`Verdict` per request. All rules but `typical` (`lossy`) preserve the target's output.
+"""
 
 from forerun.verify import block, match, token, tree, typical
 from forerun.verify.base import Noise, Rule, ratio

@@ -1,15 +1,16 @@
-"""What a rule is, the noise rules draw with, and what the ratio rules share.
+"""What a rule is, the noise that rules draw with, and what the ratio rules share.
 
 `match` draws the target's own token at every node with noise keyed by seed and absolute position,
-so its output is a function of (weights, prompt, parameters, seed) alone. The ratio rules toss coins
-keyed by (seed, root position): each round commits at least one token, so no coin is ever used
-twice."""
+so its output is a function of (weights, prompt, parameters, seed) alone. The ratio rules draw
+random numbers keyed by (seed, root position): each step commits at least one token, so none is used
+twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,14 +23,14 @@ from forerun.types import Draft, Proposal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of one request in one round.
+    """The noise of one request in one step.
 
     Attributes:
         seed: the request's seed.
         root: absolute position of the draft's root.
-        source: which of several drafters draws. Drafters whose nodes are merged into one tree must
-            draw independently: a rule takes every sampled node for a draw from its own q, whatever
-                else stands in the tree.
+        source: the number of the drafter that draws. Drafters whose nodes are merged into one tree
+            must draw independently: a rule takes every sampled node for a draw from its own q,
+            whatever else is in the tree.
     """
 
     seed: int
@@ -37,52 +38,53 @@ class Noise:
     source: int = 0
 
     def target(self, depth: int) -> int:
-        """The stream of the target's draw after a node at `depth`; a coupled drafter draws its
+        """Return the key of the target's draw after a node at `depth`; a coupled drafter draws its
         children with it."""
         return rng.stream(self.seed, Lane.TARGET, self.root + depth + 1)
 
     def draft(self, node: int) -> int:
-        """The stream of a drafter's own draw of a child of `node` in its own draft."""
-        return rng.stream(
-            self.seed, Lane.DRAFT, self.root, node, *([self.source] if self.source else [])
-        )
+        """Return the key of a drafter's own draw of a child of `node`."""
+        source = [self.source] if self.source else []
+        return rng.stream(self.seed, Lane.DRAFT, self.root, node, *source)
 
     def accept(self, p: float, q: float, node: int) -> bool:
-        """True with probability min(1, p / q); never where p is 0."""
+        """Return True with probability min(1, p / q); never if p is 0."""
         return rng.uniform(rng.stream(self.seed, Lane.ACCEPT, self.root, node)) * q < p
 
     def draw(self, weights: np.ndarray, node: int) -> int:
-        """A token with probability proportional to its weight [V]; never one of weight 0."""
+        """Draw a token with probability proportional to its weight [V]; never one of weight 0."""
         total = np.cumsum(weights)
         u = rng.uniform(rng.stream(self.seed, Lane.RESIDUAL, self.root, node))
-        return int(
-            np.searchsorted(total, min(u * total[-1], np.nextafter(total[-1], 0)), side="right")
-        )
+        position = min(u * total[-1], np.nextafter(total[-1], 0))
+        return int(np.searchsorted(total, position, side="right"))
 
 
 class Coins(Protocol):
-    """The part of `Noise` the ratio rules use; tests replace it by one that enumerates every
-    outcome."""
+    """The part of `Noise` that the ratio rules use; tests and `forerun check` pass an object that
+    enumerates every outcome."""
 
     def accept(self, p: float, q: float, node: int) -> bool: ...
     def draw(self, weights: np.ndarray, node: int) -> int: ...
 
 
-Verify = Callable[[Sequence[Draft], Tensor, Sequence[Noise]], list[Verdict]]
-Follow = Callable[[Sequence[Draft], Sequence[int]], list[Verdict]]
-RatioRule = Callable[[Draft, np.ndarray, Coins], Verdict]
+Verify: TypeAlias = Callable[[Sequence[Draft], Tensor, Sequence[Noise]], list[Verdict]]
+Follow: TypeAlias = Callable[[Sequence[Draft], Sequence[int]], list[Verdict]]
+RatioRule: TypeAlias = Callable[[Draft, np.ndarray, Coins], Verdict]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule and what drafting must know of it.
+    """A verification rule.
 
-    coupled: drafters share the target's noise and every node is GIVEN; otherwise they sample and
-        keep their law.
-    branching: the draft may be a tree; otherwise a chain.
-    lossy: the output is not the target's.
-    follow: the same verdicts from the target's own tokens after every node, where a rule needs
-        nothing else.
+    Attributes:
+        name: what users call it.
+        verify: returns one verdict per draft; scores [M, V] of the nodes of all drafts.
+        coupled: drafters share the target's noise and all nodes are deterministic; otherwise they
+            sample and keep their distributions.
+        branching: drafts may be trees; otherwise they are chains.
+        lossy: the output is not the target's.
+        follow: returns the same verdicts from the target's own token after every node, if the rule
+            needs nothing else.
     """
 
     name: str
@@ -94,43 +96,43 @@ class Rule:
 
 
 def ratio(rule: RatioRule) -> Verify:
-    """Run a rule on float64 probabilities, one request at a time."""
+    """Return a rule that runs on float64 probabilities, one request at a time."""
 
     def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
-        laws = torch.split(scores.double().softmax(-1).cpu(), [len(draft) for draft in drafts])
+        probs = torch.split(scores.double().softmax(-1).cpu(), [len(draft) for draft in drafts])
         return [
             rule(draft, p.numpy(), noise)
-            for draft, p, noise in zip(drafts, laws, noises, strict=True)
+            for draft, p, noise in zip(drafts, probs, noises, strict=True)
         ]
 
     return verify
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """[p - q]+, the unnormalised law after a rejection; p itself where rounding left nothing.
+    """Return [p - q]+, the unnormalised distribution after a rejection; p if rounding left nothing.
     [V]"""
     rest = np.maximum(p - q, 0)
     return rest if rest.sum() > 0 else p
 
 
 def probs_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
-    """q of `node` given everything drafted before it; one-hot where it is GIVEN, in the dtype of p
-    [N, V]. [V]"""
+    """Return q [V] of a node given everything drafted before it: one-hot if it is deterministic.
+
+    p [N, V]: the target's probabilities; q has its dtype then.
+    """
     parent, token = draft.parents[node], draft.tokens[node]
     if draft.proposals[node] is Proposal.DETERMINISTIC:
-        q: np.ndarray = np.zeros_like(p[parent])
-        q[token] = 1
-        return q
-    assert draft.probs is not None, "a sampled node needs the law it was drawn from"
-    q = draft.probs[parent]
+        one_hot: np.ndarray = np.zeros_like(p[parent])
+        one_hot[token] = 1
+        return one_hot
+    assert draft.probs is not None, "a sampled node needs the distribution it was drawn from"
+    q: np.ndarray = draft.probs[parent]
     if draft.proposals[node] is Proposal.WITHOUT_REPLACEMENT:
-        earlier = [
-            i
-            for i in range(1, node)
-            if draft.parents[i] == parent and draft.proposals[i] is Proposal.WITHOUT_REPLACEMENT
-        ]
         q = q.copy()
-        q[[draft.tokens[i] for i in earlier]] = 0
-        q = q / q.sum()
-    assert q[token] > 0, "a drafter proposed a token its own law forbids"
+        for i in range(1, node):
+            is_earlier = draft.proposals[i] is Proposal.WITHOUT_REPLACEMENT
+            if is_earlier and draft.parents[i] == parent:
+                q[draft.tokens[i]] = 0
+        q /= q.sum()
+    assert q[token] > 0, "a drafter proposed a token to which it gives no probability"
     return q

@@ -1,9 +1,10 @@
 """The default rule: draw the target's own token at every node, and follow the child that equals it.
 
 Sampling is an argmax of scores plus Gumbel noise keyed by seed and absolute position (Daliri et al.
-2408.07978), and plain decoding draws with the same noise. So the output is, token for token, what
-plain decoding would have said, at any temperature and with any draft, tree or pruning: what was
-drafted decides only how far one pass gets."""
+2408.07978), and plain decoding draws with the same noise. So the output is, token for token, that
+of plain decoding, at any temperature and with any draft, tree or pruning: the draft decides only
+how far one forward pass gets.
+"""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -16,17 +17,17 @@ from forerun.verify.base import Noise
 
 
 def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
-    """One verdict a draft. scores [M, V]: the nodes of all drafts one after the other."""
+    """Return one verdict per draft. scores [M, V]: the nodes of all drafts one after the other."""
     return follow_all(drafts, draw(drafts, scores, noises))
 
 
 def draw(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[int]:
-    """The target's own token after every node. [M]"""
+    """Return the target's own token after every node. [M]"""
     return gumbel_argmax(scores, streams(drafts, noises)).tolist()
 
 
 def streams(drafts: Sequence[Draft], noises: Sequence[Noise]) -> list[int]:
-    """The stream of noise that the target draws with after every node. [M]"""
+    """Return the key of the target's noise after every node. [M]"""
     return [
         noise.target(depth)
         for draft, noise in zip(drafts, noises, strict=True)
@@ -35,9 +36,9 @@ def streams(drafts: Sequence[Draft], noises: Sequence[Noise]) -> list[int]:
 
 
 def follow_all(drafts: Sequence[Draft], drawn: Sequence[int]) -> list[Verdict]:
-    """One verdict a draft, from the target's own tokens [M]."""
-    said = iter(drawn)
-    return [follow(draft, list(islice(said, len(draft)))) for draft in drafts]
+    """Return one verdict per draft, from the target's own tokens [M]."""
+    tokens = iter(drawn)
+    return [follow(draft, list(islice(tokens, len(draft)))) for draft in drafts]
 
 
 def follow(draft: Draft, drawn: Sequence[int]) -> Verdict:

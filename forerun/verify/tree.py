@@ -1,11 +1,12 @@
 """Generalised traversal verification: one recursion, exact for any mixture of children.
 
-A node holds the target's law, scaled by the mass with which its prefix is accepted. Each child
-takes its share: if its subtree is accepted, done; if not, what it could have taken is subtracted
-and the next sibling is tried. Children may be sampled with or without replacement or be given
-(n-gram, greedy); on a chain this is block verification, with children drawn without replacement it
-is traversal verification (2505.12398). Sampled siblings should come before given ones. Promises the
-target's distribution."""
+A node has the target's distribution, scaled by the mass with which its prefix is accepted. Each
+child takes its share: if its subtree is accepted, done; if not, what it could have taken is
+subtracted and the next sibling is tried. Children may be sampled with or without replacement or be
+deterministic (n-gram, greedy); on a chain this is block verification, with children drawn without
+replacement it is traversal verification (2505.12398). Sampled siblings should come before
+deterministic ones. Preserves the target's distribution.
+"""
 
 import numpy as np
 
@@ -14,15 +15,16 @@ from forerun.verify.base import Coins, probs_of
 
 
 def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    """p [N, V]: the target's law after each node."""
+    """Verify a tree. p [N, V]: the target's probabilities after each node."""
     children = draft.children()
 
     def visit(node: int, mass: float) -> tuple[int, int] | None:
-        """(last node kept, token drawn after it), or None when the prefix ending in `node` is
-        rejected."""
+        """Return (last node kept, token drawn after it), or None if the prefix that ends in `node`
+        is rejected."""
         rest = mass * p[node]
         for child in children[node]:
-            token, q = draft.tokens[child], probs_of(draft, child, p)
+            token = draft.tokens[child]
+            q = probs_of(draft, child, p)
             accepted = visit(child, min(1, rest[token] / q[token]))
             if accepted:
                 return accepted
@@ -30,7 +32,8 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
             left = rest.sum()
             whole = left + 1 - mass
             if whole > 0:
-                rest, mass = rest / whole, left / whole
+                rest = rest / whole
+                mass = left / whole
         if node == 0 or coins.accept(mass, 1, node):
             return node, coins.draw(rest if rest.sum() > 0 else p[node], node)
         return None

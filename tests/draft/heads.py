@@ -22,7 +22,7 @@ from forerun.draft.eagle.mtp import load_module, save_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer
 from forerun.draft.proposer import Proposer, TargetView
-from forerun.draft.registry import LEVELS
+from forerun.draft.registry import MEDUSA_LOADERS
 from tests import tiny
 from tests.draft import published
 from tests.draft.published import Published, PublishedTwin
@@ -80,7 +80,7 @@ def block(family: str, **changes: Any) -> Any:
 def medusa_style(family: str, made: Callable[[], Published]) -> Any:
     """Heads from a published directory, which remember their publication."""
     publication, directory = made(), tiny.new_directory("heads-") / "heads"
-    heads = LEVELS[publication.draft](publication.write(directory))
+    heads = MEDUSA_LOADERS[publication.draft](publication.write(directory))
     heads.published = publication
     return heads
 
@@ -113,12 +113,12 @@ KINDS = {
         name: Kind(
             name, medusa_style, medusa_proposer, PublishedTwin,
             lambda head, directory: head.published.write(directory),
-            lambda directory, view, name=name: LEVELS[name](directory), 1e-4,
+            lambda directory, view, name=name: MEDUSA_LOADERS[name](directory), 1e-4,
         )
         for name in ("mlp", "medusa")
     },
 }  # fmt: skip
-CACHED = [name for name in KINDS if name not in LEVELS]  # with a KV cache of their own
+CACHED = [name for name in KINDS if name not in MEDUSA_LOADERS]  # with a KV cache of their own
 WINDOWS = {
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "use_sliding_window": True, "sliding_window": 5,

@@ -225,10 +225,13 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
     cascade, text = Cascade(Scripted({0: [5] * 2}), model), text_of(90, 3)
     cascade.open(0, text)
     cascade.propose([row(text, depth=6)])
-    assert 90 not in cascade.plan.passes.sizes and max(cascade.plan.passes.sizes, default=0) <= 3
+    assert (
+        90 not in cascade.policy.forward_costs.sizes
+        and max(cascade.policy.forward_costs.sizes, default=0) <= 3
+    )
     for _ in range(3):
         cascade.propose([row(text, depth=6)])
-    assert cascade.plan.passes.at(1) == pytest.approx(1.0)
+    assert cascade.policy.forward_costs.at(1) == pytest.approx(1.0)
 
 
 def say_the_same(llm: LLM, rule: str) -> None:
@@ -274,4 +277,6 @@ def test_what_is_no_cascade(spec: str) -> None:
     before = set(llm.engine.proposers)
     with pytest.raises(ConfigError, match="is no cascade"):
         llm.generate("the name", draft="model>suffix")
-    assert set(llm.engine.proposers) == before and "model>suffix" not in llm.engine.proposers._made
+    assert (
+        set(llm.engine.proposers) == before and "model>suffix" not in llm.engine.proposers._composed
+    )

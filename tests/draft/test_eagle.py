@@ -236,7 +236,7 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
 
     def watched(trees: Any, logits: Tensor, width: int, source: str) -> None:
         for tree, own in zip(trees, logits, strict=True):
-            seen[tree.row.slot].append(own)
+            seen[tree.request.slot].append(own)
         grow(trees, logits, width, source)
 
     monkeypatch.setattr(eagle, "grow", watched)

@@ -27,7 +27,7 @@ from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import save_module
 from forerun.draft.head_files import read_config, read_layer, tensor_names
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.registry import LEVELS, kind_of
+from forerun.draft.registry import MEDUSA_LOADERS, kind_of
 from forerun.models.files import LARGEST
 from forerun.verify import Noise
 from tests import tiny
@@ -239,7 +239,7 @@ def test_a_published_format_is_read_as_it_is_meant(name: str, tmp_path: Path) ->
     assert_same(kind, KINDS[kind].load(directory, target()), head)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [case for case in CASES if case[0] in LEVELS])
+@pytest.mark.parametrize(("kind", "shape"), [case for case in CASES if case[0] in MEDUSA_LOADERS])
 def test_medusa_style_files_are_recognised(kind: str, shape: str, tmp_path: Path) -> None:
     """What they compute is compared with the papers' formulas in test_heads.py."""
     directory = SHAPES[kind][shape]["made"]().write(tmp_path / "heads")

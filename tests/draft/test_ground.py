@@ -3,7 +3,6 @@ if damaged."""
 
 from __future__ import annotations
 
-import errno
 import json
 import random
 import sqlite3
@@ -13,11 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun import LLM, LoadError, SamplingParams
+from forerun import LoadError
 from forerun.draft import corpus as passages
 from forerun.draft import retrieval as grounding
-from forerun.draft.corpus import BREAK, LIST, PASSAGE, File, Index, Segment, adding, passages_of
-from forerun.draft.retrieval import Ground, Retrieval, fit, ground
+from forerun.draft.corpus import (
+    BREAK,
+    LIST,
+    PASSAGE,
+    Index,
+    IndexedFile,
+    IndexSegment,
+    adding,
+    passages_of,
+)
+from forerun.draft.retrieval import Passages, Retrieval, find_passages, rank_passages
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
 from tests.draft.test_retrieval import row_of
@@ -34,7 +42,7 @@ def write(
     directory: Path, tokenizer: Tokenizer, texts: list[list[int]], vocab: int = VOCAB
 ) -> Index:
     with adding(directory, tokenizer, vocab) as writer:
-        writer.add(File("a", 1, len(texts)), texts)
+        writer.add(IndexedFile("a", 1, len(texts)), texts)
     return Index(directory)
 
 
@@ -52,7 +60,7 @@ def texts_of(seed: int) -> list[list[int]]:
     return [[int(VOCAB * generator.random() ** 4) for _ in range(length)] for length in lengths]
 
 
-def fit_twin(segments: list[Segment], tokens: list[int]) -> list[tuple[int, int]]:
+def fit_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int, int]]:
     """`fit` by looking at every passage."""
     all_passages = [
         (n, place, held.tolist())
@@ -61,14 +69,16 @@ def fit_twin(segments: list[Segment], tokens: list[int]) -> list[tuple[int, int]
     ]
     every = [token for segment in segments for token in segment.tokens.tolist()]
     scores, spent = dict[tuple[int, int], float](), 0
-    known = {token for token in tokens[-grounding.RECENT :] if token in every}
-    for token in sorted(known, key=lambda token: (every.count(token), token))[: grounding.WORDS]:
+    known = {token for token in tokens[-grounding.NUM_RECENT :] if token in every}
+    for token in sorted(known, key=lambda token: (every.count(token), token))[
+        : grounding.NUM_QUERIED
+    ]:
         spent += every.count(token)
         holding = [(n, place) for n, place, held in all_passages if token in held]
-        for passage in holding if spent <= grounding.FOUND else ():
+        for passage in holding if spent <= grounding.MAX_FOUND else ():
             worth = log(1 + (len(all_passages) - len(holding) + 0.5) / (len(holding) + 0.5))
             scores[passage] = scores.get(passage, 0.0) + worth
-    return sorted(scores, key=lambda passage: (-scores[passage], passage))[: grounding.FITTING]
+    return sorted(scores, key=lambda passage: (-scores[passage], passage))[: grounding.NUM_PASSAGES]
 
 
 @pytest.mark.parametrize("found", [50, 5_000])
@@ -79,7 +89,7 @@ def test_the_passages_are_those_that_looking_at_all_finds(
     for seed in range(3):
         segments = write(tmp_path / "index", tokenizer, texts_of(seed)).segments
     asked = [text for seed in (0, 1, 7) for text in texts_of(seed)]
-    chosen = [fit(segments, text) for text in asked]
+    chosen = [rank_passages(segments, text) for text in asked]
     assert chosen == [fit_twin(segments, text) for text in asked]
     assert len({len(passages) for passages in chosen}) > 1 and {
         of for c in chosen for of, _ in c
@@ -97,7 +107,7 @@ def test_passages_are_whole_texts_or_parts_of_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_longest_match_is_followed_the_best_passage_first() -> None:
-    near = Ground(
+    near = Passages(
         [
             np.array(text, np.uint32)
             for text in ([1, 2, 3, 4], [9, 2, 3, 5, 6, 7], [8, 2, 3, 5], [], [3, 4])
@@ -196,20 +206,8 @@ def test_bits_that_turn_in_a_table_draft_nothing_that_is_no_token(
     except LoadError:
         return
     for text in texts_of(2):
-        near = ground(segments, text)
+        near = find_passages(segments, text)
         assert near is None or all(0 <= token < VOCAB for token in near.retrieve(text[-16:], 8)[1])
-
-
-def test_places_that_are_none_are_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (segment,) = write(tmp_path, tokenizer, [[1, 2, 3]]).segments
-    assert [len(grounding._text(segment, place)) for place in (0, 1, 3, 4, 1 << 40, -1)] == [
-        3,
-        2,
-        0,
-        0,
-        0,
-        0,
-    ]
 
 
 @pytest.mark.parametrize("why", ["older", "no FTS5"])
@@ -226,49 +224,6 @@ def test_an_index_without_passages_drafts_as_before(
     )
     assert [draft.tokens for draft in retrieval.propose([row_of([1, 2, 3])])] == [[3, 4]]
     added = write(tmp_path, tokenizer, [[7, 8, 9]])  # what is added has some
-    assert fit(added.segments, [1, 2, 3]) == [] and fit(added.segments, [1, 8]) == [(1, 0)]
-
-
-def test_a_full_disk_leaves_the_index_as_it_was(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "index", tokenizer, texts_of(1))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
-    monkeypatch.setattr(passages, "TABLE", f"PRAGMA max_page_count=3; {passages.TABLE}")
-    real = sqlite3.connect
-
-    class Small(sqlite3.Connection):
-        """On a disk with room for a few pages."""
-
-        def execute(self, sql: str, *more: object) -> sqlite3.Cursor:
-            for statement in sql.split("; "):
-                done = super().execute(statement, *more)  # type: ignore[arg-type]
-            return done
-
-    monkeypatch.setattr(passages.sqlite3, "connect", lambda *a, **k: real(*a, factory=Small, **k))
-    for directory in (tmp_path / "index", tmp_path / "new"):
-        with (
-            pytest.raises(OSError, match="full") as raised,
-            adding(directory, tokenizer, VOCAB) as writer,
-        ):
-            writer.add(File("b", 1, 2), texts_of(2))
-        assert raised.value.errno == errno.EIO and "\n" not in str(raised.value)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
-    assert not (tmp_path / "new").exists()
-
-
-def test_texts_are_the_same_where_the_prompt_names_its_document(tmp_path: Path) -> None:
-    llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
-    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
-    prompt = "def add(a, b):\n    return a + b\n"
-    ids = llm.tokenizer.encode(prompt)  # type: ignore[union-attr]
-    plain = llm.generate(prompt, params)[0].token_ids
-    write(tmp_path / "index", llm.tokenizer, [[*ids, *plain]], llm.decoder.config.vocab)  # type: ignore[arg-type]
-    for temperature in (0.0, 0.8):
-        llm = LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512, depth=6)
-        params = SamplingParams.pure(
-            max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
-        )
-        said = llm.generate(prompt, params)[0]
-        assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
-        assert temperature or said.stats.by_source["retrieval"].accepted > 40
+    assert rank_passages(added.segments, [1, 2, 3]) == [] and rank_passages(
+        added.segments, [1, 8]
+    ) == [(1, 0)]

@@ -26,7 +26,7 @@ from forerun.draft.eagle.proposer import NativeEagle
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.medusa import NativeMedusa
 from forerun.draft.proposer import DraftRequest, Proposer, TargetView
-from forerun.draft.registry import LEVELS
+from forerun.draft.registry import MEDUSA_LOADERS
 from forerun.kernels import native
 from forerun.types import BESIDE, Draft, Proposal
 from forerun.verify import Noise
@@ -227,7 +227,7 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
                 patched.setattr(HiddenStateProposer, "draft_natively", lambda *_: False)
             own_view = view if way != "torch" else replace(view, form=None)
             drafter = KINDS[kind].propose(head, own_view)
-            if way != "one call" and kind in LEVELS:
+            if way != "one call" and kind in MEDUSA_LOADERS:
                 drafter.native = None
             rows.begin(drafter)
             drafts.append([drafter.propose(rows.rows) for _ in range(2)])
@@ -236,7 +236,9 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
     if kind == "block":
         expected = 3 if NativeBlock.supports(head.config) and head.config.is_bigram else 0
     else:
-        expected = 3 if kind in LEVELS else 2  # an EAGLE head begins a round with new pairs only
+        expected = (
+            3 if kind in MEDUSA_LOADERS else 2
+        )  # an EAGLE head begins a round with new pairs only
     assert len(rounds) == expected
     assert drafts[0] == drafts[1] == drafts[2]
     deepest = depth_of(kind, head)
@@ -276,7 +278,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
     first."""
     view, head = native_view(), head_of(kind, shape)
     rows, params = Rows(head, view), SamplingParams.pure(temperature=temperature)
-    depths = [3, 2, 3, 3] if kind in LEVELS else [6, 3, 7, 5]
+    depths = [3, 2, 3, 3] if kind in MEDUSA_LOADERS else [6, 3, 7, 5]
     rows.rows = [
         replace(row, params=params, depth=depth)
         for row, depth in zip(rows.rows, depths, strict=True)

@@ -10,7 +10,7 @@ import torch
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.self_speculation import SelfSpeculation, kept_layers
+from forerun.draft.self_speculation import SelfSpeculation, parse_layers
 from forerun.kernels import native
 from forerun.models.config import SINKS, load_config
 from forerun.models.decoder import load_decoder
@@ -55,13 +55,16 @@ def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    "draft", ["self:layers=1", "self:layers=1-2", "self:window=4", "suffix+self:layers=0,2"]
+    "draft",
+    ["self:layers=1", "self:layers=1-2", "self:window=4", "suffix+self:layers=0,2", "self:int8"],
 )
 @pytest.mark.parametrize(
     ("rule", "width"), [("match", 1), ("match", 3), ("token", 1), ("block", 1), ("tree", 2)]
 )
 def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: int) -> None:
     """In batches, with a pool so small that requests are preempted."""
+    if kernels == "torch" and draft == "self:int8":
+        pytest.skip("quantisation needs the native kernels")
     dtype = "float32" if kernels == "native" else "float64"
     llm = LLM(
         tiny.family("llama"), draft=draft, kernels=kernels, dtype=dtype, kv_tokens=256, depth=4, rule=rule, width=width,
@@ -158,18 +161,24 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
 
 def test_which_layers_are_kept() -> None:
     assert (
-        kept_layers("2", 4) == (0, 1)
-        and kept_layers("0-1,3", 4) == (0, 1, 3)
-        and kept_layers("4", 4) == (0, 1, 2, 3)
+        parse_layers("2", 4) == (0, 1)
+        and parse_layers("0-1,3", 4) == (0, 1, 3)
+        and parse_layers("4", 4) == (0, 1, 2, 3)
     )
     for said in ("0", "5", "1-9", "2,1", "1,1", "4-2", "999999", "0-2,999999"):
         with pytest.raises(ConfigError, match="is no part of this model's 4 layers"):
-            kept_layers(said, 4)
+            parse_layers(said, 4)
 
 
 @pytest.mark.parametrize(
-    "spec", ["self:layers=", "self:layers=a", "self:window=0", "self:window=-1", "self:layers"]
+    "spec",
+    ["self:layers=", "self:layers=a", "self:window=0", "self:window=-1", "self", "self:int2"],
 )
 def test_ways_that_are_none_are_one_line(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot draft for itself as .*self:layers=12"):
         LLM(tiny.family("llama"), draft=spec)
+
+
+def test_rounded_weights_need_the_native_kernels() -> None:
+    with pytest.raises(ConfigError, match="needs the native kernels"):
+        LLM(tiny.family("llama"), draft="self:int4", kernels="torch")

@@ -63,35 +63,6 @@ def test_draft_is_a_given_chain() -> None:
     assert draft.probs is None
 
 
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [1, 2, 1, 3]])
-def test_nothing_to_propose_is_a_root(tokens: list[int]) -> None:
-    proposer = NGram()
-    proposer.open(0, tokens)
-    (draft,) = proposer.propose([row(tokens)])
-    assert draft.tokens == [tokens[-1]]
-    assert draft.parents == [-1]
-
-
-def test_the_latest_occurrence_wins_and_the_longer_suffix_before_it() -> None:
-    proposer = NGram(3, 2)
-    proposer.open(0, [])
-    assert proposer.propose([row([1, 2, 7, 1, 2, 8, 1, 2], 1)])[0].tokens[1] == 8
-    proposer.open(0, [])
-    assert proposer.propose([row([5, 1, 2, 7, 1, 2, 8, 5, 1, 2], 1)])[0].tokens[1] == 7
-
-
-def test_proposing_changes_nothing() -> None:
-    """Twice the same, and the same as a proposer that was not asked before."""
-    tokens = random.Random(3).choices(range(3), k=40)
-    asked, fresh = NGram(), NGram()
-    asked.open(0, tokens)
-    fresh.open(0, tokens)
-    for end in range(1, 40):
-        first = asked.propose([row(tokens[:end])])
-        assert asked.propose([row(tokens[:end])]) == first
-    assert asked.propose([row(tokens)]) == fresh.propose([row(tokens)])
-
-
 def test_slots_are_apart_and_start_clean() -> None:
     proposer, a, b = NGram(), [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
     proposer.open(0, a)
@@ -102,15 +73,6 @@ def test_slots_are_apart_and_start_clean() -> None:
     proposer.open(0, [1, 2])
     assert proposer.propose([row([1, 2])])[0].tokens == [2]
     assert proposer.propose([row(b, 1, slot=1)])[0].tokens == [2, 4]
-
-
-def test_a_preempted_request_reads_its_text_again() -> None:
-    proposer, tokens = NGram(), [1, 2, 3, 1, 2]
-    proposer.open(0, tokens)
-    before = proposer.propose([row(tokens)])
-    proposer.close(0)
-    proposer.open(2, tokens)
-    assert proposer.propose([row(tokens, slot=2)]) == before
 
 
 @pytest.mark.parametrize(

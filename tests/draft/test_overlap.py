@@ -17,12 +17,12 @@ import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.overlap import Ahead
+from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
-from forerun.verify import RULES, Noise
+from forerun.verify import RULES
 from tests import tiny
 from tests.draft.test_cascade import KERNELS, say_the_same
 from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, text_of
@@ -30,20 +30,20 @@ from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
 
-class Driven(Ahead):
+class Driven(OverlapProposer):
     """Goes so many passes ahead (None: as many as there are), at once."""
 
     passes: int | None = None
 
     def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        run = self._thread.submit
-        self._thread.submit = lambda work, foresights: run(self._some, foresights)
+        run = self._pool.submit
+        self._pool.submit = lambda work, lookaheads: run(self._some, lookaheads)
         super().begin_overlap(rows, drafts)
         self.finish()
         self.end_overlap()
 
-    def _some(self, foresights: Sequence[object]) -> None:
-        for count, _ in enumerate(self.steps(foresights), 1):
+    def _some(self, lookaheads: Sequence[object]) -> None:
+        for count, _ in enumerate(self.steps(lookaheads), 1):
             if count == self.passes:
                 break
 
@@ -74,11 +74,11 @@ def same(found: Draft, expected: Draft) -> None:
     )
 
 
-def verdict(draft: Draft, ahead: Ahead, slot: int, chance: random.Random) -> list[int]:
+def verdict(draft: Draft, ahead: OverlapProposer, slot: int, chance: random.Random) -> list[int]:
     """What a target says of a draft: what was foreseen, or anything."""
-    foresight = ahead._foreseen.get(slot)
-    if foresight and foresight.branches and chance.random() < 0.7:
-        return list(chance.choice(foresight.branches).said)
+    lookahead = ahead._lookaheads.get(slot)
+    if lookahead and lookahead.branches and chance.random() < 0.7:
+        return list(chance.choice(lookahead.branches).outcome)
     path = draft.path_to(chance.randrange(len(draft)))
     return [*(draft.tokens[node] for node in path[1:]), chance.randrange(tiny.VOCAB)]
 
@@ -134,7 +134,7 @@ def test_what_was_foreseen_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> Non
         ahead.open(0, text)
         (draft,) = ahead.propose([row(text, depth=4)])
         ahead.begin_overlap([row(text, depth=4)], [draft])
-        text += ahead._foreseen[0].branches[0].said
+        text += ahead._lookaheads[0].branches[0].outcome
         passes.clear()
         (draft,) = ahead.propose([row(text, depth=4)])
         assert len(draft) == 5 and len(passes) == left and ahead.hits == 1
@@ -151,7 +151,7 @@ def test_outcomes_are_ranked_by_what_the_target_will_draw_with() -> None:
         ahead.open(0, text)
         (deep,) = ahead.propose([row(text, params, depth=4)])
         ahead.begin_overlap([row(text, params, depth=3)], [deep.first(3)])
-        said = [b.said for b in ahead._foreseen[0].branches]
+        said = [b.outcome for b in ahead._lookaheads[0].branches]
         assert tuple(deep.tokens[1:]) in said, (
             "the path goes on to the end, and then as the model would have said"
         )
@@ -171,7 +171,7 @@ def test_where_there_is_no_room_it_is_the_model_alone() -> None:
         ahead.begin_overlap(
             [row(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]
         )
-        assert not ahead._foreseen
+        assert not ahead._lookaheads
         (again,) = ahead.propose([row([*text, draft.tokens[1]])])
         assert again.tokens == draft.tokens[1:2] + again.tokens[1:] and len(again) > 1
         ahead.close(0)
@@ -185,7 +185,7 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
     if native.library() is None:
         pytest.skip(native.reason())
     alone, model = models("native", 2)
-    ahead, chance = Ahead(model), random.Random(5)
+    ahead, chance = OverlapProposer(model), random.Random(5)
     texts = {slot: text_of(4 + slot, slot) for slot in range(3)}
 
     def begin(slot: int, text: list[int]) -> None:
@@ -243,27 +243,15 @@ def test_what_cannot_draft_ahead(spec: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_noise_of_the_next_round_is_that_of_its_place() -> None:
-    """An outcome of depth d is drafted behind with the noise of the round whose root is d + 1
-    places further on."""
-    (model,) = models("torch", 1)
-    ahead, text = Driven(model), text_of(9)
-    ahead.open(0, text)
-    (draft,) = ahead.propose([row(text, WARM)])
-    ahead.begin_overlap([row(text, WARM)], [draft])
-    for branch in ahead._foreseen[0].branches:
-        assert branch.tree.row.noise == Noise(11, len(text) - 1 + len(branch.said))
-
-
 def test_what_fails_ahead_is_told_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """To who asks for a draft next, once; closing a slot is none of that."""
     (model,) = models("torch", 1)
-    ahead, text, rows = Ahead(model), text_of(9), [row(text_of(9))]
+    ahead, text, rows = OverlapProposer(model), text_of(9), [row(text_of(9))]
     ahead.open(0, text)
     ahead.open(1, text)
     (draft,) = ahead.propose(rows)
     with monkeypatch.context() as broken:
-        broken.setattr(ahead, "steps", lambda foresights: 1 / 0)
+        broken.setattr(ahead, "steps", lambda lookaheads: 1 / 0)
         for _ in range(2):
             ahead.begin_overlap(rows, [draft])
             ahead.finish()

@@ -72,7 +72,8 @@ def test_every_level_has_the_logits_of_transformers(
 
     def seeing(trees: list[Tree], said: Sequence[Tensor], *rest: Any) -> None:
         seen.extend(
-            (list(tree.row.tokens), laws.clone()) for tree, laws in zip(trees, said, strict=True)
+            (list(tree.request.tokens), laws.clone())
+            for tree, laws in zip(trees, said, strict=True)
         )
         grow_all(trees, said, *rest)
 
@@ -90,14 +91,6 @@ def test_every_level_has_the_logits_of_transformers(
     for text, laws in seen:
         # transformers rotates in float32
         assert torch.allclose(laws, levels(family, text, len(laws)), rtol=1e-4, atol=1e-4)
-
-
-def test_a_deeper_draft_begins_like_a_shallower_one() -> None:
-    drafter, text = proposer(), random.Random(1).choices(range(tiny.VOCAB), k=9)
-    drafter.open(0, text)
-    drafts = [drafter.propose([row(text, depth)])[0].tokens for depth in (1, 5, 3, 5)]
-    assert [len(tokens) for tokens in drafts] == [2, 6, 4, 6]
-    assert drafts[1] == drafts[3] and all(drafts[1][: len(tokens)] == tokens for tokens in drafts)
 
 
 def test_q_is_the_law_of_the_level() -> None:

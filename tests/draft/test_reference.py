@@ -3,7 +3,7 @@ again."""
 
 import random
 
-from forerun.draft.compose import Either
+from forerun.draft.compose import InTurn
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import DraftRequest, Reference
 from forerun.draft.reference import Alignment, References
@@ -81,7 +81,7 @@ def test_a_place_is_always_behind_an_occurrence() -> None:
 
 def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:
     references = (Reference("prediction", (7, 8, 9), 3, True),)
-    cascade = Either((References(), NGram()))
+    cascade = InTurn((References(), NGram()))
 
     def propose(tokens: list[int]) -> Draft:
         """The draft of the first part that has one."""

@@ -151,17 +151,6 @@ def test_names_that_stand_for_nothing(spec: str, said: str) -> None:
         parse_draft(spec)
 
 
-def test_both_draft_where_each_can_and_the_text_is_the_same() -> None:
-    """Copies and drafts with weights in one text, and plain decoding's tokens."""
-    llm = LLM(tiny.spoken(), draft=f"suffix+model:{tiny.spoken(0.1)}", depth=3, kv_tokens=512)
-    params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
-    prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
-    drafted = llm.generate(prompt, params)[0]
-    assert {"suffix", "model"} <= drafted.stats.by_source.keys()
-    assert drafted.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
-    assert drafted.token_ids == llm.generate(prompt, params, draft="model")[0].token_ids
-
-
 def test_commas_within_a_draft_do_not_end_it() -> None:
     text = "suffix, retrieval:a,b+suffix,self:layers=0-3,9,28-29,self:int4,retrieval:one,two,nonsense,auto,none"
     assert drafts_in(text) == [

@@ -16,19 +16,18 @@ from forerun.draft import corpus
 from forerun.draft.corpus import (
     BREAK,
     LIST,
-    File,
     Index,
-    Segment,
+    IndexedFile,
+    IndexSegment,
     adding,
     sort_suffixes,
     sort_suffixes_twin,
 )
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.retrieval import Retrieval, _Shelf, retrieve_twin
+from forerun.draft.retrieval import Retrieval, SegmentSearch, retrieve_twin
 from forerun.models.tokenizer import Tokenizer
 from forerun.verify import Noise
 from tests import tiny
-from tests.engine import build
 
 
 def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
@@ -38,14 +37,14 @@ def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
     ]
 
 
-def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> Segment:
+def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> IndexSegment:
     tokens = np.array([token for text in texts for token in (*text, BREAK)], np.uint32)
     suffixes, starts = (
         np.zeros(int((tokens != BREAK).sum()), np.uint32),
         np.zeros(vocab + 1, np.int64),
     )
     (sort_suffixes_twin if twin else sort_suffixes)(tokens, suffixes, starts)
-    return Segment("1", tokens, suffixes, starts, ())
+    return IndexSegment("1", tokens, suffixes, starts, ())
 
 
 def row_of(tokens: list[int], slot: int = 0, depth: int = 8) -> DraftRequest:
@@ -64,7 +63,7 @@ def test_what_is_found_is_what_looking_at_every_place_finds(seed: int) -> None:
     """Over few letters, so that there are matches of all lengths and votes to count."""
     letters = (1, 2, 3, 4, 8, 20)[seed]
     segments = [segment_of(texts_of(10 * seed + i, letters)) for i in range(3)]
-    shelf, matches = _Shelf(segments), set()
+    shelf, matches = SegmentSearch(segments), set()
     for text in texts_of(seed + 100, letters, 60):
         for most in (1, 5, 9):
             if text:
@@ -74,15 +73,8 @@ def test_what_is_found_is_what_looking_at_every_place_finds(seed: int) -> None:
     assert {0, 3} <= matches and (letters > 4 or max(matches) > 4)
 
 
-def test_nothing_goes_on_across_two_texts() -> None:
-    shelf = _Shelf([segment_of([[1, 2, 3, 4], [5, 6, 7, 8]])])
-    assert shelf.retrieve([1, 2, 3], 8) == (3, [4])
-    assert shelf.retrieve([2, 3, 4], 8) == (0, [])
-    assert shelf.retrieve([3, 4, 5], 8) == (0, [])
-
-
 def test_most_occurrences_decide_and_a_match_speaks_for_its_length() -> None:
-    shelf = _Shelf([segment_of([[1, 2, 3, 9, 9, 9, 9], *[[1, 2, 3, 4, 5, 6, 7]] * 2])])
+    shelf = SegmentSearch([segment_of([[1, 2, 3, 9, 9, 9, 9], *[[1, 2, 3, 4, 5, 6, 7]] * 2])])
     assert shelf.retrieve([1, 2, 3], 8) == (3, [4, 5, 6])
     assert shelf.retrieve([1, 2, 3], 2) == (3, [4, 5])
     assert shelf.retrieve([1, 2, 3, 9], 8) == (4, [9, 9, 9])
@@ -95,7 +87,7 @@ def tokenizer() -> Tokenizer:
 
 def write(directory: Path, tokenizer: Tokenizer, texts: list[list[int]], name: str = "a") -> None:
     with adding(directory, tokenizer, 50) as writer:
-        writer.add(File(name, 1, 2), texts)
+        writer.add(IndexedFile(name, 1, 2), texts)
 
 
 def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -108,7 +100,9 @@ def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tok
         len(added.segments) == 3 and added.count == once.count and added.tokenizer == once.tokenizer
     )
     for text in filter(None, texts_of(9, 3, 40)):
-        one, other = (_Shelf(index.segments).retrieve(text[-16:], 1) for index in (added, once))
+        one, other = (
+            SegmentSearch(index.segments).retrieve(text[-16:], 1) for index in (added, once)
+        )
         assert one[0] == other[0]
 
 
@@ -168,7 +162,7 @@ def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(
     for part in ("tokens", "suffixes"):
         path = tmp_path / f"0001.{part}"
         path.write_bytes(generator.bytes(path.stat().st_size))
-    shelf = _Shelf(Index(tmp_path).segments)
+    shelf = SegmentSearch(Index(tmp_path).segments)
     for text in filter(None, texts_of(9, 3, 40)):
         assert all(0 <= token < 50 for token in shelf.retrieve(text[-16:], 8)[1])
 
@@ -196,7 +190,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
         monkeypatch.setattr("forerun.utils.os.replace", fail)
     for directory in (tmp_path / "index", tmp_path / "new"):
         with pytest.raises((type(what), ForerunError)), adding(directory, tokenizer, 50) as writer:
-            writer.add(File("b", 1, 2), texts_of(2))
+            writer.add(IndexedFile("b", 1, 2), texts_of(2))
             if when == "tokens":
                 fail()
     assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
@@ -211,7 +205,7 @@ def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(
     with adding(tmp_path, tokenizer, 50) as writer:
         with pytest.raises(RequestError, match="another process"), adding(tmp_path, tokenizer, 50):
             pass
-        writer.add(File("empty", 1, 2), [[]])
+        writer.add(IndexedFile("empty", 1, 2), [[]])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -227,15 +221,6 @@ def test_room_is_taken_before_anything_is_mapped(
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "new", tokenizer, texts_of(1))
     assert not (tmp_path / "new").exists()
-
-
-def test_a_model_of_another_size_needs_an_index_of_its_own(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    write(tmp_path, tokenizer, texts_of(1))
-    with pytest.raises(LoadError, match="made for another tokenizer"):
-        Index(tmp_path).check(tokenizer, 51)
-    Index(tmp_path).check(tokenizer, 50)
 
 
 def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -268,7 +253,7 @@ def test_texts_are_the_same_and_the_documents_are_drafted(
     prompt = "def add(a, b):\n    return a + b\n"
     plain = llm.generate(prompt, params)[0].token_ids
     with adding(tmp_path / "index", tokenizer, llm.decoder.config.vocab) as writer:
-        writer.add(File("answers", 1, 2), [plain])
+        writer.add(IndexedFile("answers", 1, 2), [plain])
     for draft in (f"retrieval:{tmp_path}/index", f"suffix+retrieval:{tmp_path}/index"):
         for temperature in (0.0, 0.8):
             llm = LLM(tiny.spoken(), draft=draft, kv_tokens=512, depth=6)
@@ -280,32 +265,6 @@ def test_texts_are_the_same_and_the_documents_are_drafted(
             assert temperature or said.stats.by_source["retrieval"].accepted > (
                 20 if draft[0] == "r" else 0
             )
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rule", ["match", "token", "tree"])
-def test_batches_with_preemption_say_what_they_say_without(
-    temperature: float, rule: str, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes
-    in it."""
-    plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
-    generator = random.Random(1)
-    texts = [
-        [t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text]
-        for text in plain
-    ]
-    engine = build.engine("llama", [], rule=rule, chunk=3, tokens=build.SMALL)
-    with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
-        writer.add(File("said", 1, 2), texts)
-    engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]
-    requests = build.run(engine, "retrieval", temperature)
-    assert sum(r.stats.preemptions for r in requests) > 0
-    if rule == "match" or not temperature:
-        assert [list(r.output) for r in requests] == plain
-        counts = [r.stats.by_source["retrieval"] for r in requests]
-        assert 0 < sum(c.accepted for c in counts) < sum(c.drafted for c in counts)
-    assert sum(r.stats.preemptions for r in requests) > 0
 
 
 def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

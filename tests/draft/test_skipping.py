@@ -15,17 +15,16 @@ import torch
 
 from forerun import LLM, CapacityError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft import self_speculation as skipping
-from forerun.draft import self_speculation as skips
+from forerun.draft import self_speculation as selection
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.self_speculation import (
-    Kept,
+    LayerChoice,
+    SampleText,
     SelfSpeculation,
-    Text,
-    continued,
-    influence,
-    judge,
-    kept_layers,
+    evaluate,
+    generate_texts,
+    parse_layers,
+    rank_layers,
     search,
 )
 from forerun.models.decoder import Decoder, load_decoder
@@ -48,14 +47,14 @@ def runner(idle: tuple[int, ...] = ()) -> Runner:
     return Runner(decoder, tokens=512, page=16, slots=2)
 
 
-def texts_of(target: Runner) -> list[Text]:
-    return continued(target, PROMPTS, 24, ())
+def texts_of(target: Runner) -> list[SampleText]:
+    return generate_texts(target, PROMPTS, 24, ())
 
 
 @pytest.fixture(autouse=True)
 def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes as long as it has layers."""
-    monkeypatch.setattr(skipping, "_pass_seconds", lambda r: float(len(r.decoder.kept)))
+    monkeypatch.setattr(selection, "_forward_seconds", lambda r: float(len(r.decoder.kept)))
 
 
 def test_texts_are_what_the_model_says() -> None:
@@ -64,9 +63,11 @@ def test_texts_are_what_the_model_says() -> None:
     params = SamplingParams.pure(max_tokens=24, ignore_eos=True)
     said = [list(c.token_ids) for c in llm.generate(PROMPTS, params)]
     assert [list(t.tokens[t.start :]) for t in texts_of(target)] == said
-    ended = continued(target, PROMPTS[:1], 24, [said[0][5]])[0]
+    ended = generate_texts(target, PROMPTS[:1], 24, [said[0][5]])[0]
     assert ended.tokens[-1] == said[0][5] and len(ended.tokens) <= len(PROMPTS[0]) + 6
-    whole = continued(target, PROMPTS[:1], 24, [PROMPTS[0][-1]])[0]  # a prompt's own end is none
+    whole = generate_texts(target, PROMPTS[:1], 24, [PROMPTS[0][-1]])[
+        0
+    ]  # a prompt's own end is none
     assert whole.start == len(PROMPTS[0]) < len(whole.tokens)
 
 
@@ -75,23 +76,23 @@ def test_a_part_is_worth_what_its_drafts_are(kept: tuple[int, ...]) -> None:
     """The tokens that stand behind each place of the texts, by drafting there."""
     target = runner()
     texts, stood = texts_of(target), []
-    found = judge(target, kept, texts, 3.0)
+    found = evaluate(target, kept, texts, 3.0)
     for text in texts:
         for end in range(text.start, len(text.tokens)):
             tokens = list(text.tokens[:end])
-            target.cache.pages.grow(0, len(tokens) + skipping.DEEPEST)
+            target.cache.pages.grow(0, len(tokens) + selection.MAX_DEPTH)
             chain = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
             if len(tokens) > 1:
                 target.forward([chain])
                 target.cache.commit(0, range(len(tokens) - 1))
             (draft,) = SelfSpeculation(target, kept).propose(
-                [DraftRequest(0, tokens, SamplingParams(), Noise(1, 0), skipping.DEEPEST)]
+                [DraftRequest(0, tokens, SamplingParams(), Noise(1, 0), selection.MAX_DEPTH)]
             )
             pairs = zip(draft.tokens[1:], text.tokens[end:], strict=False)
             stood.append(
                 next(
                     (i for i, (a, b) in enumerate(pairs) if a != b),
-                    min(skipping.DEEPEST, len(text.tokens) - end),
+                    min(selection.MAX_DEPTH, len(text.tokens) - end),
                 )
             )
             target.cache.close(0)
@@ -107,26 +108,22 @@ def test_a_part_is_worth_what_its_drafts_are(kept: tuple[int, ...]) -> None:
 def test_layers_that_do_nothing_are_left_out() -> None:
     target = runner(idle=(1,))
     texts = texts_of(target)
-    assert influence(target, texts)[0] == 1
+    assert rank_layers(target, texts)[0] == 1
     heard: list[str] = []
     found = search(target, texts, 60.0, heard.append)
     assert 1 not in found.layers and heard
-    assert found.times >= judge(target, (0, 2), texts, 3.0).times
+    assert found.times >= evaluate(target, (0, 2), texts, 3.0).times
     assert not any(target.cache.length) and target.cache.pages.available == target.cache.pages.count
-
-
-def test_time_is_over() -> None:
-    """The first part that was judged is there."""
-    target = runner()
-    assert len(search(target, texts_of(target), 0.0, lambda _: None).layers) == 2
 
 
 def test_what_was_found_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
-    searched, find = [], skips.find
-    monkeypatch.setattr(skips, "find", lambda *a, **k: (searched.append(1), find(*a, **k))[1])
+    searched, find = [], selection.find_layers
+    monkeypatch.setattr(
+        selection, "find_layers", lambda *a, **k: (searched.append(1), find(*a, **k))[1]
+    )
     params, said = SamplingParams.pure(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True), []
     for _ in range(2):
         llm = LLM(tiny.family("llama"), draft="self:layers=auto", kv_tokens=512)
@@ -136,7 +133,7 @@ def test_what_was_found_is_remembered(
     assert len(searched) == 1 and min(said) > 10
     assert "self:layers=auto drafts with" in capsys.readouterr().err
     (path,) = (tmp_path / "layers").iterdir()
-    kept = Kept(**json.loads(path.read_text()))
+    kept = LayerChoice(**json.loads(path.read_text()))
     assert path.stat().st_size < 300
     whole = {"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}
     wrong = [
@@ -149,13 +146,13 @@ def test_what_was_found_is_remembered(
     ):  # fmt: skip
         path.write_text(broken)
         capsys.readouterr()
-        assert skips.recall(llm.engine.target, tiny.family("llama")) is None
+        assert selection.load_layers(llm.engine.target, tiny.family("llama")) is None
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "is damaged and ignored" in said
     path.write_text(
         json.dumps({"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5})
     )
-    assert skips.recall(llm.engine.target, tiny.family("llama")) == Kept(
+    assert selection.load_layers(llm.engine.target, tiny.family("llama")) == LayerChoice(
         tuple(kept.layers), 1.0, 2, 1.5
     )
 
@@ -171,5 +168,5 @@ def test_a_cache_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     [((0, 1, 2, 9), "0-2,9"), ((4,), "4-4"), ((0, 2, 3), "0,2-3"), ((0, 1, 5, 6, 7), "0-1,5-7")],
 )
 def test_layers_are_written_as_they_are_read(layers: tuple[int, ...], text: str) -> None:
-    assert skips.written(layers) == text
-    assert kept_layers(text, 10) == layers
+    assert selection.format_layers(layers) == text
+    assert parse_layers(text, 10) == layers

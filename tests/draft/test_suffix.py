@@ -15,7 +15,7 @@ import pytest
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.suffix import BREAK, Cursor, Suffix, SuffixAutomaton
 from forerun.sampling.params import SamplingParams
-from forerun.types import MEMORY, Proposal
+from forerun.types import MEMORY
 from forerun.verify import Noise
 
 
@@ -67,39 +67,12 @@ def test_match_against_a_naive_search(letters: int) -> None:
                 assert text[end - length + 1 : end + 1] == text[i - length + 1 : i + 1]
 
 
-@pytest.mark.parametrize("letters", [1, 2, 4])
-def test_every_state_ends_where_it_says(letters: int) -> None:
-    """Each state's longest string does end at `end`, so a continuation copied from there is a real
-    one."""
-    for text in texts(letters, 3, 40):
-        automaton = SuffixAutomaton()
-        for token in text:
-            automaton.append(token)
-        strings = {0: [()]}
-        for state in sorted(range(len(automaton.next)), key=lambda s: automaton.length[s]):
-            for token, after in automaton.next[state].items():
-                strings.setdefault(after, []).extend((*string, token) for string in strings[state])
-        for state, found in strings.items():
-            assert max(map(len, found)) == automaton.length[state]
-            for string in found:
-                end = automaton.end[state] + 1
-                assert tuple(text[end - len(string) : end]) == string
-
-
 def test_states_stay_within_twice_the_text() -> None:
     for text in texts(2, 6, 200):
         automaton = SuffixAutomaton()
         for token in text:
             automaton.append(token)
         assert len(automaton.next) <= 2 * len(text)
-
-
-def test_match_is_a_recent_one() -> None:
-    """The last of several occurrences says best what comes."""
-    automaton, text = SuffixAutomaton(), [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2]
-    for token in text:
-        automaton.append(token)
-    assert automaton.match == (2, 7)
 
 
 # ---------------------------------------------------------------- cursors
@@ -137,18 +110,6 @@ def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
             end = automaton.end[cursor.state] + 1
             assert cursor.length <= common(text, known)
             assert known[end - cursor.length : end] == text[len(text) - cursor.length :]
-
-
-def test_continuation_stops_between_two_texts() -> None:
-    automaton = SuffixAutomaton()
-    for token in (1, 2, 3, BREAK, 4, 5):
-        automaton.append(token)
-    cursor = Cursor(automaton)
-    for token in (1, 2):
-        cursor.follow(token)
-    assert cursor.continuation(5) == [3]
-    cursor.follow(3)
-    assert cursor.continuation(5) == []
 
 
 # ---------------------------------------------------------------- the proposer
@@ -191,53 +152,6 @@ def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
             assert not count or any(draft.tokens[1:] == loop(tokens, i, count) for i in ends)
 
 
-def test_draft_is_a_given_chain() -> None:
-    proposer = Suffix()
-    proposer.open(0, [])
-    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2, 3])])
-    assert draft.tokens == [3, 9, 1, 2]
-    assert draft.parents == [-1, 0, 1, 2]
-    assert draft.sources == ["", *["suffix"] * 3]
-    assert set(draft.proposals) == {Proposal.DETERMINISTIC}
-    assert draft.probs is None
-
-
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 1], [1, 2, 3, 4, 5]])
-def test_nothing_to_propose_is_a_root(tokens: list[int]) -> None:
-    proposer = Suffix()
-    proposer.open(0, tokens)
-    (draft,) = proposer.propose([row(tokens)])
-    assert (draft.tokens, draft.parents) == ([tokens[-1]], [-1])
-
-
-def test_proposing_changes_nothing() -> None:
-    tokens = random.Random(5).choices(range(3), k=40)
-    asked, fresh = Suffix(), Suffix()
-    for proposer in (asked, fresh):
-        finish(proposer, tokens[10:30])
-        proposer.open(0, tokens)
-    for end in range(1, 40):
-        first = asked.propose([row(tokens[:end])])
-        assert asked.propose([row(tokens[:end])]) == first
-    assert asked.propose([row(tokens)]) == fresh.propose([row(tokens)])
-
-
-def test_text_of_a_finished_request_is_found() -> None:
-    proposer = Suffix()
-    finish(proposer, [10, 11, 12, 13, 14, 15])
-    proposer.open(0, [1, 11, 12])
-    assert proposer.propose([row([1, 11, 12])])[0].tokens == [12, 13, 14]
-    assert proposer.propose([row([1, 11, 12, 13, 14])])[0].tokens == [14, 15]
-
-
-def test_text_that_finishes_later_is_found() -> None:
-    proposer = Suffix()
-    proposer.open(0, [1])
-    assert proposer.propose([row([1, 9])])[0].tokens == [9]
-    finish(proposer, [10, 11, 12, 13])
-    assert proposer.propose([row([1, 9, 10, 11])])[0].tokens == [11, 12, 13]
-
-
 def test_a_preempted_request_is_not_remembered() -> None:
     proposer = Suffix()
     proposer.open(0, [10, 11, 12, 13])
@@ -268,20 +182,6 @@ def test_a_match_never_spans_two_texts() -> None:
         assert len(draft) == 1
 
 
-def test_slots_are_apart_and_start_clean() -> None:
-    proposer = Suffix(memory=1)
-    a, b = [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
-    proposer.open(0, a)
-    proposer.open(1, b)
-    drafts = proposer.propose([row(b, 1, slot=1), row(a, 1, slot=0)])
-    assert [draft.tokens for draft in drafts] == [[2, 4], [2, 3]]
-    proposer.close(0)
-    proposer.open(0, [1, 2])
-    assert proposer.propose([row([1, 2])])[0].tokens == [2]
-    proposer.close(1)
-    assert proposer.propose([row([1, 2])])[0].tokens == [2]
-
-
 def test_memory_is_bounded_by_two_generations() -> None:
     memory, proposer, chance = 50, Suffix(memory=50), random.Random(6)
     for _ in range(60):
@@ -290,19 +190,6 @@ def test_memory_is_bounded_by_two_generations() -> None:
         for automaton in proposer.memories[""]:
             assert len(automaton.text) <= memory + 1
             assert len(automaton.next) <= 2 * memory + 3
-
-
-def test_the_older_generation_is_still_found_and_the_one_before_is_not() -> None:
-    proposer = Suffix(memory=8)
-    generations = [[10 * g + i for i in range(6)] for g in range(1, 4)]
-    for text in generations:
-        finish(proposer, text)
-    found = []
-    for text in generations:
-        proposer.open(0, [])
-        found.append(proposer.propose([row(text[:3])])[0].tokens[1:])
-        proposer.close(0)
-    assert found == [[], [23, 24, 25], [33, 34, 35]]
 
 
 def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
@@ -325,16 +212,6 @@ def test_a_new_generation_in_the_middle_of_a_match() -> None:
     assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4, 5, 6]
     finish(proposer, [9] * 8)
     assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4]
-
-
-def test_a_slot_that_is_used_again_forgets_its_match() -> None:
-    proposer = Suffix()
-    finish(proposer, [1, 2, 3, 4])
-    proposer.open(0, [])
-    assert proposer.propose([row([1, 2])])[0].tokens == [2, 3, 4]
-    proposer.close(0)
-    proposer.open(0, [])
-    assert proposer.propose([row([3])])[0].tokens == [3]
 
 
 def explained(

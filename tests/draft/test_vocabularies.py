@@ -12,7 +12,12 @@ import random
 import pytest
 import torch
 
-from forerun.draft.cross_vocabulary import RetokenizedText, Shared, behind, continued, same_tokens
+from forerun.draft.cross_vocabulary import (
+    RetokenizedText,
+    context_bytes,
+    same_tokens,
+    tokens_behind,
+)
 from tests import other_words
 from tests.other_words import KINDS, shared, tokenizer, words
 
@@ -37,7 +42,7 @@ def test_shared_tokens_mean_the_same_bytes(kind: str) -> None:
     for token, own in enumerate(found.to_target):
         if own >= 0:
             assert found.to_draft[own] == token
-            assert words("target").meanings[own] == words(kind).meanings[token]
+            assert words("target").spellings[own] == words(kind).spellings[token]
             assert words("target").special.get(own) == words(kind).special.get(token)
 
 
@@ -48,13 +53,8 @@ def test_shared_tokens_mean_the_same_bytes(kind: str) -> None:
 def test_tokens_meet_however_they_are_written(text: str, target: str, drafter: str) -> None:
     found, ours, theirs = shared("pieces"), words("target"), words("pieces")
     own, other = ours.tokenizer.vocabulary()[target], theirs.tokenizer.vocabulary()[drafter]
-    assert ours.meanings[own] == theirs.meanings[other] == text.encode("latin-1")
+    assert ours.spellings[own] == theirs.spellings[other] == text.encode("latin-1")
     assert found.to_target[other] == own and found.to_draft[own] == other
-
-
-def test_a_token_of_several_spaces_keeps_all_of_them() -> None:
-    theirs = words("pieces")
-    assert theirs.meanings[theirs.tokenizer.vocabulary()["▁▁"]] == b"  "
 
 
 def test_special_tokens_are_shared_by_their_text_alone() -> None:
@@ -63,14 +63,6 @@ def test_special_tokens_are_shared_by_their_text_alone() -> None:
     assert found.to_draft[own["</s>"]] == other["</s>"]
     assert found.to_draft[own["<pad>"]] == -1 and found.to_target[other["<end>"]] == -1
     assert words("pieces").opening == [words("pieces").tokenizer.vocabulary()["<s>"]]
-
-
-def test_share_and_what_is_told_of_it() -> None:
-    found = shared("bytes")
-    own, other = len(words("target").by_meaning()), len(words("bytes").by_meaning())
-    assert found.share == (len(found) / own, len(found) / other)
-    told = f"the draft model has another vocabulary: {len(found)} of its {other} tokens ({len(found) / other:.0%}"
-    assert found.told.replace(" %", "%") == told + ") are the target's too"
 
 
 def test_same_vocabularies_are_known_by_their_ids() -> None:
@@ -82,7 +74,7 @@ def test_same_vocabularies_are_known_by_their_ids() -> None:
 def test_scores_go_across_to_the_tokens_that_mean_the_same(kind: str) -> None:
     found = shared(kind)
     scores = torch.randn(2, len(found.to_target))
-    across, others = found.across(scores), found.others(scores)
+    across, others = found.to_target_scores(scores), found.unshared_scores(scores)
     for token, own in enumerate(found.to_target):
         if own >= 0:
             assert across[:, own].tolist() == scores[:, token].tolist()
@@ -127,14 +119,6 @@ def test_tokens_do_not_depend_on_how_the_text_came(kind: str, text: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_unbroken_text_is_settled_too(kind: str) -> None:
-    """Else a long one would be read from its beginning in each round."""
-    text = read_at_once(kind, ids(UNBROKEN))
-    assert len(text.tokens) - text.settled < 300
-    assert tokenizer(kind).decode(text.tokens) == UNBROKEN
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
     tokens, text = [*ids("so "), *ids("👍")], RetokenizedText(shared(kind))
     for end in range(len(ids("so ")), len(tokens)):
@@ -143,23 +127,6 @@ def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
         assert "\ufffd" not in tokenizer(kind).decode(text.tokens)
     text.read(tokens)
     assert not text.pending and tokenizer(kind).decode(text.tokens) == "so 👍"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_are_no_text_do_no_harm(kind: str) -> None:
-    byte = words("target").tokenizer.vocabulary()["ÿ"]
-    text = read_at_once(kind, [*ids("so"), byte, byte, *ids(" it is")])
-    assert tokenizer(kind).decode(text.tokens) == "so\ufffd\ufffd it is"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_without_a_counterpart_are_nothing(kind: str) -> None:
-    own = words("target").tokenizer.vocabulary()
-    text = read_at_once(kind, [own["<pad>"], *ids("true"), own["</s>"], *ids(" null")])
-    end = tokenizer(kind).vocabulary()["</s>"]
-    pad = [t for t in [shared(kind).to_draft[own["<pad>"]]] if t >= 0]
-    alone = tokenizer(kind).encode("true")
-    assert text.tokens[: len(alone) + len(pad) + 1] == [*pad, *alone, end] if pad else [*alone, end]
 
 
 def test_an_opening_that_the_text_brings_along_is_not_doubled() -> None:
@@ -177,37 +144,24 @@ def test_an_opening_that_the_text_brings_along_is_not_doubled() -> None:
 )
 def test_what_follows_is_spelled_as_it_stands(text: str, follows: str) -> None:
     target = words("target")
-    before = behind(target, ids(text))
-    tokens = continued(target, before, before + follows.encode())
-    assert b"".join(target.meanings[token] for token in tokens) == follows.encode()
+    before = context_bytes(target, ids(text))
+    tokens = tokens_behind(target, before, before + follows.encode())
+    assert b"".join(target.spellings[token] for token in tokens) == follows.encode()
 
 
 def test_a_token_that_reaches_back_is_spelled_by_itself() -> None:
     """The text ends within a word: its rest is proposed, not the word."""
     target = words("target")
     assert len(ids('"name"')) < len(ids('"na')) + len(ids('me"'))
-    tokens = continued(target, b'"na', b'"name"')
+    tokens = tokens_behind(target, b'"na', b'"name"')
     assert tokens == target.encode(['me"'])[0]
-
-
-def test_half_a_character_goes_on_with_its_other_half() -> None:
-    target, whole = words("target"), ids("so 👍!")
-    before = behind(target, whole[:-3])
-    assert continued(target, before, "so 👍!".encode()) == whole[-3:]
-    assert continued(target, before, "so 数!".encode()) == []
-    assert continued(target, before, before[:-2]) == []
 
 
 def test_an_unfinished_character_is_not_proposed() -> None:
     target = words("target")
-    assert continued(target, b"so", b"so it \xf0\x9f") == target.encode([" it "])[0]
+    assert tokens_behind(target, b"so", b"so it \xf0\x9f") == target.encode([" it "])[0]
 
 
 def test_only_tokens_that_the_model_has_are_proposed() -> None:
-    less = other_words.Words(tokenizer("target"), max(ids("the")))
-    assert continued(less, b"", b"the") == ids("the")[: ids("the").index(max(ids("the")))]
-
-
-def test_no_shared_token() -> None:
-    found = Shared(words("target"), other_words.Words(tokenizer("bytes"), 0))
-    assert len(found) == 0 and found.share == (0, 0)
+    less = other_words.ModelVocabulary(tokenizer("target"), max(ids("the")))
+    assert tokens_behind(less, b"", b"the") == ids("the")[: ids("the").index(max(ids("the")))]

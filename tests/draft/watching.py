@@ -37,8 +37,8 @@ class Watch:
     first: dict[int, int] = field(default_factory=dict)
 
     def node(self, tree: Any, path: tuple[int, ...], logits: Tensor) -> None:
-        begin = self.first.get(tree.row.slot, 0)
-        self.seen.append((tuple(tree.row.tokens), path, begin, logits.clone()))
+        begin = self.first.get(tree.request.slot, 0)
+        self.seen.append((tuple(tree.request.tokens), path, begin, logits.clone()))
 
 
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:

@@ -11,13 +11,13 @@ import torch
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.cascade import Cascade
-from forerun.draft.compose import Either
+from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel, Pard
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads
 from forerun.draft.ngram import NGram
-from forerun.draft.overlap import Ahead
+from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix
@@ -53,7 +53,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one 
 HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 
 
-class Foreseeing(Ahead):
+class Foreseeing(OverlapProposer):
     """Drafts ahead before the pass begins and not beside it: tiny targets leave it no time."""
 
     def begin_overlap(self, rows: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
@@ -138,7 +138,7 @@ def engine(
             for name, kind in BLOCKS.items()
         },
         "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
-        "both": lambda: Either(
+        "both": lambda: InTurn(
             (
                 NGram(longest=3, shortest=1),
                 pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1),
@@ -192,10 +192,10 @@ def check_idle(engine: Engine) -> None:
     parts = [
         part
         for p in engine.proposers.values()
-        for part in (p.parts if isinstance(p, Either) else (p,))
+        for part in (p.parts if isinstance(p, InTurn) else (p,))
     ]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
-    caches += [p.inner.runner.cache for p in parts if isinstance(p, Ahead)]
+    caches += [p.inner.runner.cache for p in parts if isinstance(p, OverlapProposer)]
     caches += [p.cache for p in parts if isinstance(p, (EagleProposer, BlockProposer))]
     for cache in caches:
         cache.pages.check()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.draft.compose import Best, Either
+from forerun.draft.compose import BestOf, InTurn
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, BatchState
@@ -45,7 +45,7 @@ class Sometimes(Proposer):
 
 def engine_of(*parts: Proposer) -> Engine:
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    return Engine(runner, {"both": Either(parts)})
+    return Engine(runner, {"both": InTurn(parts)})
 
 
 def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
@@ -222,7 +222,7 @@ def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
 
 def test_a_cascade_of_cascades_is_flat() -> None:
     parts = [Sometimes(name, 1) for name in "abc"]
-    cascade = Either((parts[0], Either(parts[1:])))
+    cascade = InTurn((parts[0], InTurn(parts[1:])))
     assert list(cascade.parts) == parts and cascade.name == "a+b+c"
 
 
@@ -261,7 +261,7 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     text = plain.tokens if right else [token ^ 1 for token in plain.tokens]
     engine = Engine(
         Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4),
-        {"both": Either([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
+        {"both": InTurn([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
     )  # fmt: skip
     kind = kind_of_match("copies", 5)
     asked: list[str] = []
@@ -308,7 +308,7 @@ def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     for parts in ((short, long), (long, short)):
-        best = Best(parts)
+        best = BestOf(parts)
         engine = cheap(best)
         said(engine, best.name)
         request = said(engine, best.name)
@@ -327,7 +327,7 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     rates = {"short": 0.25, "long": 0.75}
     for parts in ((short, long), (long, short)):
-        best = Best(parts)
+        best = BestOf(parts)
         engine = cheap(best)
         said(engine, best.name)
         engine.policy.acceptance_rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
@@ -377,7 +377,7 @@ def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows]
     )
-    best = Best((first, rival))
+    best = BestOf((first, rival))
     engine = cheap(best)
     engine.set_policy(build.Eager())
     monkeypatch.setattr(engine.policy, "rank", lambda groups, batch: list(range(len(groups))))

@@ -9,7 +9,7 @@ import torch
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
-from forerun.draft.compose import Either
+from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.hidden_states import as_tensor
 from forerun.draft.ngram import NGram
@@ -57,7 +57,7 @@ def watching(
     decoder: object, drafter: object, wrap: bool, **options: int
 ) -> tuple[Engine, Watcher]:
     watcher = Watcher(Runner(drafter, tokens=1024, page=4, slots=8), width=3)
-    proposer: Proposer = Either((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
+    proposer: Proposer = InTurn((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
     shape = {"tokens": 1024, "page": 4, "slots": 8, "chunk": 7} | options
     chunk = shape.pop("chunk")
     return Engine(Runner(decoder, **shape), {"watch": proposer}, chunk=chunk), watcher

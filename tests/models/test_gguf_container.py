@@ -192,7 +192,10 @@ HEADERS = {
         with_value(ARRAY, array(ARRAY, [], 1) + bytes(64)),
         "array of the unknown type 9 in x",
     ),
-    "array-of-13": (with_value(ARRAY, array(13, [], 1) + bytes(64)), "array of the unknown type 13 in x"),
+    "array-of-13": (
+        with_value(ARRAY, array(13, [], 1) + bytes(64)),
+        "array of the unknown type 13 in x",
+    ),
     "array-2^62": (with_value(ARRAY, array(4, [], 2**62)), "ends within x"),
     "array-2^64": (with_value(ARRAY, array(10, [], 2**64 - 1)), "ends within x"),
     "strings-2^61": (

@@ -21,7 +21,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from forerun.cache.attention import TOGETHER, Segment
+from forerun.cache.attention import MAX_BATCHED, Segment
 from forerun.errors import LoadError
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder, longest_context
@@ -173,7 +173,7 @@ def test_chunks_then_single_tokens(case: Case) -> None:
     texts = [text_of(case.prefix + 30, 1), text_of(case.prefix + 27, 2)]
     session = Session(decoder(case.name, case.context))
     logits: list[list[Tensor]] = [[], []]
-    for size in (1, 7, TOGETHER + 3, 5, *[1] * case.prefix, *[1] * 30):
+    for size in (1, 7, MAX_BATCHED + 3, 5, *[1] * case.prefix, *[1] * 30):
         segments = []
         for slot, text in enumerate(texts):
             at = len(session.texts[slot])
@@ -194,7 +194,7 @@ def test_trees_of_two_slots_beside_a_chunk(case: Case) -> None:
     prefixes = [
         text_of(case.prefix, 3),
         text_of(case.prefix + 5, 4),
-        text_of(TOGETHER + 6 + case.prefix, 5),
+        text_of(MAX_BATCHED + 6 + case.prefix, 5),
     ]
     for slot in (0, 1):
         session.read(slot, prefixes[slot][:9])

@@ -10,7 +10,6 @@ import math
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
@@ -142,23 +141,6 @@ def test_filters_equal_the_reference_at_every_node(name, kind):
             assert_same_law(scores[node], reference(logits[node], params, output + path))
 
 
-def test_mixed_batch_equals_the_reference():
-    dice = random.Random(0)
-    settings = [SamplingParams.pure(**options) for options in FILTERS.values()]
-    drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
-    outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
-    logits = random_logits(1, sum(map(len, drafts)), VOCAB)
-    scores = filter_logits(
-        logits, drafts, [started(p, o) for p, o in zip(settings, outputs, strict=True)]
-    )
-    row = 0
-    for draft, params, output in zip(drafts, settings, outputs, strict=True):
-        for node in range(len(draft)):
-            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
-            assert_same_law(scores[row], reference(logits[row], params, output + path))
-            row += 1
-
-
 @pytest.mark.parametrize("only", [*FILTERS, None])
 def test_tokens_are_drawn_from_the_filtered_scores(only):
     """With each parameter alone, some of which need no scores, and with all of them in one
@@ -256,10 +238,6 @@ def test_top_k_keeps_ties_at_the_border(k, kept):
     assert shaped([2.0, 3.0, 1.0, 2.0, 0.5, 2.0], temperature=1.0, top_k=k)[0] == kept
 
 
-def test_top_k_does_not_bring_back_forbidden_tokens():
-    assert shaped([1.0, -math.inf, 0.0, -math.inf], temperature=1.0, top_k=3)[0] == [0, 2]
-
-
 @pytest.mark.parametrize(
     "top_p, kept",
     [
@@ -276,10 +254,6 @@ def test_top_p_at_its_borders(top_p, kept):
     assert shaped(logs(0.5, 0.25, 0.125, 0.125), temperature=1.0, top_p=top_p)[0] == kept
 
 
-def test_top_p_keeps_the_lowest_ids_of_many_equals():
-    assert shaped([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
-
-
 @pytest.mark.parametrize(
     "chances", [(0.5, 0.5, 0.0), (1.0, 1e-30, 1e-40), (0.9999999, 1e-8, 1e-9)], ids=str
 )
@@ -291,14 +265,6 @@ def test_top_p_of_1_never_cuts(chances):
     )
     assert torch.equal(scores[0], logits[0] - logits[0].max())
     assert probs_of(scores[1]).keys() == {0}
-
-
-def test_top_p_of_1_never_cuts_a_long_tail():
-    logits = random_logits(7, 2, 50_000) * 2
-    scores = shape_logits(
-        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)]
-    )
-    assert torch.equal(scores[0], logits[0] - logits[0].max())
 
 
 @pytest.mark.parametrize("top_p", [1e-3, 1e-30, 1e-46, 1e-300])
@@ -315,11 +281,6 @@ def test_min_p_keeps_the_token_at_its_border(min_p, dtype):
     assert kept == [0, 1]
 
 
-def test_min_p_is_taken_after_temperature():
-    assert shaped(logs(0.6, 0.3, 0.1), temperature=1.0, min_p=0.4)[0] == [0, 1]
-    assert shaped(logs(0.6, 0.3, 0.1), temperature=0.5, min_p=0.4)[0] == [0]
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-46, 1e-300])
 def test_a_temperature_near_0_is_greedy(temperature):
     """Not infinite and not NaN: a row that is either says a wrong token."""
@@ -327,59 +288,6 @@ def test_a_temperature_near_0_is_greedy(temperature):
     chances = scores.double().softmax(-1)
     assert chances.isfinite().all()
     assert chances.argmax() == 1 and chances[1] > 0.999
-
-
-def test_penalties_see_the_prompt_only_where_documented():
-    """Repetition counts the prompt; presence and frequency count the output alone."""
-    logits = torch.ones(1, VOCAB)
-    repeated = filter_logits(
-        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, repetition_penalty=2.0))]
-    )
-    assert [t for t in range(VOCAB) if repeated[0, t] != 0] == sorted(set(PROMPT))
-    present = filter_logits(
-        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))]
-    )
-    assert torch.equal(present, logits - 1)
-
-
-def test_repeated_tokens_of_a_draft_are_counted_each_time():
-    """Not once a round: the penalty of a node grows along its path."""
-    state = started(SamplingParams(temperature=1.0, frequency_penalty=0.5), [5])
-    scores = filter_logits(torch.zeros(4, VOCAB), [Draft.chain(5, [5, 5, 5], "toy")], [state])
-    assert scores[:, 5].tolist() == [-0.5, -1.0, -1.5, -2.0]
-
-
-def test_a_node_is_not_penalised_for_its_siblings():
-    draft = Draft.root(0)
-    for token, parent in [(4, 0), (5, 0), (6, 1), (7, 2)]:
-        draft.add(token, parent, "toy")
-    scores = filter_logits(
-        torch.zeros(5, VOCAB),
-        [draft],
-        [started(SamplingParams(temperature=1.0, presence_penalty=1.0))],
-    )
-    penalised = [torch.nonzero(row).ravel().tolist() for row in scores]
-    assert penalised == [[], [4], [5], [4, 6], [5, 7]]
-
-
-@pytest.mark.parametrize("produced, allowed_from", [(0, 3), (2, 1), (3, 0), (7, 0)])
-def test_min_tokens_counts_the_draft(produced, allowed_from):
-    state = started(SamplingParams(temperature=1.0, min_tokens=3), [0] * produced)
-    scores = filter_logits(torch.zeros(5, VOCAB), [Draft.chain(0, [1, 1, 1, 1], "toy")], [state])
-    for node in range(5):
-        assert all((scores[node, end] > -math.inf) == (node >= allowed_from) for end in ENDS)
-
-
-def test_a_sample_follows_the_reference_law():
-    """The scores are a law up to a constant: what is drawn from them is what the reference
-    gives."""
-    params = SamplingParams.pure(**FILTERS["everything"])
-    logits = random_logits(8, 1, VOCAB)
-    expected = reference(logits[0], params, [4, 4])
-    scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
-    assert np.allclose(
-        [probs_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -430,10 +338,10 @@ def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, 
     if "allowed" in rows:
         scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
     selected, every = (
-        cut(scores, top_k, top_p, min_p) for cut in (filters._cut, filters._cut_sorted)
+        cut(scores, top_k, top_p, min_p) for cut in (filters._filter, filters._filter_sorted)
     )
     assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
     assert torch.equal(selected, every) and all(
-        torch.equal(filters._cut(row[None], top_k, top_p, min_p)[0], whole)
+        torch.equal(filters._filter(row[None], top_k, top_p, min_p)[0], whole)
         for row, whole in zip(scores, selected, strict=True)
     )

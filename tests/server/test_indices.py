@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from forerun import LoadError, SamplingParams
-from forerun.draft.corpus import LIST, File, adding
+from forerun.draft.corpus import LIST, IndexedFile, adding
 from forerun.llm import LLM
 from forerun.server.app import make_app
 from forerun.server.settings import Settings
@@ -27,7 +27,7 @@ def write(llm: LLM, place: Path, *texts: str) -> None:
     assert llm.tokenizer is not None
     with adding(place, llm.tokenizer, llm.decoder.config.vocab) as writer:
         for text in texts:
-            writer.add(File(text, len(text), 0), [llm.tokenizer.encode(text)])
+            writer.add(IndexedFile(text, len(text), 0), [llm.tokenizer.encode(text)])
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams
 from forerun.cli.progress import nothing
-from forerun.draft.recycle import TABLE, Successors
+from forerun.draft.recycle import TABLE, SuccessorTable
 from forerun.errors import ForerunError
 from forerun.models.shortlist import read_shortlist
 from forerun.train import table
@@ -49,7 +49,7 @@ def test_a_table_drafts_from_the_first_word(prompts: str, tmp_path: Path) -> Non
     params, prompt = SamplingParams.pure(max_tokens=30, ignore_eos=True), "def add(a, b):"
     empty = LLM(target, draft="recycle", kv_tokens=512, depth=4)
     prepared = LLM(target, draft=f"recycle:{out}", kv_tokens=512, depth=4)
-    entries = len(Successors.load(out, prepared.decoder.config.vocab))
+    entries = len(SuccessorTable.load(out, prepared.decoder.config.vocab))
     assert entries >= 0.9 * made.entries
     one, other = (llm.generate(prompt, params)[0] for llm in (empty, prepared))
     assert one.token_ids == other.token_ids and one.stats.steps > other.stats.steps
@@ -63,7 +63,7 @@ def test_a_table_that_cannot_be_made(
 
     out = tmp_path / "table"
     with monkeypatch.context() as patched:
-        patched.setattr(Successors, "save", full)
+        patched.setattr(SuccessorTable, "save", full)
         with pytest.raises(ForerunError, match="No space left"):
             make_table(str(tiny.spoken()), [prompts], SETTINGS, out, nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

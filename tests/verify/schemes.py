@@ -22,7 +22,7 @@ from forerun.check.oracle import (
     sampled,
     without_replacement2,
 )
-from forerun.draft.compose import merged
+from forerun.draft.compose import merge_drafts
 from forerun.types import Draft, Proposal
 
 MergedScheme = tuple[Scheme, Scheme]  # two drafters whose drafts are merged into one tree
@@ -90,4 +90,4 @@ def merged_proposals(
         list(proposals(scheme, own, depth)) for scheme, own in zip(schemes, drafters, strict=True)
     )
     for (one, one_prob), (other, other_prob) in itertools.product(first, second):
-        yield merged([one, other]), one_prob * other_prob
+        yield merge_drafts([one, other]), one_prob * other_prob

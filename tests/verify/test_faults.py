@@ -115,17 +115,13 @@ def test_a_fault_has_the_size_it_is_known_to_have(rule, name, low, high):
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
 def test_a_truncated_law_is_refused(rule):
     """A token its own stored law forbids is a bug of the drafter, and stops the round."""
-    with pytest.raises(AssertionError, match="forbids"):
+    with pytest.raises(AssertionError, match="gives no probability"):
         mean_bias(FAULTS["truncated-law"].code(rule), honest)
 
 
 def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
     monkeypatch.setattr(token, "probs_of", lambda draft, node, p: draft.probs[draft.parents[node]])
     assert 0.08 < mean_bias(FAULTS["truncated-law"].code("token"), honest) < 0.15
-
-
-def test_comparing_with_an_independent_draw_is_found_out():
-    assert 0.16 < mean_bias(FAULTS["independent-match"].code("token"), honest) < 0.27
 
 
 def test_two_drafts_against_one_law_are_found_out():
@@ -247,13 +243,6 @@ def test_broken_logits_are_an_error(broken, temperature):
     with pytest.raises(ForerunError, match="not finite"):
         filter_logits(logits, [Draft.chain(0, [1, 2, 3], "toy")], [state])
     filter_logits(logits[:2], [Draft.chain(0, [1], "toy")], [state])
-
-
-def test_one_nan_in_a_row_is_enough():
-    logits = torch.zeros(1, 8)
-    logits[0, 7] = math.nan
-    with pytest.raises(ForerunError):
-        filter_logits(logits, [Draft.root(0)], [SamplingState(SamplingParams(), [1], [2])])
 
 
 def test_forbidden_tokens_are_no_error():

@@ -274,10 +274,10 @@ class BlockProposer(HiddenStateProposer):
     def grow_trees(self, trees: Sequence[Tree]) -> None:
         if not self.threshold and self.draft_natively(trees):
             return
-        self.catch_up([tree.row for tree in trees])
+        self.catch_up([tree.request for tree in trees])
         growing = self._run_blocks(trees)
         for level in range(self.config.depth):
-            growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            growing = [g for g in growing if g.tree.request.depth > level and g.tree.frontier]
             if self.threshold > 0:
                 growing = [g for g in growing if self._prune(g, level)]
             if not growing:
@@ -297,7 +297,7 @@ class BlockProposer(HiddenStateProposer):
         """Run the block after each root. It always has all slots: their number matters to what
         each of them predicts."""
         c = self.config
-        segments = [block_segment(c, tree.row.slot, tree.row.tokens[-1]) for tree in trees]
+        segments = [block_segment(c, tree.request.slot, tree.request.tokens[-1]) for tree in trees]
         if self.native is not None:
             slots = self.head.norm(self.native.run_slots(segments, self.cache))
         else:
@@ -306,7 +306,7 @@ class BlockProposer(HiddenStateProposer):
             embedded = self.head.embed(torch.tensor(tokens, device=self.target.device))
             rotation = self.rotation_at(attention.positions)
             slots = self.head(embedded.to(self.dtype), rotation, attention)
-        deepest = min(max(tree.row.depth for tree in trees), c.depth)
+        deepest = min(max(tree.request.depth for tree in trees), c.depth)
         slots = slots.view(len(trees), c.block, -1)
         outputs = slots[:, c.first : c.first + deepest]
         logits = self.head.compute_logits(outputs.flatten(0, 1)).view(len(trees), deepest, -1)
@@ -319,7 +319,7 @@ class BlockProposer(HiddenStateProposer):
         if self.config.markov is not None:
             markov, draft = self.head.markov_head, g.tree.draft
             if level == 0:
-                anchor = torch.tensor([g.tree.row.tokens[-1]], device=self.target.device)
+                anchor = torch.tensor([g.tree.request.tokens[-1]], device=self.target.device)
                 g.markov_states[-1] = markov.initial_state(g.slots, anchor)
             parents = [g.markov_states[draft.parents[node]] for node in g.tree.frontier]
             logits, states = markov(g.outputs[level], logits, previous, torch.stack(parents))

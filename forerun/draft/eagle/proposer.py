@@ -224,7 +224,7 @@ class EagleProposer(HiddenStateProposer):
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
         # a native round begins with pairs that are not read yet
-        pending = all(len(self.pending[tree.row.slot]) for tree in trees)
+        pending = all(len(self.pending[tree.request.slot]) for tree in trees)
         if not pending or not self.draft_natively(trees):
             self._draft_by_levels(trees)
 
@@ -240,14 +240,14 @@ class EagleProposer(HiddenStateProposer):
     # ------------------------------------------------------------ level by level
 
     def _draft_by_levels(self, trees: Sequence[Tree]) -> None:
-        self.catch_up([tree.row for tree in trees])
-        growing = [_Growing(tree, {0: self._last[tree.row.slot]}) for tree in trees]
+        self.catch_up([tree.request for tree in trees])
+        growing = [_Growing(tree, {0: self._last[tree.request.slot]}) for tree in trees]
         level = 1
         while growing:
             frontier = [g.outputs[node] for g in growing for node in g.tree.frontier]
             logits = self._logits(torch.stack(frontier))
             grow([g.tree for g in growing], logits, self.width, self.name)
-            growing = [g for g in growing if g.tree.row.depth > level and g.tree.frontier]
+            growing = [g for g in growing if g.tree.request.depth > level and g.tree.frontier]
             if growing:
                 self._feed(growing)
             level += 1
@@ -260,7 +260,7 @@ class EagleProposer(HiddenStateProposer):
             # the root is committed: the uncommitted rows begin below it, one for each node
             parents = [parent - 1 for parent in draft.parents[1:]]
             tokens = draft.tokens[first:]
-            segments.append(Segment(g.tree.row.slot, tokens, parents, [], offset=first - 1))
+            segments.append(Segment(g.tree.request.slot, tokens, parents, [], offset=first - 1))
             states += [g.outputs[parent] for parent in draft.parents[first:]]
         passed = self._run(segments, self.head.next_state(torch.stack(states)))
         for g, outputs in zip(growing, passed, strict=True):
@@ -282,7 +282,7 @@ class ParallelEagleProposer(EagleProposer):
         return with_native_products(head, form), None
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
-        logits = self._level_logits([tree.row for tree in trees])
+        logits = self._level_logits([tree.request for tree in trees])
         grow_all(trees, logits, self.width, self.name)
 
     def _level_logits(self, rows: Sequence[DraftRequest]) -> Sequence[Tensor]:
