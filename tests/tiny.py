@@ -380,5 +380,5 @@ def native_decoder(path: Path, said: tuple[int, ...] | None = None) -> NativeDec
     """The same on native kernels, of a quantised model in its own numbers."""
     native.start(2)
     return NativeDecoder(
-        load_config(path), path, "bfloat16", 256, keep=True, said=said and torch.tensor(said)
+        load_config(path), path, "bfloat16", 256, keep=True, shortlist=said and torch.tensor(said)
     )

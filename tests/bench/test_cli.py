@@ -117,7 +117,7 @@ def test_bench_alone_shows_its_verbs_and_names_the_scripts(bench) -> None:
 @pytest.mark.parametrize("verb", ["pair", "decode", "sweep", "start", "serve", "model"])
 def test_help_is_quick_and_shows_an_example(verb: str) -> None:
     code = (
-        "import sys; from forerun import cli\n"
+        "import sys; from forerun.cli import main as cli\n"
         f"sys.argv = ['forerun', 'bench', '{verb}', '--help']\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'numpy', 'httpx2'} & set(sys.modules)"

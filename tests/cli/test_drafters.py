@@ -218,7 +218,7 @@ def test_by_the_environment_and_without_torch(tmp_path: Path) -> None:
         fake.add(TARGET, target_config())
         fake.add(HEAD, eagle_config(), eagle_shapes())
         code = (
-            "import sys; from forerun import cli\n"
+            "import sys; from forerun.cli import main as cli\n"
             f"for words in (['list'], ['search', {TARGET!r}], ['info', {HEAD!r}], ['pull', {HEAD!r}]):\n"
             "    sys.argv = ['forerun', 'drafters', *words, '--json']\n"
             "    try: cli.main()\n    except SystemExit as e: assert not e.code\n"

@@ -315,7 +315,7 @@ def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
                 f"{port}: address already in use; another program has it: give",
             ),
         ]
-        code = "import sys\nfrom forerun import cli\n"
+        code = "import sys\nfrom forerun.cli import main as cli\n"
         for words, _ in wrong:
             code += f"sys.argv = {['forerun', *words]!r}\ntry: cli.main()\nexcept SystemExit as e: assert e.code == 2\n"
         code += "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -335,7 +335,7 @@ def test_a_prompt_over_the_context(forerun) -> None:
 def test_help_imports_neither_torch_nor_transformers() -> None:
     """What makes `forerun --help` quick, without a stopwatch."""
     code = (
-        "import sys; from forerun import cli; sys.argv = ['forerun', 'generate', '--help']\n"
+        "import sys; from forerun.cli import main as cli; sys.argv = ['forerun', 'generate', '--help']\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
@@ -368,7 +368,7 @@ def test_interrupting_is_clean() -> None:
 def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
     """As dataclasses do while modules are imported: CPython would end `python -m` by the signal
     whatever we say."""
-    verb = "from forerun import cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
+    verb = "from forerun.cli import main as cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
     (tmp_path / "stopped.py").write_text(verb)
     done = subprocess.run(
         [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True

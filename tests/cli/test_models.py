@@ -71,7 +71,7 @@ def test_no_torch(home: Path) -> None:
     """It is a question between two commands, and a shell waits for it: torch alone takes
     seconds."""
     code = (
-        "import sys; from forerun import cli; from forerun.cli.completion import model_names; model_names('');"
+        "import sys; from forerun.cli import main as cli; from forerun.cli.completion import model_names; model_names('');"
         "sys.argv = ['forerun', 'models']\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -129,5 +129,5 @@ def test_a_shell_never_sees_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(places, "everything", failing)
+    monkeypatch.setattr(places, "list_local_models", failing)
     assert completion.model_names("") == [] and completion.draft_names("model:") == []

@@ -221,7 +221,7 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
         return said
 
     monkeypatch.setattr(Runner, "forward", forward)
-    monkeypatch.setattr(Runner, "chain", at_once)
+    monkeypatch.setattr(Runner, "draft_chains", at_once)
     cascade, text = Cascade(Scripted({0: [5] * 2}), model), text_of(90, 3)
     cascade.open(0, text)
     cascade.propose([row(text, depth=6)])

@@ -216,7 +216,7 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
             params,
             Noise(slot, 6),
             depth,
-            stands=ACCEPTANCE,
+            confidence_rates=ACCEPTANCE,
         )
         for slot, depth in enumerate((6, 3, 7))
     ]

@@ -286,11 +286,11 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 
     def proposed(floors: Sequence[float]) -> list[Draft]:
         drafter = KINDS[kind].propose(head, view)
-        assert drafter.ends_chains and drafter.beside == BESIDE
+        assert drafter.ends_chains and drafter.extra_nodes == BESIDE
         rows.begin(drafter)
         return drafter.propose(
             [
-                replace(r, stands=ACCEPTANCE, min_prob=f)
+                replace(r, confidence_rates=ACCEPTANCE, min_prob=f)
                 for r, f in zip(rows.rows, floors, strict=True)
             ]
         )

@@ -54,7 +54,7 @@ def texts_of(target: Runner) -> list[SampleText]:
 @pytest.fixture(autouse=True)
 def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes as long as it has layers."""
-    monkeypatch.setattr(selection, "_forward_seconds", lambda r: float(len(r.decoder.kept)))
+    monkeypatch.setattr(selection, "_forward_seconds", lambda r: float(len(r.decoder.layer_ids)))
 
 
 def test_texts_are_what_the_model_says() -> None:

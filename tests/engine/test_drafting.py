@@ -148,15 +148,15 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "one draft": (lambda rows: chain(rows[0]), "gave Draft"),
     "nones": (lambda rows: [None] * len(rows), "gave None, which is no Draft"),
     "tokens": (lambda rows: [[1, 2]] * len(rows), "which is no Draft"),
-    "no root": (changed(tokens=[], parents=[], sources=[], laws=[]), "needs a root"),
-    "another root": (changed(tokens=[63, 3]), "its root is row.tokens"),
-    "lists of several lengths": (changed(sources=[]), "2 tokens, 2 parents, 0 sources, 2 laws"),
+    "no root": (changed(tokens=[], parents=[], sources=[], proposals=[]), "needs a root"),
+    "another root": (changed(tokens=[63, 3]), "its root is request.tokens"),
+    "lists of several lengths": (changed(sources=[]), "2 tokens, 2 parents, 0 sources, 2 proposals"),
     "text": (changed(tokens="no"), "begins with token n"),
     "words": (lambda rows: [Draft.chain(row.tokens[-1], ["x"], "") for row in rows], "no Draft"),
     "no list": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
-    "sampled tokens": (changed(laws=[Proposal.DETERMINISTIC, Proposal.SAMPLED]), "row.coupled"),
+    "sampled tokens": (changed(proposals=[Proposal.DETERMINISTIC, Proposal.SAMPLED]), "request.coupled"),
 }
 
 
@@ -166,7 +166,7 @@ def test_what_is_no_draft_is_one_clear_line(rule: str, name: str) -> None:
     """It ends the requests that it was for; others, in the same steps, go on."""
     give, says = FAULTS[name]
     if rule == "token" and name == "sampled tokens":
-        says = "not the laws"
+        says = "without the distributions"
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
     engine = Engine(runner, {"faulty": Faulty(give)}, rule=rule)
     bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="faulty", depth=2)
@@ -186,7 +186,7 @@ def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
     wide.width = 2
     engine = Engine(runner, {"wrong": wide}, rule="block")
     engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="wrong", depth=2)
-    with pytest.raises(ForerunError, match=r"look at row\.branching"):
+    with pytest.raises(ForerunError, match=r"look at request\.branching"):
         build.finish(engine)
 
 

@@ -325,7 +325,7 @@ def test_a_failed_step_does_not_revoke_an_end_that_was_posted_before(
 def test_a_job_that_ends_in_a_failing_step_gets_the_error(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    land, ended = llm.engine._land, []
+    land, ended = llm.engine._emit, []
 
     def fails(*arguments: Any) -> Any:
         if ended:
@@ -336,7 +336,7 @@ def test_a_job_that_ends_in_a_failing_step_gets_the_error(
 
     async def body(llm: LLM, service: EngineService) -> None:
         handles = [service.submit([job(seed, draft="off")]) for seed in (1, 2)]
-        monkeypatch.setattr(llm.engine, "_land", fails)
+        monkeypatch.setattr(llm.engine, "_emit", fails)
         for handle in handles:
             with pytest.raises(UnavailableError):
                 await soon(output(handle))

@@ -493,7 +493,7 @@ def test_costs_are_read_as_the_depth_policy_reads_them(
     learned = CostModel()
     for size, cost in table.items():
         for _ in range(SETTLED):
-            learned.add_pass(size, cost)
+            learned.add_forward(size, cost)
             learned.add_draft("model", size, cost)
     costs = {str(size): cost for size, cost in table.items()}
     sizes = list(range(1, 32))
@@ -502,7 +502,7 @@ def test_costs_are_read_as_the_depth_policy_reads_them(
         return sizes.map((size) => [read.pass(size), read.draft(size)]);
     })"""
     read = open_page(fake.url).evaluate(code, [costs, sizes])
-    expected = [[learned.of_pass(size), learned.of_draft("model", size)] for size in sizes]
+    expected = [[learned.forward(size), learned.draft("model", size)] for size in sizes]
     for size, pair, own in zip(sizes, read, expected, strict=True):
         assert pair == pytest.approx(own, rel=0.01), size
 
