@@ -150,13 +150,19 @@ FAULTS: dict[str, tuple[Callable[[Sequence[DraftRequest]], Any], str]] = {
     "tokens": (lambda rows: [[1, 2]] * len(rows), "which is no Draft"),
     "no root": (changed(tokens=[], parents=[], sources=[], proposals=[]), "needs a root"),
     "another root": (changed(tokens=[63, 3]), "its root is request.tokens"),
-    "lists of several lengths": (changed(sources=[]), "2 tokens, 2 parents, 0 sources, 2 proposals"),
+    "lists of several lengths": (
+        changed(sources=[]),
+        "2 tokens, 2 parents, 0 sources, 2 proposals",
+    ),
     "text": (changed(tokens="no"), "begins with token n"),
     "words": (lambda rows: [Draft.chain(row.tokens[-1], ["x"], "") for row in rows], "no Draft"),
     "no list": (changed(parents=None), "no Draft"),
     "a parent behind its child": (changed(parents=[-1, 1]), "parents come before"),
     "a negative parent": (changed(parents=[-1, -1]), "parents come before"),
-    "sampled tokens": (changed(proposals=[Proposal.DETERMINISTIC, Proposal.SAMPLED]), "request.coupled"),
+    "sampled tokens": (
+        changed(proposals=[Proposal.DETERMINISTIC, Proposal.SAMPLED]),
+        "request.coupled",
+    ),
 }
 
 
