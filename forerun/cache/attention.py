@@ -177,7 +177,7 @@ class Attention:
     def _distances(
         self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """Return how many positions each key is before each query; 0 for padding. int32 [R, N, K]"""
+        """Return how many positions each key is before each query, 0 for padding: [R, N, K]."""
         distance = np.zeros(shape, dtype=np.int32)
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
             length, count = self.cache.length[segment.slot], len(segment.tokens)

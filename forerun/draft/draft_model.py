@@ -98,9 +98,7 @@ class DraftModel(Proposer):
         return num_tokens <= decoder.context and cache.pages.grow(request.slot, num_tokens)
 
     def read(
-        self,
-        requests: Sequence[DraftRequest],
-        drafts: Sequence[tuple[Draft, Sequence[int]]] = (),
+        self, requests: Sequence[DraftRequest], drafts: Sequence[tuple[Draft, Sequence[int]]] = ()
     ) -> Tensor:
         """Read and commit the tokens that each slot has missed, and read drafts behind them, which
         are not committed.

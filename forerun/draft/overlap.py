@@ -112,7 +112,7 @@ class OverlapProposer(CompositeProposer):
         return [drafts[request.slot] for request in requests]
 
     def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """Draft on until `end_overlap`; forward passes of this thread get fewer threads till then."""
+        """Draft on until `end_overlap`; this thread gets fewer native threads till then."""
         each = max(self.outcomes // max(len(requests), 1), 1)
         begun = [self._look_ahead(r, d, each) for r, d in zip(requests, drafts, strict=True)]
         lookaheads = [lookahead for lookahead in begun if lookahead]

@@ -31,8 +31,15 @@ def new(
 ) -> KVCache:
     device = torch.device("cpu")
     return KVCache(
-        CONFIG, tokens=tokens, page=page, slots=3, context=48, dtype=dtype, device=device, native=native
-    )  # fmt: skip
+        CONFIG,
+        tokens=tokens,
+        page=page,
+        slots=3,
+        context=48,
+        dtype=dtype,
+        device=device,
+        native=native,
+    )
 
 
 def row(kv: KVCache, i: int) -> tuple[Tensor, Tensor]:

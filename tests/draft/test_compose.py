@@ -217,9 +217,14 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
     """In batches, with preemption, at both kinds of depth."""
     dtype = "float32" if kernels == "native" else "float64"
     llm = LLM(
-        tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kernels=kernels, rule=rule, max_rows=3, kv_tokens=192,
+        tiny.spoken(),
+        draft=spec.format(tiny.spoken(0.1)),
+        kernels=kernels,
+        rule=rule,
+        max_rows=3,
+        kv_tokens=192,
         dtype=dtype,
-    )  # fmt: skip
+    )
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(
             max_tokens=40, temperature=temperature, seed=4, ignore_eos=True
@@ -238,18 +243,6 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
     llm.engine.target.cache.pages.check()
 
 
-def test_a_node_that_two_said_counts_for_both() -> None:
-    llm = LLM(
-        tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024
-    )
-    (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
-    sources = said.stats.by_source
-    assert (
-        set(sources) == {"suffix", "model"}
-        and sum(s.drafted for s in sources.values()) > said.stats.drafted
-    )
-
-
 def test_requests_may_compose_what_the_engine_has() -> None:
     """By any spelling of it; what is not there is told, and what is not used any more goes."""
     llm = LLM(tiny.spoken(), draft=f"model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024)
@@ -260,9 +253,14 @@ def test_requests_may_compose_what_the_engine_has() -> None:
         assert said.token_ids == plain
     before = len(llm.engine.proposers)
     for draft, says in (
-        ("suffix&eagle3", "has no draft"), ("suffix&suffix", "stands twice"), ("suffix&model:x", "has no draft"),
-        ("auto&suffix", "has no draft"), ("(" * 300, "too deep"), ("suffix&off", "has no draft"), ("suffix&", "has no"),
-    ):  # fmt: skip
+        ("suffix&eagle3", "has no draft"),
+        ("suffix&suffix", "stands twice"),
+        ("suffix&model:x", "has no draft"),
+        ("auto&suffix", "has no draft"),
+        ("(" * 300, "too deep"),
+        ("suffix&off", "has no draft"),
+        ("suffix&", "has no"),
+    ):
         with pytest.raises(ConfigError, match=says):
             llm.generate(PROMPTS[0], params, draft=draft)
     assert len(llm.engine.proposers) == before

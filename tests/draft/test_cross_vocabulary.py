@@ -198,7 +198,7 @@ def test_what_cannot_be_said_in_the_target_s_tokens_ends_a_draft(
     for special, proposed in (("<end>", []), ("</s>", [ours["</s>"]])):
         drafter, said = proposer("bytes"), [own[special]] * 3
         monkeypatch.setattr(
-            drafter, "say", lambda segments, said=said: torch.eye(340)[said[: len(segments)]]
+            drafter, "forward", lambda segments, said=said: torch.eye(340)[said[: len(segments)]]
         )
         assert drafts_of(drafter, [row(prompt(0))])[0].tokens[1:] == proposed
 
@@ -282,7 +282,7 @@ def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(
 ) -> None:
     config.note.cache_clear()
     target = ModelVocabulary(words("target").tokenizer, tiny.WORDED)
-    monkeypatch.setattr(target, "by_meaning", dict)
+    monkeypatch.setattr(target, "by_spelling", dict)
     none = SharedVocabulary(target, words("bytes"))
     drafter = CrossVocabularyModel(runner("bytes"), none)
     for _ in range(2):

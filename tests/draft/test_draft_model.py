@@ -156,19 +156,6 @@ def test_coupled_draft_is_a_full_recomputation(
         same_as_naive(decoder(name), r, width, draft)
 
 
-def test_own_model_as_drafter_draws_as_the_target_does() -> None:
-    """With the target's noise, a drafter that is the target is always right."""
-    tokens = text_of(10, 4)
-    drafter, r = proposer(), row(tokens, WARM, 6)
-    drafter.open(0, tokens)
-    (draft,) = drafter.propose([r])
-    text = list(tokens)
-    for _ in range(6):
-        scores = shape_logits(logits_after(decoder(), text)[None], [WARM])
-        text.append(int(rng.gumbel_argmax(scores, [Noise(11, len(text) - 1).target(0)])))
-    assert draft.tokens[1:] == text[10:]
-
-
 # ---------------------------------------------------------------- state
 
 
@@ -222,17 +209,6 @@ def test_a_lag_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
         drafter.open(r.slot, r.tokens)
     for r, draft in zip(rows, drafter.propose(rows), strict=True):
         same_as_naive(decoder(), r, 2, draft)
-
-
-def test_a_preempted_request_comes_back_in_another_slot() -> None:
-    """What it has read is still known, and what it proposes is the same."""
-    drafter, text = proposer(2), text_of(22, 3)
-    drafter.open(0, text)
-    before = drafter.propose([row(text, WARM)])
-    drafter.close(0)
-    drafter.open(2, text)
-    assert drafter.runner.cache.length[2] == 20
-    assert drafter.propose([row(text, WARM, slot=2)]) == before
 
 
 # ---------------------------------------------------------------- with a law of its own

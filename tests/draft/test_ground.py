@@ -85,7 +85,7 @@ def fit_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int,
 def test_the_passages_are_those_that_looking_at_all_finds(
     found: int, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grounding, "FOUND", found)
+    monkeypatch.setattr(grounding, "MAX_FOUND", found)
     for seed in range(3):
         segments = write(tmp_path / "index", tokenizer, texts_of(seed)).segments
     asked = [text for seed in (0, 1, 7) for text in texts_of(seed)]
@@ -215,7 +215,7 @@ def test_an_index_without_passages_drafts_as_before(
     why: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(passages, "supported", lambda: False)
+        patch.setattr(passages, "passages_supported", lambda: False)
         before = write(tmp_path, tokenizer, [[1, 2, 3, 4]])
     retrieval = Retrieval({"docs": before})
     retrieval.open(0, [1, 2, 3])

@@ -67,9 +67,16 @@ def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: 
         pytest.skip("quantisation needs the native kernels")
     dtype = "float32" if kernels == "native" else "float64"
     llm = LLM(
-        tiny.family("llama"), draft=draft, kernels=kernels, dtype=dtype, kv_tokens=256, depth=4, rule=rule, width=width,
+        tiny.family("llama"),
+        draft=draft,
+        kernels=kernels,
+        dtype=dtype,
+        kv_tokens=256,
+        depth=4,
+        rule=rule,
+        width=width,
         max_rows=3,
-    )  # fmt: skip
+    )
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(
             max_tokens=40, temperature=temperature, seed=3, ignore_eos=True

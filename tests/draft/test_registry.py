@@ -154,7 +154,12 @@ def test_names_that_stand_for_nothing(spec: str, said: str) -> None:
 def test_commas_within_a_draft_do_not_end_it() -> None:
     text = "suffix, retrieval:a,b+suffix,self:layers=0-3,9,28-29,self:int4,retrieval:one,two,nonsense,auto,none"
     assert drafts_in(text) == [
-        "suffix", "retrieval:a,b+suffix", "self:layers=0-3,9,28-29", "self:int4", "retrieval:one,two,nonsense", "auto",
+        "suffix",
+        "retrieval:a,b+suffix",
+        "self:layers=0-3,9,28-29",
+        "self:int4",
+        "retrieval:one,two,nonsense",
+        "auto",
         "none",
-    ]  # fmt: skip
+    ]
     assert drafts_in(" , ") == []

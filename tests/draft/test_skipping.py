@@ -137,13 +137,26 @@ def test_what_was_found_is_remembered(
     assert path.stat().st_size < 300
     whole = {"layers": list(kept.layers), "agrees": 1, "depth": 2, "times": 1.5}
     wrong = [
-        {"agrees": float("nan")}, {"agrees": -1}, {"times": float("inf")}, {"times": 0}, {"depth": float("inf")},
-        {"layers": 5}, {"layers": [[0]]}, {"layers": ["0"]}, {"agrees": None}, {"agrees": 10**400},
-    ]  # fmt: skip
+        {"agrees": float("nan")},
+        {"agrees": -1},
+        {"times": float("inf")},
+        {"times": 0},
+        {"depth": float("inf")},
+        {"layers": 5},
+        {"layers": [[0]]},
+        {"layers": ["0"]},
+        {"agrees": None},
+        {"agrees": 10**400},
+    ]
     for broken in (
-        "", "{}", '{"layers": [99], "agrees": 1, "depth": 1, "times": 1}', '{"layers": [1, 0]}', "null", "[" * 100_000,
+        "",
+        "{}",
+        '{"layers": [99], "agrees": 1, "depth": 1, "times": 1}',
+        '{"layers": [1, 0]}',
+        "null",
+        "[" * 100_000,
         *(json.dumps(whole | change) for change in wrong),
-    ):  # fmt: skip
+    ):
         path.write_text(broken)
         capsys.readouterr()
         assert selection.load_layers(llm.engine.target, tiny.family("llama")) is None

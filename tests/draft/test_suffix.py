@@ -67,14 +67,6 @@ def test_match_against_a_naive_search(letters: int) -> None:
                 assert text[end - length + 1 : end + 1] == text[i - length + 1 : i + 1]
 
 
-def test_states_stay_within_twice_the_text() -> None:
-    for text in texts(2, 6, 200):
-        automaton = SuffixAutomaton()
-        for token in text:
-            automaton.append(token)
-        assert len(automaton.next) <= 2 * len(text)
-
-
 # ---------------------------------------------------------------- cursors
 
 

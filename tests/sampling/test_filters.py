@@ -118,14 +118,25 @@ FILTERS = {
     "bias": dict(temperature=1.0, logit_bias={4: 3.5, 0: -100.0, 11: 0.25}),
     "min_tokens": dict(temperature=1.0, min_tokens=5),
     "greedy with all": dict(
-        presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.2, logit_bias={3: 5.0}, min_tokens=5
+        presence_penalty=0.3,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={3: 5.0},
+        min_tokens=5,
     ),
     "top_k, top_p and min_p": dict(temperature=0.8, top_k=7, top_p=0.85, min_p=0.15),
     "everything": dict(
-        temperature=1.4, top_k=8, top_p=0.9, min_p=0.02, presence_penalty=0.5, frequency_penalty=-0.4,
-        repetition_penalty=1.15, logit_bias={9: 4.0, 2: -3.0}, min_tokens=6,
+        temperature=1.4,
+        top_k=8,
+        top_p=0.9,
+        min_p=0.02,
+        presence_penalty=0.5,
+        frequency_penalty=-0.4,
+        repetition_penalty=1.15,
+        logit_bias={9: 4.0, 2: -3.0},
+        min_tokens=6,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["root", "chain", "tree"])
