@@ -22,7 +22,7 @@ from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Forward, Proposal
-from forerun.verify import RULES, Noise, block, token, tree
+from forerun.verify import Noise, block, token, tree
 from tests import exact, tiny
 from tests.draft.test_draft_model import (
     FILTERED,
@@ -33,7 +33,6 @@ from tests.draft.test_draft_model import (
     row,
     text_of,
 )
-from tests.texts import plain
 
 KERNELS = [
     pytest.param(
@@ -232,37 +231,6 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         cascade.propose([row(text, depth=6)])
     assert cascade.policy.forward_costs.at(1) == pytest.approx(1.0)
-
-
-def say_the_same(llm: LLM, rule: str) -> None:
-    """Assert that texts are those without drafts, where the rule promises that; nothing may leak in
-    any case."""
-    prompts = [
-        "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
-        "the name",
-        "[1, 2, [1, 2, [",
-    ]
-    for temperature in (0.0, 0.8):
-        params = SamplingParams.pure(
-            max_tokens=40, temperature=temperature, seed=4, ignore_eos=True
-        )
-        for depth in (4, "auto"):
-            said = llm.generate(prompts, params, depth=depth)
-            if rule == "match" or (not temperature and rule != "typical"):
-                assert [c.token_ids for c in said] == plain(tiny.spoken(), prompts, params)
-    llm.engine.target.cache.pages.check()
-
-
-@pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize(
-    "spec", ["suffix>model:{}", "ngram>model:{}|recycle", "model:{}>model:{}", "suffix>self:int8"]
-)
-def test_texts_are_the_same(rule: str, spec: str) -> None:
-    if "self" in spec and native.library() is None:
-        pytest.skip("the native kernels were not compiled")
-    places = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
-    llm = LLM(tiny.spoken(), draft=spec.format(*places), rule=rule, max_rows=3, kv_tokens=192)
-    say_the_same(llm, rule)
 
 
 @pytest.mark.parametrize("spec", ["suffix>recycle", "model:{0}>suffix", "(suffix|ngram)>model:{0}"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +37,7 @@ from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft, Proposal
+from forerun.types import Draft
 from forerun.verify import Noise, block, token
 from tests import exact, other_words, tiny
 from tests.engine import build
@@ -225,31 +224,6 @@ def test_native_chains_are_drafts_level_by_level(
 # ---------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
-def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams) -> None:
-    """Over many seeds, how often each token is drawn is what `probs` says; others than shared ones
-    have no chance."""
-    drafter, text, drawn = proposer(kind), prompt(1), Counter[int]()
-    drafter.open(0, text)
-    for seed in range(120):
-        (draft,) = drafter.propose(
-            [DraftRequest(0, text, params, Noise(seed, 9), 1, coupled=False)]
-        )
-        assert (
-            draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
-            and draft.probs is not None
-        )
-        drawn[draft.tokens[1]] += 1
-    law = draft.probs[0]
-    assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9
-    assert not law[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
-    expected = law * 120
-    assert all(
-        abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED)
-    )
-
-
 class Toy(ModelVocabulary):
     """A vocabulary of letters."""
 
@@ -318,13 +292,6 @@ def run(engine: Engine, draft: str, temperature: float) -> list[Request]:
 @functools.cache
 def plain(temperature: float) -> list[list[int]]:
     return [list(r.output) for r in run(engine("bytes"), "off", temperature)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens_as_plain_decoding(kind: str, temperature: float) -> None:
-    requests = run(engine(kind), "model", temperature)
-    assert [list(r.output) for r in requests] == plain(temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

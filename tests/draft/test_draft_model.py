@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -291,38 +290,6 @@ def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft)
         assert 0 < len(values) <= width
     assert len(draft) == 1 + sum(map(len, children)) and max(depths) == row.depth
     assert not any(children[node] for node in values)
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_draws_follow_the_law(width: int) -> None:
-    """Over many seeds, how often each token is drawn is what `probs` says."""
-    text, drafter, drawn, law = text_of(8, 5), proposer(width), Counter[int](), None
-    drafter.open(0, text)
-    for seed in range(500):
-        r = DraftRequest(0, text, FILTERED, Noise(seed, len(text) - 1), 1, coupled=False)
-        (draft,) = drafter.propose([r])
-        drawn[draft.tokens[1]] += 1
-        law = draft.probs[0] if draft.probs is not None else None
-    assert law is not None
-    distance = sum(abs(drawn[token] / 500 - law[token]) for token in range(tiny.VOCAB)) / 2
-    assert distance < 0.08
-
-
-def test_target_and_draft_noise_are_not_the_same() -> None:
-    """A rule that keeps laws must not see draws that depend on its own."""
-    text, apart = text_of(8, 6), 0
-    drafter = proposer()
-    drafter.open(0, text)
-    hot = SamplingParams(temperature=3.0)
-    for seed in range(20):
-        both = [
-            drafter.propose([DraftRequest(0, text, hot, Noise(seed, 7), 1, coupled=coupled)])[
-                0
-            ].tokens[1]
-            for coupled in (True, False)
-        ]
-        apart += both[0] != both[1]
-    assert apart > 5
 
 
 def test_given_siblings_that_leave_nothing_to_draw() -> None:

@@ -22,9 +22,8 @@ from forerun.draft.proposer import DraftRequest
 from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
-from forerun.verify import RULES
 from tests import tiny
-from tests.draft.test_cascade import KERNELS, say_the_same
+from tests.draft.test_cascade import KERNELS
 from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
@@ -214,23 +213,6 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
             begin(slot, text_of(4 + count % 7, count))
     ahead.reset()
     model.runner.cache.pages.check()
-
-
-@pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "ahead(model:{})",
-        "suffix|ahead(model:{})",
-        "ahead(suffix>model:{})",
-        "ahead(model:{})&recycle",
-    ],
-)
-def test_texts_are_the_same(rule: str, spec: str) -> None:
-    llm = LLM(
-        tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), rule=rule, max_rows=3, kv_tokens=192
-    )
-    say_the_same(llm, rule)
 
 
 @pytest.mark.parametrize(

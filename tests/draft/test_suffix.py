@@ -54,19 +54,6 @@ def texts(letters: int, count: int, length: int) -> list[list[int]]:
 # ---------------------------------------------------------------- the automaton
 
 
-@pytest.mark.parametrize("letters", [1, 2, 3, 5])
-def test_match_against_a_naive_search(letters: int) -> None:
-    for text in texts(letters, 9, 60):
-        automaton = SuffixAutomaton()
-        for i, token in enumerate(text):
-            automaton.append(token)
-            length, end = automaton.match
-            assert length == earlier(text[: i + 1])
-            if length:
-                assert end < i
-                assert text[end - length + 1 : end + 1] == text[i - length + 1 : i + 1]
-
-
 # ---------------------------------------------------------------- cursors
 
 
