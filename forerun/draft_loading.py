@@ -24,7 +24,7 @@ from forerun.runtime.torch_runner import Runner
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Loads what a draft option names, for a target of this configuration (`DraftLoader`).
+    """Loads what a draft option names, for a target of this configuration.
 
     Draft models are loaded on `device`.
     """
@@ -36,6 +36,7 @@ class Loader:
     device: torch.device
 
     def model(self, where: str, width: int) -> Proposer:
+        """Return a draft model, with drafts of `width` if its vocabulary is the target's."""
         directory = find_model(where)
         vocab = self.target.decoder.config.vocab
         tokenizer = load_tokenizer(directory)
@@ -45,6 +46,7 @@ class Loader:
         return make_draft_model(runner, where, self.tokenizer, tokenizer, vocab, width)
 
     def itself(self, how: str, width: int) -> Proposer:
+        """Return the target as its own drafter; `how` is the argument of `self`."""
         shape = self.target.decoder.config
         kind, _, value = how.partition("=")
         if how == "layers=auto":
@@ -59,6 +61,7 @@ class Loader:
         return DraftModel(runner, shape.vocab, width, "self")
 
     def index(self, where: str) -> Index:
+        """Open an index of the target's tokens."""
         vocab = self.target.decoder.config.vocab
         return open_index(Path(where).expanduser(), self.tokenizer, vocab)
 

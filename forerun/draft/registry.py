@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.cache.kv import KVCache
 from forerun.draft.block.formats import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
-from forerun.draft.corpus import Index
 from forerun.draft.eagle.module import MASK_TOKENS, EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.mtp import load_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
@@ -35,6 +34,7 @@ from forerun.draft.recycle import Recycle, SuccessorTable
 from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
 from forerun.draft.suffix import Suffix
+from forerun.draft_loading import Loader
 from forerun.draft_spec import Composite, DraftSpec, Leaf, plugins
 from forerun.errors import LoadError, one_line
 from forerun.models.config import MTP_PREFIXES
@@ -327,25 +327,9 @@ MEDUSA_LOADERS: dict[str, Callable[[Path], MedusaStyleHeads]] = {
 }
 
 
-class DraftLoader(Protocol):
-    """Loads what a draft option names, for the target of an engine; see `draft_loading`."""
-
-    def model(self, where: str, width: int) -> Proposer:
-        """Return a draft model, with drafts of `width` if its vocabulary is the target's."""
-        ...
-
-    def itself(self, how: str, width: int) -> Proposer:
-        """Return the target as its own drafter; `how` is the argument of `self`."""
-        ...
-
-    def index(self, where: str) -> Index:
-        """Return an index of the target's tokens."""
-        ...
-
-
 def make_proposers(
     spec: DraftSpec,
-    load: DraftLoader,
+    load: Loader,
     target: TargetView,
     cache: KVCache,
     width: int,
