@@ -60,7 +60,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class OverlappedDraft:
     """A draft model that drafts on while the target verifies."""
 
     part: DraftSpec
@@ -96,7 +96,7 @@ class Composite:
             yield from part.leaves()
 
 
-DraftSpec: TypeAlias = "Leaf | Composite | Overlap"
+DraftSpec: TypeAlias = "Leaf | Composite | OverlappedDraft"
 
 
 def read_draft(spec: str) -> DraftSpec:
@@ -231,7 +231,7 @@ class _Parser:
     def _atom(self) -> DraftSpec:
         if self.spec.startswith(f"{AHEAD}(", self.at):
             self.at += len(AHEAD)
-            return Overlap(self._atom())
+            return OverlappedDraft(self._atom())
         if self._next() != "(":
             return self._leaf()
         if self.nesting == MAX_NESTING:

@@ -19,7 +19,7 @@ from forerun.draft.cascade import Cascade
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import CompositeProposer, Proposer
-from forerun.draft_spec import SIGNS, DraftSpec, Leaf, Overlap, read_name
+from forerun.draft_spec import SIGNS, DraftSpec, Leaf, OverlappedDraft, read_name
 from forerun.errors import ConfigError
 from forerun.types import Draft, Proposal
 
@@ -169,7 +169,7 @@ def compose(spec: DraftSpec, proposers: Mapping[str, Proposer]) -> Proposer:
     """Make the proposer of a draft option from proposers by name. Raises ConfigError."""
     if isinstance(spec, Leaf):
         return proposers[spec.name]
-    if isinstance(spec, Overlap):
+    if isinstance(spec, OverlappedDraft):
         return _overlap(compose(spec.part, proposers))
     parts = [compose(part, proposers) for part in spec.parts]
     if spec.sign == ">":
