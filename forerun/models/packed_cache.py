@@ -1,8 +1,9 @@
 """On-disk cache of packed matrices, so that a large model is quantized once and not at every start.
 
 There is one file per model, format and machine, named by a digest of everything its content depends
-on. An incomplete file counts as absent, and no failure of the cache prevents the model from loading. A file holds the matrices one after the other, a JSON index, and a trailer with
-the offset of the index.
+on. An incomplete file counts as absent, and no failure of the cache prevents the model from
+loading. A file holds the matrices one after the other, a JSON index, and a trailer with the offset
+of the index.
 """
 
 from __future__ import annotations

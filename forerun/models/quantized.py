@@ -175,7 +175,7 @@ def read_matrix(
 
 
 def _read_gptq(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedMatrix:
-    """Read qweight [in / n, out], qzeros [groups, out / n], scales [groups, out]; n values a word."""
+    """Read qweight [in / n, out], qzeros [groups, out / n], scales [groups, out]; n per word."""
     outputs, inputs = shape
     bits = _bits(t, "qweight", lambda b: (-(-inputs * b // 32), outputs))
     scale = _scales(t, outputs)
@@ -326,7 +326,7 @@ def _signed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _subtract(values: Tensor, zero: Tensor | None, group: Tensor, bits: int) -> Tensor:
-    """Return values [out, in] less the zero points [out, groups]: int8 where that fits, else int16."""
+    """Subtract zero points [out, groups] from values [out, in]. -> int8 if that fits, else int16"""
     if zero is None or not zero.any():
         return values
     dtype = torch.int8 if bits == 4 else torch.int16  # a difference of 8 bits may need nine

@@ -95,7 +95,7 @@ def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
     factor = p["factor"] if p["factor"] is not None else raw["max_position_embeddings"] / trained
 
     def channel(turns: float) -> float:
-        """Return the index of the channel that makes `turns` rotations over the pretraining length."""
+        """Return the channel that makes `turns` rotations over the pretraining length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(p.get("beta_fast") or 32), channel(p.get("beta_slow") or 1)

@@ -137,7 +137,9 @@ class ShardedDecoder(Decoder):
         shard: Shard,
         before_forward: Callable[[Attend], None] = lambda attend: None,
     ) -> None:
-        """Load this rank's part; see `Decoder`. `before_forward` is called with the attention of each forward pass.
+        """Load this rank's part; see `Decoder`.
+
+        `before_forward` is called with the attention of each forward pass.
 
         Raises ConfigError if there are more ranks than key-value heads."""
         self.shard, self.before_forward = shard, before_forward

@@ -116,7 +116,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """Return a second instance that treats special tokens as text; the setting is not per call."""
+        """Return an instance that treats special tokens as text; the setting is not per call."""
         backend = self._load()
         backend.encode_special_tokens = True
         return backend

@@ -1,8 +1,8 @@
 """Packed matrices: weights in the memory layout of the native kernels.
 
 A linear layer is one `PackedMatrix`, or a `MixedMatrix` if the rows of a GGUF file have several
-types. `pack` chooses the format: that of the file if a native format holds the same numbers, rounded
-otherwise."""
+types. `pack` chooses the format: that of the file if a native format holds the same numbers,
+rounded otherwise."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class Linear:
     On the native kernels the result of a row does not depend on other rows, to the last bit."""
 
     def __init__(self, weight: Tensor, form: str | None, bias: Tensor | None = None) -> None:
-        """Pack for the native kernels as float32, bfloat16, int8 or int4; None is torch in float32."""
+        """Pack natively as float32, bfloat16, int8 or int4; None uses torch in float32."""
         bias = None if bias is None else bias.detach().float()
         self.outputs, self.form = weight.shape[0], form
         if form is None:

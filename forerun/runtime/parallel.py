@@ -2,8 +2,8 @@
 
 The leader pickles the segments, cache rows and lengths of each forward pass to the standard input
 of the workers, which exit when it closes. During a forward pass the processes communicate through
-torch.distributed, over the loopback interface (gloo) or between GPUs (nccl). Each keeps the KV cache
-of its own heads. Drafting, verification and text processing happen in the leader only."""
+torch.distributed, over the loopback interface (gloo) or between GPUs (nccl). Each keeps the KV
+cache of its own heads. Drafting, verification and text processing happen in the leader only."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from forerun.types import Forward
 class Runner:
     """A decoder, on torch or on the native kernels, and its KV cache.
 
-    The target and every draft model have one each. A forward pass takes prefill chunks, single tokens
-    and draft trees at the same time."""
+    The target and every draft model have one each. A forward pass takes prefill chunks, single
+    tokens and draft trees at the same time."""
 
     def __init__(
         self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int
     ) -> None:
-        """Allocate a cache of `tokens` tokens in pages of `page` for `slots` concurrent requests."""
+        """Allocate a cache of `tokens` tokens in pages of `page` for `slots` requests."""
         self.decoder = decoder
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         self.reset()

@@ -24,7 +24,7 @@ from forerun.server.protocol import (
 )
 
 Json = dict[str, Any]
-# Arguments of `apply_chat_template` that the server sets, or that would replace the model's own template.
+# Arguments of `apply_chat_template` that the server sets or that would replace the template.
 RESERVED_VARIABLES = frozenset(
     [
         "self",

@@ -215,7 +215,8 @@ def sampling_params(
 
     Absent fields default to the values the model recommends, or else to forerun's. Without a
     seed, or with a negative one, a random seed is drawn and returned, so that the answer can be
-    repeated. `max_tokens` may be FILL_CONTEXT: `make_orders` computes the rest of the context for each prompt.
+    repeated. `max_tokens` may be FILL_CONTEXT: `make_orders` computes the rest of the context for
+    each prompt.
     Raises ApiError, RequestError.
     """
     seed = request.seed

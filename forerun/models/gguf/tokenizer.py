@@ -145,7 +145,7 @@ def _distinct(texts: list[str]) -> list[str]:
 
 
 def _ids(metadata: Mapping[str, Any], model: str, count: int, total: int) -> dict[str, int]:
-    """Return the ids of special tokens; a padding id out of range, which real files have, is dropped."""
+    """Return the ids of special tokens; padding ids out of range (real files have some) are dropped."""
     parts = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", *FILL_IN)
     ids = dict(DEFAULT_IDS.get(model, {}))
     for part in parts:
@@ -530,8 +530,9 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Token
 def _on_characters(
     ids: dict[str, int], merges: list[tuple[str, str]], vocabulary: Vocabulary, prefix: bool
 ) -> Tokenizer:
-    """Build BPE over characters, with byte tokens for unknown ones. `prefix` puts a space before text at
-    the beginning and behind special tokens."""
+    """Build BPE over characters, with byte tokens for unknown ones.
+
+    prefix: put a space before text at the beginning and behind special tokens."""
     unknown = vocabulary.ids.get("unknown")
     unknown_text = None if unknown is None else vocabulary.texts[unknown]
     tokenizer = Tokenizer(
