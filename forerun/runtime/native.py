@@ -2,8 +2,8 @@
 matrices.
 
 It computes the same function as `Decoder`; the result of a row is bitwise independent of the rest
-of the batch. Activations are float32 between operations; a product converts them as its format needs
-(float32, bfloat16, or int8 in groups of 64)."""
+of the batch. Activations are float32 between operations; a product converts them as its format
+needs (float32, bfloat16, or int8 in groups of 64)."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _distinct(texts: list[str]) -> list[str]:
 
 
 def _ids(metadata: Mapping[str, Any], model: str, count: int, total: int) -> dict[str, int]:
-    """Return the ids of special tokens; padding ids out of range (real files have some) are dropped."""
+    """Return the ids of special tokens without padding ids out of range, which real files have."""
     parts = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", *FILL_IN)
     ids = dict(DEFAULT_IDS.get(model, {}))
     for part in parts:
