@@ -1,0 +1,1 @@
+"""Serve several replicas of a model on a Ray cluster."""

@@ -1,1 +1,1 @@
-"""The operations that dominate the time: `reference` in plain torch, `native` in C++ for CPUs."""
+"""Compute-heavy operations: `reference` in plain torch, `native` in C++ for CPUs."""

@@ -1,4 +1,4 @@
-"""Sample one token per row: argmax of logits plus Gumbel noise, on the native kernels if possible."""
+"""Sample one token per row by argmax of logits plus Gumbel noise, natively if possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def sample_tokens(
     softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
 
     Equal to `gumbel_argmax(scale_by_temperature(logits, temperatures), keys)`, but in one native
-    call if possible: right after a forward pass each torch operation costs as much as all of this.
+    call if possible: right after a forward pass a single torch operation takes as long as this
+    whole function.
 
     Raises:
         StateError: logits are not finite. Without `strict` nothing is raised, and rows from the
@@ -93,7 +94,7 @@ def _library_for(scores: Tensor) -> ctypes.CDLL | None:
     return native.library() if scores.is_cpu and scores.dtype is torch.float32 else None
 
 
-def _not_finite() -> StateError:  # what the forward pass left in the cache may not be finite either
+def _not_finite() -> StateError:  # the cache rows of this forward pass may not be finite either
     return StateError(
         "the model produced logits that are not finite: check its weights, or use another dtype"
     )

@@ -1,6 +1,6 @@
 """Chat templates, rendered as transformers does, and the sampling parameters a model recommends.
 
-Templates come from strangers. They run in Jinja's sandbox, see plain JSON values only, and on
+Templates are untrusted. They run in Jinja's sandbox, see plain JSON values only, and on
 servers run in a worker process with limits on time and memory."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> str:
-        """`render` in a worker process. Also raises the errors of `WorkerProcess.call`."""
+        """Run `render` in a worker process. Also raises the errors of `WorkerProcess.call`."""
         arguments = [_plain(list(messages)), _plain(list(tools)), _plain(options)]
         text: str = SANDBOX.call(dict(self.templates), dict(self.tokens), *arguments)
         return text
@@ -200,7 +200,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on; Jinja's own filter escapes HTML characters."""
+    """Serialize to the JSON that models were trained on; Jinja's filter escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

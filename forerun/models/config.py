@@ -120,7 +120,7 @@ class ModelConfig:
 
 
 def _llama(c: Json) -> Json:
-    """Llama 2 and 3; most families override some of these fields."""
+    """Return the fields of Llama 2 and 3; most families override some of them."""
     heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
     return dict(
@@ -281,7 +281,7 @@ def _activation(name: str) -> str:
 
 
 def _layer_types(layers: int, period: int) -> list[str]:
-    """layer_types of a model in which every `period`-th layer has full attention."""
+    """Return layer_types of a model in which every `period`-th layer has full attention."""
     full = [(i + 1) % period == 0 for i in range(layers)]
     return ["full_attention" if f else "sliding_attention" for f in full]
 
@@ -291,7 +291,7 @@ def _windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:
 
 
 def _layer_windows(c: Json, layers: int) -> tuple[int | None, ...]:
-    """Windows of models that turn them on with use_sliding_window (Qwen, SmolLM3)."""
+    """Return the windows of models that enable them with use_sliding_window (Qwen, SmolLM3)."""
     if not c.get("use_sliding_window"):
         return (None,) * layers
     first = c.get("max_window_layers", layers)
@@ -392,7 +392,7 @@ def _check(config: ModelConfig, path: Path) -> None:
 
 
 def _check_rope(rope: Rope, config: ModelConfig, path: Path) -> None:
-    """Raise LoadError for parameters that would not show up as a bad table in `rope_tables`."""
+    """Raise LoadError for bad parameters that `rope_tables` would not detect."""
     kind = rope.parameters.get("rope_type", "default")
     theta, factor = (rope.parameters.get(name, 1) for name in ("rope_theta", "factor"))
     original = rope.parameters.get("original_max_position_embeddings")
@@ -405,7 +405,7 @@ def _check_rope(rope: Rope, config: ModelConfig, path: Path) -> None:
 
 
 def _end_ids(directory: Path, raw: Json) -> tuple[int, ...]:
-    """End-of-text tokens: generation_config.json's if it names any, else config.json's."""
+    """Return end-of-text tokens: generation_config.json's if it names any, else config.json's."""
     path = directory / "generation_config.json"
     ids = raw.get("eos_token_id")
     if path.exists():

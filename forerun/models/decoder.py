@@ -1,8 +1,8 @@
 """The decoder. Families are fields of `ModelConfig`; there is no second forward pass.
 
-It processes flat tokens, whatever requests and draft trees they belong to. Attention is a callable
-that stores keys and values and knows which tokens see which. The decoder itself knows nothing of
-pages, requests or drafts.
+It processes flat tokens of any mixture of requests and draft trees. Attention is a callable that
+stores keys and values and knows which tokens attend to which; the decoder is independent of pages,
+requests and drafts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files that come with a model: safe readers for small ones, and the naming rules of GGUF files.
 
-Model files come from strangers: readers are bounded in size, accept regular files only, and turn
+Model files are untrusted: readers are bounded in size, accept regular files only, and turn
 every fault into one LoadError line. GGUF names follow llama.cpp (`-hf org/repo:tag`), except that a
 tag stands for itself only: F16 does not match BF16, and a file name takes precedence over a folder
 name. Such names are paths with `/` inside a repository or folder."""

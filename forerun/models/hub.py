@@ -57,7 +57,8 @@ DEFAULT_SIZE = "270 MB"
 REPOSITORY = re.compile(r"(?:hf\.co/)?([^/:\s]+/[^/:\s]+)(?::([\w.-]+))?")
 HELP = (
     "give a model directory or a .gguf file, a Hub id such as Qwen/Qwen3-0.6B (or "
-    "ORG/REPO:Q4_K_M of GGUF files), ollama:NAME or lmstudio:NAME; forerun models lists local models"
+    "ORG/REPO:Q4_K_M of GGUF files), ollama:NAME or lmstudio:NAME; forerun models lists "
+    "local models"
 )
 UNREACHABLE = "it is not in the local cache and the Hub cannot be reached"
 
@@ -150,7 +151,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _ollama_hint(name: str) -> str:
-    """What to give for a name that Ollama knows, or ""."""
+    """Return advice for a name that Ollama knows, or ""."""
     match = match_ollama_model(name, list_ollama_models()[0])
     return f"Ollama has it, give ollama:{match.name}" if match else ""
 
@@ -172,7 +173,7 @@ def _find_on_hub(repository: str, tag: str | None, pickled: bool) -> Path:
     try:
         return _download_gguf(repository, None)
     except LoadError:
-        return directory  # loading it reports what is missing
+        return directory  # loading it reports the missing files
 
 
 def _download_gguf(repository: str, tag: str | None) -> Path:

@@ -45,7 +45,7 @@ class LocalModel:
     """A model on this machine.
 
     Attributes:
-        name: what to give for --model.
+        name: the value to pass to --model.
         path: the file or directory.
         origin: "ollama", "lmstudio", "hub", "llama.cpp", "directory" or "default".
         trouble: why it cannot be used, or "".
@@ -120,7 +120,7 @@ def _is_readable(folder: Path) -> bool:
 
 
 def _below(folder: Path) -> Iterator[LocalModel]:
-    """Models in a folder and below it, without hidden folders and links to folders."""
+    """Yield the models in a folder and below it, without hidden folders and links to folders."""
     for place, folders, files in os.walk(folder):
         here = Path(place)
         is_deep = len(here.relative_to(folder).parts) >= MAX_DEPTH
@@ -132,7 +132,7 @@ def _below(folder: Path) -> Iterator[LocalModel]:
 
 
 def _checked(name: str, path: Path, origin: str) -> LocalModel:
-    """A GGUF model, with its missing shards as trouble."""
+    """Describe a GGUF model, with its missing shards as trouble."""
     try:
         if len(parts_of(path.name)) > 1:
             first_shard(path)
@@ -233,7 +233,7 @@ def list_ollama_models() -> tuple[list[OllamaModel], list[str]]:
 
 
 def _paths_below(folder: Path, depth: int) -> list[tuple[str, ...]]:
-    """The relative paths of everything exactly `depth` levels below a folder."""
+    """Return the relative paths of everything exactly `depth` levels below a folder."""
     if depth == 0:
         return [()]
     try:
@@ -386,7 +386,7 @@ def _of_lmstudio() -> Iterator[LocalModel]:
 
 
 def _existing(paths: list[str | None]) -> list[Path]:
-    """The folders that exist, each once, in order."""
+    """Return the folders that exist, each once, in order."""
     found: dict[Path, Path] = {}
     for path in (Path(name).expanduser() for name in paths if name):
         if path.is_dir():
@@ -395,7 +395,7 @@ def _existing(paths: list[str | None]) -> list[Path]:
 
 
 def _hub_caches() -> list[Path]:
-    """The folders of the Hub's layout, huggingface_hub's own first."""
+    """Return the folders of the Hub's layout, huggingface_hub's own first."""
     from huggingface_hub import constants
 
     variables = ("LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
@@ -403,7 +403,7 @@ def _hub_caches() -> list[Path]:
 
 
 def _llama_cpp_caches() -> list[Path]:
-    """The folders of llama.cpp's older layout."""
+    """Return the folders of llama.cpp's older layout."""
     usual = Path.home() / ".cache/llama.cpp"
     if sys.platform == "darwin":
         usual = Path.home() / "Library/Caches/llama.cpp"
@@ -422,7 +422,7 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    """The snapshots of a repository: that of its main branch first, then the newest."""
+    """Return the snapshots of a repository: that of its main branch first, then the newest."""
     found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     current = ""
     with suppress(OSError, ValueError):
@@ -436,7 +436,7 @@ def _cached_snapshots(repository: str) -> Iterator[Path]:
 
 
 def _snapshot_files(snapshot: Path) -> list[str]:
-    """The complete files of a snapshot, by their names in the repository."""
+    """Return the complete files of a snapshot, by their names in the repository."""
     found = []
     for folder, _, files in os.walk(snapshot):
         found += [(Path(folder) / file).relative_to(snapshot).as_posix() for file in files]

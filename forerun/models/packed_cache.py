@@ -1,9 +1,9 @@
 """On-disk cache of packed matrices, so that a large model is quantized once and not at every start.
 
 There is one file per model, format and machine, named by a digest of everything its content depends
-on. It is a convenience: an incomplete file counts as absent, and whatever goes wrong, the model
-loads all the same. A file holds the matrices one after the other, a JSON index, and a trailer that
-says where the index begins.
+on. An incomplete file counts as absent, and no failure of the cache prevents the model from
+loading. A file holds the matrices one after the other, a JSON index, and a trailer with the offset
+of the index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 
 class BrokenCacheError(Exception):
-    """The file does not hold what its name promises."""
+    """The file is damaged or does not match its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PackedCache:
     """The packed matrices of one model, found in its file or collected to be written to it."""
 
     def __init__(self, path: Path | None) -> None:
-        """path: the cache file, whether or not it exists; None disables the cache."""
+        """Use the cache file at `path`, which need not exist; None disables the cache."""
         self.path = path
         self._is_reported = False
         self.index: dict[str, CachedMatrix] = {}
@@ -118,7 +118,7 @@ class PackedCache:
             self.is_complete = self.is_complete and not new
 
     def finish(self) -> None:
-        """Write the file unless it is complete or too small to be worth it; failures are printed."""
+        """Write the file unless it is complete or too small to be worth it; print failures."""
         path, matrices = self.path, self.matrices
         self.matrices = {}
         if path is None or not matrices:

@@ -1,8 +1,8 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors and fp8, read into integers with scales.
 
 Supported are GPTQ (4 and 8 bits, and Auto-Round in its layouts), AWQ (4 bits, gemm layout),
-compressed-tensors (packed or plain integers of 4 or 8 bits, 8-bit floats) and fp8. To add a layout:
-its tensors go into `TENSORS`, its reader into `READERS`, its config.json into `METHODS`.
+compressed-tensors (packed or plain integers of 4 or 8 bits, 8-bit floats) and fp8. To add a
+layout, put its tensors into `TENSORS`, its reader into `READERS`, its config.json into `METHODS`.
 
 Every kernel can dequantize a `QuantizedMatrix`; where a native format can hold the same numbers,
 they are carried over without rounding."""
@@ -42,12 +42,12 @@ TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a checkpoint stores its quantized linear layers.
+    """Storage scheme of a checkpoint's quantized linear layers.
 
     Attributes:
         layouts: keys of `TENSORS` that may occur; a layer without their tensors is not quantized.
         group: number of inputs that share a scale, where the tensors leave it open; 0 if unknown.
-        offset: added to stored zero points (GPTQ v1 stores them less one).
+        offset: added to stored zero points (GPTQ v1 stores them minus one).
         block: (rows, columns) that share a scale in block-quantized fp8.
     """
 
@@ -175,7 +175,7 @@ def read_matrix(
 
 
 def _read_gptq(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedMatrix:
-    """qweight [in / n, out], qzeros [groups, out / n], scales [groups, out]; n values a word."""
+    """Read qweight [in / n, out], qzeros [groups, out / n], scales [groups, out]; n per word."""
     outputs, inputs = shape
     bits = _bits(t, "qweight", lambda b: (-(-inputs * b // 32), outputs))
     scale = _scales(t, outputs)
@@ -190,7 +190,7 @@ def _read_gptq(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> 
 
 
 def _read_awq(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedMatrix:
-    """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; outputs interleaved."""
+    """Read qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], interleaved."""
     outputs, inputs = shape
     scale = _scales(t, outputs)
     _bits(t, "qweight", lambda b: (inputs, outputs // 8 if outputs % 8 == 0 else 0), 4)
@@ -201,7 +201,7 @@ def _read_awq(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> Q
 
 
 def _read_packed(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedMatrix:
-    """weight_packed [out, in / n], offset by half the range; zero points [out / n, groups]."""
+    """Read weight_packed [out, in / n], offset by half the range; zero points [out / n, groups]."""
     outputs, inputs = shape
     if "weight_shape" in t and t["weight_shape"].tolist() != [outputs, inputs]:
         raise _BadTensor("weight_shape")
@@ -216,7 +216,7 @@ def _read_packed(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -
 
 
 def _read_plain(scheme: Scheme, t: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedMatrix:
-    """weight [out, in] in int8 or 8-bit floats."""
+    """Read weight [out, in] in int8 or 8-bit floats."""
     weight = t["weight"]
     if tuple(weight.shape) != shape or weight.dtype not in (torch.int8, *FP8):
         raise _BadTensor("weight")
@@ -326,7 +326,7 @@ def _signed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _subtract(values: Tensor, zero: Tensor | None, group: Tensor, bits: int) -> Tensor:
-    """values [out, in] less the zero points [out, groups]: int8 where that fits, else int16."""
+    """Subtract zero points [out, groups] from values [out, in]. -> int8 if that fits, else int16"""
     if zero is None or not zero.any():
         return values
     dtype = torch.int8 if bits == 4 else torch.int16  # a difference of 8 bits may need nine

@@ -62,13 +62,15 @@ def _frequencies(
 
 
 def _inverse(theta: float, dim: int) -> Tensor:
-    """Unscaled inverse frequencies [dim / 2], in float32 as models are trained with."""
+    """Return unscaled inverse frequencies [dim / 2], in float32 as in training."""
     frequencies: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return 1.0 / frequencies
 
 
 def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
-    """Inverse frequencies of an NTK-aware base that grows with the position. [context, dim / 2]"""
+    """Return inverse frequencies of an NTK-aware base that grows with the position.
+
+    -> [context, dim / 2]"""
     length = (positions + 1).clamp(min=config.context)
     growth = rope.parameters["factor"] * length / config.context - (rope.parameters["factor"] - 1)
     theta = rope.parameters["rope_theta"] * growth ** (rope.dim / (rope.dim - 2))
@@ -79,7 +81,7 @@ def _dynamic(config: ModelConfig, rope: Rope, positions: Tensor) -> Tensor:
 
 
 def _llama3(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
-    """Llama 3.1: low frequencies are divided by the factor, high ones kept, others interpolated."""
+    """Llama 3.1 divides low frequencies by the factor, keeps high ones and interpolates others."""
     inverse, trained = _inverse(p["rope_theta"], dim), _pretrained_length(p, raw)
     low, high, factor = p["low_freq_factor"], p["high_freq_factor"], p["factor"]
     turns = trained * inverse / (2 * math.pi)  # rotations over the pretraining length
@@ -88,12 +90,12 @@ def _llama3(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]
 
 
 def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2309.00071): high-frequency channels are kept, low ones interpolated."""
+    """YaRN (Peng et al., 2309.00071) keeps high-frequency channels and interpolates low ones."""
     trained, theta = _pretrained_length(p, raw), p["rope_theta"]
     factor = p["factor"] if p["factor"] is not None else raw["max_position_embeddings"] / trained
 
     def channel(turns: float) -> float:
-        """Index of the channel that makes `turns` rotations over the pretraining length."""
+        """Return the channel that makes `turns` rotations over the pretraining length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(p.get("beta_fast") or 32), channel(p.get("beta_slow") or 1)
@@ -106,7 +108,7 @@ def _yarn(p: Json, raw: Json, dim: int, _context: int) -> tuple[Tensor, float]:
 
 
 def _yarn_attention(p: Json, factor: float) -> float:
-    """Factor on cos and sin, which sharpens attention over longer texts."""
+    """Return a factor on cos and sin, which sharpens attention over longer texts."""
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
 
@@ -118,7 +120,7 @@ def _yarn_attention(p: Json, factor: float) -> float:
 
 
 def _longrope(p: Json, raw: Json, dim: int, context: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2402.13753): a divisor per channel, from one of two lists."""
+    """LongRoPE (Ding et al., 2402.13753) has a divisor per channel, from one of two lists."""
     trained = _pretrained_length(p, raw)
     name = "long_factor" if context > trained else "short_factor"
     factors = torch.tensor(p[name], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a decoder divided between processes (Megatron-LM, Shoeybi et al., 1909.08053).
+"""Tensor parallelism: a decoder split across processes (Megatron-LM, Shoeybi et al., 1909.08053).
 
 Each rank holds some key-value heads with the query heads that share them, some channels of each
 MLP, and some rows of the embedding and of the head. Partial results are all-reduced twice a layer,
@@ -137,7 +137,9 @@ class ShardedDecoder(Decoder):
         shard: Shard,
         before_forward: Callable[[Attend], None] = lambda attend: None,
     ) -> None:
-        """As `Decoder`. `before_forward` is called with the attention of each forward pass.
+        """Load this rank's part; see `Decoder`.
+
+        `before_forward` is called with the attention of each forward pass.
 
         Raises ConfigError if there are more ranks than key-value heads."""
         self.shard, self.before_forward = shard, before_forward
@@ -169,7 +171,7 @@ class ShardedDecoder(Decoder):
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
     ) -> Forward:
-        """As `Decoder.forward`. Raises LostError once another rank stops answering, and from then
+        """Run `Decoder.forward`. Raises LostError once another rank stops answering, and from then
         on at every call."""
         if self._out_of_step:
             raise LostError("the processes of this model are out of step: load it again")

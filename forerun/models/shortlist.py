@@ -45,8 +45,8 @@ class Shortlist:
         own = sizes[0]
         if self.vocab not in sizes:
             raise LoadError(
-                f"{where} was made for a vocabulary of {self.vocab} tokens, but the draft model has "
-                f"{own}: {MAKE}"
+                f"{where} was made for a vocabulary of {self.vocab} tokens, but the draft model "
+                f"has {own}: {MAKE}"
             )
         ids = self.ids[self.ids < own]
         if not len(ids):

@@ -19,7 +19,7 @@ from forerun.models.gguf.tokenizer import SPACE, build_tokenizer, chat_templates
 
 Message = dict[str, Any]
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders emit for bytes that form no character yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # decoders emit it for bytes that form no character yet
 # from this many characters or tokens on, work runs as a batch of one, which releases the GIL
 LONG = 4096
 MAX_PENDING = 64  # tokens that may stay without a whole character before they are shown as they are
@@ -43,7 +43,7 @@ _BYTE_OF_CHARACTER = {chr(b): b for b in _PRINTABLE} | {
 
 
 class Tokenizer:
-    """The tokenizer of a model directory or GGUF file, in whichever way it is stored."""
+    """The tokenizer of a model directory or GGUF file, in any supported format."""
 
     def __init__(self, path: Path) -> None:
         """Load it. Raises LoadError if there is no usable tokenizer."""
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether tokenizer.json says everything, so that transformers is not needed."""
+        """Return True if tokenizer.json is sufficient, so that transformers is not needed."""
         settings = self.path / "tokenizer_config.json"
         kind = read_object(settings).get("tokenizer_class") if settings.exists() else None
         is_plain = isinstance(kind, str) and kind in PLAIN_CLASSES
@@ -96,7 +96,7 @@ class Tokenizer:
 
     @cached_property
     def _slow(self) -> Any:
-        """The tokenizer of transformers; code beside the files is never run."""
+        """Return the tokenizer of transformers; code beside the files is never run."""
         from transformers import AutoTokenizer
 
         for name in TOKENIZER_FILES:
@@ -116,7 +116,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """A second instance that treats special tokens as text; the setting is not per call."""
+        """Return an instance that treats special tokens as text; the setting is not per call."""
         backend = self._load()
         backend.encode_special_tokens = True
         return backend
@@ -242,7 +242,7 @@ class Tokenizer:
 
     def confine(self) -> None:
         """Render conversations in worker processes with limits from now on, since templates or
-        messages come from strangers."""
+        messages are untrusted."""
         self._is_confined = True
         if self.has_chat_template:
             SANDBOX.warm()
@@ -258,14 +258,14 @@ class Tokenizer:
         return self._template.templates.get("default", "") if self._template else ""
 
     def check(self, vocab: int) -> str:
-        """Return what will not work with a model of `vocab` tokens, or "".
+        """Return a description of features that a model of `vocab` tokens would break, or "".
 
         Raises LoadError if nothing would work."""
         outside = [token for token in self.encode("") if token >= vocab]
         if outside:
             raise LoadError(
-                f"the tokenizer in {self.path} adds token {outside[0]} to every text, but the model "
-                f"has only {vocab}: it belongs to another model"
+                f"the tokenizer in {self.path} adds token {outside[0]} to every text, but the "
+                f"model has only {vocab}: it belongs to another model"
             )
         fault = self._template.fault() if self._template else ""
         if not fault:
@@ -300,7 +300,7 @@ def _check_message(message: Any) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of a library's error message."""
+    """Return the first line of a library's error message."""
     return one_line((str(error).strip() or repr(error)).splitlines()[0])
 
 
@@ -315,7 +315,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
-        # an incomplete character at the end of the prompt is not ours to finish
+        # an incomplete character at the end of the prompt is not completed
         is_incomplete = tokenizer.decode(context).endswith(BROKEN)
         self.tokenizer = tokenizer
         self.context = [] if is_incomplete else context
@@ -330,7 +330,7 @@ class IncrementalDecoder:
         return "" if is_incomplete else self._emit(text)
 
     def flush(self) -> str:
-        """Return the text of whatever is pending, whole or not."""
+        """Return the text of all pending tokens, even if a character is incomplete."""
         return self._emit(self._pending_text()) if self.pending else ""
 
     def _pending_text(self) -> str:
@@ -444,11 +444,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text so far, including what is held back."""
+        """All text so far, including text that is held back."""
         return "".join((*self._shown, self._held))
 
     def append(self, token: int) -> None:
-        """Add one token; see `stopped`."""
+        """Add one token and update `stopped`."""
         before = len(self._held)
         piece = self.stream.append(token)
         self._held += piece

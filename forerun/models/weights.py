@@ -44,7 +44,11 @@ class Checkpoint:
             for path in paths:
                 check_pointer(path)
             files = [(path, safe_open(path, framework="pt")) for path in paths]
-            self.where = {name: (path, file) for path, file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+            self.where = {
+                name: (path, file)
+                for path, file in files
+                for name in file.keys()  # type: ignore[no-untyped-call]  # noqa: SIM118
+            }
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             why = one_line(str(error))
             raise LoadError(f"the weights in {directory} cannot be read: {why}") from None
@@ -82,7 +86,7 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises LoadError."""
-        # a mapping of its own is released with the tensor, so what was read does not stay in memory
+        # a separate mapping is released with the tensor, so that read pages do not stay in memory
         try:
             with safe_open(self.where[name][0], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
@@ -262,7 +266,7 @@ class WeightLoader:
         make_embedding: MakeEmbedding,
         shortlist: Tensor | None = None,
     ) -> None:
-        """See `load_weights`."""
+        """Prepare to load; see `load_weights` for the arguments."""
         self.config = config
         self.dtype = dtype
         self.device = device

@@ -1,9 +1,9 @@
 """The decoder on native kernels: the same weights and fields, recorded as a program over packed
 matrices.
 
-It computes what `Decoder` computes; the result of a row is bit for bit the same whatever else is in
-the batch. Activations are float32 between operations; a product converts them as its format needs
-(float32, bfloat16, or int8 in groups of 64)."""
+It computes the same function as `Decoder`; the result of a row is bitwise independent of the rest
+of the batch. Activations are float32 between operations; a product converts them as its format
+needs (float32, bfloat16, or int8 in groups of 64)."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ class NativeDecoder:
 
         Args:
             form: float32, bfloat16, int8 or int4; with int4 the output head is int8.
-            keep: leave matrices in the numbers they are stored in if a native format holds those
-                exactly.
+            keep: keep the stored values of matrices if a native format can represent them exactly.
             shortlist: as in `Decoder`.
 
         Raises:
@@ -134,7 +133,7 @@ class NativeDecoder:
         return weights
 
     def with_layers(self, layer_ids: Sequence[int], window: int | None) -> NativeDecoder:
-        """As `Decoder.with_layers`."""
+        """Return the model restricted to some layers, as `Decoder.with_layers` does."""
         part = copy.copy(self)
         part.config = self.config.with_window(window)
         part.layer_ids = layer_ids
@@ -174,7 +173,8 @@ class NativeDecoder:
         """Run one forward pass over segments whose slots have room.
 
         Returns logits [M, V] float32 of the positions they want, and hidden states [T, H] float32
-        at `aux_hidden_layers` (see `Forward`). Without `keep` the next pass overwrites the logits."""
+        at `aux_hidden_layers` (see `Forward`). Without `keep` the next forward pass overwrites the
+        logits."""
         layers = tuple(sorted(set(aux_hidden_layers)))
         program, batch = self._program(layers), ForwardBatch(segments, cache)
         with self._lock:
@@ -258,7 +258,7 @@ class NativeDecoder:
     def _linear(
         self, linear: Any, source: int, to: int, norm: Norm | None, **options: Any
     ) -> list[COp]:
-        """Return one product for each matrix of a layer; a separate gate comes before what it
+        """Return one product for each matrix of a layer; a separate gate precedes the matrix it
         gates."""
         ops = []
         for part in parts_of(linear):

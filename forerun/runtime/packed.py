@@ -1,7 +1,7 @@
 """Packed matrices: weights in the memory layout of the native kernels.
 
 A linear layer is one `PackedMatrix`, or a `MixedMatrix` if the rows of a GGUF file have several
-types. `pack` decides in which format: as it is stored if a native format holds the same numbers,
+types. `pack` chooses the format: that of the file if a native format holds the same numbers,
 rounded otherwise."""
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class PackedMatrix:
 
 
 def _row_addresses(rows: np.ndarray, multiple: int) -> np.ndarray:
-    """Addresses of rows of bytes, padded with nulls. -> uint64 [n, multiple]"""
+    """Return the addresses of rows of bytes, padded with nulls. -> uint64 [n, multiple]"""
     found = np.zeros(-(-len(rows) // multiple) * multiple, np.uint64)
     offsets = np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
     found[: len(rows)] = rows.ctypes.data + offsets
@@ -299,7 +299,7 @@ def note_rounded_types(path: Path) -> None:
 
 
 def fingerprint() -> str:
-    """Return a digest of what packing makes of a fixed matrix; it changes with layout and rounding."""
+    """Return a digest of a packed constant matrix, which changes with layout and rounding."""
     probe = (torch.arange(90 * 200) * 7919 % 1009 - 504).view(90, 200) / 300
     digest = hashlib.sha256()
     for form in ROUNDED:
@@ -314,7 +314,7 @@ class Linear:
     On the native kernels the result of a row does not depend on other rows, to the last bit."""
 
     def __init__(self, weight: Tensor, form: str | None, bias: Tensor | None = None) -> None:
-        """form: float32, bfloat16, int8 or int4 on the native kernels; None is torch in float32."""
+        """Pack natively as float32, bfloat16, int8 or int4; None uses torch in float32."""
         bias = None if bias is None else bias.detach().float()
         self.outputs, self.form = weight.shape[0], form
         if form is None:
@@ -339,7 +339,7 @@ class Linear:
         self._row_bytes = int(native.loaded().forerun_scratch_row_bytes(inputs))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float32 [T, in] -> float32 [T, out]"""
+        """Apply the layer. float32 [T, in] -> float32 [T, out]"""
         if self.form is None:
             return F.linear(x.float(), self.weight, self.bias)
         x, out = x.float().contiguous(), torch.empty(len(x), self.outputs)

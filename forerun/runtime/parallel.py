@@ -1,9 +1,9 @@
-"""Tensor parallelism on one machine: this process leads, worker processes follow its forward passes.
+"""Tensor parallelism on one machine: worker processes repeat the forward passes of this process.
 
-The leader pickles the segments, cache rows and lengths of each forward pass to the workers' standard
-input; they end when it closes. During a pass the processes communicate through torch.distributed,
-over the loopback interface (gloo) or between GPUs (nccl). Each keeps the KV cache of its own heads.
-Drafting, verification and text happen in the leader only."""
+The leader pickles the segments, cache rows and lengths of each forward pass to the standard input
+of the workers, which exit when it closes. During a forward pass the processes communicate through
+torch.distributed, over the loopback interface (gloo) or between GPUs (nccl). Each keeps the KV
+cache of its own heads. Drafting, verification and text processing happen in the leader only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from forerun.models.decoder import Attend
 from forerun.models.sharding import Shard, ShardedDecoder, shard_config
 from forerun.runtime.torch_runner import Runner
 
-TIMEOUT = timedelta(seconds=120)  # that a process waits for another
+TIMEOUT = timedelta(seconds=120)  # for one process to wait for another
 ENTRY = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from forerun.runtime.parallel import run_worker; run_worker()"
@@ -45,7 +45,7 @@ ENTRY = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What one process loads. `store` is a file through which the processes find each other."""
+    """Load options of one process. The processes find each other through the file `store`."""
 
     path: Path
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ForwardMessage:
-    """A forward pass, as the workers are told of it.
+    """A forward pass, as it is sent to the workers.
 
     Attributes:
         cache: number of the leader's cache that it uses.
@@ -189,7 +189,7 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe:
-                with suppress(OSError):  # raised for what was still to be written
+                with suppress(OSError):  # raised for buffered output
                     pipe.close()
         process.wait()
 
@@ -263,7 +263,7 @@ def run_worker() -> None:
             runners[message.cache] = Runner(decoder, tokens=tokens, page=page, slots=slots)
         try:
             _follow(runners[message.cache], message)
-        except LostError:  # the leader notices too
+        except LostError:  # the leader detects it too
             return
 
 
@@ -276,7 +276,7 @@ def _read_messages(messages: IO[bytes]) -> Iterator[ForwardMessage]:
 
 
 def _follow(runner: Runner, message: ForwardMessage) -> None:
-    """Repeat what the leader did to its cache, and run the forward pass."""
+    """Repeat the leader's cache updates and run the forward pass."""
     cache = runner.cache
     for source, target in message.moves:
         cache.move(torch.from_numpy(source), torch.from_numpy(target))

@@ -2,7 +2,7 @@
 
 A `Program` is a list of operations over numbered buffers, recorded once per model. `ForwardBatch`
 holds the arrays of one forward pass. Drafting runs a program repeatedly inside the C code, sampling
-a token after each run: `ChainStart` and `RoundStart` say where it begins, `DraftedChain` is the
+a token after each run: `ChainStart` and `RoundStart` are the starting points, `DraftedChain` is the
 result."""
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class ForwardBatch:
     """The arrays of one forward pass over segments, as the C code reads them."""
 
     def __init__(self, segments: Sequence[Segment], cache: KVCache, causal: bool = True) -> None:
-        """causal: a token sees its ancestors; otherwise every uncommitted token of its slot."""
+        """Collect the arrays.
+
+        causal: a token sees its ancestors; otherwise every uncommitted token of its slot."""
         table = cache.pages.rows
         ids: list[int] = []
         positions: list[int] = []
@@ -65,9 +67,9 @@ class ForwardBatch:
         self.positions = array("q", positions)
         self.store = array("q", store)  # cache rows of the tokens
         self.lines = array("Q", lines)  # addresses of the slots' row tables
-        self.direct = array("i", direct)  # how many rows of its table a token sees
+        self.direct = array("i", direct)  # number of rows of its table that a token sees
         self.extra = array("q", extra)  # further rows that tokens see,
-        self.extra_at = array("i", extra_at)  # and where those of each token begin
+        self.extra_at = array("i", extra_at)  # with the offset of those of each token
         self.want = array("q", want)
 
     def fill(self, buffers: int, scratch: int, cache: KVCache) -> CBatch:
@@ -94,8 +96,9 @@ class ForwardBatch:
 
 
 def _visible_paths(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """For each uncommitted token, the path it sees including itself: how many of the first tokens
-    in a row, and which further ones."""
+    """Return the path that each uncommitted token sees, including itself.
+
+    A path is the number of consecutive first tokens and the list of further tokens."""
     paths: list[tuple[int, list[int]]] = []
     for i, parent in enumerate(parents):
         straight, path = paths[parent] if parent >= 0 else (0, [])
@@ -111,7 +114,7 @@ def _visible_paths(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class ChainStart:
-    """Where a chain of drafted tokens begins in one slot.
+    """Starting point of a chain of drafted tokens in one slot.
 
     Attributes:
         token: the token to read first.
@@ -132,13 +135,13 @@ class ChainStart:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """Where a drafting round begins in one slot, before its first token is known.
+    """Starting point of a drafting round in one slot, before its first token is known.
 
     Attributes:
         segment: unread tokens; the logits of the last one give the chain's first token.
         states: the inputs that accompany them, float32 [tokens, width] each.
         key: the noise stream of the first token.
-        chain: how to go on; its `token` is not known yet.
+        chain: the start of the chain that follows; its `token` is not known yet.
     """
 
     segment: Segment
@@ -167,7 +170,7 @@ class _ChainBatch:
 
     Attributes:
         order: the index of each row among the starts given.
-        active [levels]: how many rows draft a token in each level.
+        active [levels]: number of rows that draft a token in each level.
         tokens [levels + 1, rows]: level 0 is the starts' own tokens.
     """
 
@@ -256,7 +259,7 @@ class _ChainForwards(ForwardBatch):
 
 
 def _by_level(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Transpose: the first number of every row, then the second, with zeros behind short rows."""
+    """Transpose: list the first number of every row, then the second; short rows get zeros."""
     return list(chain.from_iterable(zip_longest(*rows, fillvalue=0)))
 
 
@@ -267,13 +270,13 @@ class Program:
     """A list of operations and its buffers.
 
     The `draft_*` methods sample tokens below `vocab`. Their common arguments:
-        token_ids: int64 [Vd] tokens that the logits are of; None if of all in order.
-        acceptance: estimated acceptance by confidence bin. If given, chains end as their `floor`
-            says, and bins and alternatives are returned.
+        token_ids: int64 [Vd] tokens that the logits score; None if they score all in order.
+        acceptance: estimated acceptance by confidence bin. If given, chains end at their
+            `floor`, and bins and alternatives are returned.
     """
 
     def __init__(self, c: ModelConfig, ops: list[COp], widths: np.ndarray) -> None:
-        """widths: int32, the number of float32 in a row of each buffer."""
+        """Store the operations; widths: int32, number of float32 in a row of each buffer."""
         self.ops, self.widths = (COp * len(ops))(*ops), widths  # the C structure points to both
         self.program = CProgram(
             ops=self.ops,
@@ -323,7 +326,7 @@ class Program:
     ) -> tuple[list[DraftedChain], np.ndarray]:
         """Read the tokens of each start with `first`, then draft behind them with this program.
 
-        What was read is not committed.
+        The tokens that were read are not committed.
 
         Args:
             state: the buffer that accompanies each drafted token (its hidden state).
@@ -370,7 +373,7 @@ class Program:
         Args:
             block_of: returns the placeholders of a start.
             position: the first placeholder that gives a token.
-            adjust: a program that adds to the logits what follows from the token before.
+            adjust: a program that adds a correction for the previous token to the logits.
         """
         chains = _ChainBatch([start.chain for start in starts], acceptance is not None)
         ordered = [starts[i] for i in chains.order]
@@ -431,7 +434,7 @@ class Program:
 
 
 def _pointers(programs: Sequence[Program]) -> ctypes.Array[ctypes._Pointer[CProgram]]:
-    """An array of pointers to programs."""
+    """Return an array of pointers to programs."""
     pointers = (ctypes.pointer(each.program) for each in programs)
     return (ctypes.POINTER(CProgram) * len(programs))(*pointers)
 
@@ -441,7 +444,7 @@ class _Buffers:
     the others one for each token."""
 
     def __init__(self, widths: np.ndarray, scratch: int) -> None:
-        """scratch: bytes of scratch memory for each token."""
+        """Start with empty buffers and `scratch` bytes of scratch memory for each token."""
         self.widths = widths
         self.scratch_row = scratch
         self.rows = 0

@@ -17,13 +17,13 @@ from forerun.types import Forward
 class Runner:
     """A decoder, on torch or on the native kernels, and its KV cache.
 
-    The target has one; so has every draft model. A forward pass takes prefill chunks, single tokens
-    and draft trees at the same time."""
+    The target and every draft model have one each. A forward pass takes prefill chunks, single
+    tokens and draft trees at the same time."""
 
     def __init__(
         self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int
     ) -> None:
-        """Allocate a cache of `tokens` tokens in pages of `page`, for `slots` concurrent requests."""
+        """Allocate a cache of `tokens` tokens in pages of `page` for `slots` requests."""
         self.decoder = decoder
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         self.reset()
@@ -46,8 +46,9 @@ class Runner:
         self.reset()
 
     def with_layers(self, layer_ids: Sequence[int], window: int | None = None) -> Runner:
-        """Return a runner of part of the model on the same cache, of which it only reads committed
-        rows: these layers, and at most `window` keys."""
+        """Return a runner of these layers with at most `window` keys on the same cache.
+
+        It only reads committed rows of that cache."""
         return _PartRunner(self, self.decoder.with_layers(layer_ids, window))
 
     def draft_chains(self, starts: Sequence[ChainStart], vocab: int) -> list[list[int]] | None:

@@ -6,8 +6,8 @@ A connection goes through two classes:
    100 microseconds for a connection and several hundred for a request, so that hundreds at once
    would delay all clients behind them; a plain socket takes about 20. A connection that sends
    nothing, half a request or too many headers never becomes more than that.
-2. `Connection`, uvicorn's HTTP protocol with limits and timeouts. It keeps what it receives until
-   its turn (`ConnectionPool`), and gives the parser (llhttp) at most the headers of one request or
+2. `Connection`, uvicorn's HTTP protocol with limits and timeouts. It buffers input until its turn
+   to parse (`ConnectionPool`), and gives the parser (llhttp) at most the headers of one request or
    a slice of one body at a time.
 """
 
@@ -357,16 +357,16 @@ class Acceptor:
 
 
 class Phase(enum.Enum):
-    """What a connection expects next from its client."""
+    """State of a connection: the input it expects next from its client."""
 
     HEADERS = enum.auto()
     BODY = enum.auto()
-    COMPLETE = enum.auto()  # nothing: a whole request is there, and not answered yet
-    REFUSED = enum.auto()  # nothing: further input is discarded
+    COMPLETE = enum.auto()  # no input: a complete request is being answered
+    REFUSED = enum.auto()  # no input: all of it is discarded
 
 
 class ConnectionPool:
-    """What the connections of a server share: turns for parsing, and the bytes they write.
+    """Shared state of a server's connections: turns for parsing, and the bytes they write.
 
     Connections parse one piece each in turn, for a bounded time in each iteration of the event
     loop. Headers come before bodies, and one request starts in each iteration, so that /health and
@@ -427,7 +427,7 @@ class ConnectionPool:
                 self._schedule_turns(queue[0])
 
     def add_unread(self, connection: Connection) -> None:
-        """Count what a connection has written and its client has not taken.
+        """Count the bytes that a connection has written and its client has not read.
 
         If all of them exceed --max-unread, the connection with the most is closed.
         """
@@ -456,11 +456,11 @@ class ReadControl(FlowControl):
         self._connection = connection
 
     def pause_reading(self) -> None:
-        """Parse no more: the application has not taken what it was given of the body."""
+        """Stop parsing until the application has read the buffered part of the body."""
         self.read_paused = True
 
     def resume_reading(self) -> None:
-        """Parse on: the application asks for more of the body."""
+        """Resume parsing: the application asks for more of the body."""
         if self.read_paused:
             self.read_paused = False
             self._connection.proceed()
@@ -469,8 +469,8 @@ class ReadControl(FlowControl):
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits on size, framing and time.
 
-    uvicorn's own waits without limit for headers and for clients that do not read, and parses all
-    that a read brings.
+    The base class waits without limit for headers and for clients that do not read, and parses
+    all bytes of a read at once.
 
     Attributes:
         queued: it waits for its turn to parse.
@@ -510,7 +510,7 @@ class Connection(HttpToolsProtocol):
         return self.phase is not Phase.COMPLETE and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start, in place of the connection that waits longest for its client if all are used."""
+        """Start; at the limit, close the connection that has waited longest for its client."""
         super().connection_made(transport)
         self.flow = ReadControl(self)
         transport.set_write_buffer_limits(0)  # writing pauses as soon as the client is behind
@@ -530,7 +530,7 @@ class Connection(HttpToolsProtocol):
         self.connections.discard(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release everything."""
+        """Release the buffers, timers and entries of the connection."""
         super().connection_lost(exc)
         self._received.clear()
         self.pool.waiting.pop(self, None)
@@ -600,7 +600,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(400, f"{message}: send larger ones")
 
     def _take(self, size: int) -> bytes:
-        """Remove and return the first bytes of what was received."""
+        """Remove and return the first `size` received bytes."""
         piece = bytes(self._received[:size])
         del self._received[:size]
         self._searched = 0

@@ -1,4 +1,4 @@
-"""Conversations as API requests hold them, and as chat templates take them."""
+"""Convert the conversations of API requests to prompts through chat templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forerun.server.protocol import (
 )
 
 Json = dict[str, Any]
-# Arguments of `apply_chat_template` that we set, or that would replace the model's own template.
+# Arguments of `apply_chat_template` that the server sets or that would replace the template.
 RESERVED_VARIABLES = frozenset(
     [
         "self",
@@ -67,7 +67,7 @@ def chat_prompt(
 
 
 def template_variables(request: ChatRequest) -> Json:
-    """Return the variables of the chat template: the request's own override its reasoning effort."""
+    """Return template variables; those of the request override its reasoning effort."""
     effort = request.reasoning_effort
     variables: Json = {}
     if effort == "none":

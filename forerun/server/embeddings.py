@@ -152,7 +152,7 @@ class EmbeddingBatch:
 
     @property
     def done(self) -> bool:
-        """Whether all texts are processed."""
+        """True once all texts are processed."""
         return self.position >= max(len(text) for text in self.texts)
 
     def step(self) -> None:

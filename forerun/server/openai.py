@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: requests become orders for the engine, outputs become JSON."""
+"""OpenAI's completions and chats: requests become engine jobs, outputs become JSON."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def _check_prompt_logprobs(request: OpenAIRequest) -> None:
 def _prepare_completion(
     state: ServerState, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> tuple[Completions, list[Job]]:
-    """Return the formatter and the orders of a completion."""
+    """Return the formatter and the jobs of a completion."""
     llm = state.service.llm
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    # A prompt that is only read is scored in any case.
+    # With max_tokens=0 nothing is generated, and the prompt is scored.
     scored = [0] if body.max_tokens == 0 else []
     if body.prompt_logprobs is not None:
         scored.append(body.prompt_logprobs)
@@ -140,7 +140,7 @@ def _prepare_completion(
 def prepare_chat(
     state: ServerState, body: ChatRequest, prompt: list[int] | None = None
 ) -> tuple[Chat, list[Job]]:
-    """Return the formatter and the orders of a chat; `prompt` replaces its messages.
+    """Return the formatter and the jobs of a chat; `prompt` replaces its messages.
 
     Raises ApiError, RequestError.
     """
@@ -213,9 +213,10 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 
-    Absent fields have the defaults of the model's authors or else forerun's. Without a seed, or with
-    a negative one, a random seed is drawn, so that the answer can be repeated with the seed that is
-    returned. `max_tokens` may be FILL_CONTEXT: `make_orders` knows how much each prompt leaves.
+    Absent fields default to the values the model recommends, or else to forerun's. Without a
+    seed, or with a negative one, a random seed is drawn and returned, so that the answer can be
+    repeated. `max_tokens` may be FILL_CONTEXT: `make_orders` computes the rest of the context for
+    each prompt.
     Raises ApiError, RequestError.
     """
     seed = request.seed
@@ -255,9 +256,9 @@ def make_orders(
     *,
     fill: bool = False,
 ) -> list[Job]:
-    """Return an order for each of the n completions of every prompt.
+    """Return a job for each of the n completions of every prompt.
 
-    `fill` says that the request gives no limit, so that each may fill the context.
+    `fill`: the request gives no limit, so each completion may fill the context.
     """
     draft, depth, rule = _speculation(llm, request.speculative)
     references = llm.references(prediction, request.documents or ())
@@ -291,7 +292,7 @@ def _speculation(llm: LLM, given: bool | Speculative | None) -> tuple[str, int |
 
 
 class Choices(Formatter):
-    """What the formats of completions and chats share: `n` choices for each prompt."""
+    """Base of the formats of completions and chats: `n` choices for each prompt."""
 
     terminator = "data: [DONE]\n\n"
     id_prefix = ""
@@ -487,7 +488,7 @@ class Chat(Choices):
     def __init__(self, state: ServerState, body: ChatRequest, n: int, seed: int | None) -> None:
         super().__init__(state, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
-        # of each choice that is streamed: its parser of calls, and the number of calls so far
+        # for each streamed choice: its parser of calls, and the number of calls so far
         self._parsers: defaultdict[int, tools.ToolCallParser] = defaultdict(
             partial(tools.ToolCallParser, self.tools)
         )
@@ -496,7 +497,7 @@ class Chat(Choices):
     def text_and_calls(self, output: Output) -> tuple[str, list[Json]]:
         """Return the text of an output without tool calls, and the calls in OpenAI's format.
 
-        Of several calls only the first is returned where the request forbids parallel ones.
+        Only the first call is returned if the request forbids parallel calls.
         """
         if not self.tools:
             return output.text, []

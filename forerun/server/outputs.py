@@ -1,4 +1,4 @@
-"""Generated outputs and what OpenAI's and vLLM's formats report about them."""
+"""Generated outputs and their statistics in OpenAI's and vLLM's formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 @dataclass(slots=True)
 class Output:
-    """The output of one request as far as it is generated."""
+    """The output of one request generated so far."""
 
     job: Job
     characters: int = 0
@@ -52,7 +52,7 @@ class Output:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities."""
+        """True if the request asks for log-probabilities."""
         return self.job.params.logprobs is not None
 
 

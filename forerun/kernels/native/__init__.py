@@ -1,7 +1,7 @@
 """Bindings of the native CPU kernels. A model is a list of operations that one C call executes.
 
-`library()` returns the compiled library, or None; `reason()` then says why. The structures mirror
-those of `common.h` field by field."""
+`library()` returns the compiled library, or None; `reason()` then returns the cause. The structures
+mirror those of `common.h` field by field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from forerun.errors import CapacityError
 
 BLOCK = 32  # outputs of a matrix that are packed side by side
-# weight formats by their numbers in common.h; from float16 on they hold GGUF blocks as they are
+# Weight formats by their numbers in common.h; from float16 on they hold unmodified GGUF blocks.
 _FORMAT_NAMES = [
     "float32",
     "bfloat16",
@@ -41,70 +41,153 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
 class CMatrix(Structure):
+    """Packed weight of a linear layer, with its scales and bias."""
+
     _fields_ = [
-        ("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
-        ("format", c_int32), ("inputs", c_int32), ("outputs", c_int32), ("padded", c_int32),
-    ]  # fmt: skip
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("padded", c_int32),
+    ]
 
 
 class CNorm(Structure):
+    """Weights and kind of a norm."""
+
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
 
 
 class COp(Structure):
+    """One operation of a program."""
+
     _fields_ = [
-        ("kind", c_int32), ("input", c_int32), ("output", c_int32), ("layer", c_int32),
-        ("norm", CNorm), ("key_norm", CNorm), ("after", CNorm), ("matrix", CMatrix),
-        ("activation", c_int32), ("gated", c_int32), ("combine", c_int32), ("wanted", c_int32),
-        ("cosine", c_void_p), ("sine", c_void_p), ("rotary", c_int32), ("window", c_int32),
-        ("scale", c_float), ("softcap", c_float), ("table", c_void_p), ("positions", c_void_p),
-        ("column", c_int32), ("sinks", c_int32),
-    ]  # fmt: skip
+        ("kind", c_int32),
+        ("input", c_int32),
+        ("output", c_int32),
+        ("layer", c_int32),
+        ("norm", CNorm),
+        ("key_norm", CNorm),
+        ("after", CNorm),
+        ("matrix", CMatrix),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("combine", c_int32),
+        ("wanted", c_int32),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("rotary", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("table", c_void_p),
+        ("positions", c_void_p),
+        ("column", c_int32),
+        ("sinks", c_int32),
+    ]
 
 
 class CProgram(Structure):
+    """Operations and buffers of a forward pass."""
+
     _fields_ = [
-        ("ops", POINTER(COp)), ("count", c_int32), ("buffers", c_int32), ("heads", c_int32),
-        ("kv_heads", c_int32), ("head_dim", c_int32), ("layers", c_int32), ("widths", c_void_p),
-    ]  # fmt: skip
+        ("ops", POINTER(COp)),
+        ("count", c_int32),
+        ("buffers", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("layers", c_int32),
+        ("widths", c_void_p),
+    ]
 
 
 class CBatch(Structure):
+    """Arrays of one forward pass."""
+
     _fields_ = [
-        ("tokens", c_int32), ("wanted", c_int32),
-        ("ids", c_void_p), ("positions", c_void_p), ("store", c_void_p), ("rows", c_void_p),
-        ("direct", c_void_p), ("extra_at", c_void_p), ("extra", c_void_p), ("want", c_void_p),
-        ("buffers", c_void_p), ("scratch", c_void_p), ("keys", c_void_p), ("values", c_void_p),
-        ("layer_stride", c_int64), ("kv_format", c_int32), ("pad", c_int32),
-    ]  # fmt: skip
+        ("tokens", c_int32),
+        ("wanted", c_int32),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("store", c_void_p),
+        ("rows", c_void_p),
+        ("direct", c_void_p),
+        ("extra_at", c_void_p),
+        ("extra", c_void_p),
+        ("want", c_void_p),
+        ("buffers", c_void_p),
+        ("scratch", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+        ("kv_format", c_int32),
+        ("pad", c_int32),
+    ]
 
 
 class CChain(Structure):
+    """Inputs and outputs of drafting chains of tokens."""
+
     _fields_ = [
-        ("levels", c_int32), ("rows", c_int32), ("logits", c_int32), ("vocab", c_int32),
-        ("active", c_void_p), ("temperature", c_void_p), ("keys", c_void_p), ("tokens", c_void_p),
-        ("ids", c_void_p), ("num_ids", c_int32), ("state", c_int32),
-        ("begin", POINTER(CProgram)), ("first", POINTER(CBatch)), ("last", c_void_p), ("first_keys", c_void_p),
-        ("hidden", c_void_p), ("acceptance", c_void_p), ("floors", c_void_p), ("bins", c_void_p),
-        ("alternatives", c_void_p), ("alternative_bins", c_void_p), ("counts", c_void_p),
-    ]  # fmt: skip
+        ("levels", c_int32),
+        ("rows", c_int32),
+        ("logits", c_int32),
+        ("vocab", c_int32),
+        ("active", c_void_p),
+        ("temperature", c_void_p),
+        ("keys", c_void_p),
+        ("tokens", c_void_p),
+        ("ids", c_void_p),
+        ("num_ids", c_int32),
+        ("state", c_int32),
+        ("begin", POINTER(CProgram)),
+        ("first", POINTER(CBatch)),
+        ("last", c_void_p),
+        ("first_keys", c_void_p),
+        ("hidden", c_void_p),
+        ("acceptance", c_void_p),
+        ("floors", c_void_p),
+        ("bins", c_void_p),
+        ("alternatives", c_void_p),
+        ("alternative_bins", c_void_p),
+        ("counts", c_void_p),
+    ]
 
 
 class CSuccessors(Structure):
+    """Hash table of the tokens that followed each context."""
+
     _fields_ = [("keys", c_void_p), ("tokens", c_void_p), ("logs", c_void_p), ("entries", c_int64)]
 
 
 class CGrowth(Structure):
+    """Limits and sampling parameters of a draft tree that grows from a successor table."""
+
     _fields_ = [
-        ("before", c_int32), ("root", c_int32), ("levels", c_int32), ("most", c_int32), ("chain", c_int32),
-        ("temperature", c_float), ("keys", c_void_p), ("acceptance", c_void_p),
-    ]  # fmt: skip
+        ("before", c_int32),
+        ("root", c_int32),
+        ("levels", c_int32),
+        ("most", c_int32),
+        ("chain", c_int32),
+        ("temperature", c_float),
+        ("keys", c_void_p),
+        ("acceptance", c_void_p),
+    ]
 
 
 class CTexts(Structure):
+    """Token sequences with their suffix array, for retrieval."""
+
     _fields_ = [
-        ("tokens", c_void_p), ("suffixes", c_void_p), ("starts", c_void_p), ("count", c_int64), ("vocab", c_int64),
-    ]  # fmt: skip
+        ("tokens", c_void_p),
+        ("suffixes", c_void_p),
+        ("starts", c_void_p),
+        ("count", c_int64),
+        ("vocab", c_int64),
+    ]
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of each function

@@ -43,7 +43,7 @@ def layout_int4(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def lay_out(
     form: str, rows: int, padded: int, values: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Pad integers [out, in] and their scales to `rows` outputs and `padded` inputs, and lay them out.
+    """Pad integers [out, in] and their scales to `rows` x `padded`, and lay them out.
 
     Scales are [out] float32 for int8, [out, groups of 32] float16 for int4."""
     more = rows - len(values)

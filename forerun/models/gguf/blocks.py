@@ -22,17 +22,28 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 # type -> the native format that holds the same numbers
 FORMS = {
-    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q4_0": "int4", "Q8_0": "q8_0", "IQ4_NL": "q8_0",
-    "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "Q3_K": "q6_k",
-}  # fmt: skip
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "Q4_0": "int4",
+    "Q8_0": "q8_0",
+    "IQ4_NL": "q8_0",
+    "Q4_1": "q4_1",
+    "Q5_0": "q5_0",
+    "Q5_1": "q5_1",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "Q3_K": "q6_k",
+}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPE_IDS = {name: kind for kind, (name, _, _) in TYPES.items()}
-CHUNK_BYTES = 1 << 22  # of a file, dequantized at a time
+CHUNK_BYTES = 1 << 22  # bytes of a file that are dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one tensor: all in order, or those that `order` [rows] names."""
+    """Rows of one tensor: all in order, or those listed in `order` [rows]."""
 
     entry: Entry
     order: np.ndarray[Any, np.dtype[np.int64]] | None = None

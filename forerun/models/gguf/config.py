@@ -1,6 +1,6 @@
-"""Translate GGUF metadata into the words of config.json, from which the families are read.
+"""Translate GGUF metadata into the keys of config.json, from which the families are read.
 
-Much is not written in a file but follows from its architecture or its tensors. To add an
+Many values are not stored in a file but follow from its architecture or its tensors. To add an
 architecture, add a function to `ARCHITECTURES` that returns the keys of its config.json.
 """
 
@@ -47,7 +47,7 @@ UNSUPPORTED = {
     "shortconv.l_cache": "short convolutions",
     "router_logit_softcapping": "a mixture of experts",
 }
-PERMUTED = ("llama", "mistral3", "smollm3")  # whose queries and keys llama.cpp permutes
+PERMUTED = ("llama", "mistral3", "smollm3")  # llama.cpp permutes their queries and keys
 TOKENS = f"{PREFIX}tokens"
 # tokens that only fill up the rows of an embedding, and differ between sizes of one family
 PADDING = re.compile(r"\[PAD[0-9]+\]")
@@ -107,7 +107,7 @@ def unsupported_features(gguf: GgufFile) -> list[tuple[str, str]]:
 
 
 def unsupported_reason(gguf: GgufFile) -> str:
-    """Return in a few words why a file cannot be run, "" if nothing in its header says so."""
+    """Return a short reason why a file cannot be run, "" if its header shows none."""
     metadata, architecture = gguf.metadata, gguf.architecture
     other = _other_kind(gguf)
     if other:
@@ -128,7 +128,7 @@ def unsupported_reason(gguf: GgufFile) -> str:
 
 
 def _other_kind(gguf: GgufFile) -> str | None:
-    """What the file is, if it is not a model."""
+    """Describe a file that is not a model; None for a model."""
     kind = str(gguf.metadata.get("general.type"))
     return OTHER_KINDS.get(kind) or OTHER_KINDS.get(gguf.architecture)
 

@@ -32,18 +32,21 @@ MAX_KEY, MAX_NAME = 1 << 16, 63  # bytes
 MAX_DIMENSIONS, MAX_SIZE = 4, 1 << 63
 STRING, ARRAY, BOOL = 8, 9, 7  # value types
 NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8",
+    11: "<i8", 12: "<f8",
 }  # fmt: skip
 
 # type id -> name, values per block, bytes per block
 TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
-    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 REMOVED_TYPES = {4, 5, *range(31, 34), *range(36, 39)}
 BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
@@ -54,7 +57,7 @@ class StringArray:
     the memory."""
 
     def __init__(self, data: bytes, ends: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        """data: the strings as in the file, each behind its length of 8 bytes; ends: int64 [N]."""
+        """Wrap the strings as stored, each behind its length of 8 bytes; ends: int64 [N]."""
         self._data, self._ends = data, ends
 
     def __len__(self) -> int:
@@ -315,10 +318,10 @@ class HeaderReader:
         data, start, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         at, ends = start, array.array("q")
         try:
-            for _ in range(count):  # the only long loop: vocabularies have 100,000s of tokens
+            for _ in range(count):  # a hot loop: vocabularies have 100,000s of tokens
                 at += 8 + length_at(data, at)[0]
                 ends.append(at - start)
-        except (struct.error, OverflowError):  # a length that leads out of the file
+        except (struct.error, OverflowError):  # a length beyond the end of the file
             self.fail(f"ends within {key}")
         if at > self.size:
             self.fail(f"ends within {key}")

@@ -1,6 +1,6 @@
 """Write a GGUF model as a Hugging Face directory, for training, which is built on transformers.
 
-The numbers are those of the file, as floats; names, shapes and row order are transformers'."""
+Values are those of the file, as floats; names, shapes and row order are those of transformers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _norm_readers(norm: Norm, c: ModelConfig, name: str) -> dict[str, Reader]:
 
 
 def _rows(source: Source, first: int, count: int, transposed: bool) -> Tensor:
-    """Rows of a linear layer [count, in], or [in, count] if transposed."""
+    """Return rows of a linear layer [count, in], or [in, count] if transposed."""
     weight = source.weight()[first : first + count]
     return weight.T if transposed else weight
 

@@ -1,4 +1,4 @@
-"""Build a `tokenizers.Tokenizer` from GGUF metadata that gives the ids llama.cpp gives.
+"""Build a `tokenizers.Tokenizer` from GGUF metadata that produces the same ids as llama.cpp.
 
 Three kinds are supported: byte-level BPE ("gpt2"), whose merges the file lists; SentencePiece
 ("llama"), whose scores are converted to merges; and "gemma4", merges over characters with spaces
@@ -34,17 +34,18 @@ SUPPORTED = ("gpt2", "llama", "gemma4")
 NO_TOKENIZER = ("none", "no_vocab")  # models whose prompts are token ids
 
 _ENDS = (
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
-    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~["
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>"
+    " <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance>"
+    " <eos> <turn|> <|tool_response> [e~["
     " <\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 _FILL_IN = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c> <PRE> \u2581<PRE>"
-    " <|code_prefix|> <|prefix|>",
-    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c> <SUF> \u2581<SUF>"
-    " <|code_suffix|> <|suffix|>",
-    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c> <MID> \u2581<MID>"
-    " <|code_middle|> <|middle|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c>"
+    " <PRE> \u2581<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c>"
+    " <SUF> \u2581<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c>"
+    " <MID> \u2581<MID> <|code_middle|> <|middle|>",
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
@@ -144,7 +145,7 @@ def _distinct(texts: list[str]) -> list[str]:
 
 
 def _ids(metadata: Mapping[str, Any], model: str, count: int, total: int) -> dict[str, int]:
-    """Ids of special tokens; padding may be out of range in real files, which counts as none."""
+    """Return the ids of special tokens without padding ids out of range, which real files have."""
     parts = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", *FILL_IN)
     ids = dict(DEFAULT_IDS.get(model, {}))
     for part in parts:
@@ -158,13 +159,14 @@ def _ids(metadata: Mapping[str, Any], model: str, count: int, total: int) -> dic
             ids[part] = value
         elif part in ("bos", "eos"):
             raise LoadError(
-                f"the file's {part} token is {shown(value)}, but it has {total} tokens; it is broken"
+                f"the file's {part} token is {shown(value)}, but it has {total} tokens; "
+                "it is broken"
             )
     return {part: token for part, token in ids.items() if token < count}
 
 
 def _named(texts: list[str]) -> dict[str, int]:
-    """Ids of the texts that have a known meaning."""
+    """Return the ids of the texts that have a known meaning."""
     known = ENDS.union(SHOWN, *FILL_IN.values())
     return {text: i for i, text in enumerate(texts) if text in known}
 
@@ -201,18 +203,22 @@ QWEN2 = rf"{_ANY}|{_START}\p{{L}}+|\p{{N}}|{_SIGNS}[\r\n]*|{_SPACE}"
 QWEN35 = rf"{_ANY}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACE}"
 TEKKEN = rf"{_START}{_UPPER}*{_SMALL}+|{_START}{_UPPER}+{_SMALL}*|\p{{N}}|{_SIGNS}[\r\n/]*|{_SPACE}"
 GPT4O = (
-    rf"{_START}{_UPPER}*{_SMALL}+{_ANY}?|{_START}{_UPPER}+{_SMALL}*{_ANY}?|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}"
-)  # fmt: skip
+    rf"{_START}{_UPPER}*{_SMALL}+{_ANY}?|{_START}{_UPPER}+{_SMALL}*{_ANY}?"
+    rf"|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}"
+)
 _MARKS = r"[[\p{L}\p{M}]&&[^a-z]]", r"[[\p{L}\p{M}]&&[^A-Z]]"
 GRANITE = (
-    rf"{_START}{_MARKS[0]}*{_MARKS[1]}+{_ANY}?|{_START}{_MARKS[0]}+{_MARKS[1]}*{_ANY}?|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}"
-)  # fmt: skip
+    rf"{_START}{_MARKS[0]}*{_MARKS[1]}+{_ANY}?|{_START}{_MARKS[0]}+{_MARKS[1]}*{_ANY}?"
+    rf"|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}"
+)
 _WORDS = rf"{_START}[\p{{L}}\p{{M}}]+{_ANY}?"
 YOUTU = (
-    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}"
+    r"\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+|["
+    r"\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
     rf"{_WORDS}|\p{{N}}|{_SIGNS}[\r\n/]*|{_SPACE}",
 )
-# the text before a number stays with its first digits until the next expression cuts it
+# The text before a number stays with its first digits until the next expression splits it.
 _THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 AYA = (_THREES, rf"{_WORDS}|{DIGITS}|{_SIGNS}[\r\n/]*|{_SPACE}")
 _DEEPSEEK = (
@@ -222,24 +228,37 @@ DEEPSEEK3 = (DIGITS, _HAN_KANA, rf"{_DEEPSEEK}[\r\n]*|{_SPACE}")
 SPARK = (DIGITS, _HAN_KANA, rf"{_DEEPSEEK}|[\r\n]|\s+(?!\S)|\s+", DIGIT)
 AFMOE = (
     _THREES,
-    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}\x{E40}-\x{E7F}\x{E80}-\x{EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}"
+    r"\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}\x{E40}-\x{E7F}\x{E80}-\x{EFF}\x{1780}-\x{17FF}"
+    r"\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
     rf"{_DEEPSEEK}[\r\n]*|{_SPACE}",
 )
-_LATIN = (  # Latin, Greek, Cyrillic and what is like them, as DeepSeek lists them
-    r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}"
-    r"\x{370}-\x{373}\x{376}\x{377}\x{37B}-\x{37D}\x{37F}\x{386}\x{388}-\x{38A}\x{38C}\x{38E}-\x{3A1}\x{3A3}-\x{3F5}"
-    r"\x{3F7}-\x{481}\x{48A}-\x{52F}\x{531}-\x{556}\x{10A0}-\x{10C5}\x{13A0}-\x{13F5}\x{13F8}-\x{13FD}"
-    r"\x{1C90}-\x{1CBA}\x{1CBD}-\x{1CBF}\x{1D00}-\x{1D2B}\x{1D6B}-\x{1D77}\x{1D79}-\x{1D9A}\x{1E00}-\x{1F15}"
-    r"\x{1F18}-\x{1F1D}\x{1F20}-\x{1F45}\x{1F48}-\x{1F4D}\x{1F50}-\x{1F57}\x{1F59}\x{1F5B}\x{1F5D}\x{1F5F}-\x{1F7D}"
-    r"\x{1F80}-\x{1FB4}\x{1FB6}-\x{1FBC}\x{1FBE}\x{1FC2}-\x{1FC4}\x{1FC6}-\x{1FCC}\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}"
-    r"\x{1FE0}-\x{1FEC}\x{1FF2}-\x{1FF4}\x{1FF6}-\x{1FFC}\x{2102}\x{2107}\x{210A}-\x{2113}\x{2115}\x{2119}-\x{211D}"
-    r"\x{2124}\x{2126}\x{2128}\x{212A}-\x{212D}\x{212F}-\x{2134}\x{2139}\x{213C}-\x{213F}\x{2145}-\x{2149}\x{214E}"
-    r"\x{2183}\x{2184}\x{2C00}-\x{2C7B}\x{2C7E}-\x{2CE4}\x{2CEB}-\x{2CEE}\x{2CF2}\x{2CF3}\x{A640}-\x{A66D}"
-    r"\x{A680}-\x{A69B}\x{A722}-\x{A76F}\x{A771}-\x{A787}\x{A78B}-\x{A78E}\x{AB70}-\x{ABBF}\x{FB00}-\x{FB06}"
-    r"\x{FB13}-\x{FB17}\x{FF21}-\x{FF3A}\x{FF41}-\x{FF5A}\x{10400}-\x{1044F}\x{104B0}-\x{104D3}\x{104D8}-\x{104FB}"
+_LATIN = (  # Latin, Greek, Cyrillic and similar scripts, as DeepSeek lists them
+    r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}"
+    r"\x{295}-\x{2AF}"
+    r"\x{370}-\x{373}\x{376}\x{377}\x{37B}-\x{37D}\x{37F}\x{386}\x{388}-\x{38A}\x{38C}"
+    r"\x{38E}-\x{3A1}\x{3A3}-\x{3F5}"
+    r"\x{3F7}-\x{481}\x{48A}-\x{52F}\x{531}-\x{556}\x{10A0}-\x{10C5}\x{13A0}-\x{13F5}"
+    r"\x{13F8}-\x{13FD}"
+    r"\x{1C90}-\x{1CBA}\x{1CBD}-\x{1CBF}\x{1D00}-\x{1D2B}\x{1D6B}-\x{1D77}\x{1D79}-\x{1D9A}"
+    r"\x{1E00}-\x{1F15}"
+    r"\x{1F18}-\x{1F1D}\x{1F20}-\x{1F45}\x{1F48}-\x{1F4D}\x{1F50}-\x{1F57}\x{1F59}\x{1F5B}\x{1F5D}"
+    r"\x{1F5F}-\x{1F7D}"
+    r"\x{1F80}-\x{1FB4}\x{1FB6}-\x{1FBC}\x{1FBE}\x{1FC2}-\x{1FC4}\x{1FC6}-\x{1FCC}"
+    r"\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}"
+    r"\x{1FE0}-\x{1FEC}\x{1FF2}-\x{1FF4}\x{1FF6}-\x{1FFC}\x{2102}\x{2107}\x{210A}-\x{2113}\x{2115}"
+    r"\x{2119}-\x{211D}"
+    r"\x{2124}\x{2126}\x{2128}\x{212A}-\x{212D}\x{212F}-\x{2134}\x{2139}\x{213C}-\x{213F}"
+    r"\x{2145}-\x{2149}\x{214E}"
+    r"\x{2183}\x{2184}\x{2C00}-\x{2C7B}\x{2C7E}-\x{2CE4}\x{2CEB}-\x{2CEE}\x{2CF2}\x{2CF3}"
+    r"\x{A640}-\x{A66D}"
+    r"\x{A680}-\x{A69B}\x{A722}-\x{A76F}\x{A771}-\x{A787}\x{A78B}-\x{A78E}\x{AB70}-\x{ABBF}"
+    r"\x{FB00}-\x{FB06}"
+    r"\x{FB13}-\x{FB17}\x{FF21}-\x{FF3A}\x{FF41}-\x{FF5A}\x{10400}-\x{1044F}\x{104B0}-\x{104D3}"
+    r"\x{104D8}-\x{104FB}"
     r"\x{10C80}-\x{10CB2}\x{10CC0}-\x{10CF2}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}"
 )
-# a blank is no part of these: llama.cpp has written each as a vertical tab by then
+# These classes exclude spaces: llama.cpp has replaced each with a vertical tab by then.
 _EAST = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}&&[^\s]]+"
 DEEPSEEK = (
     r"[\r\n]",
@@ -262,14 +281,23 @@ BAILING = (
 SEED = rf"{_ANY}|{_START}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACE}"
 UFAKZEKA = rf"{_START}\p{{L}}+|\p{{N}}|{_SIGNS}[\r\n]*|{_SPACE}"
 EXAONE_MOE = (
-    rf"{_ANY}|{_START}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|{_SIGNS}[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-)  # fmt: skip
+    rf"{_ANY}|{_START}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+    rf"|\p{{N}}|{_SIGNS}[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 MINICPM5 = (DIGITS, rf"{_ANY}|{_START}\p{{L}}+|\p{{N}}+|{_SIGNS}[\r\n]*|{_SPACE}")
 SUPERBPE = (r"\p{N}+", "[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9]))")
 CHAMELEON = (
-    "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", GPT2,
-)  # fmt: skip
-_HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+    "<sentinel:[0-9]+>",
+    "IMGIMG[A-I]{1,4}Z",
+    r"[\t\n]|    |  ",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    GPT2,
+)
+_HAN = (
+    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}"
+    r"\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+)
 KIMI = rf"[{_HAN}]+|{_START}[\p{{L}}&&[^{_HAN}]]+{_ANY}?|{DIGITS}|{_SIGNS}[\r\n]*|{_SPACE}"
 
 
@@ -363,7 +391,7 @@ def merges_by_score(tokens: list[str], scores: Array, joins: Array) -> list[tupl
     Args:
         tokens: texts, all different.
         scores: float [V].
-        joins: bool [V], whether a token may be produced by joining two.
+        joins: bool [V], True where a token may be produced by joining two.
     """
     token, left, right = _pairs(tokens, joins)
     order = np.lexsort((token, -scores[token]))
@@ -392,7 +420,7 @@ def _pairs(tokens: list[str], joins: Array) -> tuple[Array, Array, Array]:
     hashes, candidates = hashes[by_hash], candidates[by_hash]
 
     def find(wanted: Array) -> Array:
-        """Ids of the candidates with these hashes, -1 for none."""
+        """Return the ids of the candidates with these hashes, -1 for none."""
         if not len(candidates):
             return np.full(len(wanted), -1)
         at = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
@@ -428,7 +456,7 @@ def build_tokenizer(metadata: Mapping[str, Any], rows: int | None = None) -> Tok
     """Build the tokenizer of a file from at most its first `rows` tokens; None if it has none.
 
     Special tokens in a text are recognised (llama.cpp's parse_special); with the tokenizer's
-    `encode_special_tokens` set, they are text. What a file leaves open is decided as in llama.cpp.
+    `encode_special_tokens` set, they are text. Settings that a file lacks are those of llama.cpp.
     Raises LoadError for broken or unsupported tokenizers."""
     if model_of(metadata) in NO_TOKENIZER:
         return None
@@ -502,8 +530,9 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Token
 def _on_characters(
     ids: dict[str, int], merges: list[tuple[str, str]], vocabulary: Vocabulary, prefix: bool
 ) -> Tokenizer:
-    """BPE over characters, with byte tokens for unknown ones. `prefix` puts a space before text at
-    the beginning and behind special tokens."""
+    """Build BPE over characters, with byte tokens for unknown ones.
+
+    prefix: put a space before text at the beginning and behind special tokens."""
     unknown = vocabulary.ids.get("unknown")
     unknown_text = None if unknown is None else vocabulary.texts[unknown]
     tokenizer = Tokenizer(
@@ -519,7 +548,7 @@ def _on_characters(
 
 
 def _gemma4(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
-    """BPE over characters within lines; runs of newlines are one token or single newlines."""
+    """Build BPE over characters within lines; runs of newlines are one token or single newlines."""
     ids = {text: i for i, text in enumerate(vocabulary.texts)}
     runs = [n for n in range(2, 256) if "\n" * n in ids]
     joined = [
@@ -537,7 +566,7 @@ def _gemma4(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges: the first of equal ones, and none of tokens beyond `rows`."""
+    """Return the file's merges: the first of equal ones, and none of tokens beyond `rows`."""
     found = metadata.get(PREFIX + "merges")
     if not isinstance(found, list | StringArray):
         raise LoadError("the file has no merges (tokenizer.ggml.merges); use another one")
@@ -559,7 +588,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocabulary: Vocabulary) -> None:
     """Add the tokens that are matched before a text is pre-tokenized."""
     name = str(metadata.get("general.name", "")).lower()
-    strip = "phi-3" in name or "phi3" in name  # only the name says so; llama.cpp relies on it too
+    strip = "phi-3" in name or "phi3" in name  # llama.cpp relies on the name too
     texts, kinds = vocabulary.texts, vocabulary.kinds
     for wanted, special in ((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False):
         added = [
@@ -581,7 +610,7 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], vocabulary: Voc
         and find_pretokenizer(vocabulary.pre).add_bos
         and "bos" in vocabulary.ids
     )
-    if vocabulary.model != "gemma4":  # its files say no, but llama.cpp adds it
+    if vocabulary.model != "gemma4":  # llama.cpp adds it whatever the file says
         begins = bool(metadata.get(PREFIX + "add_bos_token", begins))
     ends = bool(metadata.get(PREFIX + "add_eos_token", False))
     for wanted, part in (begins, "bos"), (ends, "eos"):

@@ -1,4 +1,4 @@
-"""Load the decoder's weights from a GGUF file and undo what llama.cpp's converter did to them."""
+"""Load the decoder's weights from a GGUF file and undo the changes of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class GgufLoader(WeightLoader):
             raise LoadError(f"{self.gguf.path}: the file lacks tensor {name}; it is incomplete")
         if entry.shape != shape:
             raise LoadError(
-                f"{self.gguf.path}: tensor {name} is {list(entry.shape)}, but its metadata asks for "
-                f"{list(shape)}"
+                f"{self.gguf.path}: tensor {name} is {list(entry.shape)}, but its metadata asks "
+                f"for {list(shape)}"
             )
         self.taken.add(name)
         return entry
