@@ -47,7 +47,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to measure: the product of drafts, depths, rules, temperatures, requests, quantizations.
+    """Measurement plan: the product of drafts, depths, rules, temperatures, requests, quantizations.
 
     Attributes:
         params: sampling parameters of every request.

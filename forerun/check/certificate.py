@@ -27,7 +27,7 @@ TEXT_SHARE = (
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to check.
+    """Scope of a certificate: the checks to run and their sizes.
 
     Attributes:
         rules: names of lossless rules.
@@ -159,7 +159,7 @@ def find_fault(fault: Fault, rule: str, engine: EngineChecks, draft: str) -> Fin
 
 
 def _expectation(name: str, findings: list[Finding]) -> str:
-    """Return what an injected fault should have led to."""
+    """Return the verdict that an injected fault should lead to."""
     fault = FAULTS[name]
     if any(finding.passed is False for finding in findings):
         return f"as expected: --inject {name} adds a fault ({fault.description})"

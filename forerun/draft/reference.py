@@ -66,7 +66,7 @@ class Alignment:
             self.at = self._last + 1 if is_replaced else None
 
     def continuation(self, count: int) -> list[int]:
-        """Return what should come next; of a document no more than has agreed, since nothing else
+        """Return the expected continuation; of a document no more than has agreed, since nothing else
         speaks for it."""
         if self.at is None:
             return []

@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted: counts per request and proposer, and estimates from them.
+"""Acceptance rates of drafted tokens: counts per request and proposer, and estimates from them.
 
 `Acceptance` counts what became of one proposer's drafts for one request. `SourceAcceptance` learns
 from all requests which acceptance rates occur at all (a mixture of beta distributions with fixed
@@ -75,7 +75,7 @@ class ConfidenceBins:
             self._update_rate(index)
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
-        """Count the tokens of a draft of which the target confirmed `path`.
+        """Count the tokens of a draft after the target accepted `path` of it.
 
         `is_open`: the text after the last node of `path` is not known yet, so its children say
         nothing. Children of rejected nodes never do.
@@ -123,7 +123,7 @@ class BetaCounts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What became of one proposer's drafts for one request.
+    """Acceptance record of one proposer's drafts for one request.
 
     Attributes:
         kept: drafted tokens accepted or rejected, given that those before them were accepted. A

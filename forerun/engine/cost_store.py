@@ -1,4 +1,4 @@
-"""Persistent cost model: what the depth policy learned, kept in a file for each model and machine.
+"""Persistent cost model: the depth policy's learned costs, kept in a file for each model and machine.
 
 Without it every process starts knowing nothing: it measures plain passes first, and what a drafter
 costs while its weights are not in the caches yet. The file is a convenience. A damaged one is

@@ -1,4 +1,4 @@
-"""Error isolation: what fails for one request ends that request and no other.
+"""Error isolation: an error in the work for one request ends that request and no other.
 
 Until a step commits nothing has changed, and a commit touches only the rows of its own request.
 What was computed for a request that fails is dropped, its pages are freed, and the others go on as
@@ -19,7 +19,7 @@ SHARED = (StateError, KeyboardInterrupt, SystemExit, GeneratorExit)  # concern a
 
 
 class isolate_errors:
-    """Context manager for work on one request: what is raised becomes the request's `error`.
+    """Context manager for work on one request: an exception becomes the request's `error`.
 
     A class because it is entered several times a step: a generator takes four times as long.
     """
