@@ -78,13 +78,14 @@ class ServePlan:
 
     Attributes:
         endpoint: the server.
-        drafts: draft options to compare with plain decoding (forerun servers only); empty measures the server as
-            it is.
+        drafts: draft options to compare with plain decoding (forerun servers only); empty measures
+            the server as it is.
         depth: depth of these drafts; None is the server's default.
         requests: numbers of concurrent requests.
         tokens: maximum tokens of an answer; exactly as many if the server takes `ignore_eos`.
         temperature: temperature of all requests.
-        seed: seed of the first request, and the index of its prompt; later requests count on from it.
+        seed: seed of the first request, and the index of its prompt; later requests count on
+            from it.
         repeats: number of rounds.
         seconds: how long clients send in a run; None sends REQUESTS_PER_CLIENT each.
 

@@ -206,7 +206,7 @@ def _smaller_models(
 
 
 def training_measurements(facts: Facts) -> list[Measurement]:
-    """Return the results of `forerun train`: per kind of text the last at the lowest temperature."""
+    """Return `forerun train`'s results: per kind of text the last at the lowest temperature."""
     report: Json = {}
     if facts.path:
         with suppress(LoadError):

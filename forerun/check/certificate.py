@@ -159,7 +159,7 @@ def find_fault(fault: Fault, rule: str, engine: EngineChecks, draft: str) -> Fin
 
 
 def _expectation(name: str, findings: list[Finding]) -> str:
-    """Return the verdict that an injected fault should lead to."""
+    """Return a sentence on the effect that an injected fault had, compared with the expected."""
     fault = FAULTS[name]
     if any(finding.passed is False for finding in findings):
         return f"as expected: --inject {name} adds a fault ({fault.description})"

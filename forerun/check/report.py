@@ -68,7 +68,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if every check ran and passed."""
+        """Return True if every check ran and passed."""
         return not self.failed and not self.untested
 
     def as_dict(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def enumerate_rule(
 def _compare(
     rule: RatioRule, grow: Scheme, case: Mapping[str, Any], allowed: float
 ) -> dict[str, Any]:
-    """Return the string whose probability is furthest off; None if all are within `allowed`."""
+    """Return the string with the largest error of probability; {} if all are within `allowed`."""
     kind, vocab, depth, seed = (case[key] for key in ("kind", "vocabulary", "depth", "seed"))
     target, drafter = oracle.toy_models(kind, vocab, depth, seed)
     drafts = oracle.proposals(grow, drafter, depth)

@@ -458,7 +458,7 @@ class NativeMedusa:
     def round(
         self, links: Sequence[ChainStart], initial: Tensor, acceptance: array[float] | None
     ) -> list[DraftedChain]:
-        """Draft after each link from the inputs of level 0, [links, C]; see `Program.draft_levels`."""
+        """Draft after each link from level 0's inputs, [links, C]; see `Program.draft_levels`."""
         links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
         inputs = {CARRIED: initial.float().numpy()}
         return self._start.draft_levels(

@@ -181,7 +181,7 @@ class Retrieval(PerSlotProposer[_RetrievalState]):
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all clients."""
         super().__init__()
-        # Each with the tenant it serves; "" serves all.
+        # Each with the client it serves; "" serves all.
         self.indices: dict[str, tuple[Index, str]] = {
             name: (index, "") for name, index in (indices or {}).items()
         }

@@ -1,6 +1,6 @@
 """Acceptance rates of drafted tokens: counts per request and proposer, and estimates from them.
 
-`Acceptance` counts what became of one proposer's drafts for one request. `SourceAcceptance` learns
+`Acceptance` counts the verdicts on one proposer's drafts for one request. `SourceAcceptance` learns
 from all requests which acceptance rates occur at all (a mixture of beta distributions with fixed
 means, whose weights are learned online: empirical Bayes), so that a new request starts with a
 sensible `AcceptanceEstimate`. `ConfidenceBins` calibrates the probabilities that a drafter itself
@@ -127,8 +127,8 @@ class Acceptance:
 
     Attributes:
         kept: drafted tokens accepted or rejected, given that those before them were accepted. A
-            draft that was accepted to its end is a censored observation: what would have come next
-            is not known.
+            draft that was accepted to its end is a censored observation: the verdict on further
+            tokens is not known.
         offered: how often the proposer had anything to draft when it was asked.
         paused_until: the step in which the proposer is asked again; None while drafting seems to
             pay.

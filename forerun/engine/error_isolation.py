@@ -1,9 +1,9 @@
 """Error isolation: an error in the work for one request ends that request and no other.
 
-Until a step commits nothing has changed, and a commit touches only the rows of its own request.
-What was computed for a request that fails is dropped, its pages are freed, and the others go on as
-if it had not been there. Only the forward pass and the bookkeeping of the cache concern all
-requests; what they raise leaves the step.
+A step changes nothing until it commits, and a commit touches only the rows of its own request.
+The results of a request that fails are dropped, its pages are freed, and the others continue as if
+it had not been in the batch. Only the forward pass and the bookkeeping of the cache concern all
+requests; their exceptions propagate from the step.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ LIBRARY = "library"
 # suffixes read from a directory; a file that is named explicitly is read whatever its suffix
 SUFFIXES = (
     ".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".c",
-    ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb", ".php",
-    ".lua", ".jl", ".r", ".ml", ".hs", ".sh", ".sql", ".html", ".css",
+    ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb",
+    ".php", ".lua", ".jl", ".r", ".ml", ".hs", ".sh", ".sql", ".html", ".css",
 )  # fmt: skip
 EXCLUDED_FROM_LIBRARY = (
     "site-packages/",

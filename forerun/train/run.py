@@ -1,5 +1,4 @@
-"""A whole training run, from names to a directory: what `forerun train` does, for callers in
-Python.
+"""A whole training run, from names to a directory: `forerun train` for callers in Python.
 
 A run is set up from a `Plan` of plain values. Its checkpoint holds the same values, so a resumed
 run needs nothing else.
@@ -153,8 +152,8 @@ def measure(
 
 
 def _default_recipe(options: Mapping[str, Any]) -> str:
-    """Return the recipe without --recipe: the first that has the given options, or that of the drafter
-    given as init."""
+    """Return the recipe without --recipe: the first that has the given options, or the one of the
+    drafter given as init."""
     names = recipes_with(options)
     if len(names) > 1 and "init" in options:
         return recipe_of(kind_of(find_model(options["init"], pickled=True))).name
