@@ -42,7 +42,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Measure decoding, start-up and servers, make model pairs, and predict the speed-up."
     " Other engines, kernels, the roofline and energy are measured by scripts in the repository:"
-    " python -m benchmarks.peers, .kernels, .roofline, .energy; .report makes tables of --out files.",
+    " python -m benchmarks.peers, .kernels, .roofline, .energy;"
+    " .report makes tables of --out files.",
 )
 
 

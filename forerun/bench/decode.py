@@ -47,7 +47,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to measure: the product of drafts, depths, rules, temperatures, requests, quantizations.
+    """Measurement plan: drafts x depths x rules x temperatures x requests x quantizations.
 
     Attributes:
         params: sampling parameters of every request.

@@ -124,12 +124,12 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens by the server's usage, or by what was streamed."""
+        """Number of completion tokens: from the server's usage, else counted in the stream."""
         return self.counted or sum(count for _, count in self.chunks)
 
     @property
     def scale(self) -> float:
-        """Tokens of the answer per streamed token; 1 if the server says what a chunk holds."""
+        """Tokens of the answer per streamed token; 1 if the server counts a chunk's tokens."""
         streamed = sum(count for _, count in self.chunks)
         return self.tokens / streamed if streamed else 1.0
 

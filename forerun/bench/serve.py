@@ -74,17 +74,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan:
-    """What to measure.
+    """Measurement plan for a server.
 
     Attributes:
         endpoint: the server.
-        drafts: to compare with plain decoding (forerun servers only); empty measures the server as
-            it is.
-        depth: of these drafts; None is the server's default.
+        drafts: draft options to compare with plain decoding (forerun servers only); empty measures
+            the server as it is.
+        depth: depth of these drafts; None is the server's default.
         requests: numbers of concurrent requests.
         tokens: maximum tokens of an answer; exactly as many if the server takes `ignore_eos`.
-        temperature: of all requests.
-        seed: of the first request, and the index of its prompt; later requests count on from it.
+        temperature: temperature of all requests.
+        seed: seed of the first request, and the index of its prompt; later requests count on
+            from it.
         repeats: number of rounds.
         seconds: how long clients send in a run; None sends REQUESTS_PER_CLIENT each.
 
@@ -213,7 +214,7 @@ class ServeResult:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """What was measured, and how.
+    """Results of a server measurement, with its settings.
 
     Attributes:
         url, server, model: the server; `server` is the software it names, such as forerun or vllm.
@@ -221,7 +222,7 @@ class ServeReport:
         prompts: number of different prompts.
         repeated: True if the server had seen prompts before, which helps caches and some drafters.
         stopped: why the measurement ended early, or None.
-        results: by concurrency, then by draft.
+        results: results by concurrency, then by draft.
     """
 
     url: str

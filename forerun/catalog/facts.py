@@ -1,4 +1,4 @@
-"""What is known of a drafter or a target before it is loaded, from small files and headers."""
+"""Facts about a drafter or a target before it is loaded, from small files and headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_DOMAINS = 32
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model or a drafter.
+    """Facts about a model or a drafter that can be read without loading it.
 
     Attributes:
         name: the name by which it was requested.
@@ -70,7 +70,7 @@ class Facts:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The kinds of text that its card says it is for."""
+        """Kinds of text that the model card lists as its domains."""
         value = self.card.get("domains")
         listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         names = [name for name in listed[:MAX_DOMAINS] if isinstance(name, str) and name]
@@ -89,7 +89,7 @@ class Facts:
 
 
 def facts_of(name: str, tensors: bool = True) -> Facts:
-    """Return what is known of a local model or drafter, else of a repository on the Hub.
+    """Return the facts of a local model or drafter, else of a repository on the Hub.
 
     Args:
         name: a directory, a GGUF file, the name of a cached model, or a Hub id.
@@ -128,7 +128,7 @@ def weights_of(directory: Path) -> list[Path]:
 
 
 def facts_at(path: Path, name: str) -> Facts:
-    """Return what is known of a directory or a GGUF file. Raises LoadError."""
+    """Return the facts of a directory or a GGUF file. Raises LoadError."""
     if path.is_file() or not (path / "config.json").is_file():
         return _facts_of_gguf(path, name)
     raw = read_object(path / "config.json")

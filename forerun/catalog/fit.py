@@ -1,4 +1,4 @@
-"""Whether a drafter can be used, and whether it fits a target, from headers and configurations.
+"""Checks that a drafter is supported and fits a target, from headers and configurations.
 
 `refusal` answers the first: what it refuses is what reading the drafter would refuse after its
 download. `checks` answers the second, one check for each thing that must agree.
@@ -28,7 +28,7 @@ MAX_SIZE = 1 << 31  # of any size in a configuration
 PREFIX = re.compile(r"^(model|speculator|medusa_heads?)\.")  # of tensor names, in some files
 
 
-# Whether forerun can draft with a drafter.
+# Check that forerun can draft with a drafter.
 
 
 def refusal(facts: Facts) -> str:
@@ -169,7 +169,7 @@ def _count(facts: Facts, part: str) -> int:
     return len({name[1] for name in names if name[0] == part and len(name) > 1})
 
 
-# Whether a drafter fits a target.
+# Check that a drafter fits a target.
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What drafters must know of a target."""
+    """Sizes of a target that a drafter has to match."""
 
     name: str
     hidden_size: int
@@ -228,7 +228,7 @@ def bare_name(name: str) -> str:
 
 
 def checks(drafter: Facts, target: Sizes | None) -> list[Check]:
-    """Return all checks; the last says whether forerun can draft with the drafter at all."""
+    """Return all checks; the last one is whether forerun can draft with the drafter at all."""
     reason = refusal(drafter)
     usable = reason or f"forerun drafts with it: --draft {drafter.kind.draft}:{drafter.name}"
     last = Check("forerun", not reason, usable)

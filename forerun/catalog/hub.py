@@ -1,4 +1,4 @@
-"""What is read from a Hub repository before a download: file list, small files, tensor headers.
+"""Reads a Hub repository before a download: file list, small files, tensor headers.
 
 Answers are untrusted: names, sizes and types are checked, and no more is read than was asked for,
 whatever is sent.
@@ -109,7 +109,7 @@ def check_reachable() -> None:
 
 
 def look_up(name: str) -> Repository:
-    """Return what the Hub lists of a repository. Raises LoadError."""
+    """Return the Hub's listing of a repository. Raises LoadError."""
     if not is_repository(name):
         raise LoadError(f"{one_line(name)} is no Hub id: give ORG/NAME, or a local directory")
     from huggingface_hub import HfApi

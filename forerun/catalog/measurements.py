@@ -57,7 +57,7 @@ class Measurement:
     seconds: float = 0.0
 
     def conditions(self) -> tuple[str | float, ...]:
-        """Return what a later measurement must equal to replace this one."""
+        """Return the key; a later measurement with the same key replaces this one."""
         names = (self.target, self.drafter, self.category)
         return (*names, self.depth, self.temperature, self.machine)
 
@@ -122,7 +122,7 @@ def _parse(line: str) -> Measurement | None:
 
 
 def _invalid(values: Mapping[str, Any]) -> str:
-    """Return what is wrong with the values of a measurement; "" if nothing is."""
+    """Describe the first invalid value of a measurement; "" if all are valid."""
     for name in (*NAMES, "depth", "machine"):
         value = values[name]
         least = 1 if name in NAMES else 0

@@ -154,7 +154,7 @@ def _with_measurements(
 
 
 def _is_head(kind: Kind) -> bool:
-    """Return True for what is not a model of its own."""
+    """Return True for a directory or file that is not a model of its own."""
     return kind.family != "lm" and kind.dialect != "native"
 
 
@@ -206,7 +206,7 @@ def _smaller_models(
 
 
 def training_measurements(facts: Facts) -> list[Measurement]:
-    """Return what `forerun train` measured, per kind of text the last at the lowest temperature."""
+    """Return `forerun train`'s results: per kind of text the last at the lowest temperature."""
     report: Json = {}
     if facts.path:
         with suppress(LoadError):
@@ -366,7 +366,7 @@ def _answer(query: dict[str, Any]) -> list[hub.Repository] | str:
 
 
 def _rate(repository: hub.Repository, target: str) -> Candidate | None:
-    """Rate a repository by card and name; None if nothing says that it is a drafter."""
+    """Rate a repository by card and name; None if neither indicates a drafter."""
     words = _drafter_words(repository)
     if not words or repository.name.lower() == target.lower():
         return None

@@ -1,4 +1,4 @@
-"""What local models are, from their headers: size, format, family, whether they run, drafters."""
+"""Survey of local models from their headers: size, format, family, support and drafters."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Survey:
 
 
 def survey(models: Sequence[LocalModel]) -> list[Survey]:
-    """Survey models and pair them with drafters; a broken model's row says what is wrong."""
+    """Survey models and pair them with drafters; a broken model's row describes the error."""
     free = free_ram()
     rows = [_survey_one(model, free) for model in models]
     return [
@@ -209,7 +209,7 @@ def tokenizer_digest(path: Path) -> str:
 
 
 def _automatic_draft(row: Survey) -> str:
-    """Return what `--draft auto` uses for a model, as the server names it."""
+    """Return the drafter that `--draft auto` uses for a model, as the server names it."""
     path = Path(row.path)
     instructions = _native_instructions() if bundled_for(path) else ""
     bits = 8 * row.bytes / row.parameters if row.parameters else 0.0

@@ -28,10 +28,19 @@ from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY, is_pickled
 
 DOWNLOADED = (".json", ".jinja", ".txt", ".md", "tokenizer.model")
 UPLOADED = (
-    "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
-    "training.json", "tokenizer*.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "training.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 DOMAIN = re.compile(r"[\w][\w .+-]{0,60}")
 
@@ -130,7 +139,7 @@ def download(drafter: Facts) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What is to be uploaded.
+    """Files and metadata of one upload to the Hub.
 
     Attributes:
         directory: the drafter's directory.
@@ -239,7 +248,7 @@ def _license(facts: Facts, given: str | None) -> str:
 
 
 def _metadata(facts: Facts, base: str, license_: str, domains: Sequence[str]) -> Json:
-    """Return the card's metadata: what it had, updated with what is known."""
+    """Return the existing metadata of the card, updated with the known facts."""
     for domain in domains:
         if not DOMAIN.fullmatch(domain):
             raise ConfigError(f"{one_line(domain)!r} is no kind of text: give a word such as code")

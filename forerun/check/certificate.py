@@ -27,7 +27,7 @@ TEXT_SHARE = (
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to check.
+    """Scope of a certificate: the checks to run and their sizes.
 
     Attributes:
         rules: names of lossless rules.
@@ -159,7 +159,7 @@ def find_fault(fault: Fault, rule: str, engine: EngineChecks, draft: str) -> Fin
 
 
 def _expectation(name: str, findings: list[Finding]) -> str:
-    """Return what an injected fault should have led to."""
+    """Return a sentence on the effect that an injected fault had, compared with the expected."""
     fault = FAULTS[name]
     if any(finding.passed is False for finding in findings):
         return f"as expected: --inject {name} adds a fault ({fault.description})"

@@ -82,7 +82,7 @@ def check(
 
 
 def _print(certificate: Certificate, verbose: bool) -> None:
-    """Print the verdict, what failed, what each part shows and, if verbose, every check."""
+    """Print the verdict, the failures, the claim of each part and, if verbose, every check."""
     from rich.console import Console
     from rich.text import Text
 

@@ -58,7 +58,7 @@ TARGET_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How requests run: how many at once, prompt tokens per forward pass, depth of drafts."""
+    """Batch size, prompt tokens per forward pass and depth of drafts of a run."""
 
     batch_size: int
     chunk: int

@@ -68,7 +68,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ChangedCoins:
-    """Coins of which one method is replaced."""
+    """Coins with one method replaced."""
 
     accept: Callable[[float, float, int], bool]
     draw: Callable[[np.ndarray, int], int]

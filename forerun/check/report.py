@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# What each part claims, in the order in which the parts run.
+# Claim of each part, in the order in which the parts run.
 CLAIMS = {
     "rules": "The verification rules leave the target's distribution unchanged.",
     "forward": "A forward pass over several tokens gives the logits of passes over one token.",
@@ -68,7 +68,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether every check ran and passed."""
+        """Return True if every check ran and passed."""
         return not self.failed and not self.untested
 
     def as_dict(self) -> dict[str, Any]:

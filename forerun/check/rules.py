@@ -25,9 +25,13 @@ from forerun.verify.base import Coins, RatioRule
 
 # kind, vocabulary and depth of the toy models, each with every seed
 TOY_MODELS = [
-    ("exact", 2, 1), ("exact", 2, 2), ("sparse", 2, 2),
-    ("exact", 3, 1), ("sparse", 3, 1), ("float", 3, 2),
-]  # fmt: skip
+    ("exact", 2, 1),
+    ("exact", 2, 2),
+    ("sparse", 2, 2),
+    ("exact", 3, 1),
+    ("sparse", 3, 1),
+    ("float", 3, 2),
+]
 SEEDS = range(3)
 ROUNDING = 1e-12  # tolerance of a probability computed in float64
 NUM_ROUNDS = 6000
@@ -99,7 +103,7 @@ def enumerate_rule(
 def _compare(
     rule: RatioRule, grow: Scheme, case: Mapping[str, Any], allowed: float
 ) -> dict[str, Any]:
-    """Return the string whose probability is furthest off; nothing if all are within `allowed`."""
+    """Return the string with the largest error of probability; {} if all are within `allowed`."""
     kind, vocab, depth, seed = (case[key] for key in ("kind", "vocabulary", "depth", "seed"))
     target, drafter = oracle.toy_models(kind, vocab, depth, seed)
     drafts = oracle.proposals(grow, drafter, depth)

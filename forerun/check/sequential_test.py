@@ -55,7 +55,7 @@ class SequentialTest:
 
     @property
     def rejected(self) -> bool:
-        """Whether the claimed distribution is rejected; false alarms have probability ALPHA."""
+        """Return True if the claimed distribution is rejected, falsely with probability ALPHA."""
         return self.evidence >= THRESHOLD
 
     @property

@@ -51,10 +51,17 @@ DRAFTERS = (
     table(REST, REST, *[(0, 0.5, 0.125, 0.125, 0.125, 0.125)] * 4),
 )
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": len(TARGET), "hidden_size": 1, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "head_dim": 2, "intermediate_size": 1, "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": len(TARGET),
+    "hidden_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 2,
+    "intermediate_size": 1,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 
 
 class TableTarget(Runner):
@@ -96,7 +103,7 @@ class TableDrafter(Proposer):
 
 
 def emitted(noise: type[Noise]) -> list[list[int]]:
-    """Return the texts of COUNT requests under the rule `tree`, each with its prompt of one token."""
+    """Return the texts of COUNT requests under rule `tree`, each with its one-token prompt."""
     parts = [
         TableDrafter(name, logits, noise)
         for name, logits in zip(("first", "second"), DRAFTERS, strict=True)
@@ -129,7 +136,7 @@ def compare(noise: type[Noise] = Noise) -> SequentialTest:
 
 
 def check_two_drafters(noise: type[Noise] = Noise) -> Finding:
-    """Test what the engine emits with two drafters in one tree, under the rule `tree`."""
+    """Test the engine's output with two drafters in one tree, under the rule `tree`."""
     test = compare(noise)
     text = f"{test.num_tokens} tokens: {test.describe()}"
     details = {"tokens": test.num_tokens, "evidence": test.evidence}

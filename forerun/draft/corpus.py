@@ -139,7 +139,7 @@ class IndexSegment:
 
 
 class Index:
-    """An index that `adding` wrote. Raises LoadError if there is none, or if it is damaged."""
+    """Index written by `adding`. Raises LoadError if it is missing or damaged."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -200,7 +200,7 @@ class RetokenizedText:
             self.tokens.append(own)
 
     def _settle_parts(self, tokens: Sequence[int]) -> Iterator[str | int]:
-        """Yield what new tokens settle: pieces of text, and special tokens between them."""
+        """Yield the text that new tokens complete: pieces, and special tokens between them."""
         for run in self._runs(tokens):
             if isinstance(run, int):
                 if self._tail:

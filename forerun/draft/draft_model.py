@@ -72,7 +72,7 @@ class DraftModel(Proposer):
         return [tree.finish(self.vocab) for tree in trees]
 
     def _start(self, trees: Sequence[Tree]) -> None:
-        """Read what the slots have missed and the nodes so far, and add a level."""
+        """Process the tokens that the slots have missed and the nodes so far, and add a level."""
         requests = [tree.request for tree in trees]
         logits = self.read(requests, [(tree.draft, tree.frontier) for tree in trees])
         for tree in trees:
@@ -128,7 +128,7 @@ class DraftModel(Proposer):
         return logits
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
-        """Read what slots have missed, except the last `CHUNK` tokens at most."""
+        """Process the tokens that slots have missed, except at most the last `CHUNK` ones."""
         length = self.runner.cache.length
         while late := [r for r in requests if len(r.tokens) - length[r.slot] > CHUNK]:
             segments = []

@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 MAX_LAYERS = 64
 MAX_SIZE = 1 << 31
 FIRST_LAYER = "layers.0."
-# what transformers takes for fields that are not there
+# defaults of transformers for missing fields
 LAYER_DEFAULTS: dict[str, Json] = {
     "llama": {"num_attention_heads": 32, "max_position_embeddings": 2048},
     "qwen3": {"num_attention_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
@@ -40,13 +40,23 @@ SPECULATORS_VERSION = "0.9.0"
 SCALE_SUFFIX = "_scale"  # of the float32 [rows, 1] scales of an int8 weight
 INT8_CONFIG: Json = {
     "quantization_config": {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": [],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
-            "dynamic": False,
-        }}},
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": [],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "channel",
+                    "dynamic": False,
+                },
+            }
+        },
     }
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------- config.json
@@ -315,7 +325,7 @@ def write(
 def describe_speculator(
     kind: str, architecture: str, layer: ModelConfig, num_tokens: int, target: str | None
 ) -> Json:
-    """Return what every config.json of the speculators layout (0.9) holds.
+    """Return the fields that every config.json of the speculators layout (0.9) has.
 
     `num_tokens` is the default draft length, `target` the name or path of the target model.
     """
@@ -338,14 +348,23 @@ def _describe_layer(c: ModelConfig) -> Json:
     """Describe decoder layers as transformers does, leaving nothing to defaults."""
     rope = c.ropes[0].parameters
     fields = {
-        "model_type": c.family, "hidden_size": c.hidden, "intermediate_size": c.intermediate,
-        "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "vocab_size": c.vocab,
-        "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
-        "rope_theta": rope["rope_theta"], "rope_parameters": rope,
-        "hidden_act": c.raw.get("hidden_act", "silu"), "attention_bias": False,
-        "mlp_bias": False, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": c.family,
+        "hidden_size": c.hidden,
+        "intermediate_size": c.intermediate,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab,
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "hidden_act": c.raw.get("hidden_act", "silu"),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
     windows = [window for window in c.windows if window]
     if windows:
         fields["layer_types"] = [

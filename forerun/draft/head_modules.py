@@ -54,14 +54,19 @@ def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
     last = c.rope_of[-1]
     rope = c.ropes[last].parameters if last is not None else {}
     raw = {
-        "model_type": "qwen3" if c.qk_norm else "llama", "vocab_size": c.vocab,
-        "hidden_size": c.hidden, "num_hidden_layers": 1,
-        "intermediate_size": intermediate or c.intermediate, "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
-        "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "num_hidden_layers": 1,
+        "intermediate_size": intermediate or c.intermediate,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.norm_eps,
         "rope_theta": rope.get("rope_theta", 10000.0),
         "hidden_act": TRANSFORMERS_ACTIVATIONS.get(c.activation, c.activation),
-    }  # fmt: skip
+    }
     return make_config(raw, Path("config.json"))
 
 
@@ -215,7 +220,7 @@ class Head(nn.Module):
         self.embed_tokens, self.lm_head = None, None
 
     def init_token_map(self, count: int, vocab: int) -> None:
-        """Prepare for `count` of a target's `vocab` tokens: the first ones until `set_token_ids`."""
+        """Prepare for `count` of a target's `vocab` tokens: the first until `set_token_ids`."""
         reduced = count < vocab
         self.register_buffer("d2t", torch.zeros(count, dtype=torch.int64) if reduced else None)
         self.register_buffer("t2d", torch.arange(vocab) < count if reduced else None)

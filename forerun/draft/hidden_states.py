@@ -115,7 +115,7 @@ class HiddenStateProposer(Proposer):
     # ------------------------------------------------------------ for subclasses
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Fuse hidden states [n, layers x H] into what the head reads, [n, Hd]."""
+        """Fuse hidden states [n, layers x H] into the inputs of the head, [n, Hd]."""
         raise NotImplementedError
 
     def write_cache(self, segments: Sequence[Segment], fused: Tensor) -> None:

@@ -176,7 +176,7 @@ class MedusaStyleHeads(nn.Module):
         return None
 
     def initial(self, states: Tensor) -> Tensor:
-        """Return what level 0 reads of the target's normed states. [R, H] -> [R, C]"""
+        """Return the input of level 0 from the target's normed states. [R, H] -> [R, C]"""
         return states
 
     def step(self, level: int, carried: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,16 +349,21 @@ def load_heads(directory: Path) -> MedusaHeads:
 def save_heads(heads: MedusaHeads, directory: Path, dtype: torch.dtype) -> None:
     """Write Medusa heads in vLLM's layout. Raises OSError."""
     config = {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": heads.levels,
-        "num_hidden_layers": heads.layers, "hidden_size": heads.hidden, "vocab_size": heads.vocab,
-        "truncated_vocab_size": heads.vocab, "medusa_fc_bias": False,
-    }  # fmt: skip
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "num_heads": heads.levels,
+        "num_hidden_layers": heads.layers,
+        "hidden_size": heads.hidden,
+        "vocab_size": heads.vocab,
+        "truncated_vocab_size": heads.vocab,
+        "medusa_fc_bias": False,
+    }
     write(heads, config, directory, dtype)
 
 
 def _load_authors_layout(tensors: Tensors) -> MedusaHeads:
     """Load a list of heads, each a list of blocks with an lm head after them: `0.0.linear.weight`,
-    `0.1.weight`. Their config.json says two heads whatever there is, so sizes are the tensors'."""
+    `0.1.weight`. Their config.json always claims two heads, so sizes come from the tensors."""
     found = [re.fullmatch(r"(\d+)\.(\d+)\.weight", name) for name in tensors]
     layers = max((int(match[2]) for match in found if match), default=0)
     heads = len({name.partition(".")[0] for name in tensors})
@@ -453,7 +458,7 @@ class NativeMedusa:
     def round(
         self, links: Sequence[ChainStart], initial: Tensor, acceptance: array[float] | None
     ) -> list[DraftedChain]:
-        """Draft after each link from what level 0 reads, [links, C]; see `Program.draft_levels`."""
+        """Draft after each link from level 0's inputs, [links, C]; see `Program.draft_levels`."""
         links = [replace(link, keys=link.keys[: len(self._levels)]) for link in links]
         inputs = {CARRIED: initial.float().numpy()}
         return self._start.draft_levels(

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they last occurred in this request."""
+"""Prompt lookup: copies the continuation of the last few tokens' previous occurrence."""
 
 from __future__ import annotations
 

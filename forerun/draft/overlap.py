@@ -45,7 +45,7 @@ DECAY = 0.98  # of the counts, per verdict
 
 
 class OverlapProposer(CompositeProposer):
-    """Proposes what `model` would, sooner where an outcome that was drafted for came true.
+    """Proposes the drafts of `model`, sooner where an outcome that was drafted for came true.
 
     Attributes:
         asked: verdicts that followed overlapped drafting.
@@ -162,7 +162,7 @@ class OverlapProposer(CompositeProposer):
         return error
 
     def _recall(self, request: DraftRequest) -> Tree | None:
-        """Return the tree that was drafted behind what the target decided, if there is one."""
+        """Return the tree that was drafted behind the target's verdict, if there is one."""
         lookahead = self._lookaheads.pop(request.slot, None)
         if lookahead is None:
             return None
@@ -178,7 +178,7 @@ class OverlapProposer(CompositeProposer):
         return tree
 
     def _look_ahead(self, request: DraftRequest, draft: Draft, outcomes: int) -> _Lookahead | None:
-        """Return what there is to draft for; None without room, or if the model lacks a token."""
+        """Return the outcomes to draft for; None without room, or if the model lacks a token."""
         # The engine appends to the request's tokens while the other thread reads them.
         request = replace(request, tokens=list(request.tokens))
         runner, slot = self.inner.runner, request.slot
@@ -291,7 +291,7 @@ class _Lookahead:
         return draft.tokens[node]
 
     def recall(self, tokens: Sequence[int], request: DraftRequest) -> Tree | None:
-        """Return the draft behind what the target emitted, if there is one, cut to `request`."""
+        """Return the draft behind the emitted tokens, if there is one, cut to `request`."""
         for branch in self.branches:
             if branch.outcome == tuple(tokens) and len(branch.tree.draft) > 1:
                 return branch.tree.cut_to(request)
@@ -336,7 +336,7 @@ class _OutcomeStatistics:
         return [(node, token) for _, node, token in found[:count]]
 
     def learn(self, lookahead: _Lookahead, tokens: Sequence[int]) -> None:
-        """Count what the target emitted."""
+        """Count the tokens that the target emitted."""
         path = lookahead.draft.match_tokens(tokens)
         if len(path) != len(tokens) or not lookahead.ranked:
             return

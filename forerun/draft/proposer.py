@@ -1,7 +1,7 @@
-"""Proposers: what a drafter is, what it is asked for, and what it may know of its target.
+"""Proposers: the interface of drafters, their requests, and their view of the target.
 
-A drafter of your own derives from `Proposer` and implements `propose`; `docs/write-a-drafter.md` has
-one of thirty lines. It never has to be right: whatever it proposes, the target decides.
+A drafter of your own derives from `Proposer` and implements `propose`; `docs/write-a-drafter.md`
+has one of thirty lines. Its drafts may be wrong: the target verifies every proposed token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = TypeVar("State")
 
 @dataclass(slots=True)
 class DraftRequest:
-    """What a proposer is asked for: one request's draft in one step.
+    """Request for a draft: one request's draft in one step.
 
     Attributes:
         slot: the request's place in the device tables; the key of the proposer's own state.
@@ -45,7 +45,7 @@ class DraftRequest:
         params: the request's sampling parameters.
         noise: the step's noise; `noise.target(depth)` is what the target will draw with after a
             node at `depth`.
-        depth: how deep the draft may be, at least 1.
+        depth: maximum depth of the draft, at least 1.
         coupled: the rule compares tokens: all nodes are deterministic, and drawing with the
             target's noise makes them agree more often. Otherwise nodes may be sampled, with
             `Draft.probs` the distributions they were drawn from.
@@ -93,7 +93,7 @@ class Reference:
         return other
 
     def build(self) -> None:
-        """Compute what drafting needs; it is kept."""
+        """Compute the inputs that drafting needs, and keep them."""
         _ = self.index, self.packed
 
     @cached_property
@@ -190,7 +190,7 @@ class Proposer:
         """
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
-        """Take a tenant's text that ended in another engine as if it had ended here."""
+        """Add a tenant's text that ended in another engine as if it had ended here."""
 
     def forget(self) -> None:
         """Drop everything kept of requests that have ended."""
@@ -284,7 +284,7 @@ class CompositeProposer(Proposer):
 
 
 def drafts_of(proposer: Proposer, requests: Sequence[DraftRequest], vocab: int) -> list[Draft]:
-    """Ask a proposer for drafts, and check that they are what was asked for.
+    """Ask a proposer for drafts, and check that they satisfy the requests.
 
     Raises:
         ForerunError: they are not. There is no room for a draft that is too large, and what it
@@ -309,7 +309,7 @@ def drafts_of(proposer: Proposer, requests: Sequence[DraftRequest], vocab: int) 
 
 
 def _fault(proposer: Proposer, request: DraftRequest, draft: Draft, vocab: int) -> str:
-    """Return what is wrong with a draft, "" if nothing is."""
+    """Describe the first error of a draft; "" if it is valid."""
     if not isinstance(draft, Draft):
         return f"gave {shorten(draft)}, which is no Draft: use Draft.root and add, or Draft.chain"
     count = len(draft.tokens)
@@ -332,7 +332,8 @@ def _fault(proposer: Proposer, request: DraftRequest, draft: Draft, vocab: int) 
     depth, most = max(draft.depths()), proposer.most(request.depth)
     if depth > request.depth or count - 1 > most:
         return (
-            f"was asked for {most} tokens, {request.depth} deep, and gave {count - 1}, {depth} deep:"
+            f"was asked for {most} tokens, {request.depth} deep,"
+            f" and gave {count - 1}, {depth} deep:"
             " keep to request.depth, and set its width to the most nodes of a level"
         )
     if not 0 <= min(draft.tokens) <= max(draft.tokens) < vocab:
@@ -405,13 +406,14 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         logits, cap = multiply(x), config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
+    sharded = isinstance(decoder, ShardedDecoder)
     return TargetView(
         config=config,
         hidden=config.hidden,
         layers=config.layers,
         vocab=config.vocab,
         context=decoder.context,
-        table=_Divided() if isinstance(decoder, ShardedDecoder) else decoder.weights.embed,  # type: ignore[arg-type]
+        table=_Divided() if sharded else decoder.weights.embed,  # type: ignore[arg-type]
         scale=config.embed_scale,
         normalise=normalise,
         head=head,

@@ -82,7 +82,7 @@ class SuccessorTable:
         )
 
     def learn_twin(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
-        """Do what `learn` does in plain Python."""
+        """Reference implementation of `learn` in plain Python."""
         best, ranked = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
         for i, logs in enumerate(best.tolist()):
             if not math.isfinite(logs[0]):
@@ -129,7 +129,7 @@ class SuccessorTable:
 
     @classmethod
     def load(cls, path: Path, vocab: int) -> SuccessorTable:
-        """Read what `save` wrote, a file or its directory, into a table twice as large.
+        """Load a file written by `save`, or its directory, into a table twice as large.
 
         A few entries that fall into full sets are lost.
 
@@ -259,7 +259,7 @@ def grow_tree(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
 
 
 def grow_tree_twin(tables: Sequence[SuccessorTable], growth: Growth) -> Branches:
-    """Do what `grow_tree` does in plain Python."""
+    """Reference implementation of `grow_tree` in plain Python."""
     nodes = Branches([growth.root], [NONE], [0], [1.0])
     depths = [0]
     candidates: list[tuple[float, int, int, int, int]] = []

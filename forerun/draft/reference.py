@@ -66,8 +66,8 @@ class Alignment:
             self.at = self._last + 1 if is_replaced else None
 
     def continuation(self, count: int) -> list[int]:
-        """Return what should come next; of a document no more than has agreed, since nothing else
-        speaks for it."""
+        """Return the expected continuation; of a document no more tokens than have agreed, since
+        there is no other evidence for it."""
         if self.at is None:
             return []
         if not self.reference.whole:

@@ -62,7 +62,7 @@ NUM_NATIVE_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_m
 GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
-# What `--draft` calls the types of vLLM's speculators.
+# Names in `--draft` of the types of vLLM's speculators.
 SPECULATORS = {
     "eagle3": "eagle3",
     "peagle": "eagle3",
@@ -153,7 +153,7 @@ def recognise(look: Look) -> Kind:
 
 
 def kind_of(directory: Path) -> str:
-    """Return what `--draft` calls the drafter in a directory, "model" if it is nothing else."""
+    """Return the `--draft` kind of the drafter in a directory; "model" if no other fits."""
     try:
         raw = read_object(directory / "config.json")
     except LoadError:
@@ -285,7 +285,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
 
 
 def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
-    """Return what the draft option `auto` means for a model; other options are returned as is.
+    """Resolve the draft option `auto` for a model; other options are returned as is.
 
     It is copying, followed by the bundled drafter of the model where that was measured to pay.
 

@@ -1,4 +1,4 @@
-"""Retrieval: what followed the end of the text in indexed documents (REST, 2311.08252).
+"""Retrieval: copies continuations of the end of the text from indexed documents (REST, 2311.08252).
 
 Two searches are made. The longest match of the text's end in all documents is continued as most of
 its occurrences are. The passages that fit the request best are looked up when it starts, and are
@@ -129,7 +129,7 @@ class SegmentSearch:
 def retrieve_twin(
     segments: Sequence[IndexSegment], text: Sequence[int], limit: int
 ) -> tuple[int, list[int]]:
-    """Do what `SegmentSearch.retrieve` does by looking at every place, for short texts."""
+    """Reference of `SegmentSearch.retrieve` that examines every place, for short texts."""
     best, found = 0, list[int]()
     for segment in segments:
         ids = segment.tokens.tolist()
@@ -152,7 +152,7 @@ def _num_supported(match: int, count: int) -> int:
 
 
 def _majority(ids: Sequence[int], places: Sequence[int], limit: int) -> list[int]:
-    """Return what most places continue with, token by token; the first place wins ties."""
+    """Return the most frequent continuation, token by token; the first place wins ties."""
     tokens: list[int] = []
     for n in range(limit):
         following = [(p, ids[p + n]) for p in places if p + n < len(ids) and ids[p + n] != BREAK]
@@ -181,7 +181,7 @@ class Retrieval(PerSlotProposer[_RetrievalState]):
     def __init__(self, indices: Mapping[str, Index] | None = None) -> None:
         """`indices` by name; they serve all clients."""
         super().__init__()
-        # Each with the client whose requests it serves; "" serves all.
+        # Each with the client it serves; "" serves all.
         self.indices: dict[str, tuple[Index, str]] = {
             name: (index, "") for name, index in (indices or {}).items()
         }
@@ -198,7 +198,7 @@ class Retrieval(PerSlotProposer[_RetrievalState]):
         self._invalidate()
 
     def _invalidate(self) -> None:
-        """Drop what may come from an index that is no longer there."""
+        """Drop passages that may come from an index that no longer exists."""
         self._searches.clear()
         for state in self.slots.values():
             state.passages = None

@@ -233,7 +233,7 @@ def _grow_sampled(tree: Tree, scores: Tensor, width: int, source: str) -> None:
 
 
 def _best_children(values: Sequence[float], best: Tensor) -> list[tuple[int, int]]:
-    """Rank the possible children of a frontier by what they are expected to add.
+    """Rank the possible children of a frontier by the accepted length they are expected to add.
 
     Args:
         values: log-probability of each frontier node's path.

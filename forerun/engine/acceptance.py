@@ -1,6 +1,6 @@
-"""How often drafted tokens are accepted: counts per request and proposer, and estimates from them.
+"""Acceptance rates of drafted tokens: counts per request and proposer, and estimates from them.
 
-`Acceptance` counts what became of one proposer's drafts for one request. `SourceAcceptance` learns
+`Acceptance` counts the verdicts on one proposer's drafts for one request. `SourceAcceptance` learns
 from all requests which acceptance rates occur at all (a mixture of beta distributions with fixed
 means, whose weights are learned online: empirical Bayes), so that a new request starts with a
 sensible `AcceptanceEstimate`. `ConfidenceBins` calibrates the probabilities that a drafter itself
@@ -75,7 +75,7 @@ class ConfidenceBins:
             self._update_rate(index)
 
     def add(self, draft: Draft, path: Sequence[int], is_open: bool = False) -> None:
-        """Count the tokens of a draft of which the target confirmed `path`.
+        """Count the tokens of a draft after the target accepted `path` of it.
 
         `is_open`: the text after the last node of `path` is not known yet, so its children say
         nothing. Children of rejected nodes never do.
@@ -123,12 +123,12 @@ class BetaCounts:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What became of one proposer's drafts for one request.
+    """Acceptance record of one proposer's drafts for one request.
 
     Attributes:
         kept: drafted tokens accepted or rejected, given that those before them were accepted. A
-            draft that was accepted to its end is a censored observation: what would have come next
-            is not known.
+            draft that was accepted to its end is a censored observation: the verdict on further
+            tokens is not known.
         offered: how often the proposer had anything to draft when it was asked.
         paused_until: the step in which the proposer is asked again; None while drafting seems to
             pay.

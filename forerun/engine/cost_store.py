@@ -1,9 +1,9 @@
-"""Persistent cost model: what the depth policy learned, kept in a file for each model and machine.
+"""Persistent cost model: the depth policy's learned costs, a file for each model and machine.
 
-Without it every process starts knowing nothing: it measures plain passes first, and what a drafter
-costs while its weights are not in the caches yet. The file is a convenience. A damaged one is
-ignored with a line in the log, and no file changes what is generated. It holds counts and seconds,
-no text.
+Without it every process starts without measurements: it measures plain passes first, and the cost
+of a drafter while its weights are not in the caches yet. The file is a convenience. A damaged one
+is ignored with a line in the log, and no file changes the generated text. It holds counts and
+seconds, no text.
 """
 
 from __future__ import annotations

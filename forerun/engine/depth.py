@@ -1,4 +1,4 @@
-"""How deep to draft: as deep as pays, down to zero.
+"""Draft depth policy: draft as deep as it speeds up decoding, down to zero.
 
 `DepthPolicy` keeps what it has measured: the cost of forward passes and of drafting (`costs`) and
 how often each request's drafts are accepted (`acceptance`). It chooses the depths with the most
@@ -62,7 +62,7 @@ class BatchState(NamedTuple):
 
 @dataclass(slots=True)
 class _SourceLoad:
-    """How deep one proposer drafts in a candidate plan, for how many requests, at what cost."""
+    """Depth, number of requests and cost of one proposer in a candidate plan."""
 
     depth: int = 0
     num_requests: int = 0
@@ -70,7 +70,7 @@ class _SourceLoad:
 
 
 class DepthPolicy:
-    """Chooses the depths with the most expected tokens per second, and probes what is unknown.
+    """Chooses the depths with the most expected tokens per second, and probes unknown costs.
 
     Attributes:
         costs: measured costs of forward passes and drafting.
@@ -90,7 +90,7 @@ class DepthPolicy:
         self.steps = 0
         self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
 
-    # What outlives the process
+    # Persistence
 
     def state(self) -> dict[str, Any]:
         """Serialize the learned costs and acceptance rates so that another process can load them.
@@ -107,7 +107,7 @@ class DepthPolicy:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Start with what another process learned.
+        """Start with the costs that another process learned.
 
         Raises any exception for data that did not come from `state`; nothing is changed then.
         """
@@ -268,7 +268,7 @@ class DepthPolicy:
         return True
 
     def _probe_price(self, option: DraftOption, batch: BatchState) -> float:
-        """Return what a probe costs beyond a step without it, in passes."""
+        """Return the cost of a probe beyond a step without it, in passes."""
         drafting = self.costs.draft(option.source, PROBE_DEPTH)
         drafting += self.costs.catch_up(option.source, option.lag)
         verifying = self._forward(batch.num_tokens + PROBE_DEPTH * option.width, batch)
@@ -425,7 +425,7 @@ class DepthPolicy:
         return self.costs.catch_up(option.source, option.lag) / tokens
 
     def _forward(self, num_tokens: float, batch: BatchState) -> float:
-        """Return the cost of a forward pass without what its prompts add.
+        """Return the cost of a forward pass without the part due to its prompts.
 
         Prompts are read in any case, and drafts beside them must pay as in a pass without them. A
         further row of such a pass costs computation, where others wait for weights.
@@ -437,7 +437,7 @@ class DepthPolicy:
         alone = self.costs.forward(certain - batch.num_prompt_tokens)
         return alone + (num_tokens - certain) * row
 
-    # What the engine asks and reports
+    # Interface of the engine
 
     def room(self, num_decoding: int, stretch: float) -> int:
         """Return the most tokens of a pass that reads prompts beside decoding requests.
@@ -478,7 +478,7 @@ class DepthPolicy:
     def record_verdict(
         self, source: str, acceptance: Acceptance, drafted: int, accepted: int
     ) -> None:
-        """Record what became of a draft; `drafted` is 0 if the proposer had nothing to offer."""
+        """Record the verdict on a draft; `drafted` is 0 if the proposer had nothing to offer."""
         acceptance.add(drafted, accepted)
         self.sources[source].add(acceptance, drafted)
 

@@ -1,4 +1,4 @@
-"""Drafting: which proposer drafts for which request, how deep, and what is learned from it.
+"""Drafting: chooses proposers and depths for each request, and records the outcomes.
 
 `Drafting` owns everything that speculation keeps per request (`DraftingState`), the depth policy
 and the guard. The engine tells it what happens to requests and asks it for one draft per generating
@@ -39,7 +39,7 @@ MAX_STOPPING_DEPTH = 8  # levels offered to proposers that end chains by themsel
 
 @dataclass(frozen=True, slots=True)
 class ProposedDraft:
-    """What one proposer drafted in a step, verified or not.
+    """Draft of one proposer in a step, verified or not.
 
     `kind` is the kind of match of a copy (`kind_of_match`), or "".
     """
@@ -51,15 +51,15 @@ class ProposedDraft:
 
 @dataclass(slots=True)
 class DraftingState:
-    """What drafting keeps of one request.
+    """Drafting state of one request.
 
     Attributes:
-        acceptance: what became of its drafts, by proposer and kind of match.
+        acceptance: acceptance record of its drafts, by proposer and kind of match.
         last_asked: (committed tokens, step) when each proposer last drafted for it.
         guard: disables drafting while the request would be faster without.
-        released: its proposer keeps nothing of it, since it pauses for long.
+        released: True if its drafter state was released because of a long pause.
         allowed_depth: the depth that its draft may have in this step.
-        proposed: everything that was drafted for it in this step.
+        proposed: all drafts for it in this step.
     """
 
     acceptance: defaultdict[str, Acceptance] = field(
@@ -119,7 +119,7 @@ class _Plan:
         return self.request.remaining if self.scheduled.count == 1 else 0
 
     def give(self, offer: Offer | None, reason: str = NOTHING) -> None:
-        """Accept what the asked proposer offers; None and a `reason` if it offers nothing."""
+        """Accept the asked proposer's draft; None and a `reason` if it offers nothing."""
         root = Draft.root(self.request.tokens[-1])
         if offer:
             self.speed = max(self.speed, offer.speed)
@@ -164,7 +164,7 @@ class Drafting:
         self.overlap = self._new_overlap()
 
     def state(self, request: Request) -> DraftingState:
-        """Return what is kept of a request, as long as the request exists."""
+        """Return the drafting state of a request; it is kept as long as the request exists."""
         state = self.states.get(request)
         if state is None:
             state = self.states[request] = DraftingState()
@@ -354,7 +354,7 @@ class Drafting:
                     self._give(plan, draft, batch)
 
     def _give(self, plan: _Plan, draft: Draft | None, batch: BatchState) -> None:
-        """Give a plan what its proposer drafted; None if the proposer failed."""
+        """Give a plan the draft of its proposer; None if the proposer failed."""
         name = plan.asked.name
         if draft is not None and len(draft) > 1:
             plan.give(self._offer(plan, draft, batch))
@@ -364,7 +364,7 @@ class Drafting:
         plan.give(None)
 
     def _depths(self, plans: Sequence[_Plan], batch: BatchState) -> list[int]:
-        """Return the depth of each plan: what was asked for, or what the policy says."""
+        """Return the depth of each plan: the requested one, or the policy's choice."""
         depths, options, free = [], [], []
         for i, plan in enumerate(plans):
             fixed = 0 if plan.request.depth == "auto" else min(int(plan.request.depth), plan.limit)
@@ -413,7 +413,7 @@ class Drafting:
         requests: Sequence[Request],
         seconds: float,
     ) -> None:
-        """Record what drafting took."""
+        """Record the time that drafting took."""
         depth = max(each.depth for each in asked)
         if proposer.ends_chains:
             depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
@@ -425,7 +425,7 @@ class Drafting:
     def _draft_request(
         self, request: Request, proposer: Proposer, depth: int, batch: BatchState
     ) -> DraftRequest:
-        """Return what a proposer is asked for."""
+        """Build the request for a proposer."""
         confidence, min_prob = None, 0.0
         if _may_stop(request, proposer):
             confidence = self.policy.bins(proposer.name, request.params.greedy).rates
@@ -448,7 +448,7 @@ class Drafting:
     def _option(
         self, request: Request, proposer: Proposer, limit: int | None = None
     ) -> DraftOption:
-        """Return what a request could draft with a proposer."""
+        """Return the draft option of a request with a proposer."""
         return DraftOption(
             source=proposer.name,
             limit=request.remaining if limit is None else limit,
@@ -471,7 +471,7 @@ class Drafting:
     # Choosing among drafts
 
     def _offer(self, plan: _Plan, draft: Draft, batch: BatchState) -> Offer:
-        """Return a draft together with as much of it as pays if nobody else drafts.
+        """Return a draft together with as much of it as pays if no other request drafts.
 
         Nodes with probabilities and copies are cut to what pays. What becomes of copies depends on
         the text alone, so cutting them is exact under every rule.
@@ -510,7 +510,7 @@ class Drafting:
         )
 
     def _path_probs(self, plan: _Plan, draft: Draft, known_as: str) -> list[float]:
-        """Return each node's probability of being accepted, by what became of such nodes."""
+        """Return each node's acceptance probability, estimated from earlier similar nodes."""
         rate = self.policy.acceptance_rate(known_as, plan.state.acceptance[known_as])
         rates = self.policy.bins(plan.asked.name, plan.request.params.greedy).rates
         probs = [1.0]
@@ -520,7 +520,7 @@ class Drafting:
         return probs[1:]
 
     def _cut(self, plan: _Plan, draft: Draft, batch: BatchState) -> Draft:
-        """Return what of a draft is verified."""
+        """Return the part of a draft that is verified."""
         if plan.proposer.merges_drafts and draft.path_probs and plan.request.depth == "auto":
             draft = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch))
         grammar = plan.request.state.grammar
@@ -571,7 +571,7 @@ class Drafting:
                 reason = reasons.get(request.id, UNPAID if guarded else PAUSED)
             request.stats.reasons[reason] += 1
 
-    # What the target says
+    # Verification by the target
 
     def during_forward(self, batch: Sequence[ScheduledRequest]) -> AbstractContextManager[None]:
         """Let proposers that can draft on while the target verifies `batch`."""

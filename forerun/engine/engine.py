@@ -405,7 +405,7 @@ class Engine:
         logits: Tensor,
         timing: _Timing,
     ) -> list[Event]:
-        """Commit what was read and accepted; return what it emits. logits [M, V] of drafts."""
+        """Commit processed and accepted tokens; return the emitted. logits [M, V] of drafts."""
         states = {layer: as_fast_array(found) for layer, found in forward.features.items()}
         events: list[Event] = []
         for scheduled in batch:

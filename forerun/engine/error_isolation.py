@@ -1,9 +1,9 @@
-"""Error isolation: what fails for one request ends that request and no other.
+"""Error isolation: an error in the work for one request ends that request and no other.
 
-Until a step commits nothing has changed, and a commit touches only the rows of its own request.
-What was computed for a request that fails is dropped, its pages are freed, and the others go on as
-if it had not been there. Only the forward pass and the bookkeeping of the cache concern all
-requests; what they raise leaves the step.
+A step changes nothing until it commits, and a commit touches only the rows of its own request.
+The results of a request that fails are dropped, its pages are freed, and the others continue as if
+it had not been in the batch. Only the forward pass and the bookkeeping of the cache concern all
+requests; their exceptions propagate from the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED = (StateError, KeyboardInterrupt, SystemExit, GeneratorExit)  # concern a
 
 
 class isolate_errors:
-    """Context manager for work on one request: what is raised becomes the request's `error`.
+    """Context manager for work on one request: an exception becomes the request's `error`.
 
     A class because it is entered several times a step: a generator takes four times as long.
     """

@@ -148,7 +148,7 @@ class Guard:
         lost = self.actual_seconds - self.factor * self.baseline_seconds
         self.unmeasured += 1
         if self.unmeasured >= self.due or lost > self.allowed_loss * self.factor * plain:
-            # What is known of plain steps may be out of date: measure some now.
+            # The measured time of plain steps may be out of date: measure some now.
             self.paused_steps = self.fresh = FRESH_STEPS
         elif self.baseline_seconds > 0.9 * WINDOW * plain and self.speedup > 1:
             self.next_pause = WINDOW
@@ -164,7 +164,7 @@ class Guard:
             self._measure(ratio)
 
     def _charge_requests(self, samples: Sequence[GuardSample], cost: float) -> None:
-        """Tell each request's guard its part of what drafts cost beyond a plain step."""
+        """Charge each request's guard its share of the drafting cost beyond a plain step."""
         plain = self.cost(len(samples))
         shares = [sample.nodes + sample.asked for sample in samples]
         extra = (cost / plain - 1) * len(samples) / max(sum(shares), 1)

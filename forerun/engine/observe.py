@@ -1,4 +1,4 @@
-"""What can be observed of a step besides its tokens: log-probabilities and traced rounds."""
+"""Observations of a step besides its tokens: log-probabilities and traced rounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trace_round(
     acceptance_rate: float,
     seconds: tuple[float, float],
 ) -> Round:
-    """Return what a step did for a request, before it is committed.
+    """Return the trace of a step for a request, before it is committed.
 
     logits [N, V]; `seconds` of drafting and of the rest of the step.
     """

@@ -1,4 +1,4 @@
-"""Overlapped drafting: proposers that draft on while the target verifies, and what that costs.
+"""Overlapped drafting: proposers that draft on while the target verifies, and their cost.
 
 Drafting beside a forward pass takes cores and memory bandwidth from it. The time that the pass
 takes longer for it is a cost of drafting, not a measurement of the pass.
@@ -17,7 +17,7 @@ from forerun.types import Draft
 
 @dataclass(slots=True)
 class _Spent:
-    """What one proposer's drafts of a step took."""
+    """Time that one proposer's drafts of a step took."""
 
     source: str
     depth: int
@@ -46,14 +46,14 @@ class Overlap:
     def note_asked(
         self, proposer: Proposer, ids: Sequence[int], requests: Sequence[DraftRequest]
     ) -> None:
-        """Remember what a proposer is asked to draft, by request id."""
+        """Remember the requests to a proposer, by request id."""
         if proposer.overlaps:
             self.asked.setdefault(proposer, {}).update(zip(ids, requests, strict=True))
 
     def record_draft(
         self, proposer: Proposer, depth: int, seconds: float, num_requests: int, lag: int = 0
     ) -> None:
-        """Record what drafting took, `lag` missed tokens included."""
+        """Record the time that drafting took, `lag` missed tokens included."""
         if proposer.overlaps:
             seconds += proposer.wait_seconds * self.waiting_is_free
             self.spent.append(_Spent(proposer.name, depth, seconds, num_requests, lag))

@@ -33,7 +33,7 @@ Joules = dict[str, float | None]
 
 
 class Unavailable(Exception):
-    """Raised when a counter cannot be read; the message says why and what would help."""
+    """Raised when a counter cannot be read; the message gives the reason and a remedy."""
 
 
 class Nvml:
@@ -178,7 +178,7 @@ class Meter:
 
     @property
     def method(self) -> str:
-        """How energy is measured here, or "unavailable: reason", for reports."""
+        """Method of measuring energy on this machine, or "unavailable: reason", for reports."""
         if not self.sources:
             return f"unavailable: {'; '.join(self.absent)}"
         return ", ".join(source.method for source in self.sources)
@@ -213,7 +213,7 @@ class Meter:
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Measure what runs within the block. Synchronize GPU work before the block ends."""
+        """Measure the energy used within the block. Synchronize GPU work before the block ends."""
         window = Window()
         first = self.read()
         try:

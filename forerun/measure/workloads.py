@@ -46,7 +46,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt with what belongs to it.
+    """One prompt with its metadata.
 
     Attributes:
         id: name in reports.

@@ -195,8 +195,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokens(self) -> tuple[Any, int, tuple[tuple[int, str], ...]]:
-        """llguidance's tokenizer, the token by which it says that the text may end, and the special
-        tokens.
+        """llguidance's tokenizer, its token for a possible end of the text, and the special tokens.
 
         The model does not have that token: requests decide which tokens end them.
         """
@@ -222,8 +221,8 @@ class GrammarCompiler:
 
 
 def build(grammar: Grammar, tokenizer: Any, probed: int = PROBED) -> Any:
-    """Return a compiled grammar, after `probed` tokens were tried with it, or the exception that
-    tells why there is none."""
+    """Return a compiled grammar, after `probed` tokens were tried with it, or the exception
+    raised while compiling it."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:

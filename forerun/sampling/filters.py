@@ -234,7 +234,7 @@ def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def _filter_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Do what `_filter` does for any top_k."""
+    """Apply the filters of `_filter` for any top_k."""
     has_top_k = 0 < top_k < scores.shape[-1]
     if has_top_k or top_p < 1:
         ordered, index = scores.sort(dim=-1, descending=True, stable=True)

@@ -85,7 +85,7 @@ class Matcher:
         end_ids: Collection[int],
         threads: MaskThreads | None = None,
     ) -> None:
-        """`last` is the token by which `compiled` says that the text may end."""
+        """Create a matcher; `last` is the token with which `compiled` marks a possible end."""
         self.compiled = compiled
         self.core = compiled.core
         self.last = last

@@ -26,7 +26,7 @@ from forerun.types import States
 
 @dataclass(frozen=True, slots=True)
 class CapturedText:
-    """A text of n tokens with what the target computed along it; m = n - prompt_length of its
+    """A text of n tokens with the target's outputs along it; m = n - prompt_length of its
     tokens are learned. Rounded to these dtypes where it is stored, more precise right after
     reading.
 
@@ -121,7 +121,8 @@ class CaptureStore:
             with safe_open(self.directory / name, "pt") as file:
                 if file.metadata() != {"key": key}:
                     return None
-                return CapturedText.from_tensors({k: file.get_tensor(k) for k in file.keys()})  # noqa: SIM118
+                tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+                return CapturedText.from_tensors(tensors)
         except (OSError, SafetensorError, KeyError):
             return None
 
@@ -150,7 +151,7 @@ def _digest(example: Example) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """What the engine showed of a text of n tokens while it was written.
+    """Distributions and hidden states recorded while the engine wrote a text of n tokens.
 
     Attributes:
         first: position of the first distribution; there is one for each position up to n - 2.

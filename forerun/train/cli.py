@@ -58,8 +58,15 @@ GROUPS = (
 )
 TABLE, SHORTLIST = "table", "shortlist"  # made without training
 UNTRAINED_SETTINGS = (
-    "tokens", "prompt_tokens", "write", "temperature", "seed", "max_minutes", "device", "threads",
-)  # fmt: skip
+    "tokens",
+    "prompt_tokens",
+    "write",
+    "temperature",
+    "seed",
+    "max_minutes",
+    "device",
+    "threads",
+)
 
 
 @with_flags(*GROUPS)
@@ -248,7 +255,7 @@ def _evaluate(drafter: str, given: dict[str, Any], as_json: bool, trains: bool) 
 
 
 def _print(measurements: Measurements) -> None:
-    """Print accepted lengths and speeds, and say what they leave out."""
+    """Print accepted lengths and speeds, and notes about omitted prompts and measurements."""
     from forerun.train.export import omissions
 
     print_table(

@@ -30,13 +30,19 @@ from forerun.utils import UnreadableError, text_of
 LIBRARY = "library"
 # suffixes read from a directory; a file that is named explicitly is read whatever its suffix
 SUFFIXES = (
-    ".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".c", ".h",
-    ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb", ".php",
-    ".lua", ".jl", ".r", ".ml", ".hs", ".sh", ".sql", ".html", ".css",
+    ".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".js", ".jsx", ".ts", ".tsx", ".c",
+    ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".swift", ".rb",
+    ".php", ".lua", ".jl", ".r", ".ml", ".hs", ".sh", ".sql", ".html", ".css",
 )  # fmt: skip
 EXCLUDED_FROM_LIBRARY = (
-    "site-packages/", "test/", "idlelib/", "lib2to3/", "pydoc_data/", "encodings/", "config-",
-)  # fmt: skip
+    "site-packages/",
+    "test/",
+    "idlelib/",
+    "lib2to3/",
+    "pydoc_data/",
+    "encodings/",
+    "config-",
+)
 MAX_COUNT = (1 << 63) - 1
 USAGE = "give text files, directories of source, .jsonl files, or the word library"
 

@@ -1,4 +1,4 @@
-"""How good a drafter is on held-out texts: predicted from its module, and measured by the engine.
+"""Evaluation of a drafter on held-out texts: predicted from its module and measured.
 
 Both use the same texts, so that they differ only by the random draws of the verification and by
 faults: another alignment, another rounding, a drafter that was not written as it was trained.
@@ -58,7 +58,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What the engine counted on one task under rule token.
+    """Accepted length on one task under rule token, counted by the engine.
 
     Attributes:
         task: a kind of forerun's own tasks, or "held-out".
@@ -345,9 +345,11 @@ def measure_drafter(
     limit: TimeLimit,
     tell: Tell = nothing,
 ) -> Measurements:
-    """Measure the drafter in `directory` as far as the time limit allows, the most important first:
-    held-out texts at the chosen depth, the speed, all tasks at that depth, other depths. `module` is
-    what the directory should contain."""
+    """Measure the drafter in `directory` as far as the time limit allows.
+
+    The most important measurements come first: held-out texts at the chosen depth, the speed, all
+    tasks at that depth, other depths. `module` is the module that the directory should contain.
+    """
     settings, cases = evaluator.settings, evaluator.cases
     engine = evaluator.engine(directory)
     found: dict[Case, TaskResult] = {}
@@ -387,7 +389,7 @@ def measure_drafter(
 
 
 def _speed_prompts(evaluator: Evaluator) -> tuple[str, list[tuple[Sequence[int], int]]]:
-    """The kind and the prompts that the speed is measured on: held-out ones, or one of each task."""
+    """Return the kind and the prompts for the speed: held-out ones, or one of each task."""
     if evaluator.held_out is not None:
         kind, chosen = HELD_OUT, list(evaluator.held_out.prompts)
     else:

@@ -36,9 +36,15 @@ from forerun.train.time_limit import TimeLimit
 from forerun.utils import atomic_directory
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,13 @@ class Report:
         }
 
     def advice(self, place: str) -> str:
-        """Say whether to use the drafter in `place`, and if not, what may help."""
+        """Return the advice for the drafter in `place`: to use it, or a remedy."""
         settings, steps = self.settings, self.record.step
         finished = steps >= settings.steps or self.record.out_of_patience(settings.patience)
-        remedy = f"It was trained for {steps} steps: more texts (--data, --write) and more --steps may help."
+        remedy = (
+            f"It was trained for {steps} steps: more texts (--data, --write) and more --steps"
+            " may help."
+        )
         if settings.max_minutes and not finished:
             remedy = (
                 f"It was trained for {steps} steps, as many as fit into {settings.max_minutes:g}"
@@ -190,7 +199,7 @@ def card(report: Report) -> str:
 
 
 def omissions(measurements: Measurements) -> Iterator[str]:
-    """Say which prompts were left out, and what the time limit left out."""
+    """List the omitted prompts and the measurements that the time limit prevented."""
     for task, count in measurements.left_out.items():
         yield f"{task}: {count} prompts were too long and are left out"
     if measurements.not_measured:
@@ -216,7 +225,7 @@ def table(measured: Sequence[TaskResult], depths: Sequence[int]) -> list[str]:
 
 
 def advice(measurements: Measurements, place: str, target: str | None, remedy: str) -> str:
-    """Say whether to use the drafter in `place`; `remedy` is what may help if not."""
+    """Return the advice for the drafter in `place`: to use it, or `remedy`."""
     again = command(target, place)
     if measurements.speed is None:
         return (

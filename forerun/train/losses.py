@@ -260,7 +260,7 @@ def expected_passes(acceptance: np.ndarray, span: DraftSpan) -> float:
         reached = begins[i]
         allowed = min(depth, max(span.limit - i - 1, 0))
         for k in range(allowed):
-            # what is drafted beyond the end of the text changes nothing
+            # tokens drafted beyond the end of the text do not count
             accepted = acceptance[i, k] if i + k + 1 <= span.end else 1.0
             begins[i + k + 1] += reached * (1 - accepted)
             reached *= accepted

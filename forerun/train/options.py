@@ -18,18 +18,33 @@ OPTIMIZERS = ("muon", "adamw")
 DTYPES = ("auto", "float32", "bfloat16")
 DEFAULT_TEXTS = 384  # texts that the target writes if there are no data
 POSITIVE_SETTINGS = (
-    "rows", "accumulate", "prompt_tokens", "evaluate_rows", "reuse", "depth", "top",
-)  # fmt: skip
+    "rows",
+    "accumulate",
+    "prompt_tokens",
+    "evaluate_rows",
+    "reuse",
+    "depth",
+    "top",
+)
 POSITIVE_OPTIONS = (
-    "layers", "heads", "blocks", "unroll", "thin", "intermediate", "draft_vocab", "block_size",
-    "block_layers", "fused_states", "anchors",
-)  # fmt: skip
+    "layers",
+    "heads",
+    "blocks",
+    "unroll",
+    "thin",
+    "intermediate",
+    "draft_vocab",
+    "block_size",
+    "block_layers",
+    "fused_states",
+    "anchors",
+)
 HEAD_SHAPE = ("intermediate", "draft_vocab", "portable")  # fixed by a head given as --init
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How any recipe is trained: data, steps, evaluation.
+    """Settings of every recipe: data, steps, evaluation.
 
     Args:
         steps: Number of optimizer steps; 0 writes the drafter as it is initialised.

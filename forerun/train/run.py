@@ -1,5 +1,4 @@
-"""A whole training run, from names to a directory: what `forerun train` does, for callers in
-Python.
+"""A whole training run, from names to a directory: `forerun train` for callers in Python.
 
 A run is set up from a `Plan` of plain values. Its checkpoint holds the same values, so a resumed
 run needs nothing else.
@@ -49,7 +48,7 @@ MAY_CHANGE = ("max_minutes", "tasks", "speed_rounds")  # between a run and its c
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to train.
+    """Training plan: the target, the data, the recipe and its settings.
 
     Attributes:
         target: a directory, GGUF file or Hub id; None is the default model.
@@ -153,8 +152,8 @@ def measure(
 
 
 def _default_recipe(options: Mapping[str, Any]) -> str:
-    """The recipe without --recipe: the first that has the given options, or that of the drafter
-    given as init."""
+    """Return the recipe without --recipe: the first that has the given options, or the one of the
+    drafter given as init."""
     names = recipes_with(options)
     if len(names) > 1 and "init" in options:
         return recipe_of(kind_of(find_model(options["init"], pickled=True))).name
@@ -171,7 +170,7 @@ def _kind_and_directory(drafter: str) -> tuple[str, Path]:
 
 
 class _Run:
-    """A plan whose data are read or written and whose models are loaded."""
+    """A plan with its data read or written and its models loaded."""
 
     def __init__(
         self, plan: Plan, out: Path, state: dict[str, Any] | None, cleanup: ExitStack, tell: Tell
@@ -210,8 +209,8 @@ class _Run:
         self.evaluator = Evaluator(self.target, self.recipe, held_out, settings, prompts)
 
     def _open_store(self, cleanup: ExitStack) -> CaptureStore:
-        """The store of what is captured while the target writes; it exists as long as there is a
-        checkpoint."""
+        """Open the store of the data captured while the target writes; it exists as long as there
+        is a checkpoint."""
         target, settings = self.target, self.plan.training
         target.aux_hidden_layers = self.recipe.reads(target)
         max_texts = target.max_stored(settings.keep_gb / 2, target.vocab)
@@ -276,7 +275,7 @@ class _Run:
 
 
 def _corpus(documents: list[Document], target: Target, training: Training, tell: Tell) -> Corpus:
-    """Tokenize documents for the target, with a note about what cannot be used."""
+    """Tokenize documents for the target, with a note about unusable ones."""
     corpus = Corpus(documents, target.tokenizer, training.tokens, training.prompt_tokens)
     if corpus.too_long:
         tell.note(

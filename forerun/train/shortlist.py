@@ -26,7 +26,7 @@ UNLIMITED = 1 << 40  # tokens of a text: all of them are counted
 
 @dataclass(frozen=True, slots=True)
 class ShortlistSummary:
-    """What a shortlist contains: `tokens` of a vocabulary of `vocab`, which make up the share
+    """Summary of a shortlist: `tokens` of a vocabulary of `vocab`, which make up the share
     `covered` of `counted` tokens."""
 
     tokens: int

@@ -96,7 +96,7 @@ class TextStream:
         return int(default_rng([self.settings.seed, 2, n]).integers(max(new - self.window, 0), new))
 
     def _num_new(self, n: int) -> int:
-        """How many of the first n texts are new."""
+        """Return the number of new texts among the first n."""
         return min(n, INITIAL_TEXTS) + max(n - INITIAL_TEXTS, 0) // self.settings.reuse
 
     def text(self, n: int) -> Example:
@@ -105,7 +105,7 @@ class TextStream:
         return self._example(n) if continued is None else self._continuation(continued).example
 
     def captured(self, n: int) -> CapturedText | None:
-        """Return what was captured of text n while the target wrote it; None if it must be read."""
+        """Return the data captured while the target wrote text n; None if it must be read."""
         continued = self._continued_index(n)
         if continued is not None:
             return self._continuation(continued)

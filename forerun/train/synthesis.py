@@ -44,7 +44,7 @@ TIME_SHARE = 0.2  # share of the time limit
 # Writing ends when this many groups together keep less than a quarter of one.
 STALE_GROUPS = 4
 # Questions and beginnings should differ; the rest uses the run's temperature and no filter. Top-p
-# would sort the vocabulary for every token, which takes longer than a forward pass of a small model.
+# would sort the vocabulary for every token, which takes longer than a small model's forward pass.
 TEMPERATURE, MIN_P = 1.0, 0.02
 FIRST_SEED = 1 << 40  # seed numbers below are those of continuations
 
@@ -97,10 +97,10 @@ TEXT_OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenTexts:
-    """What the target wrote.
+    """Texts that the target wrote.
 
     Attributes:
-        lines: of JSON.
+        lines: lines of JSON.
         repeated: number of texts that nearly repeated others.
         left_out: number of texts that were left out for another reason.
         seconds: duration.
@@ -151,8 +151,8 @@ class ChatWriter:
         self.limit = room // 2
 
     def _around(self, system: str, words: str) -> tuple[list[int], list[int]]:
-        """The token ids before and after what a user writes behind `words`: what two different
-        messages have in common."""
+        """Return the token ids before and after a user message that begins with `words`: the common
+        prefix and suffix of two different messages."""
         first = [_message("system", system)] if system else []
         try:
             one, other = (
@@ -277,7 +277,7 @@ class _Session:
         return prompt, "long" if len(prompt) + MIN_TOKENS > self.target.tokens else ""
 
     def _capture(self, request: Request) -> None:
-        """Store what was recorded of the latest line, if reading the line gives the same tokens."""
+        """Store the recording of the latest line, if reading the line gives the same tokens."""
         if self.store is None:
             return
         document, settings = read_line(self.lines[-1], SOURCE), self.settings

@@ -29,7 +29,7 @@ MAX_ENTRIES = 1 << 18  # of the table while it is made
 
 @dataclass(frozen=True, slots=True)
 class TableSummary:
-    """What a table contains: `entries` (distributions after one or two tokens), made from
+    """Summary of a table: `entries` (distributions after one or two tokens), made from
     `positions` of `texts`."""
 
     entries: int

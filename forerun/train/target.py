@@ -155,7 +155,7 @@ class Target:
 
     @cached_property
     def view(self) -> TargetView:
-        """What trained modules borrow; its head is dense and passes gradients."""
+        """View of the target for trained modules; its head is dense and passes gradients."""
 
         def head(x: Tensor) -> Tensor:
             logits, cap = F.linear(x, self.head), self.llm.decoder.config.logit_softcap
@@ -229,7 +229,7 @@ class Target:
             yield from self.generate(prompts[group], params[group], record_vocab)
 
     def captured(self, request: Request, example: Example, vocab: int) -> CapturedText:
-        """Return what was recorded of a text of the latest `generate`, or of its beginning.
+        """Return the recording of a text of the latest `generate`, or of its beginning.
 
         What the recorder did not see is read: a prefix that the cache had, distributions within the
         prompt, and everything before a preemption.

@@ -1,4 +1,4 @@
-"""What a rule is, the noise that rules draw with, and what the ratio rules share.
+"""Verification rules: their interface, their noise, and the base of the ratio rules.
 
 `match` draws the target's own token at every node with noise keyed by seed and absolute position,
 so its output is a function of (weights, prompt, parameters, seed) alone. The ratio rules draw

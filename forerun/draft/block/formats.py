@@ -30,10 +30,17 @@ DEFAULT_WINDOW = 4096  # transformers' for a Qwen3 config without sliding_window
 FROM_ANCHOR = ("sample_from_anchor", "query_zero_predicts_next")  # old and new names of one flag
 FLAGS = ("sample_from_anchor", NON_CAUSAL, "enable_confidence_head", "confidence_head_with_markov")
 COPIED = (
-    "block_size", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "draft_vocab_size", "causal", NON_CAUSAL,
-)  # fmt: skip
-# fields that change what is computed: not supported if present, or unless they are 1
+    "block_size",
+    "mask_token_id",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "draft_vocab_size",
+    "causal",
+    NON_CAUSAL,
+)
+# fields that change the computation: not supported if present, or unless they are 1
 UNSUPPORTED = ("attention_value_scale", "attention_sink_bias", "selector_rank")
 UNSUPPORTED_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 NOT_READ = "which forerun does not read: use a DFlash or DSpark drafter"

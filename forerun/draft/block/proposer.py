@@ -169,7 +169,7 @@ class NativeBlock(NativeRounds):
 
 
 def block_segment(config: BlockConfig, slot: int, anchor: int, offset: int = 0) -> Segment:
-    """Return the slots of a block, `offset` tokens after what is committed."""
+    """Return the slots of a block, `offset` tokens after the committed ones."""
     tokens = [anchor, *[config.mask_token] * (config.block - 1)]
     return Segment(slot, tokens, list(range(-1, offset + config.block - 1)), [], offset)
 
@@ -294,8 +294,8 @@ class BlockProposer(HiddenStateProposer):
     # ------------------------------------------------------------ level by level
 
     def _run_blocks(self, trees: Sequence[Tree]) -> list[_Growing]:
-        """Run the block after each root. It always has all slots: their number matters to what
-        each of them predicts."""
+        """Run the block after each root, always with all slots: every prediction depends on the
+        number of slots."""
         c = self.config
         segments = [block_segment(c, tree.request.slot, tree.request.tokens[-1]) for tree in trees]
         if self.native is not None:

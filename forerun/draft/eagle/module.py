@@ -105,7 +105,7 @@ class EagleConfig(HeadConfig):
 
 @dataclass(frozen=True, slots=True)
 class EagleFormat:
-    """What config.json says in any published format; `layer` holds the fields of the decoder layer
+    """Fields of config.json in any published format; `layer` holds the fields of the decoder layer
     in transformers' names, the others are as in `EagleConfig`."""
 
     layer: Json
@@ -241,7 +241,7 @@ class EagleModule(Head):
         self.target = target
 
     def parts(self) -> HeadParts:
-        """Return the modules of which `forward`, `logits` and `next_state` consist."""
+        """Return the modules that `forward`, `logits` and `next_state` consist of."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class NativeEagle(NativeRounds):
         raw: bool,
         acceptance: array[float] | None,
     ) -> tuple[list[DraftedChain], np.ndarray]:
-        """Read pairs and draft after them in one call; see `Program.draft_round`. With `raw` the starts
-        hold the target's hidden states before they are fused."""
+        """Process pairs and draft after them in one call; see `Program.draft_round`. With `raw` the
+        starts hold the target's hidden states before they are fused."""
         begin, inputs = (self._fused_step, self.features) if raw else (self._step, [STATE])
         assert self._step is not None and begin is not None
         return self._step.draft_round(

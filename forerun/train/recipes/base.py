@@ -46,8 +46,8 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """A kind of drafter. `name` is what --recipe calls it, `draft` what --draft calls its
-    results."""
+    """A kind of drafter. `name` is its name in --recipe, `draft` the name of its results in
+    --draft."""
 
     options: Any
     name: ClassVar[str]

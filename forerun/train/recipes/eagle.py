@@ -42,7 +42,7 @@ RIDGE = 1e-3  # of the mean square of the inputs
 
 @dataclass(frozen=True, slots=True)
 class EagleRecipe(Recipe):
-    """What EAGLE-3 heads and multi-token modules have in common.
+    """Base of the recipes of EAGLE-3 heads and multi-token modules.
 
     Row t of step s predicts token t + 2 + s: it is the (s + 1)th token drafted after root t + 1,
     and learns the target's distribution at t + 1 + s.

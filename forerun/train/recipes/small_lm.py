@@ -242,7 +242,8 @@ def _shapes(directory: Path) -> dict[str, Any]:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        factory = transformers.AutoModelForCausalLM
+        module = factory.from_config(config)  # type: ignore[no-untyped-call]
     return {name: tuple(weight.shape) for name, weight in module.named_parameters()}
 
 
@@ -256,7 +257,7 @@ def _renumbered(name: str, kept: list[int]) -> str | None:
 
 
 def _pruned_config(path: Path, original: ModelConfig, kept: list[int]) -> dict[str, Any]:
-    """config.json with fewer layers. transformers adds what older files leave out, such as
+    """Return config.json with fewer layers. transformers adds fields that older files lack, such as
     layer_types."""
     from transformers import AutoConfig
 
