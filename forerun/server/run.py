@@ -18,9 +18,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from forerun.llm import LLM
+from forerun.server.acceptor import Acceptor
 from forerun.server.app import describe, make_app
 from forerun.server.auth import ApiKeys
-from forerun.server.connections import Acceptor, Connection, ConnectionPool
+from forerun.server.connections import Connection, ConnectionPool
 from forerun.server.errors import is_out_of_descriptors
 from forerun.server.jobs import EngineService
 from forerun.server.limits import (

@@ -19,7 +19,8 @@ import pytest
 
 from forerun.llm import LLM
 from forerun.server import connections, jobs, limits
-from forerun.server.connections import Acceptor, ConnectionPool, Phase
+from forerun.server.acceptor import Acceptor
+from forerun.server.connections import ConnectionPool, Phase
 from forerun.server.settings import Settings
 from tests.server.serving import (
     ASKED,
