@@ -1,4 +1,7 @@
-"""The commands under `forerun drafters`: list, search, info, pull and push. Must not import torch."""
+"""The commands under `forerun drafters`: list, search, info, pull and push.
+
+Must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +242,7 @@ def push(
         str | None,
         typer.Option(
             "--license",
-            help="License in the Hub's notation, such as apache-2.0; the default is in the card.",
+            help="License in the Hub's notation, such as apache-2.0; the default is that of its card.",
         ),
     ] = None,
     domain: Annotated[

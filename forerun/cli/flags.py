@@ -1,6 +1,6 @@
-"""Command-line flags generated from dataclasses: one option per field, with help from the docstring.
+"""Command-line flags generated from dataclasses: one option per field.
 
-Must not import torch.
+The help of an option is taken from the docstring of the dataclass. Must not import torch.
 """
 
 from __future__ import annotations
