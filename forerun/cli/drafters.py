@@ -242,7 +242,7 @@ def push(
         str | None,
         typer.Option(
             "--license",
-            help="License in the Hub's notation, such as apache-2.0; the default is that of its card.",
+            help="License in the Hub's notation, such as apache-2.0; by default that of the card.",
         ),
     ] = None,
     domain: Annotated[

@@ -76,8 +76,8 @@ app.command(
     epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]"
 )(check)
 app.command(
-    epilog="[dim]forerun train --max-minutes 10 --out drafter        forerun train --data prompts.jsonl"
-    " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
+    epilog="[dim]forerun train --max-minutes 10 --out drafter"
+    "        forerun train --data prompts.jsonl --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
 )(train)
 app.command(
     epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft"
@@ -151,7 +151,8 @@ def main() -> None:
         )
     except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "forerun"  # type: ignore[attr-defined]
-        code = _say(f"{error.format_message()} (see {command} --help)", 2)  # type: ignore[attr-defined]
+        reason = error.format_message()  # type: ignore[attr-defined]
+        code = _say(f"{reason} (see {command} --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", 130)
     except (

@@ -155,7 +155,7 @@ def named(result: Result) -> str:
 def write_choice(
     path: Path, options: dict[str, Any], quantization: str | None, tuned: Tuned
 ) -> None:
-    """Write a file for `forerun serve --config`, with the choice and the options it was measured with.
+    """Write the choice and the options it was measured with to a file for `forerun serve --config`.
 
     Raises:
         ForerunError: the file cannot be written.
