@@ -206,7 +206,7 @@ class Config:
 
     @classmethod
     def of(cls, **options: Any) -> Config:
-        """Create a Config from keyword arguments; the error for an unknown name suggests the nearest."""
+        """Create a Config; the error for an unknown keyword suggests the nearest option."""
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:

@@ -306,8 +306,8 @@ class LLM:
             prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}),
                 or a list of those.
             sampling_params: how to choose tokens and when to stop. Missing values are those
-                recommended by the model's authors, otherwise forerun's defaults (temperature 0.8, top_k 40,
-                top_p 0.95, min_p 0.05).
+                recommended by the model's authors, otherwise forerun's defaults (temperature 0.8,
+                top_k 40, top_p 0.95, min_p 0.05).
             draft: "off", or a proposer of this engine ("ngram", "suffix", "model"), for this call;
                 None is the engine's own.
             depth: "auto" or a number, for this call; None is the engine's own.

@@ -2,8 +2,9 @@
 
 Structure (tokens, parents, paths) is ragged host data with one object per request: nothing is
 padded, and nothing depends on the rest of the batch. Everything with a vocabulary axis is a tensor
-on the model's device. Letters in shapes: N nodes of a draft, T flat tokens of a forward pass, M flat
-positions that need logits, V vocabulary, H hidden size. `docs/glossary.md` explains the terms.
+on the model's device. Letters in shapes: N nodes of a draft, T flat tokens of a forward pass,
+M flat positions that need logits, V vocabulary, H hidden size. `docs/glossary.md` explains the
+terms.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a rule decided about one draft.
+    """The decision of a verification rule about one draft.
 
     `path` is the list of accepted nodes, root first; `tokens` is the accepted tokens (those of
     path[1:]) followed by exactly one drawn from the target. Hence len(tokens) == len(path), which

@@ -77,7 +77,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def recalled(path: Path, read: Callable[[Any], T]) -> T | None:
-    """Return `read(data)` for the JSON data in a file of an earlier process, or None without a file.
+    """Return `read(data)` for the JSON in a file of an earlier process; None if there is no file.
 
     The file is optional: if it cannot be read, or `read` raises any exception, a note is printed on
     stderr and None is returned.
@@ -177,7 +177,7 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
 
 
 def check_number(name: str, value: object, low: float, high: float | None = None) -> None:
-    """Raise ConfigError unless `value` is a finite number from `low` to `high`, if that is given."""
+    """Raise ConfigError unless `value` is a finite number from `low` to `high` (if given)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
     most = math.inf if high is None else high
     if not number or not low <= value <= most:  # type: ignore[operator]

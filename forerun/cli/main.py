@@ -77,7 +77,8 @@ app.command(
 )(check)
 app.command(
     epilog="[dim]forerun train --max-minutes 10 --out drafter"
-    "        forerun train --data prompts.jsonl --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
+    "        forerun train --data prompts.jsonl"
+    " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
 )(train)
 app.command(
     epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft"

@@ -111,6 +111,8 @@ def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
     from rich.file_proxy import FileProxy
 
     class GivingWay(FileProxy):
+        """Proxy that ends the bar at the first carriage return."""
+
         given = False
 
         def write(self, text: str) -> int:
