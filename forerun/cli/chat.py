@@ -27,12 +27,13 @@ LEAST = 256  # tokens to keep free for an answer if max_tokens was not given
 
 @with_flags(ENGINE, SAMPLING.without("n"))
 def chat(
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="Initial system message.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object an answer.")
+        bool, typer.Option("--json", help="Print one JSON object per answer.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="A line of statistics after each answer.")
+        bool,
+        typer.Option("--stats/--no-stats", help="Print a line of statistics after each answer."),
     ] = True,
     *,
     config: dict[str, Any],
