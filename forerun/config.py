@@ -1,5 +1,7 @@
-"""Config: every option of the engine, in one frozen dataclass. The CLI's flags and the library's
-keywords are these."""
+"""Config: every option of the engine, in one frozen dataclass.
+
+The flags of the command line and the keyword arguments of `LLM` are generated from it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,8 @@ from forerun.errors import ConfigError, shorten, suggest
 from forerun.utils import check_integer, check_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-RULE_NAMES = (
-    "match",
-    "token",
-    "block",
-    "tree",
-    "typical",
-)  # verify.RULES, named here so that --help needs no torch
+# The keys of verify.RULES, repeated here so that --help needs no torch.
+RULE_NAMES = ("match", "token", "block", "tree", "typical")
 CHOICES: dict[str, tuple[str, ...]] = {
     "rule": RULE_NAMES,
     "dtype": DTYPES,
@@ -29,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Options(TypedDict, total=False):
-    """The options of `Config` but the model and the draft, for editors and type checkers."""
+    """The options of `Config` except model and draft, for editors and type checkers."""
 
     depth: int | str
     width: int
@@ -56,66 +53,68 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How an engine is built.
+    """Options of an engine.
 
     Args:
         model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id
             (ORG/REPO:QUANT for GGUF); None is the default model, SmolLM2-135M-Instruct.
-        draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several, by
-            commas), self:int4 (the model itself, rounded), self:layers=N or self:window=N (with
-            fewer layers or keys), model:, medusa:, mlp:, eagle:, eagle3:, mtp: or
-            block:DIR_OR_HUB_ID; a|b (or a+b) asks b where a has nothing, a?b whichever is measured
-            to do better, a&b makes one tree of both, a>b has a draft for the draft model b,
-            ahead(a) lets the draft model a draft on while the target verifies, parentheses nest:
-            suffix|model:.. copies what repeats and drafts the rest; auto is suffix, and for the
-            default model the drafter that comes with it behind that. Several (a list, or --draft
-            once for each): the best of them, as a?b.
-        depth: most tokens drafted ahead: a number, or auto to choose by measured cost and
-            acceptance, zero included.
-        width: nodes a level of the trees of a draft with weights; 1 drafts chains.
-        draft_threshold: a block drafter with a confidence head goes no further along a path whose
-            chance to stand, as the head says, is below it; 0 follows all.
+        draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several,
+            separated by commas), self:int4 (the model itself, quantized), self:layers=N or
+            self:window=N (with fewer layers or a shorter attention window), model:, medusa:, mlp:,
+            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID. Drafts can be combined: a|b (or a+b) uses
+            b where a has no draft, a?b uses the one that is measured to be better, a&b merges both
+            into one tree, a>b drafts for the draft model b with a, ahead(a) lets the draft model a
+            continue while the target verifies; parentheses group. For example, suffix|model:..
+            copies repeated text and drafts the rest. auto is suffix and, for the default model, its
+            bundled drafter after that. Several drafts (a list, or --draft given repeatedly) are
+            combined as a?b.
+        depth: maximum number of tokens drafted ahead: a number, or auto to choose it by measured
+            cost and acceptance, including zero.
+        width: nodes per level of the trees of a draft with weights; 1 drafts chains.
+        draft_threshold: a block drafter with a confidence head stops extending a path when its
+            estimated acceptance probability is below this value; 0 never stops.
         rule: match (same tokens as plain decoding), token, block or tree (same distribution), or
             typical (lossy).
-        dtype: auto is the checkpoint's own, but float32 where the native CPU kernels cannot compute
-            it.
-        quantization: int8 or int4 weights for the target, rounded while loading with the native
-            kernels. none keeps the numbers of a GGUF file, the integers of a quantised checkpoint
-            where int8 or int4 hold them exactly, or else the dtype; a dtype given by name
-            dequantises them.
-        draft_quantization: the same for a draft model, whose precision never changes the text; auto
-            is int8 with the native kernels (but a quantised checkpoint's own integers first), none
-            keeps the dtype.
-        draft_shortlist: a file of the tokens that a draft model (model:, self:int8 or self:int4)
-            scores, made by forerun train --recipe shortlist: no others are drafted, and only their
-            rows of its head are read. Without it, what lies beside the model as
-            shortlist.safetensors, or all tokens.
+        dtype: auto is the dtype of the checkpoint, or float32 if the native CPU kernels do not
+            support that.
+        quantization: int8 or int4 weights for the target, quantized while loading; needs the native
+            kernels. none keeps the numbers of a GGUF file, the integers of a quantized checkpoint
+            if int8 or int4 represent them exactly, or else the dtype; an explicit dtype dequantizes
+            them.
+        draft_quantization: the same for a draft model, whose precision never changes the text. auto
+            is int8 with the native kernels (or the integers of a quantized checkpoint), none keeps
+            the dtype.
+        draft_shortlist: a file of the only tokens that a draft model (model:, self:int8 or
+            self:int4) scores, made by forerun train --recipe shortlist; only their rows of the
+            output head are read. The default is shortlist.safetensors beside the model if it
+            exists, or else all tokens.
         kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they
             can be used.
-        device: auto takes CUDA where there is one.
-        draft_device: of a draft model (model:); auto is the target's. One of its own, as cuda:1, or
-            cpu beside a GPU, leaves the target's its memory, and drafts ahead (ahead(..)) while
-            that computes: only tokens pass between.
-        tensor_parallel: processes that the target is divided between, each with its own heads,
-            channels and part of the KV cache, on GPUs of its own (cuda:0, cuda:1, ..) or on the
-            CPU; they compute with torch. For a target that
-            one device cannot hold: on one CPU it brings nothing.
-        threads: CPU threads; 0 leaves torch's choice.
-        draft_threads: of these, those that draft ahead while the target verifies (ahead(..)); 0 is
-            half of them.
-        context: most tokens of one request, prompt included; None is the model's own limit.
-        max_rows: requests that run at the same time.
-        chunk: most prompt tokens of one request read in one pass.
-        objective: what depth auto looks for: throughput (most tokens a second of all requests
-            together), or latency (least time for a token, in the mean over requests: who gains
-            little is held up less by who gains much), or energy (most tokens a joule, where the
-            machine counts joules).
-        slo_ms: milliseconds that no step should take while requests are being answered, if it can
-            be helped: by drafting less, and by reading other prompts in smaller pieces; 0 is no
-                bound.
-        page: tokens in one page of the KV cache; multiples of 16 are fastest on CPU.
-        kv_tokens: tokens the KV cache holds over all requests, and so does that of each draft with
-            weights; None fits all of them to a quarter of the free memory.
+        device: device of the target; auto is CUDA if available.
+        draft_device: device of a draft model (model:); auto is that of the target. A separate
+            device, such as cuda:1, or cpu beside a GPU, saves memory of the target's device and
+            lets ahead(..) draft while the target computes; only tokens are transferred.
+        tensor_parallel: number of processes that share the target, each with some of the heads,
+            channels and KV cache, on separate GPUs (cuda:0, cuda:1, ..) or on the CPU. They use
+            torch. It is meant for targets that do not fit on one device, and gives no speedup on
+            one CPU.
+        threads: number of CPU threads; 0 uses torch's default.
+        draft_threads: number of these threads that draft while the target verifies (ahead(..)); 0
+            is half of them.
+        context: maximum number of tokens of one request, including its prompt; None is the model's
+            own limit.
+        max_rows: maximum number of requests that run at the same time.
+        chunk: maximum number of prompt tokens of one request in one forward pass.
+        objective: the goal of automatic depth: throughput (most tokens per second over all
+            requests), latency (least time per token, averaged over requests, so that requests with
+            little gain are delayed less by the others), or energy (most tokens per joule, if the
+            machine has an energy counter).
+        slo_ms: target for the maximum duration of a step in milliseconds while requests are being
+            answered; it is met by drafting less and by reading prompts in smaller chunks. 0 is no
+            limit.
+        page: tokens per page of the KV cache; multiples of 16 are fastest on CPU.
+        kv_tokens: capacity in tokens of the KV cache over all requests, and of the cache of each
+            draft with weights; None fits all of them into a quarter of the free memory.
     """
 
     model: str | None = None
@@ -151,15 +150,18 @@ class Config:
             object.__setattr__(self, "quantization", None)
         if self.quantization and self.kernels == "torch":
             raise ConfigError(
-                f"quantization={self.quantization} needs the native kernels, but kernels=torch was asked for"
+                f"quantization={self.quantization} needs the native kernels,"
+                " but kernels=torch was asked for"
             )
         if self.tensor_parallel > 1 and (self.kernels == "native" or self.quantization):
             raise ConfigError(
-                f"tensor_parallel={self.tensor_parallel} computes with torch: leave kernels=native and quantization out"
+                f"tensor_parallel={self.tensor_parallel} computes with torch:"
+                " leave kernels=native and quantization out"
             )
         if self.quantization and self.dtype != "auto":
             raise ConfigError(
-                f"quantization={self.quantization} and dtype={self.dtype} contradict each other: give one"
+                f"quantization={self.quantization} and dtype={self.dtype} contradict each other:"
+                " give one"
             )
         drafts = [self.draft] if isinstance(self.draft, str) else self.draft
         if (
@@ -198,12 +200,13 @@ class Config:
             )
         if self.width > 1 and self.rule in ("token", "block"):
             raise ConfigError(
-                f"rule {self.rule} verifies chains, but width={self.width} drafts trees: use rule match or tree"
+                f"rule {self.rule} verifies chains, but width={self.width} drafts trees:"
+                " use rule match or tree"
             )
 
     @classmethod
     def of(cls, **options: Any) -> Config:
-        """Config from keyword arguments; an unknown name is an error that names the nearest."""
+        """Create a Config; the error for an unknown keyword suggests the nearest option."""
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
@@ -212,7 +215,7 @@ class Config:
 
 
 def parse_depth(depth: int | str) -> int | str:
-    """`auto`, or a number of tokens from 0 to 64."""
+    """Parse a depth: `auto`, or a number of tokens from 0 to 64. Raises ConfigError."""
     if isinstance(depth, str) and depth.isdigit():
         depth = int(depth)
     if depth != "auto" and (

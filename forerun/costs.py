@@ -1,10 +1,10 @@
 """Cost model: what forward passes and drafts cost on this machine, learned while it runs.
 
-Measurements cannot be trusted one by one: the first of a size finds cold caches, other programs
-slow a few down, and the whole machine changes its speed. A cost that is believed too high is never
-measured again, and depths would be chosen by accident. Therefore costs are relative to a speed
-factor of the moment, one measurement moves a cost by a bounded factor, and a size that was seen
-seldom leans on its neighbours.
+Single measurements are unreliable: the first of a size runs with cold caches, other programs slow
+some down, and the speed of the whole machine changes. A size whose cost is overestimated is never
+measured again, so noise would decide the depth. Therefore costs are relative to a current speed
+factor, one measurement changes a cost by a bounded factor, and the cost of a size with few
+measurements is smoothed with those of its neighbours.
 
 Costs are in seconds, or in whatever unit the engine's clock counts (joules).
 """
@@ -17,24 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FIRST_SHARE = 0.7  # share of a first measurement that is believed
-SETTLED = 8  # measurements from which a size stands for itself
-NEIGHBOUR_STRENGTH = 2  # measurements that the neighbours' trend counts for until then
-MAX_NEIGHBOURS = 8  # smaller sizes that a cost may lean on
-EXACT_SIZES = 32  # sizes up to this are kept apart
-LEAST_GAIN = 0.05  # weight of one measurement, however many there were
-MAX_SURPRISE = 1.5  # factor by which one measurement may move a cost, at most
-REFRESH = 8  # measurements until a curve is evaluated anew: that is Python, in cold caches
+FIRST_SHARE = 0.7  # factor applied to a first measurement, which includes cold caches
+SETTLED = 8  # number of measurements from which a size is used without smoothing
+NEIGHBOUR_STRENGTH = 2  # weight of the neighbours' trend until then, in measurements
+MAX_NEIGHBOURS = 8  # maximum number of smaller sizes used for smoothing
+EXACT_SIZES = 32  # sizes up to this have buckets of their own
+LEAST_GAIN = 0.05  # minimum weight of a new measurement
+MAX_SURPRISE = 1.5  # maximum factor by which one measurement changes a cost
+REFRESH = 8  # measurements between evaluations of a curve, which are slow Python code
+# The buckets of pass sizes.
 SIZES = [
     *range(1, EXACT_SIZES + 1),
     *(part << octave for octave in range(2, 14) for part in range(8, 16)),
-]  # the sizes of passes that are told apart
-MIN_SECONDS = 1e-9  # of any measurement, whatever the clock says
-LEAST, LONGEST = 1e-12, 1e4  # seconds that a file may hold
-REACH_FACTOR, REACH_TOKENS = 1.25, 8  # how far beyond measured sizes a pass may go
-CATCH_UP_SHARE = 0.5  # of a draft's time up to which catching up is subtracted from it
-CATCH_UP_DISCOUNT = 0.9  # of earlier measurements of catching up
-MOST_TOKENS = 1e9  # that a file may hold
+]
+MIN_SECONDS = 1e-9  # lower bound of a measurement
+LEAST, LONGEST = 1e-12, 1e4  # valid range of seconds in a file
+REACH_FACTOR, REACH_TOKENS = 1.25, 8  # limits for passes larger than those measured
+CATCH_UP_SHARE = 0.5  # maximum share of a draft's time that is subtracted as catch-up
+CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
+MOST_TOKENS = 1e9  # maximum number of tokens in a file
 SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
 
 
@@ -43,8 +44,8 @@ class Curve:
     """Cost by size at a constant speed: a mean at each measured size, interpolated between them.
 
     Attributes:
-        slope: growth per unit beyond the largest measured size, as a share of its cost, at most;
-        share: and as a share of proportional growth.
+        slope: maximum growth per unit beyond the largest measured size, relative to its cost.
+        share: maximum growth as a share of proportional growth.
         sizes: measured sizes, ascending.
         seen: mean seconds of each size.
         count: number of measurements of each size.
@@ -76,9 +77,9 @@ class Curve:
     def at(self, size: float) -> float | None:
         """Return the expected cost, or None while nothing was measured.
 
-        It is at most in proportion to the smallest size, and at most that of a larger settled size:
-        whatever was measured above that was something else, and a plain pass believed dearer than
-        one with a draft would never be measured again.
+        The cost is bounded by proportional growth from the smallest size and by the cost of every
+        larger settled size. Higher measurements are noise, and a plain pass that seems to cost more
+        than one with a draft would never be measured again.
         """
         found = self._cached.get(size)
         if found is None and self.sizes:
@@ -94,10 +95,10 @@ class Curve:
         ]
 
     def load_state(self, state: Sequence[Sequence[float]]) -> None:
-        """Start from `state`, with no more measurements than settle a size, so that new ones count.
+        """Load `state`, with counts limited to SETTLED so that new measurements have an effect.
 
         Raises:
-            ValueError: these are no costs.
+            ValueError: the data are not valid costs.
         """
         for size, seconds, count in state:
             if not (0 < int(size) <= MOST_TOKENS and LEAST <= seconds < LONGEST and count > 1):
@@ -113,7 +114,7 @@ class Curve:
         return [self.seen[other] for other in beyond if self.count[other] >= SETTLED]
 
     def _believed(self, i: int) -> float:
-        """Return the cost of the i-th measured size, which leans on smaller ones until settled."""
+        """Return the cost of the i-th measured size, smoothed with smaller ones until settled."""
         first = i
         while first > 0 and i - first < MAX_NEIGHBOURS and self.count[self.sizes[first]] < SETTLED:
             first -= 1
@@ -126,7 +127,7 @@ class Curve:
         return cost
 
     def _growth(self, below: int, size: float) -> float:
-        """Return the hoped-for ratio of a larger size's cost to that of `below`."""
+        """Return the assumed ratio of a larger size's cost to that of `below`."""
         return 1 + min(self.slope, self.share / below) * (size - below)
 
     def _own(self, i: int) -> float:
@@ -173,7 +174,7 @@ class CostModel:
     def reach(self, num_tokens: int) -> float:
         """Return the most tokens that a pass over at least `num_tokens` may have.
 
-        That is not far beyond what was measured, so that finding out what a size costs is cheap.
+        The limit is close to the measured sizes, so that exploring a new size is cheap.
         """
         repeated = (
             size for size in reversed(self._forwards.sizes) if self._forwards.count[size] > 1
@@ -182,8 +183,10 @@ class CostModel:
         return max(REACH_FACTOR * max(largest, num_tokens), largest + REACH_TOKENS)
 
     def forward(self, num_tokens: float) -> float:
-        """Return the cost of a forward pass; 1 while none was measured, since then only ratios
-        matter."""
+        """Return the cost of a forward pass.
+
+        It is 1 while none was measured, since only ratios matter then.
+        """
         seconds = self._forwards.at(round(4 * num_tokens) / 4)
         return 1.0 if seconds is None else seconds
 
@@ -194,8 +197,8 @@ class CostModel:
     def draft(self, source: str, depth: int, num_requests: int = 1) -> float:
         """Return the cost of drafting `depth` levels for `num_requests` requests at once.
 
-        Taken from the next smaller measured number of requests; while none was measured, a tenth of
-        a pass per level.
+        It is taken from the next smaller measured number of requests, or is a tenth of a forward
+        pass per level if there is none.
         """
         for octave in range(num_requests.bit_length(), 0, -1):
             if (source, octave) in self._drafts:
@@ -210,7 +213,7 @@ class CostModel:
     def within(self, seconds: float) -> int:
         """Return the most tokens of a prompt-reading pass that takes at most `seconds` now.
 
-        As far as is known: the largest size if none was measured.
+        It is the largest size if none was measured.
         """
         i = bisect.bisect_right(
             SIZES, seconds, key=lambda size: self.prefill(size) * self.speed_factor
@@ -230,7 +233,7 @@ class CostModel:
     ) -> None:
         """Add a measurement of drafting after reading `lag` missed tokens of all requests.
 
-        Where reading takes most of the time, it is a measurement of that.
+        If catching up takes most of the time, the catch-up cost is updated instead.
         """
         reading = self.catch_up(source, lag) * self.speed_factor
         if not lag or 0 < reading < CATCH_UP_SHARE * seconds:
@@ -246,7 +249,7 @@ class CostModel:
 
     def _add(self, curve: Curve, size: int, seconds: float) -> None:
         bucket, seconds = self._normalised(size, seconds)
-        # Before a size has settled, its own cost may be what is wrong.
+        # Before a size has settled, a deviation may come from its own inaccurate cost.
         if curve.count.get(bucket, 0) >= SETTLED:
             self.speed_factor *= bounded_ratio(curve.seen[bucket], seconds) ** SPEED_GAIN
         curve.add(bucket, seconds)
@@ -254,7 +257,7 @@ class CostModel:
     def _normalised(self, size: int, seconds: float) -> tuple[int, float]:
         """Return the size's bucket and its cost at the start's speed.
 
-        Large passes grow in proportion to their tokens.
+        The cost is scaled to the size of the bucket.
         """
         bucket = _bucket(size)
         return bucket, max(seconds, MIN_SECONDS) / self.speed_factor * (bucket / size)
@@ -281,7 +284,7 @@ class CostModel:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Start from what another process measured; raises any exception for other data."""
+        """Load costs that another process measured; invalid data raise any exception."""
         self._forwards.load_state(state["forwards"])
         self._prefills.load_state(state["prefills"])
         for name, sizes in state["drafts"].items():
@@ -306,8 +309,7 @@ class CostModel:
 
 
 def _bucket(size: int) -> int:
-    """Return the size under which passes are counted: large ones fall into eight per octave, since
-    batches have hundreds of sizes, each of them rare."""
+    """Return the bucket of a size: above EXACT_SIZES there are eight buckets per octave."""
     step = 1 << max(size.bit_length() - 4, 0)
     return size if size <= EXACT_SIZES else round(size / step) * step
 

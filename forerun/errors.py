@@ -1,21 +1,21 @@
-"""The errors forerun raises on purpose. Each message says what, why and what to do."""
+"""The errors that forerun raises. Each message states the problem, its cause and a remedy."""
 
 import difflib
 import reprlib
 from collections.abc import Iterable
 
-LONGEST_SHOWN = 200  # characters of what a file holds, in an error message
-LONGEST_NAME = 64  # characters of a name that is compared with those that are known
+LONGEST_SHOWN = 200  # maximum characters of file content in an error message
+LONGEST_NAME = 64  # characters of an unknown name that are compared with known names
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlong = _BRIEF.maxstring = _BRIEF.maxother = 60
 
 
 class ForerunError(Exception):
-    """Base of every error forerun raises on purpose."""
+    """Base class of the errors that forerun raises."""
 
 
 class ConfigError(ForerunError):
-    """An option, or a combination of options, that cannot be."""
+    """An invalid option or combination of options."""
 
 
 class LoadError(ForerunError):
@@ -23,39 +23,38 @@ class LoadError(ForerunError):
 
 
 class CapacityError(ForerunError):
-    """More than this engine can ever hold."""
+    """A request for more memory or tokens than this engine can ever hold."""
 
 
 class RequestError(ForerunError):
-    """A prompt or sampling parameters that make no sense."""
+    """An invalid prompt or invalid sampling parameters."""
 
 
 class BusyError(ForerunError):
-    """No room for it now: come back later."""
+    """No capacity at the moment: the request may be repeated later."""
 
 
 class StateError(ForerunError):
-    """What the engine works with cannot be trusted any more: it has to start over."""
+    """The state of the engine is inconsistent: the engine must be reset."""
 
 
 class LostError(StateError):
-    """A part of the model is gone: it has to be loaded again."""
+    """A part of the model is lost: the model must be loaded again."""
 
 
 class Interrupted(ForerunError):
-    """Ctrl-C, where there is something to say of what is left."""
+    """An interruption by Ctrl-C, with a message about the partial results."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to `name`, or all of them."""
+    """Return the end of an error message: the known name closest to `name`, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def one_line(text: str) -> str:
-    """A text with what a file holds, for an error message: in one line that is not too long, and
-    shows what a terminal would obey."""
+    """Return file content for an error message: one short line with control characters escaped."""
     text = " ".join(text.split())
     text = text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
     return (
@@ -66,11 +65,13 @@ def one_line(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of a file, for an error message."""
+    """Return the repr of a value from a file, for an error message."""
     return one_line(repr(value))
 
 
 def shorten(value: object) -> str:
-    """A value of a request, for an error message: what is long is cut in its middle, and not
-    written down before."""
+    """Return the repr of a value from a request, for an error message.
+
+    Long values are cut in the middle, without creating the whole repr first.
+    """
     return _BRIEF.repr(value)

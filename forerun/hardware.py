@@ -1,5 +1,4 @@
-"""What this machine has: its processor, and the memory that this process holds and can still have.
-No torch here."""
+"""The processor and the memory of this machine and process. Must not import torch."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-M_ARENA_MAX = -8  # of mallopt, in glibc
+M_ARENA_MAX = -8  # parameter of mallopt in glibc
 
 
 def told(file: str, field: str) -> str:
-    """What a file of /proc tells of a field, where it stands first; "" where it does not."""
+    """Return the first value of a field in a file of /proc, or ""."""
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             name, _, value = line.partition(":")
@@ -23,40 +22,39 @@ def told(file: str, field: str) -> str:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """Return the model name of the processor."""
     return told("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def heap() -> int:
-    """Bytes of memory that this process has now, besides stacks; 0 where the system does not
-    say."""
+    """Return the bytes of data memory of this process, without stacks; 0 if unknown."""
     return _bytes("self/status", "VmData")
 
 
 def free_ram() -> int:
-    """Bytes of main memory that can still be allocated, as far as the system and the container
-    say."""
+    """Return the bytes of main memory that can still be allocated on this system or container."""
     return min(_available(), _allowed(Path("/sys/fs/cgroup")))
 
 
 def give_back() -> None:
-    """Return to the system what the C library keeps of memory that was freed, where that can be
-    asked for."""
+    """Return freed memory that the C library holds to the system, if malloc_trim is available."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def share_arenas() -> None:
-    """Let all threads allocate from two arenas, where the C library can be told so: memory that is
-    freed in an arena of each thread stays there, hundreds of megabytes behind grammars that
-    grew."""
+    """Limit the C library to two malloc arenas, if it supports that.
+
+    With an arena per thread, freed memory is not reused by other threads: large grammars leave
+    hundreds of megabytes behind.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
@@ -67,7 +65,7 @@ def _bytes(file: str, field: str) -> int:
 
 
 def _available() -> int:
-    """Bytes that the machine has left."""
+    """Return the available bytes of the machine."""
     if left := _bytes("meminfo", "MemAvailable"):
         return left
     with suppress(OSError, ValueError, AttributeError):
@@ -76,8 +74,10 @@ def _available() -> int:
 
 
 def _allowed(group: Path) -> int:
-    """Bytes that a container has left: its limit less what it uses, but for the files it has in
-    memory. Control groups of either version, mounted at `group`; a great number without a limit."""
+    """Return the available bytes of a container: limit - usage + reclaimable file cache.
+
+    Supports both versions of control groups, mounted at `group`. Without a limit, returns 2**60.
+    """
     for limit, used, kept, name in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (
@@ -87,7 +87,7 @@ def _allowed(group: Path) -> int:
             "total_inactive_file",
         ),
     ):
-        with suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        with suppress(OSError, ValueError):  # "max" is not a number: there is no limit
             room = int((group / limit).read_text()) - int((group / used).read_text())
             lines = (line.split() for line in (group / kept).read_text().splitlines())
             return max(room + sum(int(value) for key, value in lines if key == name), 0)

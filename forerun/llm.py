@@ -39,7 +39,7 @@ from forerun.sampling.params import DEFAULT, SamplingParams
 from forerun.types import Event, PromptLogprobs, TokenLogprobs
 
 PROMPT_KINDS = "a prompt is a string, a list of token ids or a list of chat messages"
-CHARACTERS = 16  # of a token, more than any text has on average
+CHARACTERS = 16  # upper bound of the mean number of characters per token
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -131,7 +131,7 @@ class LLM:
     Args:
         model: a GGUF file, a directory, or a name (see `Config`); None is the default model.
         draft: a draft as in `Config`, or a `Proposer` of your own.
-        options: the other fields of `Config`.
+        options: other fields of `Config`.
 
     Attributes:
         config: the options.
@@ -195,7 +195,7 @@ class LLM:
         )
 
     def _cost_facts(self, device: torch.device) -> list[Any]:
-        """Return what measured costs depend on besides the model and the machine."""
+        """Return the options that measured costs depend on, besides the model and the machine."""
         config = self.config
         facts = [
             self.decoder.precision,
@@ -260,12 +260,11 @@ class LLM:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters of a request that gives none: the authors' values, otherwise
-        forerun's default."""
+        """The default sampling parameters: the authors' values, otherwise forerun's."""
         return {**DEFAULT, **self.recommended}
 
     def index(self, directory: Path) -> Index:
-        """Open an index that `forerun index` made for this model. Raises LoadError, RequestError."""
+        """Open an index made by `forerun index` for this model. Raises LoadError, RequestError."""
         return open_index(directory, self.tokenizer, self.decoder.config.vocab)
 
     def add_drafter(self, name: str, proposer: Proposer) -> None:
@@ -274,7 +273,7 @@ class LLM:
         It composes with others like any draft: `draft="suffix|mine"`.
 
         Raises:
-            ConfigError: the name is taken or cannot be used, or `proposer` is no Proposer.
+            ConfigError: the name is taken or invalid, or `proposer` is not a Proposer.
         """
         if not isinstance(proposer, Proposer):
             raise ConfigError(
@@ -306,9 +305,9 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, a list of chat messages ({"role", "content"}),
                 or a list of those.
-            sampling_params: how to choose tokens and when to stop. What is not given is as the
-                model's authors set it, otherwise forerun's default (temperature 0.8, top_k 40,
-                top_p 0.95, min_p 0.05).
+            sampling_params: how to choose tokens and when to stop. Missing values are those
+                recommended by the model's authors, otherwise forerun's defaults (temperature 0.8,
+                top_k 40, top_p 0.95, min_p 0.05).
             draft: "off", or a proposer of this engine ("ngram", "suffix", "model"), for this call;
                 None is the engine's own.
             depth: "auto" or a number, for this call; None is the engine's own.
@@ -394,8 +393,10 @@ class LLM:
         return Stream(self, run)
 
     def forget(self) -> None:
-        """Drop what proposers remember of finished requests: for privacy between users, and for
-        fair measurements."""
+        """Clear the proposers' memory of finished requests.
+
+        Use it for privacy between users and for fair measurements.
+        """
         for proposer in self.engine.proposers.values():
             proposer.forget()
 
@@ -403,7 +404,7 @@ class LLM:
         """Index a prediction and documents once, for any number of prompts.
 
         Raises:
-            RequestError: they are no texts, or too long.
+            RequestError: they are not strings, or too long.
         """
         if not isinstance(prediction, str | None):
             raise RequestError(f"prediction={shorten(prediction)} is no text: give a string")
@@ -425,12 +426,14 @@ class LLM:
                 f"prediction and documents have {total} tokens: give at most {limit} in all"
             )
         for reference in references:
-            reference.build()  # here, so that the engine's steps do not wait for it
+            reference.build()  # built here so that engine steps do not wait for it
         return references
 
     def _reference(self, name: str, text: str) -> Reference:
-        """Return a text as a reference, cut at a token that the model has not got: some tokenizers
-        have more."""
+        """Tokenize a text as a reference, up to the first token beyond the model's vocabulary.
+
+        Some tokenizers have more tokens than the model.
+        """
         vocab, encoded = self.decoder.config.vocab, self._text().encode(text, special=False)
         tokens = tuple(takewhile(lambda token: token < vocab, encoded))
         return Reference(name, tokens, start=0, whole=name == "prediction")
@@ -464,8 +467,8 @@ class LLM:
     def _step(self) -> None:
         """Run one step of the engine and hand its events to their requests.
 
-        What is raised here, including Ctrl-C, may have cut the step in half: the engine starts
-        over, and every request that was running gets an error.
+        An exception, including Ctrl-C, may leave the step incomplete: the engine is reset, and
+        every running request gets an error.
         """
         try:
             for event in self.engine.step():
@@ -484,12 +487,12 @@ class LLM:
             raise
 
     def _pause(self, run: _Run) -> None:
-        """Take a request out of the engine before its end."""
+        """Remove an unfinished request from the engine."""
         self._runs.pop(run.request.id, None)
         self.engine.pause(run.request)
 
     def _resume(self, run: _Run) -> None:
-        """Let a paused request go on."""
+        """Resume a paused request."""
         if run.request.id not in self._runs:
             self._runs[run.request.id] = run
             self.engine.resume(run.request)
@@ -522,7 +525,7 @@ class LLM:
 
 
 class Stream:
-    """The events of one request, each of them once.
+    """The events of one request; each is yielded once.
 
     Leaving a loop early pauses the request, and another loop continues it: the tokens are the same
     as without the pause.
@@ -538,11 +541,11 @@ class Stream:
         self._stopped = True
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the events that were not given before.
+        """Yield the events that were not yielded before.
 
         Raises:
-            RequestError: all events were given before.
-            ForerunError: whatever ended the request.
+            RequestError: all events were yielded before.
+            ForerunError: the error that ended the request.
         """
         llm, run = self._llm, self._run
         run.check()
@@ -570,7 +573,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The output so far, whole once the loop has ended."""
+        """The output so far; complete once the loop has ended."""
         return self._run.completion()
 
 
@@ -603,8 +606,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_list(value: object) -> bool:
-    """Return True for sequences of tokens, messages or prompts; bytes are sequences of numbers, but
-    no prompt."""
+    """Return True for sequences of tokens, messages or prompts, but not for strings and bytes."""
     return isinstance(value, Sequence) and not isinstance(
         value, str | bytes | bytearray | memoryview
     )

@@ -1,8 +1,9 @@
-"""Randomness as a function: noise(seed, lane, counter, token), counter-based, no generator objects.
+"""Counter-based random numbers: noise is a pure function of (seed, lane, counters, token).
 
-The same arguments give the same noise on any batch, device and day, so plain and speculative
-decoding draw alike. The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014): stream `key`,
-element i is mix(key + (i + 1) * GOLDEN)."""
+The same arguments give the same noise for any batch and device, so plain and speculative decoding
+draw the same tokens. The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014):
+element i of stream `key` is mix(key + (i + 1) * GOLDEN).
+"""
 
 import math
 from enum import IntEnum
@@ -16,16 +17,16 @@ _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Lane(IntEnum):
-    """What a stream of noise is for. Two lanes are independent."""
+    """The purpose of a stream of noise. Streams of different lanes are independent."""
 
-    TARGET = 0  # the target's draw at an absolute position; a coupled drafter shares it
+    TARGET = 0  # the target's draw at an absolute position, shared with coupled drafters
     DRAFT = 1  # a drafter's own draws
     ACCEPT = 2  # accept-or-reject coins
     RESIDUAL = 3  # the token drawn from a residual, or as a bonus
 
 
 def mix(x: int) -> int:
-    """SplitMix64's finaliser on one unsigned 64-bit integer."""
+    """Apply SplitMix64's finaliser to one unsigned 64-bit integer."""
     x &= MASK
     x = ((x ^ (x >> 30)) * _M1) & MASK
     x = ((x ^ (x >> 27)) * _M2) & MASK
@@ -33,7 +34,7 @@ def mix(x: int) -> int:
 
 
 def stream(seed: int, lane: Lane, *counters: int) -> int:
-    """The 64-bit key of one stream of noise."""
+    """Return the 64-bit key of one stream of noise."""
     key = mix(seed + GOLDEN * (1 + lane))
     for counter in counters:
         key = mix(key + GOLDEN * (counter + 1))
@@ -41,7 +42,7 @@ def stream(seed: int, lane: Lane, *counters: int) -> int:
 
 
 def uniform(key: int, index: int = 0) -> float:
-    """Element `index` of a stream, uniform in the open interval (0, 1), 52 bits."""
+    """Return element `index` of a stream, uniform in the open interval (0, 1), with 52 bits."""
     return ((mix(key + GOLDEN * (index + 1)) >> 12) + 0.5) * 2.0**-52
 
 
@@ -50,13 +51,15 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64: torch's own is arithmetic."""
+    """Shift int64 right logically; torch's own shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise of the given tokens in the given streams. int64 [K], int64 [K] ->
-    float64 [K]"""
+    """Return standard Gumbel noise of the given tokens in the given streams.
+
+    int64 [K], int64 [K] -> float64 [K]
+    """
     x = keys + (tokens + 1) * _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
@@ -66,14 +69,14 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_scalar(key: int, token: int) -> float:
-    """`gumbel` of one token in one stream, in plain Python: its naive twin."""
+    """Return `gumbel` of one token in one stream, computed in plain Python."""
     return -math.log(-math.log(uniform(key, token)))
 
 
 def perturb(scores: Tensor, keys: list[int]) -> Tensor:
-    """Scores plus Gumbel noise, -inf where a score is. [M, V], M stream keys -> float64 [M, V]
+    """Add Gumbel noise to scores; -inf stays -inf. [M, V], M stream keys -> float64 [M, V]
 
-    Noise is made only for finite scores, so a row that top-k has thinned out costs next to nothing.
+    Noise is generated only for finite scores, so rows filtered by top-k are cheap.
     """
     row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
     key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=scores.device)
@@ -83,12 +86,11 @@ def perturb(scores: Tensor, keys: list[int]) -> Tensor:
 
 
 def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
-    """One draw from softmax(scores) for each row, by Gumbel-max; ties go to the lowest id. [M, V]
-    -> int64 [M]
+    """Draw from softmax(scores) for each row by Gumbel-max. [M, V] -> int64 [M]
 
-    Every row needs a finite score.
+    Ties are resolved in favour of the lowest token id. Every row needs a finite score.
     """
     row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
-    if len(row) == len(scores):  # one candidate each: nothing to draw
+    if len(row) == len(scores):  # one candidate per row: nothing to draw
         return token
     return perturb(scores, keys).argmax(-1)

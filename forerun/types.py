@@ -1,9 +1,10 @@
-"""Values that pass between the parts: drafts, verdicts, forward passes, events.
+"""Values that the parts of the engine exchange: drafts, verdicts, forward passes, events.
 
-Structure (tokens, parents, paths) is host data, one object per request, ragged: nothing is padded
-and nothing depends on what else is in the batch. Whatever has a vocabulary axis is a tensor on the
-model's device. Letters in shapes: N nodes of a draft, T flat tokens of a forward pass, M flat
-positions that need logits, V vocabulary, H hidden size. `docs/glossary.md` explains the terms.
+Structure (tokens, parents, paths) is ragged host data with one object per request: nothing is
+padded, and nothing depends on the rest of the batch. Everything with a vocabulary axis is a tensor
+on the model's device. Letters in shapes: N nodes of a draft, T flat tokens of a forward pass,
+M flat positions that need logits, V vocabulary, H hidden size. `docs/glossary.md` explains the
+terms.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 # Sources of drafts that may hold other requests' text.
 MEMORY = "memory"  # copies from earlier requests
-RECYCLE = "recycle"  # tables of what the target predicted
-RETRIEVAL = "retrieval"  # documents of the operator
-OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # whose tokens are not traced where they were rejected
-SALT = "\n"  # separates a tenant from what its client tells requests apart by
+RECYCLE = "recycle"  # tables of tokens that the target predicted
+RETRIEVAL = "retrieval"  # indexed documents of the operator
+OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # their rejected tokens are not traced
+SALT = "\n"  # separates the tenant from the cache salt of its client
 NUM_CONFIDENCE_BINS = 16  # bins of a drafter's probabilities (SURE in the native kernels)
-BESIDE = 3  # siblings that a native round considers per drafted token (BESIDE there)
+BESIDE = 3  # siblings per drafted token in a native round (BESIDE in the native kernels)
 
 
 # Hidden states [n, H]; numpy arrays in main memory, where they are faster.
@@ -36,11 +37,11 @@ States: TypeAlias = "Tensor | np.ndarray"
 
 
 class Proposal(IntEnum):
-    """How a drafted token was chosen, given everything drafted before it: what its q is."""
+    """The way a drafted token was chosen given the nodes before it, which defines its q."""
 
     DETERMINISTIC = 0  # a function of the context: q is one-hot
     SAMPLED = 1  # drawn from probs[parent]
-    WITHOUT_REPLACEMENT = 2  # drawn from probs[parent] without its earlier siblings drawn so
+    WITHOUT_REPLACEMENT = 2  # drawn from probs[parent] without earlier siblings of this kind
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Draft:
     Attributes:
         tokens: token ids, the root's first.
         parents: each node's parent, -1 for the root; a parent precedes its children, and siblings
-            stand in the order in which they were chosen.
+            are in the order in which they were chosen.
         sources: the name of each node's proposer, "" for the root.
         proposals: how each node was chosen.
         probs: float64 [N, V]; row i is the distribution that the sampled children of node i were
@@ -89,9 +90,9 @@ class Draft:
         )
 
     def first(self, count: int) -> Draft:
-        """Return the root and the `count` nodes behind it.
+        """Return the root and the next `count` nodes.
 
-        Only for chains and for drafts without sampled nodes: cutting must not depend on draws.
+        Valid only for chains and drafts without sampled nodes: a cut must not depend on draws.
         """
         end = count + 1
         return Draft(
@@ -106,7 +107,7 @@ class Draft:
         )
 
     def behind(self, node: int) -> Draft:
-        """Return the rest of a chain, of which `node` becomes the root."""
+        """Return the part of a chain from `node` on, which becomes the root."""
         count = len(self) - node
         return Draft(
             self.tokens[node:],
@@ -119,7 +120,7 @@ class Draft:
     def add(
         self, token: int, parent: int, source: str, proposal: Proposal = Proposal.DETERMINISTIC
     ) -> int:
-        """Append a node below `parent`; returns its index."""
+        """Append a node below `parent` and return its index."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.sources.append(source)
@@ -144,7 +145,7 @@ class Draft:
         return children
 
     def match_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return the path of nodes that have these tokens one by one, as far as there are any."""
+        """Return the longest path of nodes that spells a prefix of `tokens`."""
         children, path = self.children(), [0]
         for token in tokens:
             nodes = [child for child in children[path[-1]] if self.tokens[child] == token]
@@ -164,11 +165,12 @@ class Draft:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a rule decided about one draft.
+    """The decision of a verification rule about one draft.
 
-    `path` is the nodes kept, root first; `tokens` is the accepted tokens (those of path[1:])
-    followed by exactly one drawn from the target. So len(tokens) == len(path), which is also the
-    number of KV rows that survive."""
+    `path` is the list of accepted nodes, root first; `tokens` is the accepted tokens (those of
+    path[1:]) followed by exactly one drawn from the target. Hence len(tokens) == len(path), which
+    is also the number of KV rows that are kept.
+    """
 
     tokens: list[int]
     path: list[int]
@@ -176,11 +178,13 @@ class Verdict:
 
 @dataclass(slots=True)
 class Forward:
-    """The result of a forward pass: logits [M, V] of the wanted positions, features {boundary:
-    [T, H]}.
+    """The result of a forward pass.
 
-    Boundary i is the hidden state that enters layer i; boundary `layers` is what the last layer
-    left."""
+    Attributes:
+        logits: [M, V], at the requested positions.
+        features: hidden states [T, H] by layer index i: the input of layer i, where i = number of
+            layers is the output of the last layer.
+    """
 
     logits: Tensor
     features: dict[int, Tensor] = field(default_factory=dict)
@@ -188,9 +192,11 @@ class Forward:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities the target gave at one position, before any sampling parameter.
-    `rank` is the place of the token among all by probability, 1 for the likeliest; it is worked out
-    for tokens of a prompt only."""
+    """Natural-log probabilities of the target at one position, before any sampling parameter.
+
+    `rank` is the rank of the token by probability, 1 for the most probable; it is computed for
+    prompt tokens only.
+    """
 
     token_id: int
     logprob: float
@@ -198,22 +204,28 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-PromptLogprobs: TypeAlias = (
-    "list[TokenLogprobs | None]"  # an entry for each token of a prompt; None for the first
-)
+# One entry per prompt token; None for the first.
+PromptLogprobs: TypeAlias = "list[TokenLogprobs | None]"
 
 
 @dataclass(slots=True)
 class Round:
-    """One step of one request, kept for whoever wants to watch: what was drafted and what became of
-    it.
+    """The trace of one step of one request: its draft and verdict.
 
-    `chances[i]` is the probability the target gave the token of node i + 1 (its own law, before any
-    sampling parameter) and `noises[i]` the noise of that token under the coupled rules; the last
-    entry of both is the bonus token's. `drafted[i]` is the probability its drafter gave that token,
-    None where it was not drawn; the server keeps that alone of `draft.probs`, which are as large as
-    the vocabulary. `depth` is how deep it was allowed to be, `rate` the acceptance the depth policy
-    expected. Seconds are those of the whole step."""
+    Attributes:
+        step: number of the step.
+        draft: the draft tree.
+        verdict: the result of verification.
+        chances: the target's probability of the token of node i + 1, before any sampling parameter;
+            the last entry is that of the bonus token.
+        noises: the noise of the same tokens under the coupled rules.
+        depth: maximum depth of the draft.
+        rate: acceptance rate that the depth policy expected.
+        draft_seconds, verify_seconds: durations for the whole batch.
+        drafted: the drafter's probability of the token of node i + 1, None if it was not sampled.
+            The server keeps only these of `draft.probs`, whose rows have the size of the
+            vocabulary.
+    """
 
     step: int
     draft: Draft
@@ -231,10 +243,17 @@ class Round:
 class Event:
     """New tokens of one request, as they leave the engine.
 
-    `sources[i]` names the proposer whose drafted token was accepted, or is "" where the token is
-    the target's own draw; `pieces[i]` is the text it made printable (none while a character or a
-    stop string is unfinished). `finish_reason` is None until the last event ("stop", "length",
-    "abort"); `error` is what ended this request and no other.
+    Attributes:
+        request_id: id of the request.
+        token_ids: the new tokens.
+        sources: for each token the proposer whose draft was accepted, or "" for the target's own.
+        pieces: for each token the text that it made printable; empty while a character or a stop
+            string is incomplete.
+        logprobs: one entry per token if the request asked for them.
+        finish_reason: None until the last event, then "stop", "length" or "abort".
+        error: the error that ended this request.
+        round: the trace of the step, if the request asked for it.
+        prompt_logprobs: in the first event, if the request asked for them.
     """
 
     request_id: int
@@ -244,10 +263,8 @@ class Event:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     error: ForerunError | None = None
-    round: Round | None = None  # where the request asked to be traced
-    prompt_logprobs: PromptLogprobs | None = (
-        None  # in the first event, where the request asked for them
-    )
+    round: Round | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Small helpers: atomic writes, JSON lines, text files of users, and validators of numbers."""
+"""Small helpers: atomic writes, JSON lines, reading of text files, and validators of numbers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 from forerun.errors import ConfigError, ForerunError, one_line, shown
 
-MOST_RECALLED = 16 << 20  # bytes of a file that is recalled: more than any process has written
+MOST_RECALLED = 16 << 20  # maximum bytes of a state file; forerun writes far smaller ones
 T = TypeVar("T")
 
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` at the end, and goes if anything is raised
-    before.
+    """Yield a temporary directory beside `out` that is renamed to `out` at the end.
 
-    `out` must not exist or be empty, and its parent must exist. Raises OSError where the disk does.
+    It is deleted if an exception is raised. `out` must not exist or be empty, and its parent must
+    exist. Raises OSError.
     """
     out = Path(os.path.abspath(out))
     work = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
@@ -41,8 +41,10 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A name beside `path` of what becomes `path` at the end, and goes if anything is raised
-    before. Raises OSError where the disk does."""
+    """Yield a temporary path beside `path` that is renamed to `path` at the end.
+
+    The file is deleted if an exception is raised. Raises OSError.
+    """
     work = path.with_name(f".{path.name}-{secrets.token_hex(4)}.tmp")
     try:
         yield work
@@ -53,11 +55,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file beside its place, then move it there in one step; links are followed to what
-    they name.
+    """Write a file atomically: write a temporary file, then rename it. Symbolic links are followed.
 
     Raises:
-        ForerunError: it cannot be written, or something that is no file has that name.
+        ForerunError: it cannot be written, or `path` exists and is not a regular file.
     """
     try:
         place = path.resolve()
@@ -69,35 +70,27 @@ def write_atomic(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: links that go round in circles
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise ForerunError(
             f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
         ) from None
 
 
 def recalled(path: Path, read: Callable[[Any], T]) -> T | None:
-    """What `read` makes of the JSON in a file that an earlier process has left; None where there is
-    none.
+    """Return `read(data)` for the JSON in a file of an earlier process; None if there is no file.
 
-    Such a file is a convenience: one that cannot be read, or that `read` raises anything for, is as
-        good as none, and
-    is told of in one line on stderr.
+    The file is optional: if it cannot be read, or `read` raises any exception, a note is printed on
+    stderr and None is returned.
     """
     try:
         if not os.path.lexists(path):
             return None
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise ValueError("it is no file")
         if path.stat().st_size > MOST_RECALLED:
             raise ValueError(f"it has more than {MOST_RECALLED >> 20} MiB")
         return read(json.loads(path.read_text(encoding="utf-8")))
-    except (
-        Exception
-    ) as error:  # too deep, too large a number, no right to read: whatever a file can be
+    except Exception as error:  # a damaged file can cause any error
         why = (
             (isinstance(error, OSError) and error.strerror)
             or one_line(str(error))
@@ -126,9 +119,9 @@ def json_line(value: Any, ascii_only: bool = False) -> str:
     return text
 
 
-LARGEST_TEXT = 64 << 20  # bytes of a configuration, a schema or a conversation
+LARGEST_TEXT = 64 << 20  # maximum bytes of a configuration, a schema or a conversation
 BYTE_ORDER_MARK = "\ufeff"
-MARKS = (  # those of UTF-32 before those of UTF-16, which they begin with
+MARKS = (  # UTF-32 before UTF-16, whose marks are prefixes of those of UTF-32
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -138,8 +131,10 @@ MARKS = (  # those of UTF-32 before those of UTF-16, which they begin with
 
 
 class UnreadableError(ValueError):
-    """Says in a few words why a file is no text: "it is not UTF-8 text (line 3)", "Is a directory".
-    `line` is where in the file that was seen; 0 where the file could not be read at all."""
+    """A file that cannot be read as text, with a short reason such as "Is a directory".
+
+    `line` is the number of the first invalid line, or 0 if the file could not be read at all.
+    """
 
     def __init__(self, why: str, line: int = 0) -> None:
         super().__init__(why)
@@ -147,10 +142,10 @@ class UnreadableError(ValueError):
 
 
 def decoded(content: bytes) -> str:
-    """The text in the bytes of a file, without its byte order mark. Raises UnreadableError."""
+    """Decode the bytes of a file, without its byte order mark. Raises UnreadableError."""
     mark, encoding = next(((m, name) for m, name in MARKS if content.startswith(m)), (b"", "utf-8"))
     if content == mark and encoding != "utf-8":
-        mark, encoding = b"", "utf-8"  # two or four bytes alone are no text in UTF-16
+        mark, encoding = b"", "utf-8"  # a mark alone is not text
     try:
         return content[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
@@ -159,41 +154,41 @@ def decoded(content: bytes) -> str:
 
 
 def text_of(path: Path, largest: int | None = LARGEST_TEXT) -> str:
-    """The text of a file with "\\n" at the end of each line. `largest` bounds its bytes. Raises
-    UnreadableError."""
+    """Read a text file of at most `largest` bytes, with "\\n" line ends. Raises UnreadableError."""
     try:
         with path.open("rb") as file:
             content = file.read() if largest is None else file.read(largest + 1)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: null byte in the name
         raise UnreadableError(getattr(error, "strerror", None) or str(error)) from None
     if largest is not None and len(content) > largest:
         raise UnreadableError(f"it has over {largest >> 20} MB")
     return decoded(content).replace("\r\n", "\n").replace("\r", "\n")
 
 
-LARGEST = 1 << 31  # of what has no limit of its own
-MOST = 1e6  # the same of numbers that are not whole
+LARGEST = 1 << 31  # exclusive upper bound of integers without a limit of their own
+MOST = 1e6  # upper bound of floats without a limit of their own
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise ConfigError unless `value` is a whole number from `low` to `high`; without that, from
-    `low` up, 31 bits."""
+    """Raise ConfigError unless `value` is an integer from `low` to `high` (default 2**31 - 1)."""
     most = LARGEST - 1 if high is None else high
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
         raise _out_of_range(name, value, f"a whole number from {low}", high)
 
 
 def check_number(name: str, value: object, low: float, high: float | None = None) -> None:
-    """Raise ConfigError unless `value` is a number from `low` to `high`; without that, from `low`
-    up."""
+    """Raise ConfigError unless `value` is a finite number from `low` to `high` (if given)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
-    if not number or not low <= value <= (math.inf if high is None else high):  # type: ignore[operator]
+    most = math.inf if high is None else high
+    if not number or not low <= value <= most:  # type: ignore[operator]
         raise _out_of_range(name, value, f"a number from {low:g}", high)
 
 
 def check_numbers(settings: Any, lowest: dict[str, int]) -> None:
-    """Check every field of a dataclass that is declared a number or None: whole ones have their
-    `lowest`, 0 unless it says otherwise. Raises ConfigError."""
+    """Check the range of every int and float field of a dataclass. Raises ConfigError.
+
+    `lowest` gives the minimum of integer fields, by default 0. None is valid if it is declared.
+    """
     for field in fields(settings):
         value, kind = getattr(settings, field.name), str(field.type)
         if value is None and "None" in kind:

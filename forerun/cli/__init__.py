@@ -1,1 +1,1 @@
-"""The command line: one module for each verb, and what the verbs share."""
+"""The command line: one module for each command, and shared helpers."""

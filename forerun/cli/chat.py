@@ -1,4 +1,4 @@
-"""The verb `forerun chat`. Like all of the command line, it imports what is heavy when it runs."""
+"""The command `forerun chat`. Heavy modules are imported only when it runs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 
-LEAST = 256  # tokens that an answer may have, where nobody asked for a number
+LEAST = 256  # tokens to keep free for an answer if max_tokens was not given
 
 
 @with_flags(ENGINE, SAMPLING.without("n"))
 def chat(
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="Initial system message.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object an answer.")
+        bool, typer.Option("--json", help="Print one JSON object per answer.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="A line of statistics after each answer.")
+        bool,
+        typer.Option("--stats/--no-stats", help="Print a line of statistics after each answer."),
     ] = True,
     *,
     config: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. Ctrl-C ends an answer, Ctrl-D or /bye the conversation; /? lists what else
-    there is."""
-    Parameters(sampling)  # bad ones are told before a model is loaded
+    """Talk with a model.
+
+    Ctrl-C ends an answer, Ctrl-D or /bye the conversation; /? lists all commands.
+    """
+    Parameters(sampling)  # reports invalid parameters before a model is loaded
     _check_model(config.get("model"))
     llm = load(config, as_json)
     parameters = Parameters(sampling, llm.recommended, _stop(llm))
@@ -52,20 +55,23 @@ def chat(
 
 
 def _check_model(model: str | None) -> None:
-    """Raise LoadError where the argument of the verb is no model, and may have been meant as a
-    message."""
+    """Raise LoadError if the argument is not a model.
+
+    The message explains the usage if the argument looks like a chat message.
+    """
     try:
         find_model(model)
     except LoadError as error:
         if model is None or len(model.split()) == 1:
             raise
         raise LoadError(
-            f"there is no model {model!r}: chat takes a model as its argument, and messages are typed or piped in"
+            f"there is no model {model!r}: chat takes a model as its argument, and messages are"
+            " typed or piped in"
         ) from error
 
 
 def _stop(llm: LLM) -> tuple[str, ...]:
-    """What ends the answers of a model that does not say how a conversation is written."""
+    """Return the stop strings for a model without a chat template."""
     if llm.tokenizer is None or llm.tokenizer.has_chat_template:
         return ()
     print(
@@ -76,7 +82,7 @@ def _stop(llm: LLM) -> tuple[str, ...]:
 
 
 def _lines(alone: bool) -> Iterator[str]:
-    """What comes in by a pipe, or what is typed."""
+    """Return the lines of stdin: from a pipe, or from an interactive prompt."""
     if alone:
         return (line.removeprefix(BYTE_ORDER_MARK).removesuffix("\n") for line in sys.stdin)
     from forerun.cli.conversation import typed
@@ -85,8 +91,10 @@ def _lines(alone: bool) -> Iterator[str]:
 
 
 def _talk(lines: Iterable[str], commands: Commands, as_json: bool, alone: bool) -> bool:
-    """Answer each line, until there are no more or the user leaves; whether anything was
-    refused."""
+    """Answer each line until the input ends or the user leaves.
+
+    Returns True if any line was refused.
+    """
     failed = False
     for line in lines:
         if not line.strip():
@@ -104,19 +112,20 @@ def _talk(lines: Iterable[str], commands: Commands, as_json: bool, alone: bool) 
         except KeyboardInterrupt:
             if alone:
                 raise
-            print(file=sys.stderr)  # before an answer began, or behind it
+            print(file=sys.stderr)  # Ctrl-C came before or after an answer
         if commands.left:
             break
     return failed
 
 
 def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
-    """One message and its answer."""
+    """Send one message and print its answer."""
     talk, params = commands.conversation, commands.parameters.params
     messages, dropped, room = talk.ask(text, _wanted(commands))
     if dropped:
         print(
-            f"note: the context is full: the oldest {dropped} messages are forgotten (/save writes them)",
+            f"note: the context is full: the oldest {dropped} messages are forgotten"
+            " (/save writes them)",
             file=sys.stderr,
         )
     most = min(params.max_tokens, room)
@@ -138,15 +147,17 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
 
 
 def _wanted(commands: Commands) -> int:
-    """Tokens that an answer must have room for; never more than half of the context."""
+    """Return the number of tokens to keep free for an answer, at most half of the context."""
     most, asked = commands.parameters.params.max_tokens, commands.parameters.asked("max_tokens")
     return min(most if asked else min(most, LEAST), commands.conversation.room // 2)
 
 
 @contextmanager
 def _ended_by_ctrl_c(stop: Callable[[], None], alone: bool) -> Iterator[None]:
-    """Ctrl-C stops an answer between two steps, so that the engine is whole for the next one; not
-    in a pipe."""
+    """Make Ctrl-C stop the answer between two engine steps, which keeps the engine usable.
+
+    With piped input, Ctrl-C keeps its usual meaning.
+    """
     if alone:
         yield
         return

@@ -1,4 +1,4 @@
-"""What the shell offers for --model and --draft. No torch here: a shell waits for it."""
+"""Shell completion of --model and --draft. Must not import torch: the shell waits for it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DRAFTS = (
 
 
 def model_names(incomplete: str) -> list[str]:
-    """The models that are here and begin so."""
+    """Return the names of local models that start with `incomplete`."""
     from forerun.models.local import local_model_names
 
     return [name for name in local_model_names() if name.startswith(incomplete)]
 
 
 def draft_names(incomplete: str) -> list[str]:
-    """The drafts that begin so, `model:` with each model that is here."""
+    """Return the drafts that start with `incomplete`; `model:` is completed with local models."""
     if not incomplete.startswith("model:"):
         return [name for name in DRAFTS if name.startswith(incomplete)]
     return [f"model:{name}" for name in model_names(incomplete.removeprefix("model:"))]
@@ -41,11 +41,10 @@ def draft_names(incomplete: str) -> list[str]:
 
 @contextmanager
 def words_of_bash() -> Iterator[None]:
-    """Let names with colons be completed in bash, which takes a colon for a word between two
-    others.
+    """Make completion of names with colons work in bash, which splits words at colons.
 
-    While a command is completed these are made one word again in the environment that describes it,
-    and what is offered loses the part before the last colon, which stays in the line as it is.
+    While a command is completed, the split words in COMP_WORDS are joined again, and the part up to
+    the last colon is removed from each candidate, since bash keeps it on the command line.
     """
     if os.environ.get("_FORERUN_COMPLETE") != "complete_bash":
         yield
@@ -64,8 +63,10 @@ def words_of_bash() -> Iterator[None]:
 
 
 def _joined(words: list[str], at: int) -> tuple[list[str], int]:
-    """Words with those on both sides of a colon made one, and which of them the word `at` became a
-    part of."""
+    """Join words that were split at colons.
+
+    Returns the joined words and the index of the one that contains the word at index `at`.
+    """
     joined: list[str] = []
     place = len(words)
     for i, word in enumerate(words):

@@ -1,5 +1,4 @@
-"""What begins with a slash in a conversation. No terminal here: a command gives the text to
-show."""
+"""The conversation of `forerun chat`: messages, parameters, slash commands and the prompt."""
 
 from __future__ import annotations
 
@@ -31,16 +30,21 @@ if TYPE_CHECKING:
 FIELDS = {
     f.name.replace("_", "-"): f for f in fields(SamplingParams) if f.name not in ("n", *NO_FLAGS)
 }
-AS_BEFORE = "default"  # the value that takes a /set back
+AS_BEFORE = "default"  # the value that undoes a /set
 OURS = "forerun's default"
 
 
 class Parameters:
-    """The parameters in force: defaults, over them the model's authors', the command line's, and
-    those that were set.
+    """The current sampling parameters, merged from several layers.
 
-    `given` and `advised` are options as the command line gives them; `stop` are stops that always
-    count."""
+    Later layers override earlier ones: defaults, the values recommended by the model's authors, the
+    command line, and /set.
+
+    Args:
+        given: options from the command line.
+        advised: options recommended by the model's authors.
+        stop: stop strings that always apply.
+    """
 
     def __init__(
         self,
@@ -50,13 +54,19 @@ class Parameters:
     ) -> None:
         self._stop = stop
         self._layers: dict[str, Mapping[str, Any]] = {
-            OURS: {**DEFAULT, **ANSWER}, "model's authors": advised, "command line": given, "/set": {}
-        }  # fmt: skip
+            OURS: {**DEFAULT, **ANSWER},
+            "model's authors": advised,
+            "command line": given,
+            "/set": {},
+        }
         self.params = self._made(self._layers)
 
     def set(self, name: str, value: str) -> None:
-        """Change one parameter, by its name on the command line. Raises RequestError, and nothing
-        is changed."""
+        """Change one parameter, given by its command-line name.
+
+        Raises:
+            RequestError: the name or value is invalid; no parameter is changed.
+        """
         field = FIELDS.get(name.replace("_", "-").lstrip("-"))
         if field is None:
             raise RequestError(f"there is no parameter {name!r}: {suggest(name, FIELDS)}")
@@ -75,17 +85,17 @@ class Parameters:
         self._layers = layers
 
     def asked(self, name: str) -> bool:
-        """Whether somebody gave this parameter."""
+        """Return True if the user gave this parameter."""
         return self.origin(name) in ("/set", "command line")
 
     def origin(self, name: str) -> str:
-        """Where the value of a field comes from."""
+        """Return the name of the layer that sets a field."""
         return next(
             (origin for origin in reversed(self._layers) if name in self._layers[origin]), OURS
         )
 
     def lines(self) -> list[tuple[str, str, str]]:
-        """(name on the command line, value, where from) of every parameter."""
+        """Return (command-line name, value, layer) of every parameter."""
         return [
             (name, _text(getattr(self.params, f.name)), self.origin(f.name))
             for name, f in FIELDS.items()
@@ -99,7 +109,7 @@ class Parameters:
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
-    """The value that a flag of that kind would have."""
+    """Parse text as a command-line flag of type `kind` would."""
     flag = name.replace("_", "-")
     if kind is bool:
         if text not in ("true", "false"):
@@ -108,7 +118,7 @@ def _value(name: str, kind: Any, text: str) -> Any:
     if kind in (int, float):
         return _number(flag, kind, text)
     if name == "stop":
-        return [text]  # one string, spaces and all
+        return [text]  # one string, which may contain spaces
     return (
         [_number(flag, int, part) for part in text.split()] if kind == list[int] else text.split()
     )
@@ -124,7 +134,7 @@ def _number(flag: str, kind: type, text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as one would type it."""
+    """Format a value the way a user would type it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -144,11 +154,14 @@ Message = dict[str, Any]
 
 
 class Conversation:
-    """What was said so far, for one model.
+    """The messages exchanged with one model.
 
-    `messages` are those that the model reads, {"role", "content"}, a system message first where
-    there is one. `forgotten` are older ones that did not fit into the context any more: files of
-    the conversation hold them too."""
+    Attributes:
+        llm: the model.
+        messages: the messages that the model reads, dicts with "role" and "content"; a system
+            message, if there is one, comes first.
+        forgotten: older messages that no longer fit into the context; `save` writes them too.
+    """
 
     def __init__(self, llm: LLM, system: str | None = None) -> None:
         self.llm = llm
@@ -158,7 +171,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message, None without one; setting it keeps what was said."""
+        """The system message, or None; setting it keeps the other messages."""
         first = self.messages[0] if self.messages else None
         return str(first["content"]) if first and first["role"] == "system" else None
 
@@ -169,41 +182,41 @@ class Conversation:
 
     @property
     def said(self) -> list[Message]:
-        """The messages but for the system message."""
+        """The messages without the system message."""
         return self.messages[self.system is not None :]
 
     @property
     def whole(self) -> list[Message]:
-        """All messages, those that the model does not read any more too."""
+        """All messages, including those dropped from the context."""
         first = int(self.system is not None)
         return [*self.messages[:first], *self.forgotten, *self.messages[first:]]
 
     def clear(self) -> None:
-        """Drop what was said; the system message stays."""
+        """Drop all messages except the system message."""
         self.messages, self.forgotten = self.messages[: self.system is not None], []
 
     @property
     def room(self) -> int:
-        """Most tokens that the conversation and an answer may have together."""
+        """The maximum number of tokens of the conversation and an answer together."""
         return self.llm.room
 
     @property
     def used(self) -> int:
-        """Tokens of what was said so far."""
+        """The number of tokens of the conversation so far."""
         return len(self.llm.tokens(self.messages)) if self.messages else 0
 
     def ask(self, text: str, answer: int) -> tuple[list[Message], int, int]:
-        """The messages with one more of the user's; nothing is kept of it before `add`.
+        """Return the messages with a new user message; `add` stores them.
 
-        Where `answer` tokens would not fit behind them, the oldest turns are left out, and some
-        more: what goes from the beginning makes the model read the rest anew, which should not
-            happen at every turn.
+        If `answer` tokens do not fit after them, the oldest turns are dropped. More turns are
+        dropped than necessary, because removing a prefix invalidates the KV cache and should not
+        happen at every turn.
 
         Returns:
-            the messages, how many were left out, and the tokens that the answer may have.
+            the messages, the number of dropped ones, and the maximum tokens of the answer.
 
         Raises:
-            RequestError: the message does not fit even alone.
+            RequestError: the message does not fit even without earlier turns.
         """
         messages, dropped = [*self.messages, {"role": "user", "content": text}], 0
         fits = self.room - answer
@@ -216,29 +229,30 @@ class Conversation:
             used, goal = len(self.llm.tokens(messages)), fits - self.room // 8
         if used > fits:
             raise RequestError(
-                f"this message takes {used} tokens and its answer may take {answer}, the context has {self.room}:"
-                " shorten the message, lower max-tokens, or raise --context or --kv-tokens"
+                f"this message takes {used} tokens and its answer may take {answer}, the context"
+                f" has {self.room}: shorten the message, lower max-tokens, or raise --context or"
+                " --kv-tokens"
             )
         return messages, dropped, self.room - used
 
     def add(self, messages: list[Message], answer: str) -> None:
-        """Keep what was asked, as `ask` gave it, and what was answered."""
+        """Store the messages that `ask` returned and the answer."""
         dropped = len(self.messages) + 1 - len(messages)
         self.forgotten += self.said[:dropped]
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def save(self, file: str) -> None:
-        """Write all messages as one line of JSON, whole or not at all. Raises ForerunError."""
+        """Write all messages as one line of JSON, atomically. Raises ForerunError."""
         text = json_line({"messages": self.whole}) + "\n"
         write_atomic(Path(file).expanduser(), text)
 
     def load(self, file: str) -> None:
-        """Go on from a file that `save` wrote, or from a list of messages. Raises RequestError."""
+        """Load messages from a file that `save` wrote or a JSON list. Raises RequestError."""
         self.messages, self.forgotten = read(Path(file).expanduser()), []
 
 
 def read(path: Path) -> list[Message]:
-    """The messages in a file. Raises RequestError."""
+    """Read the messages in a file. Raises RequestError."""
     try:
         found = json.loads(text_of(path))
     except UnreadableError as error:
@@ -265,15 +279,15 @@ HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
 
 
 def typed() -> Iterator[str]:
-    """What the user types, until Ctrl-D."""
+    """Yield the messages that the user types, until Ctrl-D."""
     session: PromptSession[str] = PromptSession(
         PROMPT,
-        multiline=True,  # pasted lines stay together; Enter sends all the same, see below
+        multiline=True,  # keeps pasted lines together; `_keys` makes Enter send
         prompt_continuation=MORE,
         placeholder=[("ansibrightblack", HINT)],
         history=_history(),
         key_bindings=_keys(),
-        output=create_output(always_prefer_tty=True),  # answers may go to a file
+        output=create_output(always_prefer_tty=True),  # answers may be redirected to a file
     )
     while True:
         try:
@@ -303,22 +317,21 @@ def _keys() -> KeyBindings:
 
 
 class _File(FileHistory):
-    """A history whose file may cease to take anything: that is no reason to lose a conversation."""
+    """A history that ignores write errors, so that a full disk does not end a conversation."""
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError, ValueError):  # ValueError: bytes that are no text
+        with suppress(OSError, ValueError):  # ValueError: text that cannot be encoded
             super().store_string(string)
 
 
 def _history() -> History:
-    """What was typed in earlier sessions too, where there is a place to keep it."""
+    """Return the prompt history, kept on disk if the state directory is writable."""
     state = os.environ.get("XDG_STATE_HOME")
     path = (Path(state) if state else Path("~/.local/state").expanduser()) / "forerun" / "history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(
-            os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
-        )  # what one says is one's own affair
+        # Only the user may read the history.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600))
     except OSError as error:
         print(
             f"note: what you type is not kept: {path} cannot be written: {error.strerror}",
@@ -331,7 +344,8 @@ def _history() -> History:
 HELP = {
     "/help, /?": "this list",
     "/show": "the model, the context used, the parameters and where they come from",
-    "/set NAME VALUE": "change a sampling parameter, such as temperature 0.8; VALUE default takes it back",
+    "/set NAME VALUE": "change a sampling parameter, such as temperature 0.8;"
+    " VALUE default takes it back",
     "/system TEXT": 'replace the system message ("" removes it); without TEXT show it',
     "/clear": "forget the conversation; the system message stays",
     "/save FILE": "write the whole conversation as JSON",
@@ -347,10 +361,15 @@ QUOTES = '"""'
 
 
 class Commands:
-    """The commands of one conversation, and what they switch.
+    """The slash commands of one conversation, and the settings they change.
 
-    `stats` says whether answers are followed by a line of statistics, `left` whether the user has
-    taken leave, `clock` how fast answers come, `seed` with what the last one was drawn.
+    Attributes:
+        conversation: the messages.
+        parameters: the sampling parameters.
+        stats: True if a line of statistics follows each answer.
+        left: True after the user has ended the conversation.
+        clock: measures the decoding speed of answers.
+        seed: the random seed of the last answer; None for greedy decoding.
     """
 
     def __init__(
@@ -373,8 +392,11 @@ class Commands:
         }
 
     def run(self, line: str) -> str:
-        """Do what a line says, as `is_command` found it to be one; the text to show. Raises
-        ForerunError."""
+        """Run a line for which `is_command` is True and return the text to show.
+
+        Raises:
+            ForerunError: the command is unknown or fails.
+        """
         name, rest = [*line.split(maxsplit=1), ""][:2]
         command = self._known.get(ALIASES.get(name, name))
         if command is None:
@@ -442,17 +464,17 @@ class Commands:
 
 
 def is_command(text: str) -> bool:
-    """Whether a line is for forerun; two slashes are for the model."""
+    """Return True if a line is a command; lines with two slashes are messages."""
     return text.lstrip().startswith("/") and not text.lstrip().startswith("//")
 
 
 def message(text: str) -> str:
-    """What a line that is no command says to the model."""
+    """Return the message in a line that is not a command."""
     return text.lstrip()[1:] if text.lstrip().startswith("//") else unquoted(text)
 
 
 def unquoted(text: str) -> str:
-    '''A text without the """ around it, where they are.'''
+    '''Remove the enclosing """ from a text, if present.'''
     inside = text.strip()
     if len(inside) >= 2 * len(QUOTES) and inside.startswith(QUOTES) and inside.endswith(QUOTES):
         return inside.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
@@ -460,7 +482,7 @@ def unquoted(text: str) -> str:
 
 
 def unfinished(text: str) -> bool:
-    """Whether a message, or a command's text, has opened its quotes and not closed them."""
+    """Return True if a message or a command's text opens triple quotes and does not close them."""
     name, _, rest = text.lstrip().partition(" ")
     inside = (rest if name.startswith("/") else text).strip()
     return inside.startswith(QUOTES) and not (

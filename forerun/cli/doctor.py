@@ -1,5 +1,7 @@
-"""What forerun finds on this machine, and what of it costs speed. Any probe may fail; none ends the
-report."""
+"""Probes of `forerun doctor`: what forerun finds on this machine and what makes it slow.
+
+A failing probe does not end the report.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,15 @@ from typing import Any
 
 from forerun.hardware import cores, processor, told
 
-SETS = (
-    "avx512",
-    "avx512vnni",
-    "avxvnni",
-    "avx2",
-    "portable",
-)  # instruction sets of the native kernels, best first
+# Instruction sets of the native kernels, best first.
+SETS = ("avx512", "avx512vnni", "avxvnni", "avx2", "portable")
 NEEDED = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     "avxvnni": ("avx2", "fma", "avx_vnni"),
     "avx2": ("avx2", "fma"),
 }
-EXTRAS = {  # optional libraries: what they are for
+EXTRAS = {  # optional library: its purpose
     "llguidance": "grammars",
     "fastapi": "the server",
     "uvicorn": "the server",
@@ -39,8 +36,14 @@ LITTLE_MEMORY = 2.0  # GB
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what was found as text, and the same as plain values. `advice`
-    says what to do where it costs speed."""
+    """One line of the report.
+
+    Attributes:
+        name: the thing that was examined.
+        text: the result for a reader.
+        value: the result as plain data.
+        advice: what to change if this makes decoding slow; otherwise "".
+    """
 
     name: str
     text: str
@@ -49,7 +52,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything. A probe that fails is a finding that says so."""
+    """Run all probes; a probe that fails yields a finding with the error."""
     probes: dict[str, Callable[[], Finding]] = {
         "forerun": _forerun,
         "python": lambda: Finding(
@@ -72,16 +75,14 @@ def examine() -> list[Finding]:
     for name, probe in probes.items():
         try:
             findings.append(probe())
-        except (
-            Exception
-        ) as error:  # whatever is wrong with the machine, the rest of the report is still wanted
+        except Exception as error:  # a broken machine must not end the report
             why = (str(error).strip() or repr(error)).splitlines()[0]
             findings.append(Finding(name, f"cannot be told: {why}", None))
     return findings
 
 
 def as_dict(findings: list[Finding]) -> dict[str, Any]:
-    """The findings by name, for JSON, with all advice in one list."""
+    """Return the findings by name, for JSON, with all advice in one list."""
     values = {f.name.replace(" ", "_"): f.value for f in findings}
     return {**values, "advice": [f.advice for f in findings if f.advice]}
 
@@ -115,8 +116,8 @@ def _processor() -> Finding:
 
 
 def _kernels() -> Finding:
-    """Which native kernels are used, which the processor could run, and why none or not the
-    best."""
+    """Report the native kernels in use, those the processor supports, and what prevents better
+    ones."""
     from forerun.kernels import native
 
     if native.reason():
@@ -124,7 +125,8 @@ def _kernels() -> Finding:
             "kernels",
             f"torch only: {native.reason()}",
             {"active": "torch", "possible": [], "reason": native.reason()},
-            "verifying k tokens costs far more than one without them: install a C++ compiler, then forerun again",
+            "verifying k tokens costs far more than one without them: install a C++ compiler,"
+            " then forerun again",
         )
     possible = []
     for name in SETS:
@@ -142,7 +144,7 @@ def _kernels() -> Finding:
 
 
 def _threads() -> Finding:
-    """Threads the kernels take, what else runs, and what a container allows."""
+    """Report the kernels' threads, the load of the machine and the CPU limit of the container."""
     count, quota = cores(), _quota()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     value = {"threads": count, "load": round(load, 2), "cpu_quota": quota}
@@ -150,14 +152,20 @@ def _threads() -> Finding:
     if quota is not None and quota < count:
         text += f", {quota:g} cores' worth allowed"
         fewer = max(int(quota), 1)
-        advice = f"waiting threads eat what this container is allowed, {quota:g} of {count} cores: use --threads {fewer}"
+        advice = (
+            f"waiting threads eat what this container is allowed, {quota:g} of {count} cores:"
+            f" use --threads {fewer}"
+        )
     elif load > count + 0.5:
-        advice = f"other programs want the same {count} cores: everything is slower, and measurements drift"
+        advice = (
+            f"other programs want the same {count} cores: everything is slower,"
+            " and measurements drift"
+        )
     return Finding("threads", text, value, advice)
 
 
 def _quota() -> float | None:
-    """Cores' worth of time that the control group allows; None without a limit."""
+    """Return the CPU limit of the control group in cores; None without a limit."""
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
         return None if quota == "max" else int(quota) / int(period)
@@ -180,7 +188,10 @@ def _bandwidth() -> Finding:
 def _huge_pages() -> Finding:
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     mode = modes.partition("[")[2].partition("]")[0]
-    advice = "huge pages are off: weights stream slower; as root, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    advice = (
+        "huge pages are off: weights stream slower; as root,"
+        " echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    )
     return Finding("huge pages", mode, mode, advice if mode == "never" else "")
 
 
@@ -190,7 +201,10 @@ def _memory() -> Finding:
     from forerun.load import free_memory
 
     free = free_memory(torch.device("cpu")) / 1e9
-    advice = f"{free:.1f} GB of free memory hold a small model only: close something, or use --quantization int8 or int4"
+    advice = (
+        f"{free:.1f} GB of free memory hold a small model only: close something,"
+        " or use --quantization int8 or int4"
+    )
     return Finding(
         "memory", f"{free:.1f} GB free", round(free, 2), advice if free < LITTLE_MEMORY else ""
     )
@@ -215,7 +229,7 @@ def _cuda() -> Finding:
 
 
 def _energy() -> Finding:
-    """Which devices have a counter of energy that can be read, and why others have not."""
+    """Report the devices with a readable energy counter, and why others have none."""
     from forerun.measure.energy import Meter
 
     meter = Meter()

@@ -1,5 +1,7 @@
-"""The verbs under `forerun drafters`: which there are, here and on the Hub, and whether they fit.
-No torch here."""
+"""The commands under `forerun drafters`: list, search, info, pull and push.
+
+Must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     rich_markup_mode="rich",
-    help="Drafters: which are here and on the Hub, whether they fit a model, what they were measured to give.",
+    help="Find, check, download and publish drafters.",
 )
 Domain = Annotated[
-    str | None, typer.Option(help="A kind of text: code, law, or a word of your own.")
+    str | None, typer.Option(help="Kind of text, such as code or law; any word is allowed.")
 ]
 For = Annotated[
-    str | None, typer.Option("--for", help="The target; without it the one that the drafter names.")
+    str | None,
+    typer.Option("--for", help="Target model; the default is the one that the drafter names."),
 ]
 Name = Annotated[
     str, typer.Argument(help="A Hub id, a directory or a GGUF file.", show_default=False)
 ]
 MARKS = {True: "ok", False: "NO", None: "?"}
-FOLDED = (
-    "kind",
-    "for",
-    "measured",
-    "found because",
-    "drafts here",
-)  # columns: the others are there to be copied
+# Columns that may be wrapped; the others are meant to be copied.
+FOLDED = ("kind", "for", "measured", "found because", "drafts here")
 
 
 @app.callback(invoke_without_command=True)
@@ -60,9 +58,7 @@ def _root(context: typer.Context) -> None:
 def list_(
     target: Annotated[
         str | None,
-        typer.Argument(
-            help="A model that is here.", autocompletion=model_names, show_default=False
-        ),
+        typer.Argument(help="A local model.", autocompletion=model_names, show_default=False),
     ] = None,
     inside: Annotated[
         list[Path] | None,
@@ -71,11 +67,12 @@ def list_(
     domain: Domain = None,
     as_json: Json = False,
 ) -> None:
-    """List the drafters that this machine has, for a target or for any.
+    """List the drafters on this machine, for one target model or for all.
 
-    Those that come with forerun, those in the Hub's cache and in directories below the current one,
-    and, for a target, smaller models with its vocabulary. Nothing is downloaded, only headers are
-    read."""
+    The list includes drafters that come with forerun, those in the Hub's cache and in directories
+    below the current one, and, for a target, smaller models with the same vocabulary. Nothing is
+    downloaded; only headers are read.
+    """
     from forerun.catalog.search import find_local
 
     for folder in inside or ():
@@ -119,15 +116,16 @@ def _row(one: LocalDrafter) -> dict[str, str]:
 )
 def search(
     target: Annotated[
-        str, typer.Argument(help="The model, by its Hub id, or by its name.", show_default=False)
+        str, typer.Argument(help="Hub id or name of the target model.", show_default=False)
     ],
     domain: Domain = None,
     as_json: Json = False,
 ) -> None:
-    """Search the Hub for drafters for a model, and say why each was found. Needs the network.
+    """Search the Hub for drafters for a model and show why each was found. Needs the network.
 
-    Found by the verifier that a drafter's configuration names, by the base model on its card, and
-    by its name; what names another verifier is left out. Only lists and configurations are read.
+    A drafter is found by the verifier in its configuration, by the base model on its card, or by
+    its name. Drafters that name another verifier are left out. Only lists and configurations are
+    read.
     """
     from forerun.catalog.search import search_hub
 
@@ -166,9 +164,9 @@ def _found_row(one: Candidate) -> dict[str, str]:
     "        forerun drafters info my-drafter --json[/dim]"
 )
 def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
-    """Say what a drafter is, whether it fits a target, and what to write to draft with it.
+    """Describe a drafter, check that it fits a target, and show the options that use it.
 
-    Of a drafter on the Hub only its configuration and the headers of its weights are read.
+    For a drafter on the Hub, only its configuration and the headers of its weights are read.
     """
     from forerun.catalog.facts import facts_of
     from forerun.catalog.transfer import describe, examine, target_of
@@ -190,12 +188,13 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog="[dim]forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B[/dim]"
+    epilog="[dim]forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3"
+    " --for Qwen/Qwen3-8B[/dim]"
 )
 def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
-    """Download a drafter from the Hub, if it fits, and say what to write to draft with it.
+    """Download a drafter from the Hub if it fits, and show the options that use it.
 
-    What can be checked is checked first, so that nothing large is downloaded for nothing.
+    The drafter is checked before its weights are downloaded.
     """
     from forerun.catalog.facts import facts_at, facts_of
     from forerun.catalog.transfer import describe, download, examine, target_of
@@ -217,7 +216,8 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
     _print_checks(found, note)
     model = target or facts.made_for
     print(
-        f"next: forerun generate ... {f'--model {model} ' if model else ''}--draft {facts.kind.draft}:{drafter}"
+        f"next: forerun generate ... {f'--model {model} ' if model else ''}"
+        f"--draft {facts.kind.draft}:{drafter}"
     )
 
 
@@ -229,33 +229,31 @@ def _refuse(facts: Facts, found: Sequence[Check]) -> None:
 
 
 @app.command(
-    epilog="[dim]forerun drafters push my-drafter ORG/Qwen3-0.6B-eagle3 --for Qwen/Qwen3-0.6B --license apache-2.0"
-    " --domain code[/dim]"
+    epilog="[dim]forerun drafters push my-drafter ORG/Qwen3-0.6B-eagle3 --for Qwen/Qwen3-0.6B"
+    " --license apache-2.0 --domain code[/dim]"
 )
 def push(
     directory: Annotated[
-        Path, typer.Argument(help="What forerun train has written.", show_default=False)
+        Path, typer.Argument(help="Directory that forerun train has written.", show_default=False)
     ],
     repository: Annotated[str, typer.Argument(help="ORG/NAME on the Hub.", show_default=False)],
     target: For = None,
     license_: Annotated[
         str | None,
         typer.Option(
-            "--license", help="As the Hub writes it: apache-2.0, say; else that of its card."
+            "--license",
+            help="License in the Hub's notation, such as apache-2.0; by default that of the card.",
         ),
     ] = None,
     domain: Annotated[
         list[str] | None,
-        typer.Option(help="A kind of text that it is for; may be repeated.", show_default=False),
+        typer.Option(help="Kind of text the drafter is for; may be repeated.", show_default=False),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Let everybody see a repository that is new.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Upload without asking.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Upload a drafter to the Hub, with a card by which it is found; private, unless said
-    otherwise."""
+    """Upload a drafter to the Hub with a model card. A new repository is private by default."""
     from forerun.catalog.transfer import prepare, upload
 
     prepared = prepare(directory, repository, target, license_, domain or ())

@@ -1,5 +1,7 @@
-"""Command-line flags made from dataclasses: one option a field, its help taken from the docstring.
-No torch here."""
+"""Command-line flags generated from dataclasses: one option per field.
+
+The help of an option is taken from the docstring of the dataclass. Must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +20,38 @@ from forerun.errors import ConfigError
 from forerun.sampling.params import DEFAULT, SamplingParams
 
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
-COMPLETION = {"model": model_names, "draft": draft_names}  # what the shell offers
+COMPLETION = {"model": model_names, "draft": draft_names}  # shell completion
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The flags of one dataclass, collected into the keyword argument `name` of a verb.
+    """The flags of one dataclass, collected into the keyword argument `name` of a command.
 
-    `types` are the kinds of fields whose default does not show them; `leave_out` the fields without
-    a flag. With `model` the field of that name can also be given as the verb's first argument.
-    `defaults` are the verb's, where they are not the dataclass's own.
+    Attributes:
+        name: the keyword argument of the command.
+        cls: the dataclass.
+        panel: the heading in --help; None puts the flags among the command's own.
+        types: types of fields whose default does not show them.
+        leave_out: fields without a flag.
+        model: True if the model can also be given as the command's first argument.
+        defaults: defaults shown in --help that differ from those of the dataclass.
     """
 
     name: str
     cls: type
-    panel: str | None  # the heading in --help; None puts them among the verb's own
+    panel: str | None
     types: dict[str, Any] = field(default_factory=dict)
     leave_out: tuple[str, ...] = ()
     model: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def without(self, *names: str) -> Group:
-        """The same flags but for these."""
+        """Return the group without some flags."""
         return replace(self, leave_out=(*self.leave_out, *names))
 
     def parameters(self) -> list[inspect.Parameter]:
-        """One command-line option a field; None means that the flag was not given."""
+        """Return one command-line option per field; None means that the flag was not given."""
         texts, parameters = _help_of(self.cls), [MODEL] if self.model else []
         for f in fields(self.cls):
             if f.name in self.leave_out:
@@ -73,7 +80,7 @@ class Group:
 
 
 def model_as_argument(text: str) -> Any:
-    """What makes a parameter of a verb an argument that names a model."""
+    """Return a positional argument that names a model."""
     return typer.Argument(
         help=text, metavar="MODEL", show_default=False, autocompletion=model_names
     )
@@ -106,8 +113,8 @@ SAMPLING_TYPES = {
     **{name: type(value) for name, value in DEFAULT.items()},
 }
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
-ENGINE_FLAGS = replace(ENGINE, model=False)  # for verbs with arguments of their own
-ANSWER = {"max_tokens": 512}  # where nobody says how long an answer may be
+ENGINE_FLAGS = replace(ENGINE, model=False)  # for commands with other arguments
+ANSWER = {"max_tokens": 512}  # the default on the command line
 NO_FLAGS = ("grammar", "prompt_logprobs")
 USUAL = ANSWER | {
     name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()
@@ -118,8 +125,11 @@ SAMPLING = Group(
 
 
 def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of an engine with the model, given as an argument or by --model. Raises
-    ConfigError for both."""
+    """Return the engine's options with the model from the argument or from --model.
+
+    Raises:
+        ConfigError: the model was given both ways.
+    """
     if argument is None:
         return config
     if "model" in config:
@@ -130,19 +140,18 @@ def with_model(argument: str | None, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_flags(message: str, options: Mapping[str, str]) -> str:
-    """An error message in the words of a command line.
+    """Rewrite the option names of an error message as command-line flags.
 
     Args:
-        message: with names as the library has them: "max_tokens=0 is out of range", "lower
+        message: text with the library's names, such as "max_tokens=0 is out of range" or "lower
             max_tokens".
-        options: {"max_tokens": "--max-tokens"} of those that can be given.
+        options: the flag of each option, such as {"max_tokens": "--max-tokens"}.
     """
 
     def as_option(match: re.Match[str]) -> str:
         name, value = match["name"], match["quoted"] or match["bare"]
-        if name not in options or (
-            value is None and "_" not in name
-        ):  # without a value only what can be no word
+        # Without a value, a name without underscore may be an ordinary word.
+        if name not in options or (value is None and "_" not in name):
             return match[0]
         return options[name] if value is None else f"{options[name]} {value}"
 
@@ -151,7 +160,7 @@ def in_flags(message: str, options: Mapping[str, str]) -> str:
 
 
 def _help_of(cls: type) -> dict[str, str]:
-    """The help of each field: its entry under Args in the docstring of the class that has it."""
+    """Return the help of each field, from the Args section of the docstring of its class."""
     helps: dict[str, str] = {}
     for part in reversed(cls.__mro__[:-1]):
         section = inspect.cleandoc(part.__doc__ or "").split("Args:\n")[1]
@@ -161,8 +170,10 @@ def _help_of(cls: type) -> dict[str, str]:
 
 
 def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the flags of each group; it receives one dict a group, with what was given on the
-    command line."""
+    """Return a decorator that adds the flags of each group to a command.
+
+    The command receives one dict per group, with the options given on the command line.
+    """
     flags = {group.name: group.parameters() for group in groups}
 
     def wrap(verb: Callable[..., None]) -> Callable[..., None]:
@@ -185,8 +196,9 @@ def with_flags(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., 
 
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__
         made = [p for parameters in flags.values() for p in parameters]
-        made.sort(key=lambda p: p is not MODEL)  # an argument stands before options
-        run.__signature__ = inspect.Signature(sorted([*made, *own], key=lambda p: p.kind))  # type: ignore[attr-defined]
+        made.sort(key=lambda p: p is not MODEL)  # arguments come before options
+        ordered = inspect.Signature(sorted([*made, *own], key=lambda p: p.kind))
+        run.__signature__ = ordered  # type: ignore[attr-defined]
         return run
 
     return wrap

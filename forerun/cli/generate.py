@@ -1,4 +1,4 @@
-"""The verb `forerun generate`."""
+"""The command `forerun generate`."""
 
 from __future__ import annotations
 
@@ -31,45 +31,46 @@ if TYPE_CHECKING:
 
 @with_flags(ENGINE_FLAGS, SAMPLING)
 def generate(
-    first: Annotated[str | None, model_as_argument("A model, if a prompt comes behind it.")] = None,
+    first: Annotated[str | None, model_as_argument("A model, if a prompt follows.")] = None,
     second: Annotated[
         str | None,
         typer.Argument(
-            help="What to answer or continue; without it, or as -, it is read from stdin.",
+            help="Text to answer or continue; read from stdin if missing or -.",
             metavar="PROMPT",
             show_default=False,
         ),
     ] = None,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw", help="Continue the text as it is, without the chat template of a chat model."
-        ),
+        typer.Option("--raw", help="Continue the text as it is, without the chat template."),
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message for a chat model.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a completion.")
+        bool, typer.Option("--json", help="Print one JSON object per completion.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="A line of statistics after the text.")
+        bool, typer.Option("--stats/--no-stats", help="Print a line of statistics after the text.")
     ] = True,
     json_schema: Annotated[
         str | None,
         typer.Option(
-            help="JSON that fits this schema, a file or the schema itself.", metavar="SCHEMA"
+            help="Generate JSON that fits this schema, given as a file or as JSON.",
+            metavar="SCHEMA",
         ),
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="A text that this regular expression matches.")
+        str | None, typer.Option(help="Generate text that matches this regular expression.")
     ] = None,
     *,
     config: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Answer a question, or continue a text where the model is none for chats. Accepted drafted
-    tokens are coloured on a terminal."""
+    """Answer a question, or continue a text if the model has no chat template.
+
+    On a terminal, accepted drafted tokens are coloured.
+    """
     asked = sampling | _grammar(json_schema, regex)
-    sampling_params(ANSWER | asked)  # whatever is wrong is told before a model is loaded
+    sampling_params(ANSWER | asked)  # reports errors before a model is loaded
     if raw and system is not None:
         raise RequestError(
             "--raw and --system contradict each other: a system message is part of a chat"
@@ -78,7 +79,8 @@ def generate(
         config = with_model(_named(first), config)
     elif first is not None and is_model_name(first):
         raise RequestError(
-            f"{first!r} is a model, and there is no prompt: write the prompt behind it, or pipe it into -m {first}"
+            f"{first!r} is a model, and there is no prompt: write the prompt behind it,"
+            f" or pipe it into -m {first}"
         )
     text = _text(first if second is None else second)
     llm = load(config, as_json)
@@ -101,8 +103,11 @@ def generate(
 
 
 def _named(model: str | None) -> str | None:
-    """The first of two arguments, which is a model unless somebody forgot the quotes around a
-    prompt."""
+    """Check that the first of two arguments is a model, and return it.
+
+    Raises:
+        LoadError: it is none; the message suggests quotes around the prompt.
+    """
     try:
         find_model(model)
     except LoadError as error:
@@ -113,7 +118,7 @@ def _named(model: str | None) -> str | None:
 
 
 def _text(given: str | None) -> str:
-    """The prompt of the command line, or what comes in, without the newline that ends it."""
+    """Return the prompt of the command line or stdin, without the final newline."""
     if given not in (None, "-"):
         return str(given)
     if given is None and sys.stdin.isatty():
@@ -122,7 +127,7 @@ def _text(given: str | None) -> str:
 
 
 def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
-    """A prompt for this model: a chat of one turn where it has a template for chats."""
+    """Return the prompt: a chat of one turn if the model has a chat template, else the text."""
     if llm.tokenizer is not None and llm.tokenizer.has_chat_template and not raw:
         said = [{"role": "system", "content": system}] if system else []
         return [*said, {"role": "user", "content": text}]
@@ -134,22 +139,24 @@ def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
 
 
 def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams, asked: bool) -> SamplingParams:
-    """The parameters with as many tokens as there is room for; somebody who asked for more is
-    told."""
+    """Return the parameters with max_tokens limited to the free context.
+
+    A note is printed if the user asked for more.
+    """
     most = llm.room - len(prompt)
     if not 0 < most < params.max_tokens:
         return params
     if asked:
         print(
-            f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes {len(prompt)} of the"
-            f" {llm.room} tokens there is room for (--context, --kv-tokens)",
+            f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
+            f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
             file=sys.stderr,
         )
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
 def _grammar(schema: str | None, regex: str | None) -> dict[str, Any]:
-    """The sampling parameters of --json-schema and --regex."""
+    """Return the sampling parameters for --json-schema and --regex."""
     if schema is not None and regex is not None:
         raise RequestError("--json-schema and --regex contradict each other: give one")
     if regex is not None:

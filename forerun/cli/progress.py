@@ -1,7 +1,6 @@
-"""What a verb that takes long shows on stderr: one bar with the time left on a terminal, a few
-lines in a pipe.
+"""Progress of long-running commands on stderr: a bar on a terminal, a few lines in a pipe.
 
-Whoever measures or trains is given a `Tell` and need not know which of them it is.
+Code that measures or trains receives a `Tell` and does not depend on how progress is shown.
 """
 
 from __future__ import annotations
@@ -11,26 +10,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LINES = 10  # of a count in a pipe
-WHOLE_RUN = 24 * 3600.0  # seconds: the time left follows from the pace of all that was counted
+LINES = 10  # maximum number of lines per count in a pipe
+WHOLE_RUN = 24 * 3600.0  # seconds; the estimated time left uses the average speed since the start
 
 
 class Tell:
-    """Takes what is going on; this one shows nothing."""
+    """Receiver of progress reports; this base class shows nothing."""
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        """What begins now, when `done` of `total` is over; what was counted before stays where
-        neither is given. A count that goes back begins anew."""
+        """Report the current activity and that `done` of `total` units are complete.
+
+        Without `done`, the previous count stays. A smaller `done` starts a new count.
+        """
 
     def note(self, what: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
 
 nothing = Tell()
 
 
 class Lines(Tell):
-    """Lines: what is not counted as it comes, and of a count at most `LINES`."""
+    """Progress as lines of text: at most `LINES` per count; uncounted activities are all shown."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -49,12 +50,12 @@ class Lines(Tell):
 
 
 class Bar(Tell):
-    """A bar, or a spinner where nothing is counted yet; lines that stay go above it."""
+    """A progress bar, or a spinner without a count; permanent lines appear above it."""
 
     def __init__(self, console: Any, measuring: bool) -> None:
         self._console, self._measuring = console, measuring
         self._shown: Any = None
-        self._stderr: Any = None  # what it was before the bar
+        self._stderr: Any = None  # sys.stderr before the bar replaced it
         self._done: float | None = None
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
@@ -68,7 +69,7 @@ class Bar(Tell):
         self._console.print(what, highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar and restore sys.stderr."""
         if self._shown is not None:
             self._shown.stop()
             self._shown, sys.stderr = None, self._stderr
@@ -90,20 +91,28 @@ class Bar(Tell):
             else (parts.SpinnerColumn(), parts.TimeElapsedColumn(), text)
         )
         self._shown = parts.Progress(
-            *columns, console=self._console, transient=True, auto_refresh=not (counted and self._measuring),
+            *columns,
+            console=self._console,
+            transient=True,
+            auto_refresh=not (counted and self._measuring),
             speed_estimate_period=WHOLE_RUN,
-        )  # fmt: skip
+        )
         self._shown.add_task("", total=None)
         self._stderr, sys.stderr = sys.stderr, _giving_way(self._console, sys.stderr, self.end)
         self._shown.start()
 
 
 def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
-    """stderr while a bar is there: lines go above it, and whatever redraws a line itself, such as
-    the bar of a download, has the terminal to itself from then on."""
+    """Return a replacement for stderr while a bar is shown: lines appear above the bar.
+
+    The bar ends at the first carriage return, since another progress bar, such as that of a
+    download, then redraws its own line.
+    """
     from rich.file_proxy import FileProxy
 
     class GivingWay(FileProxy):
+        """Proxy that ends the bar at the first carriage return."""
+
         given = False
 
         def write(self, text: str) -> int:
@@ -122,10 +131,10 @@ def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
 
 
 class Part(Tell):
-    """One of several equal parts of what is told."""
+    """Progress of one of several equal parts of a whole."""
 
     def __init__(self, whole: Tell, index: int, parts: int, label: str = "") -> None:
-        """Part number `index`, from 0; `label` stands before what it tells."""
+        """Create part number `index`, from 0; `label` is put before each activity."""
         self._whole, self._index, self._parts, self._label, self._share = (
             whole,
             index,
@@ -145,8 +154,10 @@ class Part(Tell):
 
 @contextmanager
 def progress(quiet: bool, measuring: bool = False) -> Iterator[Tell]:
-    """What fits where stderr goes; nothing if `quiet`. While something is timed no thread turns the
-    bar: it would take time from what is `measuring`."""
+    """Yield the kind of progress report that suits stderr, or a silent one if `quiet`.
+
+    With `measuring`, no thread refreshes the bar, since that would disturb timings.
+    """
     if quiet:
         yield nothing
         return

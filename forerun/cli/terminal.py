@@ -1,7 +1,7 @@
-"""What verbs that talk with somebody share: a model from flags, text as it comes, and one line of
-statistics.
+"""Helpers shared by `generate` and `chat`: load a model, print streamed text and statistics.
 
-No torch before a model is loaded: whatever is wrong with flags and names is told at once.
+torch is imported only when a model is loaded, so that errors in flags and names are reported at
+once.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COLOURS = {
     "memory": "blue",
     "grammar": "magenta",
 }
-ENOUGH = 4  # steps without a draft, from which the speed of plain decoding is known
+ENOUGH = 4  # number of steps without a draft needed to estimate plain decoding speed
 
 
 @contextmanager
 def waiting(quiet: bool) -> Iterator[None]:
-    """A spinner on stderr while something loads; nothing where stderr is no terminal."""
+    """Show a spinner on stderr while something loads, if stderr is a terminal."""
     with progress(quiet or not sys.stderr.isatty()) as tell:
         tell("loading")
         yield
@@ -48,8 +48,10 @@ def waiting(quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """No looking for cycles among all that imports and loading leave, which is to stay: a fifth of
-    a second."""
+    """Disable garbage collection during loading, whose objects are permanent anyway.
+
+    This saves about 0.2 s.
+    """
     gc.disable()
     try:
         yield
@@ -59,12 +61,12 @@ def _without_collecting() -> Iterator[None]:
 
 
 def load(config: dict[str, Any], quiet: bool) -> LLM:
-    """The model that the flags name, with its engine. Raises ForerunError."""
+    """Load the model that the flags name, with its engine. Raises ForerunError."""
     with waiting(quiet), _without_collecting():
         find_model(Config.of(**config).model)
         from forerun.models.chat_template import SANDBOX
 
-        SANDBOX.warm()  # while the model is loaded
+        SANDBOX.warm()  # starts in parallel with loading the model
         from forerun.llm import LLM
 
         llm = LLM(**config)
@@ -79,7 +81,10 @@ def load(config: dict[str, Any], quiet: bool) -> LLM:
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """SamplingParams from flags; `--logit-bias ID=AMOUNT` may be repeated. Raises RequestError."""
+    """Build SamplingParams from flags, where logit_bias is a list of ID=AMOUNT.
+
+    Raises RequestError.
+    """
     if "logit_bias" in given:
         given = given | {"logit_bias": dict(map(_bias, given["logit_bias"]))}
     return SamplingParams.of(**given)
@@ -94,7 +99,7 @@ def _bias(entry: str) -> tuple[int, float]:
 
 
 def as_dict(completion: Completion) -> dict[str, Any]:
-    """A completion as plain values, for --json."""
+    """Return a completion as plain data, for --json."""
     values = {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -111,30 +116,30 @@ def as_dict(completion: Completion) -> dict[str, Any]:
 
 
 class Clock:
-    """When the steps of answers came, and from that how fast this model decodes plainly, as far as
-    that was seen.
+    """Measures the time of decoding steps to estimate the speed of plain decoding.
 
-    `plain` are the seconds of a step without a draft, the median of the last answer that had enough
-    of them; None until then. They are of the same clock, machine and minute as the answer that is
-    compared with them."""
+    Attributes:
+        plain: median seconds of a step without a draft, in the last answer with enough of them;
+            None until there is one. It is measured in the same session as the answers that are
+            compared with it.
+    """
 
     def __init__(self) -> None:
         self.plain: float | None = None
         self._times: list[float] = []
 
     def start(self) -> None:
-        """An answer begins."""
+        """Mark the start of an answer."""
         self._times = []
 
     def tick(self) -> None:
-        """A step has come."""
+        """Record the arrival of a step."""
         self._times.append(time.perf_counter())
 
     def stop(self, completion: Completion) -> None:
-        """The answer has ended: learn from its steps."""
-        drafted = [
-            count for count, _ in completion.stats.rounds[1:]
-        ]  # the first step reads the prompt
+        """Mark the end of the answer and update `plain` from its steps."""
+        # The first step reads the prompt.
+        drafted = [count for count, _ in completion.stats.rounds[1:]]
         steps = [
             after - before for before, after in zip(self._times, self._times[1:], strict=False)
         ]
@@ -147,19 +152,22 @@ class Clock:
 
 
 class Lines:
-    """Text that comes in pieces, broken between words where a line of a terminal is full.
+    """Word wrapping of streamed text.
 
-    A word is held back until it is known to end, so that it is never shown on two lines; one that
-    is longer than a line is given as it comes. `width` gives the columns of the terminal, which may
-    change."""
+    A word is held back until it is complete, so that it is not split over two lines. A word longer
+    than a line is shown as it arrives.
+
+    Args:
+        width: returns the current number of columns of the terminal.
+    """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
-        self._column = 0  # where the next character goes
-        self._word: list[tuple[str, str]] = []  # of one character each, with its style
+        self._column = 0  # column of the next character
+        self._word: list[tuple[str, str]] = []  # (character, style)
 
     def add(self, text: str, style: str) -> list[tuple[str, str]]:
-        """What can be shown now that this text has come, with the style of each part."""
+        """Add text and return the (text, style) parts that can be shown now."""
         shown: list[tuple[str, str]] = []
         for character in text:
             if character.isspace():
@@ -171,11 +179,11 @@ class Lines:
                 self._word.append((character, style))
                 if self._wide > self._width():
                     shown += self._placed()
-                    self._column %= self._width()  # the terminal breaks this one
+                    self._column %= self._width()  # the terminal wraps this word itself
         return _joined(shown)
 
     def rest(self) -> list[tuple[str, str]]:
-        """What is still held back, at the end of the text."""
+        """Return the parts still held back at the end of the text."""
         return _joined(self._placed())
 
     @property
@@ -183,7 +191,7 @@ class Lines:
         return sum(cell_len(character) for character, _ in self._word)
 
     def _placed(self) -> list[tuple[str, str]]:
-        """The word, on the next line where it does not fit on this one."""
+        """Return the pending word, after a line break if it does not fit on this line."""
         word, wide = self._word, self._wide
         self._word = []
         if not word:
@@ -198,14 +206,14 @@ class Lines:
         elif character == "\t":
             self._column += 8 - self._column % 8
         elif self._column >= self._width():
-            return []  # the line is full: what follows begins the next one
+            return []  # the line is full: drop the space before the line break
         else:
             self._column += 1
         return [(character, "")]
 
 
 def _joined(parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours of one style as one part."""
+    """Merge adjacent parts with the same style."""
     return [
         ("".join(text for text, _ in some), style)
         for style, some in groupby(parts, key=lambda part: part[1])
@@ -213,8 +221,10 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def show(stream: Stream, clock: Clock) -> Completion:
-    """Print the text of a stream as it comes, on terminals accepted tokens in the colour of their
-    source."""
+    """Print the text of a stream as it arrives.
+
+    On a terminal, accepted tokens have the colour of their proposer.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -241,10 +251,13 @@ def show(stream: Stream, clock: Clock) -> Completion:
 
 
 def summary(completion: Completion, room: int, plain: float | None) -> list[str]:
-    """What the line of statistics says, the most wanted first.
+    """Return the parts of the line of statistics, the most important first.
 
-    `room` are tokens of the context, `plain` the seconds of a token without speculation, where
-    known."""
+    Args:
+        completion: the finished output.
+        room: maximum number of tokens of the context.
+        plain: seconds per token of plain decoding, if known.
+    """
     stats = completion.stats
     decoding = stats.seconds - stats.first_token_seconds
     rest = stats.completion_tokens - stats.completion_tokens / max(stats.steps, 1)
@@ -263,7 +276,7 @@ def summary(completion: Completion, room: int, plain: float | None) -> list[str]
 
 
 def say(parts: list[str]) -> None:
-    """One line on stderr; on a terminal it is dim, and what does not fit is left out."""
+    """Print one line on stderr; on a terminal it is dim, and parts that do not fit are omitted."""
     if not sys.stderr.isatty():
         print(" · ".join(parts), file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""The verb `forerun tune`."""
+"""The command `forerun tune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.measure.lists import whole
 from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import choose_tasks
 
-AT_HAND = ("suffix", "suffix+recycle", "ngram")  # the drafts that need nothing but the model
+AT_HAND = ("suffix", "suffix+recycle", "ngram")  # drafts that need only the target model
 DEPTHS = "auto,2,5"
 TOKENS, ROUNDS, BATCHES = 96, 5, 3
 TRIED = replace(
@@ -29,7 +29,9 @@ TRIED = replace(
 @with_flags(ENGINE.without("rule"), SAMPLING_FLAGS, TRIED)
 def tune(
     *,
-    seconds: Annotated[float, typer.Option(help="For the long look at each of the best.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(help="Duration of the long measurement of each of the best.")
+    ] = 30.0,
     out: Annotated[
         Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")
     ] = None,
@@ -38,11 +40,11 @@ def tune(
     sampling: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Find the draft and the depth that are fastest for your model, on this machine and on your
-    texts.
+    """Find the fastest draft and depth for your model, on this machine and your texts.
 
-    Everything is timed beside plain decoding, the best again for longer. The text is the same with
-    each of them."""
+    Each combination is timed against plain decoding, and the best ones again for longer. All of
+    them generate the same text.
+    """
     wanted = DecodeOptions(**{"tokens": TOKENS} | options)
     requests = whole(wanted.requests, "requests")
     weights = config.get("quantization")
@@ -51,7 +53,8 @@ def tune(
         out.suffix != ".toml" or out.is_dir() or not out.absolute().parent.is_dir()
     ):
         raise ConfigError(
-            f"--out {out} cannot be written: give a name that ends in .toml, in a directory that exists"
+            f"--out {out} cannot be written: give a name that ends in .toml,"
+            " in a directory that exists"
         )
     from forerun.bench.decode import DecodePlan, record_results
     from forerun.cli.tuning import look_for_layers, write_choice
@@ -78,15 +81,24 @@ def tune(
         ("the best, long look", tuned.results),
     ):
         print(f"{title}:")
-        print_columns([{
-            "draft": r.draft, "depth": str(r.depth), "times plain (95 %)": _ratio(r.times_plain, r.interval),
-            "tokens/s": f"{r.tokens_per_second:.1f}", "accepted length": f"{r.accepted_length:.2f}",
-            "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
-        } for r in results])  # fmt: skip
+        print_columns(
+            [
+                {
+                    "draft": r.draft,
+                    "depth": str(r.depth),
+                    "times plain (95 %)": _ratio(r.times_plain, r.interval),
+                    "tokens/s": f"{r.tokens_per_second:.1f}",
+                    "accepted length": f"{r.accepted_length:.2f}",
+                    "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
+                }
+                for r in results
+            ]
+        )
     choice = tuned.choice
     times = _ratio(choice.times_plain, choice.interval)
     print(
-        f"\nuse --draft {choice.draft} --depth {choice.depth}, {times} times plain decoding: {choice.why}"
+        f"\nuse --draft {choice.draft} --depth {choice.depth}, {times} times plain decoding:"
+        f" {choice.why}"
     )
     if any(r.same is False for r in tuned.results):
         print("a text differs from plain decoding's: forerun check says where, and by how much")

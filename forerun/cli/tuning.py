@@ -1,5 +1,4 @@
-"""Which draft, and how deep, on this machine and these texts: a short look at all of them, a long
-one at the best."""
+"""Search for the fastest draft and depth: measure all briefly, then the best for longer."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from forerun.measure.workloads import Task, token_ids
 from forerun.models.hub import find_model
 from forerun.utils import write_atomic
 
-CLOSE = 0.9  # of the best of the short look: worth a long one
+CLOSE = 0.9  # share of the best short result from which a long measurement is made
 FINALISTS = 4
-SHORT = 2  # rounds of the short look
+SHORT = 2  # rounds of the short measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to decode with, and why.
+    """The recommended draft and depth.
 
     Attributes:
-        draft, depth: what to give to --draft and --depth; off where nothing is surely faster than
-            plain decoding.
-        times_plain, interval: how much faster that was, 95 %.
-        why: one sentence.
+        draft, depth: values for --draft and --depth; the draft is off if none is significantly
+            faster than plain decoding.
+        times_plain, interval: speed relative to plain decoding, with its 95 % interval.
+        why: the reason, in one sentence.
     """
 
     draft: str
@@ -46,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was measured, the best first; `short` is the short look at everything."""
+    """The measurements, the fastest first; `short` are the short ones of all combinations."""
 
     model: str
     machine: dict[str, Any]
@@ -59,15 +58,18 @@ class Tuned:
 def tune(
     options: dict[str, Any], plan: DecodePlan, tasks: Sequence[Task], tell: Tell = nothing
 ) -> Tuned:
-    """Measure every draft of the plan at every depth, those that come close to the best again, and
-    choose.
+    """Measure every draft of the plan at every depth, repeat the best ones for longer, and choose.
 
-    All tasks count as one, each with the time it takes. Takes and raises what `measure_decoding`
-    does, and ConfigError for a plan of nothing but plain decoding.
+    All tasks are one category, weighted by the time they take. Arguments and errors are those of
+    `measure_decoding`.
+
+    Raises:
+        ConfigError: the plan contains only plain decoding.
     """
     if set(plan.drafts) <= {OFF}:
         raise ConfigError(
-            "there is nothing to choose between: plain decoding is measured anyway, so give --drafts others"
+            "there is nothing to choose between: plain decoding is measured anyway,"
+            " so give --drafts others"
         )
     tasks = [replace(task, category="all") for task in tasks]
     look = measure_decoding(
@@ -97,28 +99,35 @@ def tune(
 
 
 def look_for_layers(options: dict[str, Any], tasks: Sequence[Task], tell: Tell = nothing) -> None:
-    """Find the layers of `self:layers=auto` on these prompts, and remember them. Raises as `LLM`
-    does."""
+    """Find the layers of `self:layers=auto` for these prompts, and store them.
+
+    Raises the errors of `LLM`.
+    """
     model = options.get("model")
     target = LLM(**options | {"draft": OFF}).engine.target
     find_layers(target, find_model(model), token_ids(model, tasks), tell=tell)
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """What drafts, fastest first."""
+    """Return the results of speculative decoding, fastest first."""
     return sorted((r for r in results if r.draft != OFF), key=lambda r: -r.times_plain)
 
 
 def choose(results: Sequence[Result]) -> Choice:
-    """From results with the fastest first: of those that may be as fast as it, one without weights
-    before one with, and automatic depth, which adapts to other texts, before a fixed one."""
+    """Choose from results that are sorted by speed.
+
+    Among those that are not significantly slower than the fastest, prefer drafts without weights,
+    then automatic depth, which adapts to other texts.
+    """
     fastest = results[0]
     low, _ = interval(fastest)
     if low <= 1:
         why = f"nothing is surely faster than plain decoding; {named(fastest)} comes closest"
         return Choice(OFF, "auto", 1.0, (1.0, 1.0), why)
     as_fast = [r for r in results if interval(r)[1] >= low and interval(r)[0] > 1]
-    best = min(as_fast, key=lambda r: (":" in r.draft, r.depth != "auto"))  # the fastest of those
+    best = min(
+        as_fast, key=lambda r: (":" in r.draft, r.depth != "auto")
+    )  # `min` keeps the fastest of equals
     why = "it was the fastest"
     if best is not fastest:
         gain = (
@@ -126,31 +135,38 @@ def choose(results: Sequence[Result]) -> Choice:
             if ":" in fastest.draft and ":" not in best.draft
             else "adapts to other texts"
         )
-        why = f"{named(fastest)} was {fastest.times_plain:.2f} times plain, not surely more, and this one {gain}"
+        why = (
+            f"{named(fastest)} was {fastest.times_plain:.2f} times plain, not surely more,"
+            f" and this one {gain}"
+        )
     return Choice(best.draft, best.depth, best.times_plain, interval(best), why)
 
 
 def interval(result: Result) -> tuple[float, float]:
-    """Of its ratio to plain decoding; the ratio itself where one round says no more."""
+    """Return the 95 % interval of the speed ratio; both ends are the ratio if there is none."""
     return result.interval or (result.times_plain, result.times_plain)
 
 
 def named(result: Result) -> str:
-    """How its flags are written."""
+    """Return the flags of a result."""
     return f"--draft {result.draft} --depth {result.depth}"
 
 
 def write_choice(
     path: Path, options: dict[str, Any], quantization: str | None, tuned: Tuned
 ) -> None:
-    """A file for `forerun serve --config`: the choice, and the options of the engine that it was
-    measured with. Raises ForerunError if it cannot be written."""
+    """Write the choice and the options it was measured with to a file for `forerun serve --config`.
+
+    Raises:
+        ForerunError: the file cannot be written.
+    """
     chosen = options | {"draft": tuned.choice.draft, "depth": tuned.choice.depth}
     if quantization:
         chosen["quantization"] = quantization
     low, high = tuned.choice.interval
     lines = [
-        f"# forerun tune: {tuned.choice.times_plain:.2f} times plain decoding ({low:.2f} to {high:.2f})"
+        f"# forerun tune: {tuned.choice.times_plain:.2f} times plain decoding"
+        f" ({low:.2f} to {high:.2f})"
     ]
     lines += [
         f"{name} = {json.dumps(value)}" for name, value in chosen.items() if value is not None
