@@ -171,7 +171,7 @@ class Answer:
         self.token_ids += ids or ()
 
 
-class Server:
+class RunningServer:
     """A server that was asked for its models.
 
     Attributes:
@@ -311,7 +311,7 @@ class Server:
 
 
 @asynccontextmanager
-async def connect(endpoint: Endpoint) -> AsyncIterator[Server]:
+async def connect(endpoint: Endpoint) -> AsyncIterator[RunningServer]:
     """Connect to a server. Raises ConfigError if it cannot be used, ForerunError if it is gone."""
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
     limits = httpx2.Limits(
@@ -327,7 +327,7 @@ async def connect(endpoint: Endpoint) -> AsyncIterator[Server]:
             f"the HTTP client cannot be set up ({reason}): check HTTP_PROXY and SSL_CERT_FILE"
         ) from None
     async with client:
-        server = Server(endpoint, client)
+        server = RunningServer(endpoint, client)
         await server.identify()
         yield server
 

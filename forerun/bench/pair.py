@@ -119,8 +119,8 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
             _save(scaled(base, recipe, eps), recipe, recipe.middle_layers, work / "middle")
             tell("comparing target and middle model")
             middle = (
-                Comparison(work / "target", work / "middle", compared, recipe).agree,
-                Comparison(work / "middle", work / "draft", compared, recipe).agree,
+                PairComparison(work / "target", work / "middle", compared, recipe).agree,
+                PairComparison(work / "middle", work / "draft", compared, recipe).agree,
             )
         target_size = sum(tensor.numel() for tensor in base.values())
         pair = Pair(out, recipe, eps, agreement, (target_size, draft_size), middle)
@@ -137,10 +137,10 @@ def _search_eps(
     Returns the eps of the target that was kept, and its agreement.
     """
 
-    def compare(eps: float) -> Comparison:
+    def compare(eps: float) -> PairComparison:
         _save(scaled(base, recipe, eps), recipe, recipe.layers, work / "target")
         tell(f"generating {len(prompts)} texts with eps {eps:.4f}")
-        return Comparison(work / "target", work / "draft", prompts, recipe)
+        return PairComparison(work / "target", work / "draft", prompts, recipe)
 
     eps = recipe.eps
     tried = {0.0: 1.0}  # without its later layers the target is the draft model
@@ -170,7 +170,7 @@ def next_eps(tried: dict[float, float], agree: float) -> float:
     return above + (below - above) * (tried[above] - agree) / (tried[above] - tried[below])
 
 
-class Comparison:
+class PairComparison:
     """Greedy texts of a target, and the positions where a draft model predicts the same token.
 
     Runs with torch kernels (float32 on a CPU), since most of the work is reading whole texts.

@@ -32,7 +32,7 @@ from forerun.bench.endpoint import (
     Answer,
     Endpoint,
     Prompt,
-    Server,
+    RunningServer,
     SpecStats,
     connect,
     request_prompt,
@@ -55,7 +55,7 @@ Request = tuple[int, Prompt, dict[str, Any]]  # index, prompt, further fields of
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class LoadArm:
     """Draft and depth that requests ask for; None leaves them to the server."""
 
     draft: str | None = None
@@ -74,7 +74,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan:
-    """Measurement plan for a server.
+    """LoadMeasurement plan for a server.
 
     Attributes:
         endpoint: the server.
@@ -121,16 +121,16 @@ class ServePlan:
             if not self.drafts:
                 raise ConfigError("a depth belongs to drafts that are compared: give --drafts too")
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[LoadArm]:
         """Return plain decoding and each draft once; without drafts, the server as it is."""
         if not self.drafts:
-            return [Arm()]
+            return [LoadArm()]
         drafts = [draft for draft in dict.fromkeys(self.drafts) if draft != OFF]
-        return [Arm(OFF), *(Arm(draft, self.depth) for draft in drafts)]
+        return [LoadArm(OFF), *(LoadArm(draft, self.depth) for draft in drafts)]
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """One run; times are `time.perf_counter` seconds.
 
     Attributes:
@@ -171,7 +171,7 @@ class ServeResult:
     """One draft at one concurrency over all rounds.
 
     Attributes:
-        draft, depth: as in `Arm`.
+        draft, depth: as in `LoadArm`.
         requests: concurrent requests.
         rounds: complete ones; 0 if all results come from a run that was cut short.
         tokens_per_second: of all requests together, median of the rounds.
@@ -256,7 +256,7 @@ def measure_serving(
         RequestError: it cannot take these prompts.
         ForerunError, KeyboardInterrupt: nothing was measured before the failure.
     """
-    measurement = Measurement(plan, prompts, tell)
+    measurement = LoadMeasurement(plan, prompts, tell)
     try:
         asyncio.run(measurement.measure())
         stopped = None
@@ -267,7 +267,7 @@ def measure_serving(
     return measurement.report(stopped)
 
 
-class Measurement:
+class LoadMeasurement:
     """A measurement in progress: `runs[requests, arm]` holds one run per round."""
 
     def __init__(self, plan: ServePlan, prompts: Sequence[Prompt], tell: Tell) -> None:
@@ -276,16 +276,16 @@ class Measurement:
         self.plan = plan
         self.tell = tell
         self.prompts = [request_prompt(prompt, plan.endpoint.chat) for prompt in prompts]
-        self.runs: dict[tuple[int, Arm], list[Run]] = {
+        self.runs: dict[tuple[int, LoadArm], list[LoadRun]] = {
             (requests, arm): [] for requests in plan.requests for arm in plan.arms()
         }
         self.next_index = 0  # index of the next request
         self.num_started = 0  # runs started, including the warm-up
         self.repeated = False
-        self.server: Server | None = None
+        self.server: RunningServer | None = None
 
     async def measure(self) -> None:
-        """Run all rounds. Raises ForerunError if the server stops answering."""
+        """LoadRun all rounds. Raises ForerunError if the server stops answering."""
         plan = self.plan
         arms = plan.arms()
         async with connect(plan.endpoint) as server:
@@ -303,16 +303,18 @@ class Measurement:
                     await self._round(server, turn, clients, arms)
             await server.identify()  # raises if it is gone
 
-    async def _round(self, server: Server, turn: int, clients: int, arms: list[Arm]) -> None:
-        """Run every arm once, with the same requests."""
+    async def _round(
+        self, server: RunningServer, turn: int, clients: int, arms: list[LoadArm]
+    ) -> None:
+        """LoadRun every arm once, with the same requests."""
         if turn >= 0 and len(arms) > 1:
             requests = self._requests(arms[0], clients)
             prefill = ((i, prompt, fields | {"max_tokens": 1}) for i, prompt, fields in requests)
-            await drive(Run(), server, clients, prefill)
+            await drive(LoadRun(), server, clients, prefill)
         most = 0
         for i in range(len(arms)):
             arm = arms[(turn + i) % len(arms)]
-            run = Run()
+            run = LoadRun()
             what = f"{clients} at once" + (f", {arm.draft}" if arm.draft else "")
             now = "warming up" if turn < 0 else f"round {turn + 1} of {self.plan.repeats}"
             total = (self.plan.repeats + 1) * len(self.runs)
@@ -325,7 +327,7 @@ class Measurement:
         self.next_index += most
         self.repeated |= self.next_index > len(self.prompts)
 
-    def _requests(self, arm: Arm, clients: int, warm_up: bool = False) -> Iterator[Request]:
+    def _requests(self, arm: LoadArm, clients: int, warm_up: bool = False) -> Iterator[Request]:
         """Yield the requests of one run until there are enough or its time is up."""
         seconds = self.plan.seconds
         end = time.perf_counter() + (seconds or 0.0)
@@ -338,7 +340,7 @@ class Measurement:
                 return
             yield self._request(self.next_index + i, arm)
 
-    def _request(self, index: int, arm: Arm) -> Request:
+    def _request(self, index: int, arm: LoadArm) -> Request:
         plan = self.plan
         seed = plan.seed + index
         fields = {"max_tokens": plan.tokens, "temperature": plan.temperature, "seed": seed}
@@ -348,7 +350,7 @@ class Measurement:
         """Summarize the runs so far that produced at least one token."""
         plan = self.plan
         results = [
-            summarize(clients, arm, runs, self.runs.get((clients, Arm(OFF)), []))
+            summarize(clients, arm, runs, self.runs.get((clients, LoadArm(OFF)), []))
             for (clients, arm), runs in self.runs.items()
             if any(run.speed for run in runs)
         ]
@@ -368,7 +370,9 @@ class Measurement:
         )
 
 
-async def drive(run: Run, server: Server, clients: int, requests: Iterator[Request]) -> None:
+async def drive(
+    run: LoadRun, server: RunningServer, clients: int, requests: Iterator[Request]
+) -> None:
     """Keep `clients` clients busy; each sends its next request when its last one has ended.
 
     Results are in `run` even if this is cancelled. Raises ForerunError if every request fails.
@@ -393,7 +397,7 @@ async def drive(run: Run, server: Server, clients: int, requests: Iterator[Reque
 
 
 async def _client(
-    run: Run, server: Server, failures: list[int], own: int, requests: Iterator[Request]
+    run: LoadRun, server: RunningServer, failures: list[int], own: int, requests: Iterator[Request]
 ) -> None:
     for index, prompt, fields in requests:
         answer = Answer(index)
@@ -409,7 +413,9 @@ async def _client(
     run.closed = run.closed or time.perf_counter()
 
 
-def summarize(clients: int, arm: Arm, runs: Sequence[Run], plain: Sequence[Run]) -> ServeResult:
+def summarize(
+    clients: int, arm: LoadArm, runs: Sequence[LoadRun], plain: Sequence[LoadRun]
+) -> ServeResult:
     """Compute the result of one arm; `plain` are the runs of plain decoding in the same rounds."""
     complete = [run for run in runs if run.complete]
     used = complete or runs
@@ -453,7 +459,7 @@ def _errors(messages: Sequence[str]) -> dict[str, int]:
     return common | ({"others": others} if others else {})
 
 
-def differences(run: Run, base: Run) -> list[int | None]:
+def differences(run: LoadRun, base: LoadRun) -> list[int | None]:
     """Return the first differing output position of each request that both runs finished."""
     outputs = {answer.index: answer.token_ids for answer in base.finished}
     return [

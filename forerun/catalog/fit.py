@@ -28,7 +28,7 @@ MAX_SIZE = 1 << 31  # of any size in a configuration
 PREFIX = re.compile(r"^(model|speculator|medusa_heads?)\.")  # of tensor names, in some files
 
 
-# Check that forerun can draft with a drafter.
+# FitCheck that forerun can draft with a drafter.
 
 
 def refusal(facts: Facts) -> str:
@@ -169,11 +169,11 @@ def _count(facts: Facts, part: str) -> int:
     return len({name[1] for name in names if name[0] == part and len(name) > 1})
 
 
-# Check that a drafter fits a target.
+# FitCheck that a drafter fits a target.
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class FitCheck:
     """One comparison of drafter and target.
 
     Attributes:
@@ -227,28 +227,28 @@ def bare_name(name: str) -> str:
     return re.sub(r"[-_.](gguf|gptq|awq|fp8|int4|int8|bnb|4bit|8bit)$", "", short.lower())
 
 
-def checks(drafter: Facts, target: Sizes | None) -> list[Check]:
+def checks(drafter: Facts, target: Sizes | None) -> list[FitCheck]:
     """Return all checks; the last one is whether forerun can draft with the drafter at all."""
     reason = refusal(drafter)
     usable = reason or f"forerun drafts with it: --draft {drafter.kind.draft}:{drafter.name}"
-    last = Check("forerun", not reason, usable)
+    last = FitCheck("forerun", not reason, usable)
     if target is None:
         return [last]
     is_model = drafter.kind.family in ("lm", "pard")
     found = list(_check_model(drafter, target) if is_model else _check_head(drafter, target))
     if last.ok and not fits(found):
         text = f"forerun reads drafters of this kind, but not this one for {target.name}"
-        last = Check("forerun", True, text)
+        last = FitCheck("forerun", True, text)
     return [*found, last]
 
 
-def fits(found: Sequence[Check]) -> bool:
+def fits(found: Sequence[FitCheck]) -> bool:
     """Return True if no check failed."""
     return all(check.ok is not False for check in found)
 
 
-def _check_model(drafter: Facts, target: Sizes) -> Iterator[Check]:
-    """Check an ordinary model: equal tokens, and a smaller size."""
+def _check_model(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
+    """FitCheck an ordinary model: equal tokens, and a smaller size."""
     own = _size(drafter.raw, "vocab_size")
     wanted = target.vocab_size
     same = bool(drafter.vocabulary) and drafter.vocabulary == target.vocabulary
@@ -263,7 +263,7 @@ def _check_model(drafter: Facts, target: Sizes) -> Iterator[Check]:
         )
     else:
         text = f"{own} tokens, the target {wanted}: compared when both are loaded"
-    yield Check("vocabulary", same or None, text)
+    yield FitCheck("vocabulary", same or None, text)
     known = bool(drafter.parameters and target.parameters)
     unit = "parameters" if known else "bytes"
     size = drafter.parameters if known else drafter.bytes
@@ -272,42 +272,42 @@ def _check_model(drafter: Facts, target: Sizes) -> Iterator[Check]:
         text = f"it has {size / target_size:.0%} of the target's {unit}"
         small = size <= target_size * MAX_DRAFT_SHARE
         more = f", over {MAX_DRAFT_SHARE:.0%}, so it cannot pay"
-        yield Check("size", small, text if small else text + more)
+        yield FitCheck("size", small, text if small else text + more)
 
 
-def _check_head(drafter: Facts, target: Sizes) -> Iterator[Check]:
-    """Check a drafter that reads the target's hidden states."""
+def _check_head(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
+    """FitCheck a drafter that reads the target's hidden states."""
     made_for = drafter.made_for
     if made_for and not same_model(made_for, target.name):
         text = f"it was made for {made_for}: for {target.name} it may draft badly"
-        yield Check("target", None, text)
+        yield FitCheck("target", None, text)
     elif made_for:
-        yield Check("target", True, f"it was made for {made_for}")
+        yield FitCheck("target", True, f"it was made for {made_for}")
     yield _check_vocabulary(drafter, target)
     hidden_size = _target_hidden_size(drafter)
     if hidden_size:
         text = f"it reads states of {hidden_size}, the target has {target.hidden_size}"
-        yield Check("hidden size", hidden_size == target.hidden_size, text)
+        yield FitCheck("hidden size", hidden_size == target.hidden_size, text)
     yield from _check_layers(drafter, target)
     yield from _check_embedding(drafter, target)
 
 
-def _check_vocabulary(drafter: Facts, target: Sizes) -> Check:
+def _check_vocabulary(drafter: Facts, target: Sizes) -> FitCheck:
     own = _size(layer_config(drafter.raw), "vocab_size")
     # an EAGLE-3 head may leave out the padding at the end of a vocabulary, other heads may not
     is_shorter = drafter.kind.draft == "eagle3" and own <= target.vocab_size
     if own and own != target.vocab_size and not is_shorter:
         text = f"it is for {own} tokens, the target has {target.vocab_size}"
-        return Check("vocabulary", False, text)
+        return FitCheck("vocabulary", False, text)
     reduced = _size(drafter.raw, "draft_vocab_size") or _rows(drafter, "lm_head.weight")
     if not reduced or reduced >= (own or target.vocab_size):
         text = f"{own or 'unknown'} tokens, the target has {target.vocab_size}"
-        return Check("vocabulary", bool(own) or None, text)
+        return FitCheck("vocabulary", bool(own) or None, text)
     mapped = _rows(drafter, "d2t")
     if drafter.shapes and mapped != reduced:
         text = f"it drafts {reduced} tokens, but its map of them, d2t, has {mapped or 'none'}"
-        return Check("vocabulary", False, text)
-    return Check("vocabulary", True, f"it drafts {reduced} of {target.vocab_size} tokens")
+        return FitCheck("vocabulary", False, text)
+    return FitCheck("vocabulary", True, f"it drafts {reduced} of {target.vocab_size} tokens")
 
 
 def _target_hidden_size(drafter: Facts) -> int:
@@ -319,11 +319,11 @@ def _target_hidden_size(drafter: Facts) -> int:
     return size
 
 
-def _check_layers(drafter: Facts, target: Sizes) -> Iterator[Check]:
+def _check_layers(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
     try:
         layers = aux_hidden_layers(drafter, target)
     except LoadError as error:
-        yield Check("layers", False, str(error))
+        yield FitCheck("layers", False, str(error))
         return
     if layers is None:
         return
@@ -331,14 +331,14 @@ def _check_layers(drafter: Facts, target: Sizes) -> Iterator[Check]:
     text = f"it reads the hidden states {list(layers)}"
     if not layers or len(set(layers)) < len(layers) or not in_range:
         text += f", not different numbers from 0 to {target.num_layers}, the target's layers"
-        yield Check("layers", False, text)
+        yield FitCheck("layers", False, text)
     else:
-        yield Check("layers", True, f"{text} of 0 to {target.num_layers}")
+        yield FitCheck("layers", True, f"{text} of 0 to {target.num_layers}")
     shape = _shape(drafter, "fc.weight")
     if len(shape) == 2:
         fused = len(layers) * target.hidden_size
         text = f"fc.weight reads {shape[1]} numbers, {len(layers)} states have {fused}"
-        yield Check("fusion", shape[1] == fused, text)
+        yield FitCheck("fusion", shape[1] == fused, text)
 
 
 def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
@@ -361,7 +361,7 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
-def _check_embedding(drafter: Facts, target: Sizes) -> Iterator[Check]:
+def _check_embedding(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
     if drafter.kind.draft in ("medusa", "mlp"):
         return
     hidden_size = _size(layer_config(drafter.raw), "hidden_size")
@@ -369,13 +369,13 @@ def _check_embedding(drafter: Facts, target: Sizes) -> Iterator[Check]:
     uses_target_head = drafter.kind.draft == "block" and not _rows(drafter, "lm_head.weight")
     if rows and uses_target_head and hidden_size != target.hidden_size:
         text = f"it has its own, but uses the target's head, of {target.hidden_size} numbers"
-        yield Check("embedding", False, text)
+        yield FitCheck("embedding", False, text)
     elif rows:
         text = f"it has its own, of {rows} tokens, the target has {target.vocab_size}"
-        yield Check("embedding", rows <= target.vocab_size, text)
+        yield FitCheck("embedding", rows <= target.vocab_size, text)
     elif hidden_size and drafter.shapes:
         text = f"it uses the target's, of {target.hidden_size} numbers, for states of {hidden_size}"
-        yield Check("embedding", hidden_size == target.hidden_size, text)
+        yield FitCheck("embedding", hidden_size == target.hidden_size, text)
 
 
 def _shape(drafter: Facts, name: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from forerun.catalog import hub
 from forerun.catalog.facts import CARD, Facts, card_of, facts_at, facts_of
-from forerun.catalog.fit import Check, checks, draft_argument, fits, refusal, sizes_of
+from forerun.catalog.fit import FitCheck, checks, draft_argument, fits, refusal, sizes_of
 from forerun.catalog.search import training_measurements
 from forerun.draft.registry import Json, inner
 from forerun.errors import ConfigError, LoadError, one_line
@@ -66,7 +66,7 @@ def target_of(drafter: Facts, name: str | None) -> tuple[Facts | None, str]:
         return None, f"it is not checked against {drafter.made_for} ({error}): give --for TARGET"
 
 
-def examine(drafter: Facts, target: Facts | None) -> list[Check]:
+def examine(drafter: Facts, target: Facts | None) -> list[FitCheck]:
     """Return all checks; compares the tokens of draft model and target if both are local."""
     found = checks(drafter, sizes_of(target) if target else None)
     if not (target and drafter.path and target.path and drafter.kind.draft == "model"):
@@ -77,21 +77,21 @@ def examine(drafter: Facts, target: Facts | None) -> list[Check]:
     return found
 
 
-def _compare_tokens(drafter: Path, target: Path, vocab_size: int) -> Check:
+def _compare_tokens(drafter: Path, target: Path, vocab_size: int) -> FitCheck:
     from forerun.load import check_vocabulary, load_tokenizer
 
     try:
         check_vocabulary(load_tokenizer(target), drafter, vocab_size)
     except LoadError as error:
-        return Check("vocabulary", False, str(error))
+        return FitCheck("vocabulary", False, str(error))
     except ConfigError:
         text = "another vocabulary: it drafts through text, so fewer tokens are accepted"
-        return Check("vocabulary", None, text)
-    return Check("vocabulary", True, "every token means the same to both")
+        return FitCheck("vocabulary", None, text)
+    return FitCheck("vocabulary", True, "every token means the same to both")
 
 
 def describe(
-    drafter: Facts, target: Facts | None, found: Sequence[Check], note: str
+    drafter: Facts, target: Facts | None, found: Sequence[FitCheck], note: str
 ) -> dict[str, Any]:
     """Return facts and checks as plain values, for JSON."""
     return drafter.summary() | {
@@ -174,7 +174,7 @@ def prepare(
     license_: str | None,
     domains: Sequence[str],
 ) -> Upload:
-    """Check that a directory holds a drafter, and prepare its upload. Nothing is sent.
+    """FitCheck that a directory holds a drafter, and prepare its upload. Nothing is sent.
 
     Args:
         directory: what `forerun train` wrote.

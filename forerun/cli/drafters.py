@@ -21,7 +21,7 @@ from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.catalog.facts import Facts
-    from forerun.catalog.fit import Check
+    from forerun.catalog.fit import FitCheck
     from forerun.catalog.search import Candidate, LocalDrafter
 
 
@@ -221,7 +221,7 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
     )
 
 
-def _refuse(facts: Facts, found: Sequence[Check]) -> None:
+def _refuse(facts: Facts, found: Sequence[FitCheck]) -> None:
     wrong = next((check for check in found if check.ok is False), None)
     if wrong:
         more = "" if facts.path else "; nothing was downloaded"
@@ -289,7 +289,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     return lines + ([("texts", ", ".join(facts.domains))] if facts.domains else [])
 
 
-def _print_checks(found: Sequence[Check], note: str) -> None:
+def _print_checks(found: Sequence[FitCheck], note: str) -> None:
     for check in found:
         print(f"{check.name:<13}{MARKS[check.ok]:<4}{check.text}")
     print_notes([note] if note else [])

@@ -30,7 +30,7 @@ class Tell:
 nothing = Tell()
 
 
-class Lines(Tell):
+class ProgressLines(Tell):
     """Progress as lines of text: at most `LINES` per count; uncounted activities are all shown."""
 
     def __init__(self) -> None:
@@ -162,13 +162,13 @@ def progress(quiet: bool, measuring: bool = False) -> Iterator[Tell]:
         yield nothing
         return
     if not sys.stderr.isatty():
-        yield Lines()
+        yield ProgressLines()
         return
     from rich.console import Console
 
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal:
-        yield Lines()
+        yield ProgressLines()
         return
     bar = Bar(console, measuring)
     try:

@@ -151,7 +151,7 @@ class Clock:
                 self.plain = statistics.median(undrafted)
 
 
-class Lines:
+class WrappedLines:
     """Word wrapping of streamed text.
 
     A word is held back until it is complete, so that it is not split over two lines. A word longer
@@ -229,7 +229,7 @@ def show(stream: Stream, clock: Clock) -> Completion:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    lines = Lines(lambda: console.width)
+    lines = WrappedLines(lambda: console.width)
     clock.start()
 
     def put(parts: Iterable[tuple[str, str]]) -> None:

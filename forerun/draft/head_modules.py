@@ -120,7 +120,7 @@ class Mlp(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class HeadLayer(nn.Module):
     """Base of all layers of draft heads. Subclasses create the parts in the order in which they are
     stored, with whatever norms they have."""
 
@@ -140,7 +140,7 @@ class Layer(nn.Module):
         return out
 
 
-class DecoderLayer(Layer):
+class DecoderLayer(HeadLayer):
     """An ordinary decoder layer; `layer` is the index passed to `attend`."""
 
     def __init__(self, c: ModelConfig, layer: int = 0) -> None:
@@ -155,7 +155,7 @@ class DecoderLayer(Layer):
         return self.add_residuals(x, self.input_layernorm(x), rotation, attend)
 
 
-class JoinedLayer(Layer):
+class JoinedLayer(HeadLayer):
     """A decoder layer after a product that joins an embedding and a state into one vector."""
 
     def __init__(self, c: ModelConfig) -> None:
@@ -480,7 +480,7 @@ class Operations:
             rotary=2 * cosine.shape[-1],
         )
 
-    def attention_and_mlp(self, layer: Layer, index: int) -> list[COp]:
+    def attention_and_mlp(self, layer: HeadLayer, index: int) -> list[COp]:
         """Run a layer from its attention on, added to X; `index` is its index in the cache."""
         c, mlp = self.config, layer.mlp
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))

@@ -84,7 +84,7 @@ class Speculation:
         """Nodes per level."""
         return 1 + len(self.siblings)
 
-    def at(self, depth: int) -> Forecast:
+    def at(self, depth: int) -> SpeedupForecast:
         """Predict one depth; depth 0 is plain decoding."""
         rows = self.requests * (1 + self.width * depth)
         verify = self.verify_cost(rows)
@@ -92,9 +92,11 @@ class Speculation:
         hits = self.foreseen or 0.0
         cost = hits * max(verify, drafting) + (1 - hits) * (verify + drafting)
         tokens = 1.0 + sum(self.level_chances(depth))
-        return Forecast(depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost)
+        return SpeedupForecast(
+            depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost
+        )
 
-    def best(self, max_depth: int = MAX_DEPTH) -> Forecast:
+    def best(self, max_depth: int = MAX_DEPTH) -> SpeedupForecast:
         """Return the depth up to `max_depth` with the greatest speed-up, the smallest of equals."""
         forecasts = (self.at(depth) for depth in range(max_depth + 1))
         return max(forecasts, key=lambda forecast: forecast.speedup)
@@ -117,7 +119,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class SpeedupForecast:
     """Rows of a pass, tokens per pass and request, cost of a step, and speed-up of one depth."""
 
     depth: int

@@ -18,7 +18,7 @@ from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
-from forerun.models.weights import Layer, Linear, Norm, Weights, load_weights
+from forerun.models.weights import LayerWeights, LinearWeights, Norm, Weights, load_weights
 from forerun.types import Forward
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]
@@ -134,7 +134,7 @@ class Decoder:
         self,
         x: Tensor,
         i: int,
-        layer: Layer,
+        layer: LayerWeights,
         rotation: tuple[Tensor, Tensor] | None,
         attend: Attend,
     ) -> Tensor:
@@ -152,7 +152,7 @@ class Decoder:
         out = self._linear(out.reshape(tokens, -1), layer.out)
         return x + (self._norm(out, layer.attention_out_norm) if layer.attention_out_norm else out)
 
-    def _mlp(self, x: Tensor, layer: Layer) -> Tensor:
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """Add the MLP branch to the residual stream x [T, H]."""
         c = self.config
         up = self._linear(self._norm(x, layer.mlp_norm), layer.up)
@@ -167,7 +167,7 @@ class Decoder:
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return kernels.norm(x, norm.weight, norm.bias, self.config.norm_eps)
 
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         return kernels.linear(x, linear.weight, linear.bias)
 
 

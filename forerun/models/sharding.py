@@ -20,7 +20,7 @@ from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend, Decoder
-from forerun.models.weights import Linear, Source, load_weights
+from forerun.models.weights import LinearWeights, Source, load_weights
 from forerun.types import Forward
 
 
@@ -72,7 +72,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(config, kv_heads=count, heads=heads, intermediate=inner.stop - inner.start)
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(LinearWeights):
     """A linear layer split along its inputs; its outputs are summed over all ranks."""
 
 
@@ -112,16 +112,16 @@ class _Slicer:
         self.embed = ShardedEmbedding(weight, self.tokens.start, self.shard)
         return self.embed
 
-    def linear(self, name: str, source: Source, bias: Tensor | None) -> Linear:
+    def linear(self, name: str, source: Source, bias: Tensor | None) -> LinearWeights:
         if name == "head" and self.config.tied and self.embed is not None:
-            return Linear(self.embed.weight)
+            return LinearWeights(self.embed.weight)
         weight = source.weight()
         if name in self.columns:
             own = weight[:, self.columns[name]].clone()
             return RowParallelLinear(own, bias if self.shard.rank == 0 else None)
         rows = self.rows[name]
         own_bias = None if bias is None else torch.cat([bias[r] for r in rows])
-        return Linear(torch.cat([weight[r] for r in rows]), own_bias)
+        return LinearWeights(torch.cat([weight[r] for r in rows]), own_bias)
 
 
 class ShardedDecoder(Decoder):
@@ -187,7 +187,7 @@ class ShardedDecoder(Decoder):
         self._out_of_step = False
         return result
 
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         out = kernels.linear(x, linear.weight, linear.bias)
         if linear is self.weights.head:
             return self.shard.all_gather(out, self.config.vocab)

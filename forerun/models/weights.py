@@ -2,7 +2,7 @@
 
 `NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query, key and
 value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
-time, so the peak is one tensor above the model itself. Linear layers are read on demand, since a
+time, so the peak is one tensor above the model itself. LinearWeights layers are read on demand, since a
 packed copy may be cached."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Norm:
 
 
 @dataclass(slots=True)
-class Linear:
+class LinearWeights:
     """A linear layer: weight [out, in], bias [out]."""
 
     weight: Tensor
@@ -178,15 +178,15 @@ class Source:
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerWeights:
     """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated."""
 
     attention_norm: Norm
-    qkv: Linear
-    out: Linear
+    qkv: LinearWeights
+    out: LinearWeights
     mlp_norm: Norm
-    up: Linear
-    down: Linear
+    up: LinearWeights
+    down: LinearWeights
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     attention_out_norm: Norm | None = None
@@ -201,9 +201,9 @@ class Weights:
     where position embeddings are learned."""
 
     embed: Any
-    layers: list[Layer]
+    layers: list[LayerWeights]
     norm: Norm
-    head: Linear
+    head: LinearWeights
     positions: Tensor | None = None
 
 
@@ -304,10 +304,10 @@ class WeightLoader:
         head = self.make_linear("head", self.source("head", shape, read), None)
         return Weights(embed, layers, norm, head, positions)
 
-    def layer(self, i: int) -> Layer:
+    def layer(self, i: int) -> LayerWeights:
         c = self.config
         queries, all_heads = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
-        return Layer(
+        return LayerWeights(
             attention_norm=self.norm("attention_norm", i),
             qkv=self.linear("qkv", i, all_heads, c.hidden, c.qkv_bias),
             out=self.linear("out", i, c.hidden, queries, c.out_bias),
@@ -416,14 +416,14 @@ def load_weights(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    make_linear: MakeLinear = lambda _, source, bias: Linear(source.weight(), bias),
+    make_linear: MakeLinear = lambda _, source, bias: LinearWeights(source.weight(), bias),
     make_embedding: MakeEmbedding = lambda source: source.weight(),
     shortlist: Tensor | None = None,
 ) -> Weights:
     """Load every tensor of the model in a directory or a GGUF file.
 
     Args:
-        make_linear: turns each linear layer, named as in `Layer` or "head", into what the decoder
+        make_linear: turns each linear layer, named as in `LayerWeights` or "head", into what the decoder
             multiplies with.
         make_embedding: turns the embedding into what the decoder reads rows of.
         shortlist: token ids [Vd] int64 that the head has rows for; None for all.

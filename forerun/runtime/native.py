@@ -26,7 +26,7 @@ from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.quantized import is_quantized
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
-from forerun.models.weights import Layer, Norm, Source, load_weights
+from forerun.models.weights import LayerWeights, Norm, Source, load_weights
 from forerun.runtime.packed import (
     MixedMatrix,
     PackedMatrix,
@@ -285,7 +285,7 @@ class NativeDecoder:
             return self._linear(layer, source, X, None, combine=native.ADD)
         return self._linear(layer, source, BRANCH, None, after=self._norm(after), layer=X)
 
-    def _rotate(self, i: int, layer: Layer) -> COp:
+    def _rotate(self, i: int, layer: LayerWeights) -> COp:
         op = COp(
             kind=native.ROTATE,
             input=QKV,

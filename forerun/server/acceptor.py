@@ -33,7 +33,6 @@ FULL = "this server has as many connections as it takes (--max-connections)"
 LATE = "the headers did not come within {:g} s (--header-timeout)"
 # After a refusal the connection stays open for reading: a reset would lose the error message.
 LINGER_SECONDS = 1.0
-# After a refusal the connection stays open for reading: a reset would lose the error message.
 LINGER_BYTES = 1 << 20
 ACCEPT_SECONDS = 0.004  # for accepting, and again for reading, in one iteration of the event loop
 RECEIVE_BYTES = 4 << 10  # read from a pending connection at once

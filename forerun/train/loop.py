@@ -27,7 +27,7 @@ from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.train.evaluate import Evaluation, Evaluator
 from forerun.train.options import LossOptions, Training
-from forerun.train.stream import TextStream
+from forerun.train.stream import TrainingTexts
 from forerun.train.time_limit import TimeLimit
 from forerun.utils import atomic_file
 
@@ -72,7 +72,7 @@ class Trainer:
     def __init__(
         self,
         module: nn.Module,
-        stream: TextStream,
+        stream: TrainingTexts,
         evaluator: Evaluator,
         path: Path,
         identity: dict[str, Any],

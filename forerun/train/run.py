@@ -1,6 +1,6 @@
 """A whole training run, from names to a directory: `forerun train` for callers in Python.
 
-A run is set up from a `Plan` of plain values. Its checkpoint holds the same values, so a resumed
+A run is set up from a `TrainingPlan` of plain values. Its checkpoint holds the same values, so a resumed
 run needs nothing else.
 """
 
@@ -34,7 +34,7 @@ from forerun.train.export import Report, check_out, export
 from forerun.train.loop import Trainer, checkpoint_path, read_checkpoint
 from forerun.train.options import LossOptions, Training, options_of, recipes_with
 from forerun.train.recipes import RECIPES, recipe_of
-from forerun.train.stream import TextStream
+from forerun.train.stream import TrainingTexts
 from forerun.train.synthesis import WrittenTexts, check_save_data, write
 from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
@@ -47,7 +47,7 @@ MAY_CHANGE = ("max_minutes", "tasks", "speed_rounds")  # between a run and its c
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """Training plan: the target, the data, the recipe and its settings.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
     save_data: str | None = None
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Plan:
+    def from_values(cls, values: Mapping[str, Any]) -> TrainingPlan:
         """Build a plan from plain values: the given ones, or those of a checkpoint."""
         given = values.get("options", {})
         name = values.get("recipe") or _default_recipe(given)
@@ -81,13 +81,13 @@ class Plan:
 
 
 def train(values: Mapping[str, Any], out: Path, tell: Tell) -> Report:
-    """Start a run and write `out`. `values` are those of `Plan.from_values`.
+    """Start a run and write `out`. `values` are those of `TrainingPlan.from_values`.
 
     Raises:
         ForerunError: an option, a model, data or a directory is invalid, or a loss is not finite.
         KeyboardInterrupt: after Ctrl-C; once training has begun, a checkpoint has been written.
     """
-    plan, path = Plan.from_values(values), checkpoint_path(out)
+    plan, path = TrainingPlan.from_values(values), checkpoint_path(out)
     limit = TimeLimit(plan.training.max_minutes)
     check_out(out)
     if plan.save_data is not None:
@@ -117,7 +117,7 @@ def resume(given: Mapping[str, Any], out: Path, tell: Tell) -> Report:
             raise ConfigError(
                 f"the run was begun with {name}={stored[name]!r}, not {value!r}: leave it out"
             )
-    plan = Plan.from_values(identity)
+    plan = TrainingPlan.from_values(identity)
     changed = {name: wanted[name] for name in MAY_CHANGE if name in wanted}
     plan = replace(plan, training=replace(plan.training, **changed))
     limit = TimeLimit(plan.training.max_minutes)
@@ -173,7 +173,12 @@ class _Run:
     """A plan with its data read or written and its models loaded."""
 
     def __init__(
-        self, plan: Plan, out: Path, state: dict[str, Any] | None, cleanup: ExitStack, tell: Tell
+        self,
+        plan: TrainingPlan,
+        out: Path,
+        state: dict[str, Any] | None,
+        cleanup: ExitStack,
+        tell: Tell,
     ) -> None:
         """`state` is the checkpoint, if there is one; `cleanup` runs at the end."""
         self.plan, self.out, self.state, self.tell = plan, out, state, tell
@@ -198,7 +203,7 @@ class _Run:
         tell.note("{} documents to train on, {} held out".format(*self.num_documents))
         corpus = _corpus(training_documents, self.target, settings, tell)
         held_out = _corpus(held_out_documents, self.target, settings, tell)
-        self.stream = TextStream(corpus, self.target, settings, store)
+        self.stream = TrainingTexts(corpus, self.target, settings, store)
         torch.manual_seed(settings.seed)  # for weights that begin at random
         self.module = self.recipe.build(self.target, corpus)
         self.target.aux_hidden_layers = self.recipe.aux_hidden_layers(self.module, self.target)

@@ -24,7 +24,7 @@ from forerun.train.target import BATCH_SIZE, Batch, Target, split_batch
 INITIAL_TEXTS = 64  # new texts at the beginning; a run this short sees none twice
 
 
-class TextStream:
+class TrainingTexts:
     """Batches for the steps of a run: texts of the data, and beginnings that the target continues.
 
     Attributes:

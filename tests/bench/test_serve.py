@@ -25,8 +25,8 @@ from forerun.bench.endpoint import (
 from forerun.bench.serve import (
     INTERRUPTED,
     OFF,
-    Arm,
-    Run,
+    LoadArm,
+    LoadRun,
     ServePlan,
     ServeReport,
     measure_serving,
@@ -63,8 +63,8 @@ def test_the_speed_counts_tokens_within_the_window() -> None:
     exact = answer(0, [(11.0, 1), (12.0, 4), (14.5, 3)], counted=8)
     scaled = answer(1, [(11.0, 1), (12.0, 1), (13.0, 1), (15.0, 1)], counted=8)
     failed = answer(2, [(11.0, 9)], finished=False, error="gone")
-    assert Run(10.0, 14.0, [exact, scaled, failed]).speed == (5 + 3 * 2) / 4
-    assert Run(10.0, 14.0, [failed]).speed == 0.0
+    assert LoadRun(10.0, 14.0, [exact, scaled, failed]).speed == (5 + 3 * 2) / 4
+    assert LoadRun(10.0, 14.0, [failed]).speed == 0.0
 
 
 def test_latencies() -> None:
@@ -82,26 +82,26 @@ def test_latencies() -> None:
 
 
 def test_a_result_uses_complete_rounds_while_there_are_any() -> None:
-    def runs(*speeds: int) -> list[Run]:
+    def runs(*speeds: int) -> list[LoadRun]:
         answers = [[answer(0, [(0.5, s)], token_ids=[1, 2])] for s in speeds]
-        return [Run(0.0, 1.0, each, complete=True) for each in answers]
+        return [LoadRun(0.0, 1.0, each, complete=True) for each in answers]
 
     fast, slow = runs(10, 30, 90), runs(5, 10, 10)
     fast[2].complete = False
-    found = summarize(4, Arm("suffix"), fast, slow)
+    found = summarize(4, LoadArm("suffix"), fast, slow)
     assert (found.rounds, found.tokens_per_second, found.times_plain, found.same) == (
         2,
         20,
         2.5,
         True,
     )
-    only = summarize(4, Arm("suffix"), fast[2:], slow[2:])
+    only = summarize(4, LoadArm("suffix"), fast[2:], slow[2:])
     assert (only.rounds, only.tokens_per_second) == (0, 90.0)
     fast[1].answers[0].token_ids = [1, 3]
-    found = summarize(4, Arm("suffix"), fast, slow)
+    found = summarize(4, LoadArm("suffix"), fast, slow)
     assert (found.same, found.first_difference) == (False, 1)
     failed = [answer(i, [], finished=False, error=f"busy, {i // 4}") for i in range(40)]
-    errors = summarize(1, Arm(), [Run(0.0, 1.0, failed)], []).errors
+    errors = summarize(1, LoadArm(), [LoadRun(0.0, 1.0, failed)], []).errors
     assert errors == {f"busy, {i}": 4 for i in range(5)} | {"others": 20}
 
 

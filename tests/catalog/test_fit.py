@@ -8,7 +8,7 @@ import pytest
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.fit import (
-    Check,
+    FitCheck,
     Sizes,
     aux_hidden_layers,
     bare_name,
@@ -37,7 +37,7 @@ def head(shapes: dict[str, Any] | None = None, **changed: Any) -> Facts:
     )
 
 
-def by_name(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, Check]:
+def by_name(drafter: Facts, target: Sizes | None = TARGET) -> dict[str, FitCheck]:
     return {check.name: check for check in checks(drafter, target)}
 
 

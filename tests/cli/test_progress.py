@@ -13,7 +13,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from forerun.cli.progress import Bar, Lines, Part, Tell, progress
+from forerun.cli.progress import Bar, Part, ProgressLines, Tell, progress
 from tests import tiny
 
 CURSOR = ("\x1b[?25l", "\x1b[?25h")  # hidden, shown
@@ -42,7 +42,7 @@ def written(console: Console) -> str:
 
 
 def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = ProgressLines()
     lines("loading")
     for i in range(1000):
         lines(f"round {i}", i, 1000)
@@ -54,7 +54,7 @@ def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture
 
 
 def test_a_count_that_begins_anew_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = ProgressLines()
     for what in ("short", "long"):
         lines(what, 0, 2)
         lines(what, 0.1, 2)

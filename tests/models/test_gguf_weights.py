@@ -26,7 +26,7 @@ from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf.blocks import FORMS, unpermuted
-from forerun.models.weights import Linear
+from forerun.models.weights import LinearWeights
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner
@@ -177,7 +177,7 @@ class Rounded(Decoder):
     """The decoder on torch whose linear layers read activations as native products do: int8, by
     groups of 64."""
 
-    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         pad = -x.shape[-1] % 64
         groups = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (-1, 64))
         scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)

@@ -14,7 +14,7 @@ from forerun.train.evaluate import Evaluator
 from forerun.train.loop import Trainer
 from forerun.train.options import SmallLMOptions, Training
 from forerun.train.recipes import SmallLM
-from forerun.train.stream import TextStream
+from forerun.train.stream import TrainingTexts
 from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
 from tests import tiny
@@ -85,7 +85,7 @@ def make(target: Target, corpus: Corpus, tmp_path: Path) -> Make:
         training = Training(**(SMALL | settings))
         recipe = SmallLM(SmallLMOptions(layers=1))
         evaluator = Evaluator(target, recipe, corpus, training)
-        stream = TextStream(corpus, target, training)
+        stream = TrainingTexts(corpus, target, training)
         limit, path = TimeLimit(training.max_minutes, clock), tmp_path / "drafter.training"
         module = recipe.build(target, corpus)
         return Trainer(module, stream, evaluator, path, {"made": "here"}, tell, limit)

@@ -27,7 +27,7 @@ from forerun.train.data import Corpus, Example
 from forerun.train.options import EagleOptions, MtpOptions
 from forerun.train.recipes import Eagle3, Mtp, eagle
 from forerun.train.recipes.eagle import EagleRecipe, copy_last_layer, fused_layers, unroll
-from forerun.train.run import Plan
+from forerun.train.run import TrainingPlan
 from forerun.train.target import Batch, Target
 from forerun.verify import Noise
 from tests import tiny
@@ -222,7 +222,7 @@ def test_a_head_continues_from_an_earlier_one(
         assert torch.equal(begun.state_dict()[key], value)
     again.loss(begun, target.batch(TEXTS)).backward()
     assert all(weight.grad is not None for weight in begun.parameters())
-    assert Plan.from_values({"options": {"init": str(tmp_path)}}).recipe == recipe.name
+    assert TrainingPlan.from_values({"options": {"init": str(tmp_path)}}).recipe == recipe.name
     with pytest.raises(ConfigError, match="init and intermediate contradict"):
         type(recipe.options)(init=str(tmp_path), intermediate=8)
 

@@ -31,7 +31,7 @@ from forerun.train.options import (
 )
 from forerun.train.recipes import Block, Eagle3, Medusa, Mtp, Recipe, SmallLM
 from forerun.train.recipes.small_lm import kept_layers, prune, scored_tokens
-from forerun.train.stream import TextStream
+from forerun.train.stream import TrainingTexts
 from forerun.train.target import Target
 from forerun.train.time_limit import TimeLimit
 from tests import quantise, tiny
@@ -83,7 +83,7 @@ def test_training_helps_and_predictions_agree_with_the_engine(
     training = Training(**(SMALL | usual | {"patience": 0, "on_policy": 1.0} | settings))
     module = built(recipe, target, corpus)
     evaluator = Evaluator(target, recipe, held_out, training)
-    stream = TextStream(corpus, target, training)
+    stream = TrainingTexts(corpus, target, training)
     before, after = Trainer(module, stream, evaluator, tmp_path / "x", {}).run().evaluations
     assert after.accepted_length > before.accepted_length + 0.02
     directory = tmp_path / "drafter"

@@ -14,7 +14,7 @@ from forerun.train import stream
 from forerun.train.capture import CaptureStore
 from forerun.train.data import Corpus, Document, Example, Passage
 from forerun.train.options import Training
-from forerun.train.stream import TextStream
+from forerun.train.stream import TrainingTexts
 from forerun.train.target import Batch, Target, split_batch
 from tests.train.conftest import SMALL, Notes, documents
 
@@ -43,9 +43,9 @@ def made(
     tell: Tell | None = None,
     written: CaptureStore | None = None,
     **settings: object,
-) -> TextStream:
+) -> TrainingTexts:
     training = Training(**(SMALL | {"on_policy": 0.0} | settings))
-    texts = TextStream(corpus, target, training, written)
+    texts = TrainingTexts(corpus, target, training, written)
     texts.configure(target.vocab, path, tell or Tell())
     texts.open(keep=False)
     return texts
@@ -181,7 +181,7 @@ def test_texts_are_reused(
 ) -> None:
     """The first are new, then one in `reuse`; the others are any of the latest."""
     monkeypatch.setattr(stream, "INITIAL_TEXTS", 10)
-    texts = TextStream(corpus, target, Training(**(SMALL | {"reuse": reuse})))
+    texts = TrainingTexts(corpus, target, Training(**(SMALL | {"reuse": reuse})))
     texts.window = 8
     numbers, newest, new = [texts.number(n) for n in range(400)], -1, []
     for n, number in enumerate(numbers):
@@ -194,7 +194,7 @@ def test_texts_are_reused(
     assert new[:10] == list(range(10)) and set(np.diff(new[10:])) == {reuse}
     counts = np.bincount(numbers)[20:100]
     assert abs(counts.mean() - reuse) < 0.3 and (reuse == 1 or counts.std() > 0.5)
-    again = TextStream(corpus, target, texts.settings)
+    again = TrainingTexts(corpus, target, texts.settings)
     again.window = 8
     assert [again.number(n) for n in range(399, 0, -7)] == numbers[399:0:-7]
 
@@ -202,9 +202,9 @@ def test_texts_are_reused(
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_step_can_be_repeated(target: Target, corpus: Corpus, share: float) -> None:
     settings = Training(**(SMALL | {"on_policy": share, "accumulate": 2}))
-    texts = TextStream(corpus, target, settings)
+    texts = TrainingTexts(corpus, target, settings)
     steps = [texts.step(n) for n in range(8)]
-    assert TextStream(corpus, target, settings).step(6) == steps[6] and texts.step(2) == steps[2]
+    assert TrainingTexts(corpus, target, settings).step(6) == steps[6] and texts.step(2) == steps[2]
     found = [texts.text(number) for step in steps for part in step for number in part]
     written = [text for text in found if text.prompt_length == SMALL["prompt_tokens"]]
     assert [len(part) for part in steps[0]] == [3, 3] and len(written) == int(share * len(found))
@@ -221,4 +221,4 @@ def test_data_that_cannot_be_learned_from(target: Target) -> None:
     ):
         corpus = Corpus(found, target.tokenizer, 48, prompt_tokens)
         with pytest.raises(ForerunError, match=says):
-            TextStream(corpus, target, Training(**SMALL))
+            TrainingTexts(corpus, target, Training(**SMALL))

@@ -55,8 +55,8 @@ from forerun.draft.head_modules import (
     DecoderLayer,
     Head,
     HeadConfig,
+    HeadLayer,
     JoinedLayer,
-    Layer,
     Mlp,
     Rotation,
     SelfAttention,
@@ -208,7 +208,7 @@ class HeadParts:
         carried: norms, in order, of the layer's output where it becomes the next token's state.
     """
 
-    layer: Layer
+    layer: HeadLayer
     embed_norm: nn.Module = NO_NORM
     state_norm: nn.Module = NO_NORM
     join: nn.Linear | None = None
@@ -279,7 +279,7 @@ class EagleModule(Head):
         return output
 
 
-class _Eagle3Layer(Layer):
+class _Eagle3Layer(HeadLayer):
     """The paper's layer: embedding and state enter the attention side by side."""
 
     def __init__(self, c: ModelConfig) -> None:
@@ -398,7 +398,7 @@ class Eagle3Head(EagleModule):
         return layer
 
 
-class _Eagle1Layer(Layer):
+class _Eagle1Layer(HeadLayer):
     """A decoder layer without a norm before its attention."""
 
     def __init__(self, c: ModelConfig) -> None:

@@ -19,7 +19,7 @@ from forerun.models.config import Json, ModelConfig, load_config, make_config
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
-from forerun.models.weights import NAMES, SANDWICH_NAMES, Layer, Norm, Source, load_weights
+from forerun.models.weights import NAMES, SANDWICH_NAMES, LayerWeights, Norm, Source, load_weights
 
 Reader = Callable[[], Tensor]
 PREFIXES = {"gpt2": "transformer."}  # of every tensor but the head; "model." for other layouts
@@ -88,7 +88,7 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
 
 
 def _layer_readers(
-    layer: Layer, c: ModelConfig, names: Any, prefix: str, path: Path
+    layer: LayerWeights, c: ModelConfig, names: Any, prefix: str, path: Path
 ) -> dict[str, Reader]:
     found: dict[str, Reader] = {}
     norms = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm")

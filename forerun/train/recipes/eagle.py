@@ -25,7 +25,7 @@ from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
 from forerun.models.rope import rope_tables
-from forerun.models.weights import Layer, Source, load_weights
+from forerun.models.weights import LayerWeights, Source, load_weights
 from forerun.runtime.torch_runner import Runner
 from forerun.train.data import Corpus, Example
 from forerun.train.losses import Distribution, chunked_sum, draft_numbers, zero_loss
@@ -414,7 +414,7 @@ def copy_last_layer(layer: JoinedLayer, target: Target) -> bool:
         if source.name.startswith(f"{c.layers - 1}."):  # all other tensors stay on disk
             found[part] = source.weight()
 
-    last: Layer = load_weights(c, target.path, torch.float32, target.device, make).layers[-1]
+    last: LayerWeights = load_weights(c, target.path, torch.float32, target.device, make).layers[-1]
     attention, mlp = layer.self_attn, layer.mlp
     if attention.products().shape != found["qkv"].shape:
         return False
@@ -438,7 +438,7 @@ def copy_last_layer(layer: JoinedLayer, target: Target) -> bool:
     return True
 
 
-def _query_key_norms(attention: SelfAttention, last: Layer) -> list[tuple[Tensor, Tensor]]:
+def _query_key_norms(attention: SelfAttention, last: LayerWeights) -> list[tuple[Tensor, Tensor]]:
     norms = ((attention.q_norm, last.q_norm), (attention.k_norm, last.k_norm))
     return [
         (to.weight, value.weight)
