@@ -23,9 +23,9 @@ from forerun.cache.attention import Segment
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
 from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.kinds import BUNDLED
 from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpConfig, MlpSpeculator
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
-from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
 from forerun.runtime.native import NativeDecoder
 from forerun.train.recipes.block import layers_like, spread
@@ -76,7 +76,7 @@ def untrained(llm: LLM, depth: int) -> Iterator[tuple[str, Proposer]]:
     )
     head = BlockHead(block).requires_grad_(False)
     yield "block", BlockProposer(head, view, tokens=1024, page=16, slots=4)
-    medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, said=DRAFT_VOCAB)
+    medusa = MedusaHeads(depth, 1, c.hidden, c.vocab, draft_vocab=DRAFT_VOCAB)
     medusa.token_map = torch.arange(DRAFT_VOCAB)
     yield "medusa", MedusaProposer("medusa", medusa.requires_grad_(False), view)
     shape = MlpConfig(

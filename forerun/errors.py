@@ -1,4 +1,4 @@
-"""The errors that forerun raises. Each message states the problem, its cause and a remedy."""
+"""Exceptions of forerun, and helpers for messages that say what, why and what to do."""
 
 import difflib
 import reprlib

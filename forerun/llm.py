@@ -17,8 +17,9 @@ from forerun import rng
 from forerun.config import Config, Options
 from forerun.draft.compose import InTurn
 from forerun.draft.corpus import Index
+from forerun.draft.kinds import automatic
 from forerun.draft.proposer import Proposer, Reference, view_of
-from forerun.draft.registry import automatic, make_proposers, with_references
+from forerun.draft.registry import make_proposers, with_references
 from forerun.draft_loading import Loader, open_index, share_memory
 from forerun.draft_spec import draft_name, is_name, read_draft
 from forerun.engine.cost_store import open_cost_store

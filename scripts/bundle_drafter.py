@@ -14,8 +14,8 @@ import torch
 
 from forerun import LLM
 from forerun.draft.eagle.module import load_head, save_head
+from forerun.draft.kinds import BUNDLED
 from forerun.draft.proposer import view_of
-from forerun.draft.registry import BUNDLED
 from forerun.models.hub import DEFAULT
 
 

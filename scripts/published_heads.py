@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM
+from forerun.draft.kinds import kind_of
 from forerun.draft.medusa import MedusaStyleHeads
 from forerun.draft.proposer import TargetView, view_of
-from forerun.draft.registry import MEDUSA_LOADERS, kind_of
+from forerun.draft.registry import MEDUSA_LOADERS
 
 HIDDEN, VOCAB, LEVELS_AHEAD, POSITIONS, MOST = 32, 64, 3, 6, 1e-4
 BASE = LlamaConfig(

@@ -153,7 +153,7 @@ def test_the_reference_has_every_verb_and_flag() -> None:
     page = module.reference()
     assert "[dim]" not in page and "\\[" not in page
     assert (
-        "--max-tokens &lt;int&gt;</code></dt><dd>most tokens to produce. (default: 512)</dd>"
+        "--max-tokens &lt;int&gt;</code></dt><dd>maximum number of tokens to generate. (default: 512)</dd>"
         in page
     )
     for path, command in verbs(command_line(), "forerun"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.catalog import hub
 from forerun.catalog.survey import tokenizer_digest
-from forerun.draft.registry import Json, Kind, Look, inner, recognise
+from forerun.draft.kinds import Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.files import read_header, read_object, read_text, weight_files
 from forerun.models.gguf.config import skim, token_digest

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.draft.registry import Json
+from forerun.draft.kinds import Json
 from forerun.errors import LoadError, one_line
 from forerun.models.config import is_integer
 from forerun.models.files import parse_header

@@ -30,7 +30,7 @@ from forerun.catalog.fit import (
 )
 from forerun.catalog.measurements import MAX_NAME, Measurement, load
 from forerun.catalog.survey import survey
-from forerun.draft.registry import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
+from forerun.draft.kinds import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.files import read_object, title
 from forerun.models.local import LocalModel, cached_repositories, list_local_models

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.draft.registry import Look, automatic, bundled_for, recognise
+from forerun.draft.kinds import Look, automatic, bundled_for, recognise
 from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram

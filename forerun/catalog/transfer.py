@@ -21,7 +21,7 @@ from forerun.catalog import hub
 from forerun.catalog.facts import CARD, Facts, card_of, facts_at, facts_of
 from forerun.catalog.fit import FitCheck, checks, draft_argument, fits, refusal, sizes_of
 from forerun.catalog.search import training_measurements
-from forerun.draft.registry import Json, inner
+from forerun.draft.kinds import Json, inner
 from forerun.errors import ConfigError, LoadError, one_line
 from forerun.models.files import read_text
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY, is_pickled

@@ -41,6 +41,7 @@ from forerun.draft.head_files import (
 )
 from forerun.draft.head_modules import Operations, with_native_products
 from forerun.draft.hidden_states import as_tensor
+from forerun.draft.kinds import MLP_ARCHITECTURES
 from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.errors import LoadError, shown
@@ -55,7 +56,6 @@ MLP = "MLP speculator"
 MAX_LEVELS = 64
 EPS = 1e-6
 # of IBM, and of Snowflake for the same layout
-MLP_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 CARRIED = LOGITS + 1  # the buffer of the state that is carried from level to level
 
 

@@ -2,7 +2,7 @@
 
 `NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query, key and
 value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
-time, so the peak is one tensor above the model itself. LinearWeights layers are read on demand, since a
+time, so the peak is one tensor above the model itself. Linear layers are read on demand, since a
 packed copy may be cached."""
 
 from __future__ import annotations
@@ -423,8 +423,8 @@ def load_weights(
     """Load every tensor of the model in a directory or a GGUF file.
 
     Args:
-        make_linear: turns each linear layer, named as in `LayerWeights` or "head", into what the decoder
-            multiplies with.
+        make_linear: turns each linear layer, named as in `LayerWeights` or "head", into what
+            the decoder multiplies with.
         make_embedding: turns the embedding into what the decoder reads rows of.
         shortlist: token ids [Vd] int64 that the head has rows for; None for all.
 

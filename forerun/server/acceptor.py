@@ -1,8 +1,8 @@
 """Accepting connections: the headers of the first request are read on a plain socket.
 
-asyncio and uvicorn take 100 microseconds for a connection and several hundred for a request, so that
-hundreds at once would delay all clients behind them; a plain socket takes about 20. A connection
-that sends nothing, half a request or too many headers never becomes more than that.
+asyncio and uvicorn take 100 microseconds for a connection and several hundred for a request, so
+that hundreds at once would delay all clients behind them; a plain socket takes about 20. A
+connection that sends nothing, half a request or too many headers never becomes more than that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A whole training run, from names to a directory: `forerun train` for callers in Python.
 
-A run is set up from a `TrainingPlan` of plain values. Its checkpoint holds the same values, so a resumed
+A run is set up from a `TrainingPlan` of plain values. Its checkpoint holds them too, so a resumed
 run needs nothing else.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from forerun.catalog.facts import license_of
 from forerun.cli.progress import Tell
-from forerun.draft.registry import kind_of
+from forerun.draft.kinds import kind_of
 from forerun.draft_spec import LOADED, parse_draft
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model

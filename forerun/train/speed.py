@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.cli.progress import Tell, nothing
+from forerun.draft.kinds import automatic
 from forerun.draft.proposer import view_of
-from forerun.draft.registry import automatic, make_proposers
+from forerun.draft.registry import make_proposers
 from forerun.draft_loading import Loader
 from forerun.draft_spec import draft_name, read_draft
 from forerun.engine.engine import Engine

@@ -26,7 +26,7 @@ BAD = [
     (["decode", "--draft", "off", "--drafts", "suffix"], "--draft and --drafts"),
     (["decode", "--quantizations", "none,int5"], "quantization 'int5'"),
     (["decode", "--depths", "deep"], "--depth deep"),
-    (["decode", "--model", "./nowhere"], "no directory ./nowhere"),
+    (["decode", "--model", "./nowhere"], "no directory or file ./nowhere"),
     (["decode", "--prompts", "./nowhere.json"], "nowhere.json cannot be read"),
     (["decode", "--requests", "0"], "--requests 0"),
     (["decode", "--tokens", str(5 * tiny.SPOKEN)], f"context of {tiny.SPOKEN}"),

@@ -11,7 +11,7 @@ import pytest
 from forerun.catalog import transfer
 from forerun.catalog.facts import facts_at, facts_of
 from forerun.catalog.transfer import download, examine, files_to_download, target_of
-from forerun.draft.registry import kind_of
+from forerun.draft.kinds import kind_of
 from forerun.errors import LoadError
 from forerun.models.hub import find_model
 from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, target_config

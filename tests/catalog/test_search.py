@@ -47,7 +47,10 @@ def test_all_local_drafters(home: Path) -> None:
     assert found[0].draft == "eagle3:org/head" and found[1].domains == ("law",)
     (snapshot / "model.safetensors").write_bytes(b"cut")
     found, notes = find_local(folders=[home / "work"])
-    assert names(found) == ["mine", "SmolLM2-135M-Instruct"] and "no safetensors file" in notes[0]
+    assert (
+        names(found) == ["mine", "SmolLM2-135M-Instruct"]
+        and "not a complete safetensors file" in notes[0]
+    )
 
 
 def test_for_a_target(home: Path) -> None:

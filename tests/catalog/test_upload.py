@@ -129,7 +129,7 @@ def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
 
 
 def test_the_bundled_one_could_be_pushed() -> None:
-    from forerun.draft.registry import BUNDLED
+    from forerun.draft.kinds import BUNDLED
 
     (directory,) = BUNDLED.iterdir()
     prepared = prepare(directory, "me/x", None, "apache-2.0", [])

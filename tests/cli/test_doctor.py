@@ -16,7 +16,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def by_name() -> dict[str, doctor.Finding]:
+def by_name() -> dict[str, doctor.DoctorFinding]:
     return {finding.name: finding for finding in doctor.examine()}
 
 
@@ -37,8 +37,8 @@ def test_a_line_each_and_advice_below(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     findings = [
-        doctor.Finding("kernels", "torch only", None, "install a compiler"),
-        doctor.Finding("cuda", "none", []),
+        doctor.DoctorFinding("kernels", "torch only", None, "install a compiler"),
+        doctor.DoctorFinding("cuda", "none", []),
     ]
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     _, out, _ = run(monkeypatch, capsys, "doctor")

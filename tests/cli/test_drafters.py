@@ -255,7 +255,7 @@ def test_weights_that_are_written_are_read(home: Path, forerun) -> None:
     own = directory(home / "mine", eagle_config(TARGET))
     (own / "model.safetensors").write_bytes(safetensors(eagle_shapes())[:40])
     code, _, err = forerun("info", str(own))
-    assert code == 2 and "not whole" in err and len(err.splitlines()) == 1
+    assert code == 2 and "not a complete" in err and len(err.splitlines()) == 1
 
 
 def test_info_of_one_that_does_not_fit_says_so_and_fails(stocked: FakeHub, forerun) -> None:

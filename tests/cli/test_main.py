@@ -187,7 +187,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 BAD = {
-    "no such path": (["--model", "./nowhere"], "no directory ./nowhere"),
+    "no such path": (["--model", "./nowhere"], "no directory or file ./nowhere"),
     "a file": (["--model", __file__], "is a file"),
     "no model in it": (["--model", str(Path(__file__).parent)], "no config.json"),
     "no Hub id": (["--model", "a b/c d"], "a b/c d"),
@@ -307,9 +307,9 @@ def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
         wrong = [
             (["generate", "x", "--draft", "ngrm"], "did you mean 'ngram'"),
             (["generate", "x", "--temperature", "-1"], "--temperature"),
-            (["generate", "x", "--model", "./nowhere"], "no directory ./nowhere"),
-            (["chat", "./nowhere"], "no directory ./nowhere"),
-            (["serve", "./nowhere"], "no directory ./nowhere"),
+            (["generate", "x", "--model", "./nowhere"], "no directory or file ./nowhere"),
+            (["chat", "./nowhere"], "no directory or file ./nowhere"),
+            (["serve", "./nowhere"], "no directory or file ./nowhere"),
             (
                 ["serve", MODEL[1], "--port", str(port)],
                 f"{port}: address already in use; another program has it: give",

@@ -59,7 +59,7 @@ def test_an_answer_whose_steps_were_not_all_seen_teaches_nothing() -> None:
 def on_screen(text: str, width: int, pieces: int = 3) -> list[str]:
     """The lines that a terminal of this width shows of a text that comes in pieces of so many
     characters."""
-    lines = terminal.Lines(lambda: width)
+    lines = terminal.WrappedLines(lambda: width)
     parts = [
         part
         for at in range(0, len(text), pieces)
@@ -89,7 +89,7 @@ def test_words_stand_whole_on_a_line(text: str, lines: list[str], pieces: int) -
 
 
 def test_a_word_is_held_back_until_it_ends_and_keeps_its_styles() -> None:
-    lines = terminal.Lines(lambda: 10)
+    lines = terminal.WrappedLines(lambda: 10)
     assert lines.add("one tw", "cyan") == [("one", "cyan"), (" ", "")]
     assert lines.add("o", "") == []
     assert lines.add("!\n", "green") == [("tw", "cyan"), ("o", ""), ("!", "green"), ("\n", "")]

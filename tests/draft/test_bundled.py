@@ -11,9 +11,9 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.catalog.survey import survey
-from forerun.draft import registry
+from forerun.draft import kinds
 from forerun.draft.eagle.module import save_head
-from forerun.draft.registry import automatic, bundled_for
+from forerun.draft.kinds import automatic, bundled_for
 from forerun.kernels import native
 from forerun.models.hub import DEFAULT
 from forerun.models.local import LocalModel
@@ -33,7 +33,7 @@ def head() -> object:
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A head for the tiny model, as if it came with forerun for the default model."""
-    monkeypatch.setattr(registry, "BUNDLED", tmp_path / "drafters")
+    monkeypatch.setattr(kinds, "BUNDLED", tmp_path / "drafters")
     save_head(head(), tmp_path / "drafters" / DEFAULT)
     return tmp_path / "drafters" / DEFAULT
 
@@ -58,7 +58,7 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
 def test_auto_drafts_with_it_and_generates_the_same(
     temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "PAYS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")

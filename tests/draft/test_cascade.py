@@ -212,7 +212,7 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
         clock[0] += 1.0
         return passes(self, segments)
 
-    chain = Runner.chain
+    chain = Runner.draft_chains
 
     def at_once(self: Runner, links: Sequence[ChainStart], vocab: int) -> list[list[int]] | None:
         said = chain(self, links, vocab)

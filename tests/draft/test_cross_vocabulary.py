@@ -213,7 +213,7 @@ def test_native_chains_are_drafts_level_by_level(
     for at_once in (True, False):
         drafter = CrossVocabularyModel(Runner(model, tokens=1024, page=4, slots=8), shared(kind))
         if not at_once:
-            monkeypatch.setattr(drafter.runner, "chain", lambda links, vocab: None)
+            monkeypatch.setattr(drafter.runner, "draft_chains", lambda links, vocab: None)
         found.append(
             drafts_of(drafter, [row(prompt(i), GREEDY, 2 + i, i) for i in range(len(PROMPTS))])
         )

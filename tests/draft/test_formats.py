@@ -26,8 +26,9 @@ from forerun.draft.block.module import load_block, save_block
 from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import save_module
 from forerun.draft.head_files import read_config, read_layer, tensor_names
+from forerun.draft.kinds import kind_of
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.registry import MEDUSA_LOADERS, kind_of
+from forerun.draft.registry import MEDUSA_LOADERS
 from forerun.models.files import LARGEST
 from forerun.verify import Noise
 from tests import tiny
@@ -467,7 +468,7 @@ BROKEN: list[tuple[str, Callable[[Published], Any], str]] = [
     ("mtp of 40 tokens", put("d2t", torch.full((40,), 25)), "ascending"),
     ("mtp of 40 tokens", both(say(draft_vocab_size=65), put("lm_head.weight", torch.zeros(65, 32))), "65 tokens, more"),
     ("dspark of 40 tokens", drop("d2t"), "no d2t"),
-    ("dspark of 40 tokens", put("d2t", torch.zeros(40)), "no d2t of 40 whole numbers"),
+    ("dspark of 40 tokens", put("d2t", torch.zeros(40)), "no d2t of 40 integers"),
     ("dspark of 40 tokens", put("d2t", torch.full((40,), -1)), "ascending"),
     ("dspark", say(draft_vocab_size=40), "no lm_head.weight"),
     ("dspark", say(draft_vocab_size=65), "from 1 to 64"),
@@ -589,13 +590,13 @@ def test_a_broken_checkpoint_is_refused_in_one_line(
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no config": (CONFIG, Path.unlink, "it has no config.json"),
-    "a pipe": (CONFIG, lambda path: (path.unlink(), os.mkfifo(path)), "is no file that can be read"),
-    "a directory": (CONFIG, lambda path: (path.unlink(), path.mkdir()), "is no file that can be read"),
+    "a pipe": (CONFIG, lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+    "a directory": (CONFIG, lambda path: (path.unlink(), path.mkdir()), "is not a regular file"),
     "nested too deep": (CONFIG, lambda path: path.write_text("[" * 200_000), "nested too deep"),
     "no JSON": (CONFIG, lambda path: path.write_text("{"), "cannot be read"),
     "no text": (CONFIG, lambda path: path.write_bytes(b"\xff\xfe"), "cannot be read"),
-    "no object": (CONFIG, lambda path: path.write_text("[]"), "does not hold an object"),
-    "endless": (CONFIG, lambda path: path.write_bytes(b" " * (LARGEST + 1)), "which no such file has"),
+    "no object": (CONFIG, lambda path: path.write_text("[]"), "does not hold a JSON object"),
+    "endless": (CONFIG, lambda path: path.write_bytes(b" " * (LARGEST + 1)), "is larger than 64 MB"),
     "no weights": (WEIGHTS, Path.unlink, "neither"),
     "garbage": (WEIGHTS, lambda path: path.write_bytes(b"x" * 300), "cannot be read"),
     "cut off": (WEIGHTS, lambda path: os.truncate(path, 5000), "download it again"),

@@ -9,7 +9,7 @@ import pytest
 from forerun.catalog import fit
 from forerun.draft import head_files
 from forerun.draft.block import module as block_module
-from forerun.draft.registry import TABLE, Look, recognise
+from forerun.draft.kinds import TABLE, Look, recognise
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
 ONE = LLAMA | {"num_hidden_layers": 1}

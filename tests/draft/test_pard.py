@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import draft_model
 from forerun.draft.draft_model import Pard
+from forerun.draft.kinds import kind_of
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.registry import kind_of
 from forerun.draft.tree import Tree
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Proposal

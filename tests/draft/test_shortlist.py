@@ -77,7 +77,7 @@ class Masked(Runner):
         masked = found.logits.index_fill(1, torch.tensor(OTHERS), -torch.inf)
         return Forward(masked, found.features)
 
-    def chain(self, links: Any, vocab: int) -> None:
+    def draft_chains(self, links: Any, vocab: int) -> None:
         return None
 
 

@@ -324,8 +324,8 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     quick = target.add(tokenizer().encode(PROMPTS[1]), params(1, 0.8), draft="ngram", depth=3)
     matcher = slow.state.grammar
     assert matcher is not None
-    pick_rival_probe = matcher._tried
-    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and pick_rival_probe(path))
+    pick_rival_probe = matcher._try
+    monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and pick_rival_probe(path))
     while quick.finish_reason is None:
         target.step()
     assert not slow.output and slow.finish_reason is None
@@ -345,7 +345,7 @@ def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.Monk
     quick = target.add(tokenizer().encode(PROMPTS[1]), params(0, 0.8), draft="off")
     matcher = slow.state.grammar
     assert matcher is not None
-    monkeypatch.setattr(matcher, "_tried", lambda path: gate.wait(20) and None)
+    monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and None)
     while target.busy:
         target.step()
     gate.set()

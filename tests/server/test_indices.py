@@ -165,7 +165,7 @@ def test_indices_change_while_requests_run(server: Serving) -> None:
 def test_clients_without_indices_share_one_set(server: Serving) -> None:
     for i in range(20):
         answer(server, "other", cache_salt=f"{i}")
-    assert len(server.service.llm.engine.proposers["retrieval"]._shelves) == 1  # type: ignore[attr-defined]
+    assert len(server.service.llm.engine.proposers["retrieval"]._searches) == 1  # type: ignore[attr-defined]
 
 
 def test_a_folder_that_is_not_there_is_one_line(spare: LLM, tmp_path: Path) -> None:

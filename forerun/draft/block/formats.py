@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from forerun.draft.head_files import read_int, read_layer_ids
 from forerun.draft.head_modules import HeadConfig
+from forerun.draft.kinds import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.errors import LoadError, shown
 from forerun.models.config import Json, is_integer
 
 KINDS = ("dspark", "dflash")  # speculators' names
-DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 CLASSES = (DEEPSPEC, DEEPSPEC_GEMMA, "DSparkDraftModel", "DFlashDraftModel")
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 NON_CAUSAL = "sliding_window_non_causal"
@@ -98,12 +98,6 @@ class BlockConfig(HeadConfig):
     def is_causal(self, layer: int) -> bool:
         """Return True if slots see no later ones in this layer."""
         return self.window_causal and self.layer.windows[layer] is not None
-
-
-def arch_of(raw: Json) -> str:
-    """Return the first of the `architectures`, "" if there is none."""
-    named = raw.get("architectures")
-    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
 def is_block(raw: Json) -> bool:

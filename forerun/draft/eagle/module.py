@@ -65,6 +65,7 @@ from forerun.draft.head_modules import (
     check_sizes,
     drop_borrowed,
 )
+from forerun.draft.kinds import MASK_TOKENS
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError, shown
 from forerun.models.config import Json, ModelConfig, is_integer
@@ -73,7 +74,6 @@ from forerun.models.shortlist import maps_of
 
 EAGLE1, EAGLE3 = "EAGLE head", "EAGLE-3 head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # in the order in which vLLM looks
 NO_NORM = nn.Identity()
 # relative difference up to which an embedding in an EAGLE-1 head is a copy of a quantised target's
 SAME_EMBEDDING = 0.1
