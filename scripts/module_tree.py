@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 WIDTH = 116  # columns of a line of the tree
-BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- end of tree -->"
+BEGIN, END = "<!-- tree -->\n```text\n", "```\n<!-- end of tree -->"
 
 
 def summary(path: Path) -> str:

@@ -25,7 +25,7 @@ PAGES = [
 ]
 GUIDES = PAGES[:-1]  # the changelog names what was, too
 MADE = {"cli.md", "changelog.md"}  # when the site is built
-NOT_A_SHELL = {"python", "toml", "json"}
+NOT_A_SHELL = {"python", "toml", "json", "text"}
 ENDS = {"|", ">", ">>", "&&", ";"}
 
 

@@ -1,4 +1,4 @@
-"""Probes of `forerun doctor`: what forerun finds on this machine and what makes it slow.
+"""Probes of `forerun doctor`: properties of this machine, and which of them cost speed.
 
 A failing probe does not end the report.
 """

@@ -91,8 +91,9 @@ class Answer:
         if path != CHAT:
             self.formatter = (Responses if path == RESPONSES else Ollama)(chat, body)
         self.pieces = pieces
-        order = SimpleNamespace(params=SimpleNamespace(logprobs=None), references=[])
-        job: Any = SimpleNamespace(order=order, request=SimpleNamespace(stats=RequestStats()))
+        request = SimpleNamespace(stats=RequestStats())
+        params = SimpleNamespace(logprobs=None)
+        job: Any = SimpleNamespace(params=params, references=[], request=request)
         job.arrived = job.first = job.last = 0.0
         self.output = Output(job)
 
