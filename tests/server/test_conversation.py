@@ -91,9 +91,9 @@ class Answer:
         if path != CHAT:
             self.formatter = (Responses if path == RESPONSES else Ollama)(chat, body)
         self.pieces = pieces
-        request = SimpleNamespace(stats=RequestStats())
+        done = SimpleNamespace(stats=RequestStats())
         params = SimpleNamespace(logprobs=None)
-        job: Any = SimpleNamespace(params=params, references=[], request=request)
+        job: Any = SimpleNamespace(params=params, references=[], request=done)
         job.arrived = job.first = job.last = 0.0
         self.output = Output(job)
 
