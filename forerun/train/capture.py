@@ -203,7 +203,8 @@ class Recorder(Suffix):
         finished: texts that have ended since `begin`, by their tokens.
     """
 
-    learns = sees_all = True
+    wants_logits = True
+    always_observes = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class TableSummary:
 class TableBuilder(Suffix):
     """A proposer that drafts as `suffix` does and collects the target's distributions."""
 
-    learns = True
+    wants_logits = True
 
     def __init__(self) -> None:
         super().__init__()

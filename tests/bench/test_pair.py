@@ -104,7 +104,7 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "Comparison", fail)
+    monkeypatch.setattr(module, "PairComparison", fail)
     with pytest.raises(KeyboardInterrupt):
         make_pair(tmp_path / "pair", PairRecipe(**SMALL))
     assert not list(tmp_path.iterdir())

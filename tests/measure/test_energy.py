@@ -283,5 +283,5 @@ def test_objective_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("import os", params, draft=draft)[0].token_ids for draft in ("suffix", "off")
     ]
     assert outputs[0] == outputs[1]
-    assert llm.engine.policy.cost(1) >= 0.4  # a step reads the counter several times
-    assert llm.engine.policy.costs() == ({}, {})  # which are not seconds
+    assert llm.engine.policy.forward_seconds(1) >= 0.4  # a step reads the counter several times
+    assert llm.engine.policy.cost_table() == ({}, {})  # which are not seconds

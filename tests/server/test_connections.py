@@ -19,7 +19,7 @@ import pytest
 
 from forerun.llm import LLM
 from forerun.server import connections, jobs, limits
-from forerun.server.acceptor import Acceptor
+from forerun.server.acceptor import RECEIVE_BYTES, Acceptor
 from forerun.server.connections import ConnectionPool, Phase
 from forerun.server.settings import Settings
 from tests.server.serving import (
@@ -553,7 +553,7 @@ def test_complete_requests_are_handed_on_in_order_after_health() -> None:
         acceptor = c.accept()
         await soon(lambda: len(c.handed_on) == 3)
         assert c.handed_on == ["/health", "/a", "/b"] and not acceptor._complete
-        padding = b"x" * 3 * connections.RECEIVE_BYTES
+        padding = b"x" * 3 * RECEIVE_BYTES
         client = c.connect(b"GET /pieces HTTP/1.1\r\nX: ")
         await soon(lambda: any(pending.received for pending in acceptor._waiting))
         client.sendall(padding + b"\r\n\r\n")

@@ -319,7 +319,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forerun.train.run.TextStream", stop)
+    monkeypatch.setattr("forerun.train.run.TrainingTexts", stop)
     code, _, err = train("--out", str(tmp_path / "d"))
     assert code == 130 and "--resume" not in err and names(tmp_path) == ["data.jsonl"]
 
