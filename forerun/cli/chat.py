@@ -85,7 +85,7 @@ def _lines(alone: bool) -> Iterator[str]:
     """Return the lines of stdin: from a pipe, or from an interactive prompt."""
     if alone:
         return (line.removeprefix(BYTE_ORDER_MARK).removesuffix("\n") for line in sys.stdin)
-    from forerun.cli.conversation import typed
+    from forerun.cli.line_input import typed
 
     return typed()
 
