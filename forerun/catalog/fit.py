@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
+from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
+from forerun.draft.eagle.formats import read_format
+from forerun.draft.head_config import read_bool, read_int
 from forerun.draft.kinds import Json, inner
+from forerun.draft.medusa_formats import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.config import FAMILIES, MTP_PREFIXES, is_integer
 from forerun.models.files import LABEL, title
@@ -72,10 +76,6 @@ def _refuse_eagle(facts: Facts) -> str:
 
 
 def _refuse_block(facts: Facts) -> str:
-    # Readers of heads import torch: here, so that lists of drafters need none.
-    from forerun.draft.block.formats import FLAGS, as_speculators, read_markov, windows_of
-    from forerun.draft.head_files import read_bool, read_int
-
     raw = as_speculators(facts.raw)
     layer = layer_config(raw)
     windows_of(raw | {"transformer_layer_config": layer})
@@ -103,16 +103,12 @@ def _refuse_mtp(facts: Facts) -> str:
 def _refuse_medusa(facts: Facts) -> str:
     if facts.kind.dialect != "vllm":
         return _missing(facts, "0.0.linear.weight")
-    from forerun.draft.medusa import read_medusa
-
     read_medusa(facts.raw)
     missing = _missing(facts, "blocks.0.layers.0.weight", "lm_heads.0.weight")
     return missing or _refuse_levels(facts, "blocks", facts.raw["num_heads"])
 
 
 def _refuse_mlp(facts: Facts) -> str:
-    from forerun.draft.medusa import read_mlp
-
     read_mlp(facts.raw)
     missing = _missing(facts, "head.0.weight")
     if missing or facts.raw.get("tie_weights"):
@@ -355,15 +351,9 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
     """
     raw = drafter.raw
     if drafter.kind.draft == "eagle3":
-        from forerun.draft.eagle.module import read_format
-
         return read_format(raw, target.num_layers).aux_hidden_layers
     name = "aux_hidden_state_layer_ids"
-    if drafter.kind.draft == "block":
-        from forerun.draft.block.formats import as_speculators, is_block
-
-        raw = as_speculators(raw) if is_block(raw) else raw
-    layers = raw.get(name)
+    layers = (as_speculators(raw) if is_block(raw) else raw).get(name)
     if layers is None:
         return None
     if not isinstance(layers, list) or not layers or not all(is_integer(i) for i in layers):

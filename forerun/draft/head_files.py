@@ -6,9 +6,8 @@ Pickled checkpoints are read with `weights_only`, so that nothing in a file is e
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from forerun.errors import LoadError, shown
+from forerun.draft.head_config import reading
+from forerun.errors import LoadError
 from forerun.models.config import Json, ModelConfig, is_integer, make_config
-from forerun.models.files import check_pointer, read_object
+from forerun.models.files import check_pointer
 from forerun.models.hub import PICKLED
 from forerun.utils import atomic_file
 
 Tensors = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
-MAX_LAYERS = 64
-MAX_SIZE = 1 << 31
 FIRST_LAYER = "layers.0."
 # defaults of transformers for missing fields
 LAYER_DEFAULTS: dict[str, Json] = {
@@ -60,56 +58,6 @@ INT8_CONFIG: Json = {
 
 
 # ---------------------------------------------------------------- config.json
-
-
-def read_config(directory: Path, title: str) -> Json:
-    """Read config.json; `title` names the kind of head in messages. Raises LoadError."""
-    path = directory / "config.json"
-    if not os.path.exists(path):
-        raise LoadError(
-            f"{directory} is no {title}: it has no config.json; give the drafter's directory"
-        )
-    return read_object(path)
-
-
-@contextmanager
-def reading(directory: Path, title: str) -> Iterator[None]:
-    """Prefix every LoadError of the block with the directory and the kind of head."""
-    try:
-        yield
-    except LoadError as error:
-        raise LoadError(f"{directory} holds no {title} that can be used here: {error}") from None
-
-
-def read_bool(raw: Json, name: str, default: bool) -> bool:
-    """Read a boolean field. Raises LoadError."""
-    value = raw.get(name, default)
-    if not isinstance(value, bool):
-        raise LoadError(f"{name} in config.json is {shown(value)}, not true or false")
-    return value
-
-
-def read_int(
-    raw: Json, name: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None
-) -> int:
-    """Read an integer field from `low` to `high`; it is required if there is no default. Raises
-    LoadError."""
-    value: Any = raw.get(name, default)
-    if not is_integer(value) or not low <= value <= high:
-        raise LoadError(
-            f"{name} in config.json is {shown(value)}, not a whole number from {low} to {high}"
-        )
-    return int(value)
-
-
-def read_layer_ids(raw: Json, name: str) -> tuple[int, ...]:
-    """Read a non-empty list of hidden-state layers. Raises LoadError."""
-    ids = raw.get(name)
-    if not isinstance(ids, list) or not ids or not all(is_integer(i) for i in ids):
-        raise LoadError(
-            f"{name} in config.json is {shown(ids)}, not a list of layer numbers of hidden states"
-        )
-    return tuple(ids)
 
 
 def read_layer(

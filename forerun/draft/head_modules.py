@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.cache.kv import KVCache
+from forerun.draft.head_config import HeadConfig
 from forerun.draft.head_files import Tensors, size_of
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
@@ -168,32 +168,6 @@ class JoinedLayer(HeadLayer):
 
 
 # ---------------------------------------------------------------- heads and their targets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadConfig:
-    """The shape of a head that fuses several of the target's hidden states.
-
-    Attributes:
-        layer: the decoder layers; `vocab` is the number of tokens that the head reads.
-        target_hidden: size of the target's hidden states.
-        aux_hidden_layers: the hidden states that are fused, in the order of their concatenation.
-        draft_vocab: tokens that the head predicts; fewer than `vocab` with a map, see `Head`.
-        own_embedding: the head has its own embedding; otherwise it uses the target's.
-        mask_token: stands for tokens not known yet, in heads that draft several in one pass.
-    """
-
-    layer: ModelConfig
-    target_hidden: int
-    aux_hidden_layers: tuple[int, ...]
-    draft_vocab: int
-    own_embedding: bool = False
-    mask_token: int | None = None
-
-    @property
-    def fused_width(self) -> int:
-        """The size of the concatenated hidden states."""
-        return len(self.aux_hidden_layers) * self.target_hidden
 
 
 class Head(nn.Module):

@@ -12,12 +12,7 @@ from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.mtp import load_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
-from forerun.draft.medusa import (
-    MedusaProposer,
-    MedusaStyleHeads,
-    load_heads,
-    load_mlp,
-)
+from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import Proposer, TargetView
 from forerun.draft.recycle import Recycle, SuccessorTable

@@ -259,3 +259,27 @@ def test_requests_may_compose_what_the_engine_has() -> None:
                 "".join(itertools.chain(*zip(order, [*signs, ""], strict=True))), ()
             )
     assert len(llm.engine.proposers) <= before + MAX_COMPOSED
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_sampled_chains_are_exact(seed: int) -> None:
+    """Of two laws in one place one is kept; both drafters share their noise or do not."""
+    target, one = oracle.toy_models("float", 2, 2, seed)
+    _, other = oracle.toy_models("float", 2, 2, seed + 50)
+    every = [list(oracle.proposals(oracle.sampled, table, 2)) for table in (one, other)]
+    both = ((merge_drafts([x, y]), p * q) for x, p in every[0] for y, q in every[1])
+    assert exact.bias(tree.verify_tree, both, target, 2) < 1e-12
+    shared = ((merge_drafts([x, given(x.tokens[1:])]), p) for x, p in every[0])
+    assert exact.bias(tree.verify_tree, shared, target, 2) < 1e-12
+
+
+def test_a_node_that_two_said_counts_for_both() -> None:
+    llm = LLM(
+        tiny.spoken(), draft=f"suffix&model:{tiny.spoken(0.05)}", dtype="float64", kv_tokens=1024
+    )
+    (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
+    sources = said.stats.by_source
+    assert (
+        set(sources) == {"suffix", "model"}
+        and sum(s.drafted for s in sources.values()) > said.stats.drafted
+    )

@@ -25,7 +25,8 @@ from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.module import load_block, save_block
 from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.eagle.mtp import save_module
-from forerun.draft.head_files import read_config, read_layer, tensor_names
+from forerun.draft.head_config import read_config
+from forerun.draft.head_files import read_layer, tensor_names
 from forerun.draft.kinds import kind_of
 from forerun.draft.proposer import DraftRequest
 from forerun.draft.registry import MEDUSA_LOADERS

@@ -3,6 +3,7 @@ if damaged."""
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import sqlite3
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun import LoadError
+from forerun import LLM, LoadError, SamplingParams
 from forerun.draft import corpus as passages
 from forerun.draft import retrieval as grounding
 from forerun.draft.corpus import (
@@ -227,3 +228,50 @@ def test_an_index_without_passages_drafts_as_before(
     assert rank_passages(added.segments, [1, 2, 3]) == [] and rank_passages(
         added.segments, [1, 8]
     ) == [(1, 0)]
+
+
+def test_a_full_disk_leaves_the_index_as_it_was(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "index", tokenizer, texts_of(1))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
+    monkeypatch.setattr(
+        passages, "CREATE_TABLE", f"PRAGMA max_page_count=3; {passages.CREATE_TABLE}"
+    )
+    real = sqlite3.connect
+
+    class Small(sqlite3.Connection):
+        """On a disk with room for a few pages."""
+
+        def execute(self, sql: str, *more: object) -> sqlite3.Cursor:
+            for statement in sql.split("; "):
+                done = super().execute(statement, *more)  # type: ignore[arg-type]
+            return done
+
+    monkeypatch.setattr(passages.sqlite3, "connect", lambda *a, **k: real(*a, factory=Small, **k))
+    for directory in (tmp_path / "index", tmp_path / "new"):
+        with (
+            pytest.raises(OSError, match="full") as raised,
+            adding(directory, tokenizer, VOCAB) as writer,
+        ):
+            writer.add(IndexedFile("b", 1, 2), texts_of(2))
+        assert raised.value.errno == errno.EIO and "\n" not in str(raised.value)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_texts_are_the_same_where_the_prompt_names_its_document(tmp_path: Path) -> None:
+    llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
+    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
+    prompt = "def add(a, b):\n    return a + b\n"
+    ids = llm.tokenizer.encode(prompt)  # type: ignore[union-attr]
+    plain = llm.generate(prompt, params)[0].token_ids
+    write(tmp_path / "index", llm.tokenizer, [[*ids, *plain]], llm.decoder.config.vocab)  # type: ignore[arg-type]
+    for temperature in (0.0, 0.8):
+        llm = LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/index", kv_tokens=512, depth=6)
+        params = SamplingParams.pure(
+            max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
+        )
+        said = llm.generate(prompt, params)[0]
+        assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
+        assert temperature or said.stats.by_source["retrieval"].accepted > 40

@@ -28,6 +28,7 @@ from forerun.draft.retrieval import Retrieval, SegmentSearch, retrieve_twin
 from forerun.models.tokenizer import Tokenizer
 from forerun.verify import Noise
 from tests import tiny
+from tests.engine import build
 
 
 def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
@@ -265,3 +266,59 @@ def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenize
         LLM(tiny.spoken(), draft=f"retrieval:{tmp_path}/nowhere", kv_tokens=512)
     with pytest.raises(ConfigError, match="retrieval:INDEX"):
         LLM(tiny.spoken(), draft="retrieval", kv_tokens=512)
+
+
+def test_nothing_goes_on_across_two_texts() -> None:
+    shelf = SegmentSearch([segment_of([[1, 2, 3, 4], [5, 6, 7, 8]])])
+    assert shelf.retrieve([1, 2, 3], 8) == (3, [4])
+    assert shelf.retrieve([2, 3, 4], 8) == (0, [])
+    assert shelf.retrieve([3, 4, 5], 8) == (0, [])
+
+
+def test_room_is_taken_before_anything_is_mapped(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that gets full under a mapped file ends the process without a word."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(corpus.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "new", tokenizer, texts_of(1))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_of_another_size_needs_an_index_of_its_own(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    write(tmp_path, tokenizer, texts_of(1))
+    with pytest.raises(LoadError, match="made for another tokenizer"):
+        Index(tmp_path).check(tokenizer, 51)
+    Index(tmp_path).check(tokenizer, 50)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rule", ["match", "token", "tree"])
+def test_batches_with_preemption_say_what_they_say_without(
+    temperature: float, rule: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Chunks of 3 tokens, room for about two requests; the index has what they say, with mistakes
+    in it."""
+    plain = [list(r.output) for r in build.run(build.engine("llama", []), "off", temperature)]
+    generator = random.Random(1)
+    texts = [
+        [t if generator.random() < 0.9 else generator.randrange(tiny.VOCAB) for t in text]
+        for text in plain
+    ]
+    engine = build.engine("llama", [], rule=rule, chunk=3, tokens=build.SMALL)
+    with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
+        writer.add(IndexedFile("said", 1, 2), texts)
+    engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]
+    requests = build.run(engine, "retrieval", temperature)
+    assert sum(r.stats.preemptions for r in requests) > 0
+    if rule == "match" or not temperature:
+        assert [list(r.output) for r in requests] == plain
+        counts = [r.stats.by_source["retrieval"] for r in requests]
+        assert 0 < sum(c.accepted for c in counts) < sum(c.drafted for c in counts)
+    assert sum(r.stats.preemptions for r in requests) > 0

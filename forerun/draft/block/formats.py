@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.draft.head_files import read_int, read_layer_ids
-from forerun.draft.head_modules import HeadConfig
+from forerun.draft.head_config import HeadConfig, read_int, read_layer_ids
 from forerun.draft.kinds import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.errors import LoadError, shown
 from forerun.models.config import Json, is_integer

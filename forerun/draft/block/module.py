@@ -20,18 +20,20 @@ from forerun.draft.block.formats import (
     read_markov,
     windows_of,
 )
-from forerun.draft.head_files import (
+from forerun.draft.head_config import (
     MAX_LAYERS,
-    Tensors,
-    assemble,
-    describe_speculator,
     read_bool,
     read_config,
     read_int,
-    read_layer,
     read_layer_ids,
-    read_tensors,
     reading,
+)
+from forerun.draft.head_files import (
+    Tensors,
+    assemble,
+    describe_speculator,
+    read_layer,
+    read_tensors,
     write,
 )
 from forerun.draft.head_modules import (

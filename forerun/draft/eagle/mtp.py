@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.eagle.module import EagleModule, HeadParts, read_draft_vocab
+from forerun.draft.eagle.formats import read_draft_vocab
+from forerun.draft.eagle.module import EagleModule, HeadParts
+from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import (
     Tensors,
     assemble,
     describe_speculator,
-    read_config,
     read_layer,
     read_tensors,
-    reading,
     size_of,
     write,
 )

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.draft.eagle.module import Eagle3Head, EagleConfig, EagleModule, load_head, save_head
+from forerun.draft.eagle.formats import EagleConfig
+from forerun.draft.eagle.module import Eagle3Head, EagleModule, load_head, save_head
 from forerun.draft.eagle.mtp import MtpModule, load_module, save_module
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.head_modules import JoinedLayer, SelfAttention, layer_like
