@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -175,3 +176,36 @@ def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row(
 def test_token_bytes_is_what_a_token_takes(dtype: torch.dtype) -> None:
     kv = new(dtype=dtype)
     assert KVCache.token_bytes(CONFIG, dtype) == kv.data[:, :, 0].numel() * kv.data.element_size()
+
+
+def rows(kv: KVCache, which: Sequence[int]) -> Tensor:
+    """[rows, 2, L, Hkv, D]"""
+    return torch.stack([torch.stack(row(kv, i)) for i in which])
+
+
+def test_commit_touches_only_the_rows_it_fills(cache: KVCache) -> None:
+    naive = Naive(cache, 2)
+    naive.commit(0, naive.write(0, 6), list(range(6)))
+    marks = naive.write(0, 7)
+    before = rows(cache, range(144))
+    naive.commit(0, marks, [1, 4, 6])
+    changed = (rows(cache, range(144)) != before).flatten(1).any(-1).nonzero().flatten().tolist()
+    assert sorted(changed) == sorted(naive.kv.pages.rows[0, 6:9].tolist())
+
+
+def test_commit_of_the_first_nodes_moves_nothing(cache: KVCache) -> None:
+    naive = Naive(cache, 3)
+    marks = naive.write(0, 7)
+    before = naive.kv.data.clone()
+    naive.commit(0, marks, [0, 1, 2])
+    assert torch.equal(naive.kv.data, before)
+    naive.check()
+
+
+def test_room_is_at_least_what_was_asked_for() -> None:
+    kv = new(tokens=10, page=4)
+    assert kv.pages.count == 3
+    assert kv.data.shape[:2] == (2, CONFIG.layers)
+    assert kv.data.shape[2] >= 12
+    assert kv.data.shape[3:] == (CONFIG.kv_heads, CONFIG.head_dim)
+    assert torch.isfinite(kv.data).all()

@@ -272,3 +272,83 @@ def test_prefixes_are_known_to_their_tenant_alone() -> None:
     pages.release(2)
     assert pages.match(2, text) == 0, "nobody in particular is a tenant too"
     pages.check()
+
+
+def test_same_prefix_takes_the_same_pages() -> None:
+    pages = filled(Pages(8, 4, 2, 32), 0, range(10))
+    assert pages.match(1, [*range(8), 99, 98]) == 8
+    assert pages.held[1] == pages.held[0][:2]
+    assert pages.users[pages.held[0][0]] == 2
+    assert pages.rows[1, :8].tolist() == pages.rows[0, :8].tolist()
+
+
+@pytest.mark.parametrize("length, known", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_one_token_is_left_to_read(length: int, known: int) -> None:
+    """The logits after the last token have to come from somewhere."""
+    pages = filled(Pages(8, 4, 2, 32), 0, range(12))
+    assert pages.match(1, range(length)) == known
+
+
+def test_same_page_after_another_beginning_is_another_page() -> None:
+    pages = filled(Pages(8, 2, 3, 16), 0, [1, 2, 3, 4])
+    assert pages.match(1, [9, 9, 3, 4, 5]) == 0
+    assert pages.match(2, [1, 2, 9, 9, 5]) == 2
+
+
+def test_released_pages_are_known_until_their_room_is_needed() -> None:
+    pages = filled(Pages(4, 2, 2, 8), 0, [1, 2, 3, 4])
+    pages.release(0)
+    assert pages.available == 4
+    assert pages.grow(0, 4)
+    assert len(pages.idle) == 2, "free pages are taken before known ones"
+    assert pages.match(1, [1, 2, 3, 4, 5]) == 4
+    pages.release(1)
+    assert pages.grow(0, 8)
+    assert not pages.page_of
+    assert pages.match(1, [1, 2, 3, 4, 5]) == 0
+    pages.check()
+
+
+def test_a_held_page_is_never_taken() -> None:
+    pages = filled(Pages(3, 2, 2, 8), 0, [1, 2, 3, 4])
+    assert not pages.grow(1, 4)
+    assert pages.grow(1, 2)
+    assert not pages.grow(1, 3)
+    assert pages.held[0] == [0, 1]
+    pages.check()
+
+
+@pytest.mark.parametrize("upto", [11, 17, 100])
+def test_failed_grow_changes_nothing(upto: int) -> None:
+    """For want of pages, or of context; not even the pages that could be had are taken."""
+    pages = filled(Pages(5, 2, 2, 16), 0, [1, 2, 3])
+    filled(pages, 1, [4, 5])
+    pages.release(1)
+    before = state(pages)
+    assert not pages.grow(0, upto)
+    assert state(pages) == before
+
+
+def test_grow_to_less_or_as_much_changes_nothing() -> None:
+    pages = filled(Pages(4, 2, 1, 8), 0, [1, 2, 3])
+    before = state(pages)
+    for upto in (0, 1, 3, 4):
+        assert pages.grow(0, upto)
+        assert state(pages) == before
+
+
+def test_unsealed_pages_are_forgotten() -> None:
+    pages = Pages(4, 2, 1, 8)
+    pages.match(0, [1, 2, 3])
+    pages.grow(0, 3)
+    pages.release(0)
+    assert len(pages.free) == 4
+    assert pages.match(0, [1, 2, 3]) == 0
+
+
+def test_seal_leaves_the_unfinished_page() -> None:
+    pages = Pages(4, 4, 2, 16)
+    pages.grow(0, 7)
+    pages.seal(0, range(7), 7)
+    assert len(pages.page_of) == 1
+    assert pages.match(1, range(9)) == 4

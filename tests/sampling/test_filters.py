@@ -10,6 +10,7 @@ import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -355,4 +356,95 @@ def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, 
     assert torch.equal(selected, every) and all(
         torch.equal(filters._filter(row[None], top_k, top_p, min_p)[0], whole)
         for row, whole in zip(scores, selected, strict=True)
+    )
+
+
+def test_mixed_batch_equals_the_reference():
+    dice = random.Random(0)
+    settings = [SamplingParams.pure(**options) for options in FILTERS.values()]
+    drafts = [random_draft(dice, dice.choice(["root", "chain", "tree"])) for _ in settings]
+    outputs = [dice.choices(range(VOCAB), k=dice.randrange(8)) for _ in settings]
+    logits = random_logits(1, sum(map(len, drafts)), VOCAB)
+    scores = filter_logits(
+        logits, drafts, [started(p, o) for p, o in zip(settings, outputs, strict=True)]
+    )
+    row = 0
+    for draft, params, output in zip(drafts, settings, outputs, strict=True):
+        for node in range(len(draft)):
+            path = [draft.tokens[i] for i in draft.path_to(node)[1:]]
+            assert_same_law(scores[row], reference(logits[row], params, output + path))
+            row += 1
+
+
+def test_top_k_does_not_bring_back_forbidden_tokens():
+    assert shaped([1.0, -math.inf, 0.0, -math.inf], temperature=1.0, top_k=3)[0] == [0, 2]
+
+
+def test_top_p_keeps_the_lowest_ids_of_many_equals():
+    assert shaped([0.5] * 4096, temperature=1.0, top_p=0.25)[0] == list(range(1024))
+
+
+def test_top_p_of_1_never_cuts_a_long_tail():
+    logits = random_logits(7, 2, 50_000) * 2
+    scores = shape_logits(
+        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)]
+    )
+    assert torch.equal(scores[0], logits[0] - logits[0].max())
+
+
+def test_min_p_is_taken_after_temperature():
+    assert shaped(logs(0.6, 0.3, 0.1), temperature=1.0, min_p=0.4)[0] == [0, 1]
+    assert shaped(logs(0.6, 0.3, 0.1), temperature=0.5, min_p=0.4)[0] == [0]
+
+
+def test_penalties_see_the_prompt_only_where_documented():
+    """Repetition counts the prompt; presence and frequency count the output alone."""
+    logits = torch.ones(1, VOCAB)
+    repeated = filter_logits(
+        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, repetition_penalty=2.0))]
+    )
+    assert [t for t in range(VOCAB) if repeated[0, t] != 0] == sorted(set(PROMPT))
+    present = filter_logits(
+        logits, [Draft.root(7)], [started(SamplingParams(temperature=1.0, presence_penalty=1.0))]
+    )
+    assert torch.equal(present, logits - 1)
+
+
+def test_repeated_tokens_of_a_draft_are_counted_each_time():
+    """Not once a round: the penalty of a node grows along its path."""
+    state = started(SamplingParams(temperature=1.0, frequency_penalty=0.5), [5])
+    scores = filter_logits(torch.zeros(4, VOCAB), [Draft.chain(5, [5, 5, 5], "toy")], [state])
+    assert scores[:, 5].tolist() == [-0.5, -1.0, -1.5, -2.0]
+
+
+def test_a_node_is_not_penalised_for_its_siblings():
+    draft = Draft.root(0)
+    for token, parent in [(4, 0), (5, 0), (6, 1), (7, 2)]:
+        draft.add(token, parent, "toy")
+    scores = filter_logits(
+        torch.zeros(5, VOCAB),
+        [draft],
+        [started(SamplingParams(temperature=1.0, presence_penalty=1.0))],
+    )
+    penalised = [torch.nonzero(row).ravel().tolist() for row in scores]
+    assert penalised == [[], [4], [5], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("produced, allowed_from", [(0, 3), (2, 1), (3, 0), (7, 0)])
+def test_min_tokens_counts_the_draft(produced, allowed_from):
+    state = started(SamplingParams(temperature=1.0, min_tokens=3), [0] * produced)
+    scores = filter_logits(torch.zeros(5, VOCAB), [Draft.chain(0, [1, 1, 1, 1], "toy")], [state])
+    for node in range(5):
+        assert all((scores[node, end] > -math.inf) == (node >= allowed_from) for end in ENDS)
+
+
+def test_a_sample_follows_the_reference_law():
+    """The scores are a law up to a constant: what is drawn from them is what the reference
+    gives."""
+    params = SamplingParams.pure(**FILTERS["everything"])
+    logits = random_logits(8, 1, VOCAB)
+    expected = reference(logits[0], params, [4, 4])
+    scores = filter_logits(logits, [Draft.root(4)], [started(params, [4, 4])])
+    assert np.allclose(
+        [probs_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5
     )

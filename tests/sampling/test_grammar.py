@@ -7,12 +7,16 @@ one matcher must equal that."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ import llguidance
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from forerun.errors import BusyError, RequestError
 from forerun.models.tokenizer import Tokenizer
@@ -574,3 +578,80 @@ def test_threads_find_what_is_found_without_them(
             token = dice.choice(allowed)
             threaded.advance(token)
             plain.advance(token)
+
+
+def test_whole_texts_are_forced_where_there_is_no_choice(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    matcher = opened(compiler, Grammar.of("choice", ["true alphabet"]))
+    forced = matcher.forced(50)
+    assert tokenizer.decode(forced) == "true alphabet" and matcher.forced(1) == forced[:1]
+    for token in forced:
+        matcher.advance(token)
+    assert matcher.stopped and matcher.accepting and matcher.forced(5) == []
+    assert [bits(m) for m in matcher.masks(Draft.root(forced[-1]))] == [{END}]
+
+
+def test_one_grammar_for_many_requests(compiler: GrammarCompiler) -> None:
+    """What is kept from one to the next is only what the grammar takes."""
+    first, second = (opened(compiler, GRAMMARS["schema"]) for _ in range(2))
+    start = second.masks(Draft.root(0))
+    for token in first.forced(3):
+        first.advance(token)
+    assert second.masks(Draft.root(0)) == start != first.masks(Draft.root(0))
+    assert opened(compiler, GRAMMARS["schema"]).masks(Draft.root(0)) == start
+
+
+def test_a_compilation_that_is_killed(compiler: GrammarCompiler) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(compiler.matcher, UNUSABLE["states by another spelling"], [END])
+        until(lambda: compiler_module.SANDBOX._busy, "it is compiled")
+        os.kill(compiler_module.SANDBOX.processes[0], signal.SIGKILL)
+        with pytest.raises(RequestError, match="ended"):
+            work.result(20)
+    assert compiler.matcher(Grammar.of("regex", "another"), [END])
+
+
+def large(directory: Path, count: int = 262_144) -> Path:
+    """A byte-level tokenizer of as many tokens as Gemma's, as a directory."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = "etaoinshrdlu"
+    for number in itertools.count(12**3):
+        if len(vocabulary) == count - 1:
+            break
+        digits = []
+        while number:
+            number, digit = divmod(number, len(letters))
+            digits.append(letters[digit])
+        vocabulary.setdefault("".join(digits), len(vocabulary))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.add_special_tokens(["<eos>"])
+    return write(directory, backend, **PLAIN)
+
+
+@pytest.fixture(scope="module")
+def gemma_sized(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = Tokenizer(large(tmp_path_factory.mktemp("large")))
+    return GrammarCompiler(tokenizer, 262_144, [262_143])
+
+
+@pytest.mark.parametrize(
+    "grammar", [*GRAMMARS.values(), Grammar.of("regex", "[A-Z][a-z]+")], ids=str
+)
+def test_bounds_for_strangers_do_not_count_the_models_vocabulary(
+    grammar: Grammar, gemma_sized: GrammarCompiler
+) -> None:
+    """The vocabulary alone took most of the memory that a grammar may take, so that none
+    compiled."""
+    matcher = gemma_sized.matcher(grammar, [262_143])
+    assert matcher is not None and any(matcher.masks(Draft.root(0))[0])
+
+
+def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(
+    gemma_sized: GrammarCompiler,
+) -> None:
+    with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
+        gemma_sized.matcher(UNUSABLE["many states"], [262_143])
+    assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])

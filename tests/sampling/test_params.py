@@ -142,3 +142,21 @@ def test_the_user_goes_before_the_authors_and_these_before_forerun(given, advise
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_each_penalty_counts_as_one(name):
     assert SamplingParams(**{name: 0.5}).has_penalties
+
+
+def test_an_unlike_name_lists_all():
+    with pytest.raises(RequestError, match=r"known: .*frequency_penalty.*top_p"):
+        SamplingParams.of(zzz=1)
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    with pytest.raises(RequestError, match="min_tokens=9 is over max_tokens=8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
+
+
+def test_stop_is_a_tuple_however_given():
+    assert (
+        SamplingParams(stop="x").stop_strings == SamplingParams(stop=["x"]).stop_strings == ("x",)
+    )
+    assert SamplingParams(stop_token_ids=[4, 5]).stop_token_ids == (4, 5)

@@ -252,3 +252,14 @@ def test_forbidden_tokens_are_no_error():
         logits, [Draft.root(0)], [SamplingState(SamplingParams(temperature=1.0), [1], [2])]
     )
     assert scores.isfinite().sum() == 3
+
+
+def test_comparing_with_an_independent_draw_is_found_out():
+    assert 0.16 < mean_bias(FAULTS["independent-match"].code("token"), honest) < 0.27
+
+
+def test_one_nan_in_a_row_is_enough():
+    logits = torch.zeros(1, 8)
+    logits[0, 7] = math.nan
+    with pytest.raises(ForerunError):
+        filter_logits(logits, [Draft.root(0)], [SamplingState(SamplingParams(), [1], [2])])

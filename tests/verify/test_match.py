@@ -313,3 +313,23 @@ def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_
         assert said[token] == 1  # a total variation of 1 - p(token) from the target
     else:
         assert abs(said - p.numpy()).max() < 0.05
+
+
+def test_agreement_is_never_below_its_bound():
+    for seed in range(300):
+        p, q = random_laws(seed)
+        apart = np.abs(p - q).sum() / 2
+        assert (1 - apart) / (1 + apart) - 1e-12 <= agreement(p, q) <= 1 - apart + 1e-12
+
+
+def test_typical_is_match_at_temperature_0():
+    """A one-hot law has no entropy, and only its own token passes."""
+    requests = [
+        Request(seed, SamplingParams(temperature=0.0), "coupled tree") for seed in range(100)
+    ]
+    drafts = propose(requests)
+    scores = filter_logits(TARGET.logits(requests, drafts), drafts, [r.state for r in requests])
+    noises = [r.noise for r in requests]
+    assert [v.tokens for v in RULES["typical"].verify(drafts, scores, noises)] == [
+        v.tokens for v in match.verify(drafts, scores, noises)
+    ]

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from forerun.check import oracle
-from forerun.check.oracle import greedy, mixed
+from forerun.check.oracle import greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
 from forerun.verify import block, token, tree
 from forerun.verify.base import probs_of
 from tests import exact
 from tests.verify import schemes
-from tests.verify.schemes import MERGED, TREES
+from tests.verify.schemes import MERGED, TREES, greedy_first
 
 GRID = [
     ("exact", 2, 1),
@@ -398,3 +398,90 @@ def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed
     """Each draws independently; `tests/engine/test_two_drafters.py` tests that the engine has them
     do so."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
+
+
+@pytest.mark.parametrize("kind, vocab, depth", GRID)
+def test_block_accepts_at_least_as_much_as_token(kind, vocab, depth):
+    for seed in range(3):
+        models = oracle.toy_models(kind, vocab, depth, seed)
+        by_token, by_block = (
+            mean(r.verify_chain, oracle.sampled, models, depth) for r in (token, block)
+        )
+        assert by_block >= by_token - allowed(kind)
+
+
+@pytest.mark.parametrize("kind, vocab, depth", GRID)
+def test_block_gains_nothing_on_given_tokens(kind, vocab, depth):
+    models = oracle.toy_models(kind, vocab, depth, seed=8)
+    by_token, by_block = (mean(r.verify_chain, greedy, models, depth) for r in (token, block))
+    assert abs(by_block - by_token) <= allowed(kind)
+
+
+def order_gains(kind, vocab, depth, seeds):
+    """By how many tokens sampled-first beats given-first, on several models."""
+    models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
+    return [
+        mean(tree.verify_tree, greedy_plus_one, m, depth)
+        - mean(tree.verify_tree, greedy_first, m, depth)
+        for m in models
+    ]
+
+
+@pytest.mark.parametrize("kind, vocab", [("exact", 2), ("exact", 3), ("sparse", 3), ("float", 4)])
+def test_sampled_children_first_accept_more(kind, vocab):
+    gains = order_gains(kind, vocab, depth=1, seeds=6)
+    assert min(gains) >= -allowed(kind)
+    assert vocab == 2 or max(gains) > 1e-2  # with two tokens both are drafted, whatever the order
+
+
+@pytest.mark.parametrize("vocab", [3, 4])
+def test_sampled_children_first_accept_more_on_average_in_deep_trees(vocab):
+    gains = order_gains("float", vocab, depth=2, seeds=6)
+    assert np.mean(gains) > 2e-2
+
+
+def stopping(stop):
+    """Chains that end before a node is expanded if `stop` says so, from what stands before."""
+
+    def scheme(draft, node, q):
+        return [([], None, 1)] if stop(draft, node, q) else oracle.sampled(draft, node, q)
+
+    return scheme
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_stopping_while_drafting_is_exact(rule):
+    """The same as above, with the stop where a drafter would put it."""
+    scheme = stopping(
+        lambda draft, node, q: q.max() < 0.5 or (node > 0 and draft.tokens[node] == 0)
+    )
+    assert bias(CHAIN_RULES[rule], scheme, oracle.toy_models("exact", 3, 2, seed=1), 2) == 0
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+def test_admitting_by_the_drawn_token_is_detected(rule):
+    """The counterexample of DSpark: p = (.7, .3), q = (.5, .5), submit A, drop B."""
+    target = dict.fromkeys([(), (0,), (1,)], oracle.fractions([7, 3]))
+    drafts = oracle.proposals(oracle.sampled, dict.fromkeys(target, oracle.fractions([1, 1])), 1)
+    emitted = oracle.emission(
+        CHAIN_RULES[rule], truncated(drafts, lambda d: int(d.tokens[1] == 0)), target
+    )
+    first = oracle.complete(
+        {(s[0],): sum(c for t, c in emitted.items() if t[0] == s[0]) for s in emitted}, target, 1
+    )
+    assert first == {(0,): Fraction(85, 100), (1,): Fraction(15, 100)}
+    assert exact.error(first, oracle.joint(target, 1)) == Fraction(15, 100)
+
+
+def test_two_sampled_children_under_the_probabilities_of_one_drafter_are_biased(monkeypatch):
+    """The reason why a merged tree keeps the sampled children of one drafter only in each place."""
+
+    def keep_all(drafts):
+        one, other = drafts
+        tree_ = Draft([*one.tokens], [*one.parents], [*one.sources], [*one.proposals])
+        tree_.add(other.tokens[1], 0, "toy", other.proposals[1])
+        tree_.probs = np.stack([*one.probs, one.probs[0] * 0])
+        return tree_
+
+    monkeypatch.setattr(schemes, "merge_drafts", keep_all)
+    assert merged_bias((oracle.sampled, oracle.sampled), "exact", 3, 1, 0) > 0
