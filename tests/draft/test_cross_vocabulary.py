@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft
+from forerun.types import Draft, Proposal
 from forerun.verify import Noise, block, token
 from tests import exact, other_words, tiny
 from tests.engine import build
@@ -325,3 +326,28 @@ def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(
         make_draft_model(runner("bytes"), "m", target, other, tiny.WORDED), CrossVocabularyModel
     )
     assert "another vocabulary: 275 of its 340 tokens (81 %)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
+def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams) -> None:
+    """Over many seeds, how often each token is drawn is what `probs` says; others than shared ones
+    have no chance."""
+    drafter, text, drawn = proposer(kind), prompt(1), Counter[int]()
+    drafter.open(0, text)
+    for seed in range(120):
+        (draft,) = drafter.propose(
+            [DraftRequest(0, text, params, Noise(seed, 9), 1, coupled=False)]
+        )
+        assert (
+            draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
+            and draft.probs is not None
+        )
+        drawn[draft.tokens[1]] += 1
+    law = draft.probs[0]
+    assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9
+    assert not law[[own for own, other in enumerate(shared(kind).to_draft) if other < 0]].any()
+    expected = law * 120
+    assert all(
+        abs(drawn[t] - expected[t]) < 5 * np.sqrt(expected[t] + 1) for t in range(tiny.WORDED)
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -386,3 +387,83 @@ def test_a_committed_token_the_drafter_does_not_have(sized: dict[int, Decoder]) 
     drafts = drafter.propose([row([1, 2, 60, 3]), row(good, slot=1)])
     assert drafts[0].tokens == [3]
     same_as_naive(sized[56], row(good, slot=1), 1, drafts[1])
+
+
+def test_greedy_and_sampled_rows_in_one_call() -> None:
+    drafter = proposer(2)
+    rows = [
+        row(text_of(8, 1), GREEDY, 3, 0),
+        row(text_of(8, 2), WARM, 3, 1),
+        row(text_of(8, 3), FILTERED, 3, 2),
+    ]
+    for r in rows:
+        drafter.open(r.slot, r.tokens)
+    for r, draft in zip(rows, drafter.propose(rows), strict=True):
+        same_as_naive(decoder(), r, 2, draft)
+
+
+def test_own_model_as_drafter_draws_as_the_target_does() -> None:
+    """With the target's noise, a drafter that is the target is always right."""
+    tokens = text_of(10, 4)
+    drafter, r = proposer(), row(tokens, WARM, 6)
+    drafter.open(0, tokens)
+    (draft,) = drafter.propose([r])
+    text = list(tokens)
+    for _ in range(6):
+        scores = shape_logits(logits_after(decoder(), text)[None], [WARM])
+        text.append(int(rng.gumbel_argmax(scores, [Noise(11, len(text) - 1).target(0)])))
+    assert draft.tokens[1:] == text[10:]
+
+
+def test_a_slot_that_is_used_again() -> None:
+    drafter, first, second = proposer(2), text_of(14, 1), text_of(9, 2)
+    drafter.open(0, first)
+    drafter.propose([row(first, WARM)])
+    drafter.close(0, first)
+    drafter.open(0, second)
+    r = row(second, WARM)
+    same_as_naive(decoder(), r, 2, drafter.propose([r])[0])
+    drafter.runner.cache.pages.check()
+
+
+def test_a_preempted_request_comes_back_in_another_slot() -> None:
+    """What it has read is still known, and what it proposes is the same."""
+    drafter, text = proposer(2), text_of(22, 3)
+    drafter.open(0, text)
+    before = drafter.propose([row(text, WARM)])
+    drafter.close(0)
+    drafter.open(2, text)
+    assert drafter.runner.cache.length[2] == 20
+    assert drafter.propose([row(text, WARM, slot=2)]) == before
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_draws_follow_the_law(width: int) -> None:
+    """Over many seeds, how often each token is drawn is what `probs` says."""
+    text, drafter, drawn, law = text_of(8, 5), proposer(width), Counter[int](), None
+    drafter.open(0, text)
+    for seed in range(500):
+        r = DraftRequest(0, text, FILTERED, Noise(seed, len(text) - 1), 1, coupled=False)
+        (draft,) = drafter.propose([r])
+        drawn[draft.tokens[1]] += 1
+        law = draft.probs[0] if draft.probs is not None else None
+    assert law is not None
+    distance = sum(abs(drawn[token] / 500 - law[token]) for token in range(tiny.VOCAB)) / 2
+    assert distance < 0.08
+
+
+def test_target_and_draft_noise_are_not_the_same() -> None:
+    """A rule that keeps laws must not see draws that depend on its own."""
+    text, apart = text_of(8, 6), 0
+    drafter = proposer()
+    drafter.open(0, text)
+    hot = SamplingParams(temperature=3.0)
+    for seed in range(20):
+        both = [
+            drafter.propose([DraftRequest(0, text, hot, Noise(seed, 7), 1, coupled=coupled)])[
+                0
+            ].tokens[1]
+            for coupled in (True, False)
+        ]
+        apart += both[0] != both[1]
+    assert apart > 5

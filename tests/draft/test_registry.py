@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun import ConfigError
+from forerun import LLM, ConfigError, SamplingParams
 from forerun.config import Config
 from forerun.draft_spec import draft_name, drafts_in, joined, kind_of_name, names_in, parse_draft
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,24 @@ def test_commas_within_a_draft_do_not_end_it() -> None:
         "none",
     ]
     assert drafts_in(" , ") == []
+
+
+def test_two_models_draft_for_one_target() -> None:
+    """Each by a name of its own, which requests may use, and whichever does better."""
+    llm = LLM(
+        tiny.spoken(),
+        draft=[f"model:{tiny.spoken(0.3)}", f"model:{tiny.spoken(0.02)}"],
+        kv_tokens=512,
+    )
+    params = SamplingParams.pure(max_tokens=60, temperature=0.6, seed=3, ignore_eos=True)
+    plain = llm.generate("The name", params, draft="off")[0].token_ids
+    for draft, names in (
+        (None, {"model", "model#2"}),
+        ("model#2", {"model#2"}),
+        ("model&model#2", {"model", "model#2"}),
+    ):
+        for depth in (2, "auto"):
+            (said,) = llm.generate("The name", params, draft=draft, depth=depth)
+            assert said.token_ids == plain and {*said.stats.by_source} <= names
+    with pytest.raises(ConfigError, match=r"has no draft 'model#3'"):
+        llm.generate("The name", params, draft="model#3")
