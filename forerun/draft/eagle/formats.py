@@ -1,4 +1,20 @@
-"""The config.json of EAGLE-3 and P-EAGLE heads, in every published format."""
+"""The config.json of EAGLE-3 and P-EAGLE heads, in every published format.
+
+Published configurations of EAGLE-3 differ in names and, silently, in what the numbers of hidden
+states mean. In forerun, number i is the state that enters layer i of the target's N, and N is the
+last layer's output.
+
+- speculators (`speculators_model_type`): the fields of the decoder layer are in
+  `transformer_layer_config`; numbers mean the same as here. P-EAGLE is called `peagle`.
+- DeepSpec (`target_layer_ids`): numbers are layers whose outputs are read, -1 the embedding.
+- SafeAILab, SpecForge, NVIDIA: numbers in `eagle_config` are outputs of layers if the first one is
+  1 (SGLang tells them apart so); those at the top mean the same as here (as in vLLM). The default
+  is 2, N // 2 and N - 3.
+- Any of these with a mask token is P-EAGLE.
+
+The rotary embedding is the head's own, never the target's. Fields that a config leaves out have
+transformers' defaults, but sizes are those of the tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads: published formats, modules, loading and saving.
+"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads: modules, loading and saving.
 
 EAGLE-3 (Li et al. 2503.01840): hidden states of several layers of the target are fused into one
 state g_t of token t; the pair of the embedding of token t + 1 and g_t goes through one decoder
@@ -6,21 +6,6 @@ layer, which predicts token t + 2. P-EAGLE is such a head with a mask token, whi
 forward pass. EAGLE-1 (2401.15077) reads the target's last hidden state alone, has no norm before
 its attention, and predicts the target's next last state, from which the target's lm head predicts
 the token; EAGLE-2 (2406.16858) is the same head, drafting trees.
-
-Published configurations of EAGLE-3 differ in names and, silently, in what the numbers of hidden
-states mean. In forerun, number i is the state that enters layer i of the target's N, and N is the
-last layer's output.
-
-- speculators (`speculators_model_type`): the fields of the decoder layer are in
-  `transformer_layer_config`; numbers mean the same as here. P-EAGLE is called `peagle`.
-- DeepSpec (`target_layer_ids`): numbers are layers whose outputs are read, -1 the embedding.
-- SafeAILab, SpecForge, NVIDIA: numbers in `eagle_config` are outputs of layers if the first one is
-  1 (SGLang tells them apart so); those at the top mean the same as here (as in vLLM). The default
-  is 2, N // 2 and N - 3.
-- Any of these with a mask token is P-EAGLE.
-
-The rotary embedding is the head's own, never the target's. Fields that a config leaves out have
-transformers' defaults, but sizes are those of the tensors.
 """
 
 from __future__ import annotations
