@@ -32,10 +32,11 @@ from forerun.kernels import native
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
+from tests import families
+from tests.families import VOCAB
 
 M = TypeVar("M", bound=torch.nn.Module)
 
-VOCAB = 64
 PAIR = dict(  # the shape of a measuring pair
     layers=3, draft_layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, context=256,
 )  # fmt: skip
@@ -115,6 +116,8 @@ def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> A
 
     A lower `gain` makes smaller weights, and so less of a difference between two orders of
     summation."""
+    if name in families.MODELS:
+        return families.make(name, gain, seed, **overrides)
     config_class, model_class, settings = (FAMILIES | VARIANTS)[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**(settings | overrides))).eval()
@@ -378,9 +381,11 @@ def decoder(
 
 
 @functools.cache
-def native_decoder(path: Path, said: tuple[int, ...] | None = None) -> NativeDecoder:
-    """The same on native kernels, of a quantised model in its own numbers."""
+def native_decoder(
+    path: Path, said: tuple[int, ...] | None = None, form: str = "bfloat16"
+) -> NativeDecoder:
+    """The same on native kernels, of a quantised model in its own numbers, else in `form`."""
     native.start(2)
     return NativeDecoder(
-        load_config(path), path, "bfloat16", 256, keep=True, shortlist=said and torch.tensor(said)
+        load_config(path), path, form, 256, keep=True, shortlist=said and torch.tensor(said)
     )

@@ -102,17 +102,28 @@ class Attention:
             for batch in batches
         ]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D]."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows] = k
-        values[self.rows] = v
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Store k, v [T, Hkv, D] of this layer, attend with q [T, Hq, D] -> [T, Hq, D].
+
+        Without k and v the keys and values of an earlier layer are read."""
+        source = self.config.kv_layer(layer)
+        keys, values = self.cache.keys[source], self.cache.values[source]
+        if k is not None and v is not None:
+            keys[self.rows] = k
+            values[self.rows] = v
         sight = self.config.visible_keys(layer)
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
-            return self._attend(self.groups[0], q, keys, values, sight)[0]
+            return self._attend(self.groups[0], q, keys, values, sight, sink_logits)[0]
         out = torch.empty_like(q)
         for group in self.groups:
-            attended = self._attend(group, q, keys, values, sight)
+            attended = self._attend(group, q, keys, values, sight, sink_logits)
             if group.filled is None:
                 out[group.queries] = attended  # of a single segment: [1, N, Hq, D]
             else:
@@ -121,7 +132,13 @@ class Attention:
         return out
 
     def _attend(
-        self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, sight: Sight
+        self,
+        group: _Group,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sight: Sight,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
         if isinstance(group.queries, slice):
@@ -130,7 +147,7 @@ class Attention:
             keys, values = keys[None], values[None]
         mask = group.masks[sight]
         scale, softcap = self.config.attention_scale, self.config.attention_softcap
-        return kernels.attention(q, keys, values, mask, scale, softcap)
+        return kernels.attention(q, keys, values, mask, scale, softcap, sink_logits)
 
     def _group(
         self, segments: list[Segment], depths: list[np.ndarray], starts: np.ndarray

@@ -22,16 +22,18 @@ LANES = 16  # rows of a block of keys, see kernels/native/attention.h
 
 
 class KVCache:
-    """Paged keys and values of one model, both [L, rows, Hkv, D].
+    """Paged keys and values of one model.
 
-    For native forward passes the rows of one head are contiguous: keys [L, Hkv, rows / 16, D, 16],
-    values [L, Hkv, rows, D].
+    `keys` and `values` map a layer to [rows, Hkv, D]. For native forward passes the rows of one
+    head are contiguous: keys [Hkv, rows / 16, D, 16], values [Hkv, rows, D]. Layers that read the
+    keys of another (`ModelConfig.kv_layer`) have none.
 
     Attributes:
+        data: the memory of all layers, [2, channels * rows]: keys, then values.
         length: by slot, the number of committed rows.
         moves: the (source, target) rows of each move since the list was set; None: not recorded.
-        layout: addresses of keys and values, elements between layers and the dtype, for native
-            forward passes.
+        layout: addresses of keys and values, number of rows and the dtype, for native forward
+            passes.
     """
 
     def __init__(
@@ -55,29 +57,44 @@ class KVCache:
         """
         self.pages = Pages(-(-tokens // page), page, slots, context, ahead)
         self.native = native
-        layers, heads, width = config.layers, config.kv_heads, config.head_dim
         # One block more: vector loads of the last row may reach past it.
         blocks = -(-self.pages.count * page // LANES) + 1
+        rows = blocks * LANES
+        groups = config.kv_groups()
+        channels = sum(heads * size * len(layers) for heads, size, layers in groups)
         # Zeros rather than empty: a masked key of NaN would still poison the sum.
-        self.data = _zeros((2, layers, blocks * LANES, heads, width), dtype, device)
-        self.keys, self.values = self.data
-        if native:
-            self.keys = self.keys.view(layers, heads, blocks, width, LANES)
-            self.values = self.values.view(layers, heads, blocks * LANES, width)
+        self.data = _zeros((2, channels * rows), dtype, device)
+        # [layers, ..] of the layers of one shape, whose rows are moved together
+        self._groups: list[tuple[Tensor, Tensor]] = []
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        first = 0
+        for heads, size, layers in groups:
+            end = first + heads * size * len(layers) * rows
+            shape: tuple[int, ...] = (len(layers), rows, heads, size)
+            keys, values = (data[first:end].view(shape) for data in self.data)
+            if native:
+                keys = keys.view(len(layers), heads, blocks, size, LANES)
+                values = values.view(len(layers), heads, rows, size)
+            self._groups.append((keys, values))
+            self.keys |= zip(layers, keys, strict=True)
+            self.values |= zip(layers, values, strict=True)
+            first = end
         self.length = [0] * slots
         self.moves: list[tuple[Tensor, Tensor]] | None = None
-        addresses = self.keys.data_ptr(), self.values.data_ptr()
-        self.layout = (*addresses, self.data.stride(1), str(dtype).removeprefix("torch."))
+        addresses = self.data[0].data_ptr(), self.data[1].data_ptr()
+        self.layout = (*addresses, rows, str(dtype).removeprefix("torch."))
 
     @staticmethod
     def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values."""
-        return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        groups = config.kv_groups()
+        return 2 * dtype.itemsize * sum(heads * size * len(own) for heads, size, own in groups)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row: keys and values of a token in all layers."""
-        return self.data.nbytes // self.data.shape[2]
+        return self.data.nbytes // self.layout[2]
 
     def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
         """Start a slot with the prefix of `tokens` that is cached for this tenant; returns its
@@ -110,12 +127,14 @@ class KVCache:
         """Copy rows in all layers. source, target: int64 [n]"""
         if self.moves is not None:
             self.moves.append((source, target))
-        if self.native:
-            lanes = self.keys[:, :, source // LANES, :, source % LANES]
-            self.keys[:, :, target // LANES, :, target % LANES] = lanes
-            self.values[:, :, target] = self.values[:, :, source]
-        else:
-            self.data[:, :, target] = self.data[:, :, source]
+        for keys, values in self._groups:
+            if self.native:
+                lanes = keys[:, :, source // LANES, :, source % LANES]
+                keys[:, :, target // LANES, :, target % LANES] = lanes
+                values[:, :, target] = values[:, :, source]
+            else:
+                keys[:, target] = keys[:, source]
+                values[:, target] = values[:, source]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

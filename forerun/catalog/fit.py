@@ -18,7 +18,8 @@ from forerun.draft.head_config import read_bool, read_int
 from forerun.draft.kinds import Json, inner
 from forerun.draft.medusa_formats import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
-from forerun.models.config import FAMILIES, MTP_PREFIXES, is_integer
+from forerun.models.config import MTP_PREFIXES
+from forerun.models.families import FAMILIES, is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
 

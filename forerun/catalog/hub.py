@@ -16,7 +16,7 @@ from typing import Any
 
 from forerun.draft.kinds import Json
 from forerun.errors import LoadError, one_line
-from forerun.models.config import is_integer
+from forerun.models.families import is_integer
 from forerun.models.files import parse_header
 from forerun.utils import decoded
 

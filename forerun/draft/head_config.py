@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import Json, ModelConfig, is_integer
+from forerun.models.config import ModelConfig
+from forerun.models.families import Json, is_integer
 from forerun.models.files import read_object
 
 MAX_LAYERS = 64

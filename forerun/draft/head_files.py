@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.draft.head_config import reading
 from forerun.errors import LoadError
-from forerun.models.config import Json, ModelConfig, is_integer, make_config
+from forerun.models.config import ModelConfig, make_config
+from forerun.models.families import Json, is_integer
 from forerun.models.files import check_pointer
 from forerun.models.hub import PICKLED
 from forerun.utils import atomic_file

@@ -54,7 +54,7 @@ def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
     last = c.rope_of[-1]
     rope = c.ropes[last].parameters if last is not None else {}
     raw = {
-        "model_type": "qwen3" if c.qk_norm else "llama",
+        "model_type": "qwen3" if c.qk_norm == "head" else "llama",
         "vocab_size": c.vocab,
         "hidden_size": c.hidden,
         "num_hidden_layers": 1,
@@ -446,13 +446,19 @@ class Operations:
         return COp(
             kind=native.ROTATE,
             input=QKV,
-            layer=layer,
+            **self._heads(layer),
             norm=self._norm(attention.q_norm),
             key_norm=self._norm(attention.k_norm),
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
             rotary=2 * cosine.shape[-1],
         )
+
+    def _heads(self, layer: int) -> dict[str, int]:
+        """Return the fields of attention operations that say where a layer's keys are."""
+        c = self.config
+        offset = c.kv_offsets()[layer]
+        return dict(heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, kv_width=offset)
 
     def attention_and_mlp(self, layer: HeadLayer, index: int) -> list[COp]:
         """Run a layer from its attention on, added to X; `index` is its index in the cache."""
@@ -463,7 +469,7 @@ class Operations:
             kind=native.ATTEND,
             input=QKV,
             output=ATTENDED,
-            layer=index,
+            **self._heads(index),
             scale=c.attention_scale,
             window=c.windows[index] or 0,
         )

@@ -37,7 +37,8 @@ from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.errors import LoadError
 from forerun.kernels.native import ACTIVATIONS, ADD, COp
-from forerun.models.config import Json, ModelConfig
+from forerun.models.config import ModelConfig
+from forerun.models.families import Json
 from forerun.models.shortlist import spread
 from forerun.runtime.program import LOGITS, ChainStart, DraftedChain, Program, X
 from forerun.types import BESIDE, Draft, States
@@ -353,10 +354,9 @@ class NativeMedusa:
         widths = np.ones(CARRIED + 1, np.int32)
         widths[X], widths[CARRIED] = heads.widths()
         widths[LOGITS] = heads.vocab if ids is None else len(ids)
-        self._start = Program(config, [], widths)
+        self._start = Program([], widths)
         self._levels = [
-            Program(config, heads.operations(level, self._build), widths)
-            for level in range(heads.levels)
+            Program(heads.operations(level, self._build), widths) for level in range(heads.levels)
         ]
 
     def round(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from forerun.draft.head_config import read_bool, read_int
 from forerun.draft.kinds import MLP_ARCHITECTURES
 from forerun.errors import LoadError, shown
-from forerun.models.config import Json
+from forerun.models.families import Json
 
 MAX_LEVELS = 64
 

@@ -33,14 +33,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation function `kind`: silu, gelu or gelu_tanh."""
+    """Apply the activation function `kind`: silu, gelu, gelu_tanh or relu2."""
     if kind == "silu":
         return F.silu(x)
+    if kind == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def gate(gates: Tensor, ups: Tensor, kind: str) -> Tensor:
+    """Multiply activated gates by ups; "clamped_swiglu" is gpt-oss's form, which bounds both."""
+    if kind != "clamped_swiglu":
+        return activate(gates, kind) * ups
+    gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
+    return (ups + 1) * gates * torch.sigmoid(1.702 * gates)
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention.
 
@@ -50,24 +66,29 @@ def attention(
         mask: [R, N, K] bool, True where a query sees a key; None when every query sees every key.
         scale: factor on the scores.
         softcap: c in c * tanh(score / c), applied before the mask (Gemma 2).
+        sink_logits: [Hq] scores that take part in the softmax and have no value (gpt-oss).
 
     Returns:
         [R, N, Hq, D]
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = mask[:, None] if mask is not None else None
-    if softcap is None:
+    if softcap is None and sink_logits is None:
         out = F.scaled_dot_product_attention(
             q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
+        scores = q @ k.transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        if v.dtype.itemsize < 4:
-            out = scores.float().softmax(-1).to(v.dtype) @ v
-        else:
-            out = scores.softmax(-1) @ v
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if sink_logits is not None:
+            sinks = sink_logits.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        probabilities = scores.softmax(-1)[..., : v.shape[-2]]
+        out = probabilities.to(v.dtype) @ v
     return out.transpose(1, 2)

@@ -1,30 +1,19 @@
-"""`ModelConfig`, the description of a decoder, and the table of model families that produce it.
+"""`ModelConfig`, the description of a decoder, and how it is read from config.json.
 
-A family is one function in `FAMILIES` from a Hugging Face config.json to the fields of
-`ModelConfig`. To add one: start from the family it resembles and override the fields that differ,
-
-    def _my_family(c: Json) -> Json:
-        return _llama(c) | dict(qkv_bias=True, windows=_layer_windows(c, c["num_hidden_layers"]))
-
-and enter it in `FAMILIES` under its `model_type`. A checkpoint with other tensor names needs an
-entry in `weights.NAMES`; GGUF files of the family need one in `gguf.config.ARCHITECTURES`. An
-operation the decoder does not have becomes a new field here, one branch in `decoder.Decoder`, and
-one in `runtime.native.NativeDecoder`. Every value is checked before anything is allocated from it.
-"""
+What families produce it is in `families`. Every value is checked before anything is allocated from
+it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from forerun.errors import LoadError, one_line, shown, suggest
+from forerun.models.families import FAMILIES, Experts, Json, Rope, is_integer, is_positive
 from forerun.models.files import read_json, read_object
-
-Json = dict[str, Any]
 
 MAX_LAYERS = 1 << 12
 MAX_CONTEXT = 1 << 24  # rotary tables are computed for every position
@@ -34,20 +23,21 @@ MAX_SIZES = dict.fromkeys(
     ("vocab", "hidden", "heads", "kv_heads", "head_dim", "intermediate"), 1 << 31
 ) | {"layers": MAX_LAYERS, "context": MAX_CONTEXT}
 FACTOR_RANGES = dict.fromkeys(
-    ("attention_scale", "embed_scale", "attention_softcap", "logit_softcap"), (1e-6, 1e6)
+    (
+        "attention_scale",
+        "embed_scale",
+        "residual_scale",
+        "logit_scale",
+        "attention_softcap",
+        "logit_softcap",
+    ),
+    (1e-6, 1e6),
 ) | {"norm_eps": (1e-20, 1.0)}  # float32 can take the square root of any of these
+MAX_EXPERTS = 1 << 12
+MAX_USED_EXPERTS = 64
 SINKS = 64  # attention sinks of a restricted window; the native kernels read as many keys at once
 # prefixes of the tensors of a drafter (multi-token prediction) inside the model's own checkpoint
 MTP_PREFIXES = {"mimo": "model.mtp_layers."}
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """One rotary embedding: Hugging Face's `rope_parameters`, and `dim`, the number of channels of
-    a head that rotate."""
-
-    dim: int
-    parameters: Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +53,27 @@ class ModelConfig:
         sinks: for each layer, how many of the first keys it attends to besides its window: 0 or
             `SINKS`. Empty if no layer has any.
         layout: naming scheme of the checkpoint's tensors, a key of `weights.NAMES` or "gguf".
-        norm: "rms", "rms_plus_one" (Gemma: weights are stored less one) or "layer".
-        sandwich: the output of each residual branch is normalised too (Gemma 2).
-        qk_norm: queries and keys are normalised per head (Qwen 3).
+        norm: "rms" or "layer"; with "_plus_one" weights are stored less one.
+        norm_bias: layer norms have a bias.
+        pre_norm: attention and MLP read a normalised residual stream.
+        sandwich: the output of each residual branch is normalised (Gemma 2).
+        parallel: attention and MLP read the same norm and are added together (Command R).
+        qk_norm: queries and keys are normalised: "head" by head, "row" all heads at once,
+            "head_after_rope" after the rotation; "" if they are not.
+        value_norm: values are normalised by head, without weights.
+        rotates_pairs: the checkpoint's rotary embedding turns neighbouring channels; its rows are
+            reordered at load so that it turns halves.
+        attention_sinks: each head has a learned score that takes part in the softmax (gpt-oss).
+        query_growth: (beta, n): the query of position t is multiplied by
+            1 + beta * log(1 + floor(t / n)).
+        residual_scale, logit_scale: factors on the output of each branch, and on the logits.
+        head_bias: the output head has a bias.
+        experts: the mixture of experts; None if all MLPs are dense.
+        head_shapes: for each layer, (key-value heads, head size) if they differ between layers.
+        kv_layers: for each layer, the layer whose keys and values it reads, if that is not itself.
+        mlp_sizes: for each layer, the inner size of its dense MLP if they differ.
+        layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
+        layer_scale: the residual stream is multiplied by a stored number behind each layer.
         end_ids: end-of-text tokens.
     """
 
@@ -86,8 +94,15 @@ class ModelConfig:
     raw: Json
     layout: str = "llama"
     norm: str = "rms"
+    norm_bias: bool = True
+    pre_norm: bool = True
     sandwich: bool = False
-    qk_norm: bool = False
+    parallel: bool = False
+    qk_norm: str = ""
+    value_norm: bool = False
+    rotates_pairs: bool = False
+    attention_sinks: bool = False
+    query_growth: tuple[float, int] | None = None
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -96,6 +111,15 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    head_bias: bool = False
+    experts: Experts | None = None
+    head_shapes: tuple[tuple[int, int], ...] = ()
+    kv_layers: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+    layer_input: int = 0
+    layer_scale: bool = False
     learned_positions: bool = False
     tied: bool = False
     end_ids: tuple[int, ...] = ()
@@ -104,6 +128,53 @@ class ModelConfig:
     def visible_keys(self, layer: int) -> tuple[int | None, int]:
         """Return the window of a layer (None: all keys) and the number of its attention sinks."""
         return self.windows[layer], self.sinks[layer] if self.sinks else 0
+
+    @property
+    def is_llama_like(self) -> bool:
+        """True if all layers are built as those of Llama: normalised by root mean squares before
+        each branch, with one dense gated MLP, and without biases."""
+        biases = self.qkv_bias or self.out_bias or self.mlp_bias
+        norms = self.norm.startswith("rms") and self.pre_norm and not self.sandwich
+        others = self.experts or self.head_shapes or self.kv_layers or self.layer_input
+        is_plain = not (biases or others or self.parallel or self.attention_sinks)
+        return norms and is_plain and self.gated and self.residual_scale == 1.0
+
+    def head_shape(self, layer: int) -> tuple[int, int]:
+        """Return the number of key-value heads of a layer and their size."""
+        return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the inner size of a layer's dense MLP, which may run beside experts; 0 without."""
+        if self.has_experts(layer) and self.experts is not None:
+            return self.experts.shared
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    def kv_groups(self) -> list[tuple[int, int, list[int]]]:
+        """Return (key-value heads, head size, layers) of the layers that cache keys and values of
+        their own, those of one shape together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer in range(self.layers):
+            if self.kv_layer(layer) == layer:
+                groups.setdefault(self.head_shape(layer), []).append(layer)
+        return [(heads, size, layers) for (heads, size), layers in groups.items()]
+
+    def kv_offsets(self) -> dict[int, int]:
+        """Return for each layer with keys of its own the number of key channels of the layers that
+        come before it in the cache, which follows `kv_groups`."""
+        offsets, before = {}, 0
+        for heads, size, layers in self.kv_groups():
+            for layer in layers:
+                offsets[layer] = before
+                before += heads * size
+        return offsets
 
     def with_window(self, window: int | None) -> ModelConfig:
         """Restrict layers with full attention to the last `window` keys and the first `SINKS`.
@@ -114,189 +185,6 @@ class ModelConfig:
         layers = map(self.visible_keys, range(self.layers))
         sinks = tuple(SINKS if own is None else count for own, count in layers)
         return replace(self, windows=tuple(own or window for own in self.windows), sinks=sinks)
-
-
-# ---------------------------------------------------------------- families
-
-
-def _llama(c: Json) -> Json:
-    """Return the fields of Llama 2 and 3; most families override some of them."""
-    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
-    head_dim = c.get("head_dim") or c["hidden_size"] // heads
-    return dict(
-        vocab=c["vocab_size"],
-        hidden=c["hidden_size"],
-        layers=layers,
-        heads=heads,
-        kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        intermediate=c["intermediate_size"],
-        context=c["max_position_embeddings"],
-        norm_eps=c.get("rms_norm_eps", 1e-6),
-        attention_scale=head_dim**-0.5,
-        ropes=(_rope(c, c.get("rope_parameters") or c.get("rope_scaling"), head_dim),),
-        rope_of=(0,) * layers,
-        windows=(None,) * layers,
-        activation=_activation(c.get("hidden_act", "silu")),
-        qkv_bias=c.get("attention_bias", False),
-        out_bias=c.get("attention_bias", False),
-        mlp_bias=c.get("mlp_bias", False),
-        tied=c.get("tie_word_embeddings", False),
-    )
-
-
-def _mistral(c: Json) -> Json:
-    fields = _llama(c)
-    return fields | dict(windows=(c.get("sliding_window", 4096),) * fields["layers"])
-
-
-def _qwen2(c: Json) -> Json:
-    fields = _llama(c)
-    windows = _layer_windows(c, fields["layers"])
-    return fields | dict(qkv_bias=True, out_bias=False, windows=windows)
-
-
-def _qwen3(c: Json) -> Json:
-    fields = _llama(c)
-    return fields | dict(qk_norm=True, windows=_layer_windows(c, fields["layers"]))
-
-
-def _smollm3(c: Json) -> Json:
-    fields = _llama({"rope_theta": 2e6, "tie_word_embeddings": True} | c)
-    layers, interval = fields["layers"], c.get("no_rope_layer_interval", 4)
-    # despite its name, an entry of 1 in no_rope_layers means that the layer rotates
-    rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
-    rope_of = tuple(0 if r else None for r in rotates)
-    return fields | dict(rope_of=rope_of, windows=_layer_windows(c, layers))
-
-
-def _phi3(c: Json) -> Json:
-    fields = _llama({"rms_norm_eps": 1e-5} | c)
-    rope = fields["ropes"][0]
-    if rope.parameters["rope_type"] in ("su", "longrope"):
-        key = "original_max_position_embeddings"
-        original = c.get(key) or rope.parameters.get(key)
-        fields["ropes"] = (
-            Rope(rope.dim, rope.parameters | {"rope_type": "longrope", key: original}),
-        )
-    windows = (c.get("sliding_window"),) * fields["layers"]
-    return fields | dict(layout="phi3", windows=windows, qkv_bias=False, out_bias=False)
-
-
-def _gemma2(c: Json) -> Json:
-    fields = _llama(c | {"hidden_act": c.get("hidden_activation") or "gelu_pytorch_tanh"})
-    types = c.get("layer_types") or _layer_types(fields["layers"], 2)
-    return fields | dict(
-        norm="rms_plus_one",
-        sandwich=True,
-        attention_scale=c["query_pre_attn_scalar"] ** -0.5,
-        embed_scale=c["hidden_size"] ** 0.5,
-        attention_softcap=c.get("attn_logit_softcapping", 50.0),
-        logit_softcap=c.get("final_logit_softcapping", 30.0),
-        windows=_windows_of(types, c["sliding_window"]),
-        tied=c.get("tie_word_embeddings", True),
-    )
-
-
-def _gemma3(c: Json) -> Json:
-    period = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    types = c.get("layer_types") or _layer_types(c["num_hidden_layers"], period)
-    no_caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    one_rope = {"layer_types": types, "rope_parameters": None, "rope_scaling": None}
-    fields = _gemma2(no_caps | c | one_rope)
-    ropes = c.get("rope_parameters") or {}
-    scaling = c.get("rope_scaling") or {}
-    full = ropes.get("full_attention") or {"rope_theta": c.get("rope_theta", 1e6), **scaling}
-    local = ropes.get("sliding_attention") or {"rope_theta": c.get("rope_local_base_freq", 1e4)}
-    return fields | dict(
-        qk_norm=True,
-        ropes=(_rope(c, full, fields["head_dim"]), _rope(c, local, fields["head_dim"])),
-        rope_of=tuple(1 if t == "sliding_attention" else 0 for t in types),
-    )
-
-
-def _gpt2(c: Json) -> Json:
-    hidden, heads, layers = c["n_embd"], c["n_head"], c["n_layer"]
-    if c.get("scale_attn_by_inverse_layer_idx"):
-        raise ValueError("scale_attn_by_inverse_layer_idx: true, which is not supported")
-    return dict(
-        vocab=c["vocab_size"],
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        intermediate=c.get("n_inner") or 4 * hidden,
-        context=c["n_positions"],
-        norm="layer",
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        attention_scale=(hidden // heads) ** -0.5 if c.get("scale_attn_weights", True) else 1.0,
-        ropes=(),
-        rope_of=(None,) * layers,
-        windows=(None,) * layers,
-        layout="gpt2",
-        activation=_activation(c.get("activation_function", "gelu_new")),
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        learned_positions=True,
-        tied=c.get("tie_word_embeddings", True),
-    )
-
-
-FAMILIES: dict[str, Callable[[Json], Json]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "mimo": _qwen2,
-    "qwen3": _qwen3,
-    "smollm3": _smollm3,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "gpt2": _gpt2,
-}
-
-
-def _rope(raw: Json, parameters: Json | None, head_dim: int) -> Rope:
-    """Build a `Rope` whose parameters always name rope_type, rope_theta and the rotating share."""
-    parameters = dict(parameters or {})
-    parameters["rope_type"] = parameters.get("rope_type", parameters.pop("type", "default"))
-    parameters.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    fraction = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if not is_positive(fraction):
-        raise ValueError(f"partial_rotary_factor {shown(fraction)}")
-    parameters["partial_rotary_factor"] = fraction
-    return Rope(int(head_dim * fraction), parameters)
-
-
-def _activation(name: str) -> str:
-    """Return the decoder's name of an activation function (see `kernels.reference.activate`)."""
-    known = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
-    known |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-    if name not in known:
-        raise ValueError(f"activation {shown(name)}: {suggest(name, known)}")
-    return known[name]
-
-
-def _layer_types(layers: int, period: int) -> list[str]:
-    """Return layer_types of a model in which every `period`-th layer has full attention."""
-    full = [(i + 1) % period == 0 for i in range(layers)]
-    return ["full_attention" if f else "sliding_attention" for f in full]
-
-
-def _windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:
-    return tuple(window if t == "sliding_attention" else None for t in types)
-
-
-def _layer_windows(c: Json, layers: int) -> tuple[int | None, ...]:
-    """Return the windows of models that enable them with use_sliding_window (Qwen, SmolLM3)."""
-    if not c.get("use_sliding_window"):
-        return (None,) * layers
-    first = c.get("max_window_layers", layers)
-    default = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    return _windows_of(c.get("layer_types") or default, c["sliding_window"])
 
 
 # ---------------------------------------------------------------- reading and checking
@@ -322,7 +210,9 @@ def make_config(
 ) -> ModelConfig:
     """Build and check the ModelConfig of a parsed config.json; errors name `path`.
 
-    Raises LoadError."""
+    Of a multimodal model the text part is read. Raises LoadError."""
+    if isinstance(raw, dict):
+        raw = _text_part(raw)
     family = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(family, str) or family not in FAMILIES:
         hint = suggest(family[:64] if isinstance(family, str) else "", FAMILIES)
@@ -341,15 +231,14 @@ def make_config(
     return replace(config, end_ids=_valid_end_ids(config, path))
 
 
-def is_integer(value: object) -> bool:
-    """Return True for an int that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_positive(value: object) -> bool:
-    """Return True for a finite number above 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < float("inf")  # type: ignore[operator]
+def _text_part(raw: Json) -> Json:
+    """Return the configuration of the language model inside a multimodal one."""
+    text, family = raw.get("text_config"), raw.get("model_type")
+    if not isinstance(text, dict) or (isinstance(family, str) and family in FAMILIES):
+        return raw
+    shared = ("tie_word_embeddings", "quantization_config", "compression_config", "eos_token_id")
+    outer = {name: raw[name] for name in (*shared, "dtype", "torch_dtype") if name in raw}
+    return outer | text
 
 
 @cache
@@ -361,17 +250,13 @@ def note(text: str) -> None:
 def _check(config: ModelConfig, path: Path) -> None:
     """Raise LoadError for values that no model can have."""
     for name, most in MAX_SIZES.items():
-        value = getattr(config, name)
-        if not is_integer(value) or not 0 < value <= most:
-            raise LoadError(
-                f"{path}: {name} is {shown(value)}, not a whole number from 1 to {most}"
-            )
+        _check_integer(name, getattr(config, name), most, path)
     for name, (low, high) in FACTOR_RANGES.items():
         value = getattr(config, name)
         is_unset = value is None and name.endswith("softcap")
         if not is_unset and not (is_positive(value) and low <= value <= high):
             raise LoadError(f"{path}: {name} is {shown(value)}, not a number from {low} to {high}")
-    for name in ("tied", "qkv_bias", "out_bias", "mlp_bias"):
+    for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "head_bias"):
         if not isinstance(getattr(config, name), bool):
             raise LoadError(f"{path}: {name} is {shown(getattr(config, name))}, not true or false")
     for window in config.windows:
@@ -379,19 +264,74 @@ def _check(config: ModelConfig, path: Path) -> None:
             raise LoadError(
                 f"{path}: the sliding window is {shown(window)}, not a positive integer"
             )
-    for rope in config.ropes:
-        _check_rope(rope, config, path)
-    if config.heads % config.kv_heads:
-        raise LoadError(
-            f"{path}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads"
-        )
     if len(config.windows) != config.layers or len(config.rope_of) != config.layers:
         raise LoadError(
             f"{path}: layer_types or no_rope_layers do not name each of the {config.layers} layers"
         )
+    _check_heads(config, path)
+    for i, rope in enumerate(config.ropes):
+        users = [layer for layer in range(config.layers) if config.rope_of[layer] == i]
+        sizes = [config.head_shape(layer)[1] for layer in users]
+        _check_rope(rope, min(sizes, default=config.head_dim), path)
+    if config.experts is not None:
+        _check_experts(config.experts, config.layers, path)
+    if config.query_growth is not None:
+        beta, length = config.query_growth
+        _check_integer("original_max_position_embeddings", length, MAX_CONTEXT, path)
+        if not is_positive(beta) or beta > 1e3:
+            raise LoadError(f"{path}: llama_4_scaling_beta is {shown(beta)}, not a small number")
 
 
-def _check_rope(rope: Rope, config: ModelConfig, path: Path) -> None:
+def _check_integer(name: str, value: object, most: int, path: Path, least: int = 1) -> None:
+    if not is_integer(value) or not least <= value <= most:  # type: ignore[operator]
+        raise LoadError(
+            f"{path}: {name} is {shown(value)}, not a whole number from {least} to {most}"
+        )
+
+
+def _check_heads(config: ModelConfig, path: Path) -> None:
+    """Raise LoadError unless key-value heads can be shared out, and what differs between layers is
+    given for each of them."""
+    lists = (config.head_shapes, config.kv_layers, config.mlp_sizes)
+    if any(each and len(each) != config.layers for each in lists):
+        raise LoadError(f"{path}: not all of the {config.layers} layers are described")
+    for kv_heads, head_dim in {(config.kv_heads, config.head_dim), *config.head_shapes}:
+        _check_integer("kv_heads", kv_heads, MAX_SIZES["kv_heads"], path)
+        _check_integer("head_dim", head_dim, MAX_SIZES["head_dim"], path)
+        if config.heads % kv_heads:
+            raise LoadError(
+                f"{path}: {config.heads} attention heads cannot share {kv_heads} key-value heads"
+            )
+    for size in config.mlp_sizes:
+        _check_integer("intermediate", size, MAX_SIZES["intermediate"], path)
+    for layer, source in enumerate(config.kv_layers):
+        is_own = 0 <= source <= layer and config.kv_layer(source) == source
+        if not is_own or config.head_shape(source) != config.head_shape(layer):
+            raise LoadError(f"{path}: layer {layer} cannot share the keys of layer {source}")
+
+
+def _check_experts(experts: Experts, layers: int, path: Path) -> None:
+    """Raise LoadError for a mixture of experts that no model can have."""
+    _check_integer("the number of experts", experts.count, MAX_EXPERTS, path)
+    most = min(experts.count, MAX_USED_EXPERTS)
+    _check_integer("the number of experts of a token", experts.used, most, path)
+    _check_integer("the size of an expert", experts.intermediate, MAX_SIZES["hidden"], path)
+    _check_integer("the size of the shared expert", experts.shared, MAX_SIZES["hidden"], path, 0)
+    _check_integer("the number of groups of experts", experts.groups, experts.count, path)
+    _check_integer("the number of groups of a token", experts.used_groups, experts.groups, path)
+    size, rest = divmod(experts.count, experts.groups)
+    if rest or size * experts.used_groups < experts.used or (experts.groups > 1 and size < 2):
+        raise LoadError(
+            f"{path}: {experts.used} of {experts.count} experts cannot come from "
+            f"{experts.used_groups} of {experts.groups} groups"
+        )
+    if not is_positive(experts.scale) or not 1e-6 <= experts.scale <= 1e6:
+        raise LoadError(f"{path}: routed_scaling_factor is {shown(experts.scale)}")
+    if len(experts.layers) != layers:
+        raise LoadError(f"{path}: the experts of {len(experts.layers)} layers are described")
+
+
+def _check_rope(rope: Rope, head_dim: int, path: Path) -> None:
     """Raise LoadError for bad parameters that `rope_tables` would not detect."""
     kind = rope.parameters.get("rope_type", "default")
     theta, factor = (rope.parameters.get(name, 1) for name in ("rope_theta", "factor"))
@@ -400,8 +340,8 @@ def _check_rope(rope: Rope, config: ModelConfig, path: Path) -> None:
     is_factor = is_positive(factor) and factor <= MAX_ROPE_FACTOR
     if not (isinstance(kind, str) and is_positive(theta) and is_factor and is_length):
         raise LoadError(f"{path}: the rope parameters {shown(rope.parameters)} make no sense")
-    if not 2 <= rope.dim <= config.head_dim or rope.dim % 2:
-        raise LoadError(f"{path}: {rope.dim} of {config.head_dim} channels cannot rotate")
+    if not 2 <= rope.dim <= head_dim or rope.dim % 2:
+        raise LoadError(f"{path}: {rope.dim} of {head_dim} channels cannot rotate")
 
 
 def _end_ids(directory: Path, raw: Json) -> tuple[int, ...]:

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
+from forerun.models.families import Experts
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import LayerWeights, LinearWeights, Norm, Weights, load_weights
 from forerun.types import Forward
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];
+# k and v are None if the layer reads the keys and values of an earlier one
+Attend = Callable[..., Tensor]
 
 
 class Decoder:
@@ -73,7 +75,7 @@ class Decoder:
         """Bytes a forward pass reads: every matrix once, the embedding only as a tied head."""
         w = self.weights
         layers = [w.layers[i] for i in self.layer_ids]
-        matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.up, layer.down)]
+        matrices = [matrix for layer in layers for matrix in layer.matrices]
         weights = [matrix.weight for matrix in (*matrices, w.head)]
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -114,18 +116,33 @@ class Decoder:
         if w.positions is not None:
             x = x + w.positions[positions]
         rotations = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
+        growth = None
+        if c.query_growth is not None:
+            growth = query_scale(c.query_growth, positions).to(x.dtype)[:, None, None]
+        inputs = self._layer_inputs(ids, x)
         features = {}
         for i in self.layer_ids:
             layer = w.layers[i]
             if i in aux_hidden_layers:
                 features[i] = x
             rope = c.rope_of[i]
-            x = self._attention(x, i, layer, None if rope is None else rotations[rope], attend)
-            x = self._mlp(x, layer)
+            rotation = None if rope is None else rotations[rope]
+            read = self._norm(x, layer.attention_norm)
+            branch = self._attention(read, i, layer, rotation, growth, attend)
+            branch = self._norm(branch, layer.attention_out_norm) * c.residual_scale
+            if not c.parallel:
+                x = x + branch
+                read = x
+            mlp = self._norm(self._mlp(read, i, layer), layer.mlp_out_norm) * c.residual_scale
+            x = x + mlp + branch if c.parallel else x + mlp
+            if inputs is not None:
+                x = self._add_layer_input(x, layer, inputs[:, i])
+            if layer.scale != 1.0:
+                x = x * layer.scale
         if c.layers in aux_hidden_layers:
             features[c.layers] = x
         logits = self._linear(self._norm(x[want], w.norm), w.head)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * c.logit_scale
         if c.logit_softcap:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
         return Forward(spread(logits, self.shortlist, c.vocab), features)
@@ -136,39 +153,151 @@ class Decoder:
         i: int,
         layer: LayerWeights,
         rotation: tuple[Tensor, Tensor] | None,
+        growth: Tensor | None,
         attend: Attend,
     ) -> Tensor:
-        """Add the attention branch of layer `i` to the residual stream x [T, H]."""
+        """Return the output of the attention branch of layer `i` for its input x [T, H]."""
         c, tokens = self.config, x.shape[0]
-        qkv = self._linear(self._norm(x, layer.attention_norm), layer.qkv)
-        qkv = qkv.view(tokens, -1, c.head_dim)
-        qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
-        if layer.q_norm and layer.k_norm:
-            q, k = qk[:, : c.heads], qk[:, c.heads :]
-            qk = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
-        if rotation:
-            qk = kernels.rotate(qk, *rotation)
-        out = attend(i, qk[:, : c.heads], qk[:, c.heads :], v)
-        out = self._linear(out.reshape(tokens, -1), layer.out)
-        return x + (self._norm(out, layer.attention_out_norm) if layer.attention_out_norm else out)
-
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """Add the MLP branch to the residual stream x [T, H]."""
-        c = self.config
-        up = self._linear(self._norm(x, layer.mlp_norm), layer.up)
-        if c.gated:
-            gate, up = up.chunk(2, dim=-1)
-            up = kernels.activate(gate, c.activation) * up
+        kv_heads, head_dim = c.head_shape(i)
+        qkv = self._linear(x, layer.qkv).view(tokens, -1, head_dim)
+        q, k, v = qkv[:, : c.heads], qkv[:, c.heads : c.heads + kv_heads], qkv[:, c.heads :]
+        v = v[:, kv_heads:]
+        q = self._qk(q, layer.q_norm, rotation)
+        if growth is not None:
+            q = q * growth
+        if c.kv_layer(i) != i:
+            out = attend(i, q, None, None, layer.sink_logits)
         else:
-            up = kernels.activate(up, c.activation)
-        out = self._linear(up, layer.down)
-        return x + (self._norm(out, layer.mlp_out_norm) if layer.mlp_out_norm else out)
+            if c.value_norm:
+                v = kernels.norm(v, torch.ones(head_dim, device=v.device), None, c.norm_eps)
+            out = attend(i, q, self._qk(k, layer.k_norm, rotation), v, layer.sink_logits)
+        return self._linear(out.reshape(tokens, -1), layer.out)
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def _qk(self, x: Tensor, norm: Norm | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Normalise and rotate queries or keys x [T, heads, D]."""
+        where = self.config.qk_norm
+        if norm and where == "row":
+            x = self._norm(x.flatten(1), norm).view(x.shape)
+        if norm and where == "head":
+            x = self._norm(x, norm)
+        if rotation:
+            x = kernels.rotate(x, *rotation)
+        return self._norm(x, norm) if norm and where == "head_after_rope" else x
+
+    def _mlp(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
+        """Return the output of the MLP branch of layer `i`, experts included, for x [T, H]."""
+        read = self._norm(x, layer.mlp_norm)
+        if layer.up is None or layer.down is None:
+            return self._experts(x, read, layer)
+        up = self._linear(read, layer.up)
+        if self.config.gated:
+            gates, ups = up.chunk(2, dim=-1)
+            up = kernels.gate(gates, ups, self.config.activation)
+        else:
+            up = kernels.activate(up, self.config.activation)
+        out = self._linear(up, layer.down)
+        e = layer.experts
+        if e is None:
+            return out
+        if e.shared_gate is not None:
+            out = out * self._linear(read, e.shared_gate).sigmoid()
+        return self._experts(x, read, layer) + self._norm(out, e.shared_out_norm)
+
+    def _experts(self, x: Tensor, read: Tensor, layer: LayerWeights) -> Tensor:
+        """Return the weighted sum of the experts of each token.
+
+        x [T, H] is the residual stream, `read` [T, H] the input of the MLP."""
+        e, mixture = layer.experts, self.config.experts
+        assert e is not None and mixture is not None
+        if e.router_norm is not None:
+            logits = self._linear(self._norm(x, e.router_norm), e.router)
+        else:
+            logits = self._linear(read, e.router)
+        choice, weights = route(logits.float(), mixture, e.choice_bias, e.expert_scale)
+        if e.norm is not None:
+            read = self._norm(x, e.norm)
+        shape = (2, mixture.count, mixture.intermediate, -1)
+        up = e.up.weight.view(shape)
+        up_bias = None if e.up.bias is None else e.up.bias.view(shape[:3])
+        down = e.down.weight.view(mixture.count, -1, mixture.intermediate)
+        down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
+        out = x.new_zeros(*choice.shape, x.shape[1])
+        for expert in set(choice.flatten().tolist()):
+            token, slot = (choice == expert).nonzero(as_tuple=True)
+            gates, ups = (
+                kernels.linear(
+                    read[token],
+                    up[half, expert],
+                    None if up_bias is None else up_bias[half, expert],
+                )
+                for half in range(2)
+            )
+            inner = kernels.gate(gates, ups, self.config.activation)
+            bias = None if down_bias is None else down_bias[expert]
+            out[token, slot] = kernels.linear(inner, down[expert], bias)
+        total = (out * weights.to(out.dtype)[..., None]).sum(1)
+        return self._norm(total, e.out_norm)
+
+    def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
+        """Return the layers' own embeddings of these tokens [T, L, P]; x is their embedding."""
+        c, w = self.config, self.weights.layer_inputs
+        if w is None:
+            return None
+        shape = (len(ids), c.layers, c.layer_input)
+        projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
+        stored = w.embed[ids].view(shape) * c.layer_input**0.5
+        both: Tensor = self._norm(projected, w.norm) + stored
+        return both * 2**-0.5
+
+    def _add_layer_input(self, x: Tensor, layer: LayerWeights, own: Tensor) -> Tensor:
+        """Add a layer's own embedding of the tokens, own [T, P], to the residual stream."""
+        w = layer.layer_input
+        assert w is not None
+        gated = kernels.activate(self._linear(x, w.gate), self.config.activation) * own
+        return x + self._norm(self._linear(gated, w.projection), w.norm)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Normalise; without a norm x is returned."""
+        if norm is None:
+            return x
         return kernels.norm(x, norm.weight, norm.bias, self.config.norm_eps)
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         return kernels.linear(x, linear.weight, linear.bias)
+
+
+def route(
+    logits: Tensor, experts: Experts, choice_bias: Tensor | None, expert_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token; of equal scores the first expert wins.
+
+    Args:
+        logits: [T, E] float32, the router's output.
+        choice_bias: [E], added to the scores for the choice only.
+        expert_scale: [E], factors on the weights.
+
+    Returns:
+        experts [T, k] int64, best first, and their weights [T, k] float32.
+    """
+    if experts.scores == "softmax":
+        scores = logits.softmax(-1)
+    else:
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits
+    rank = scores if choice_bias is None else scores + choice_bias
+    if experts.groups > 1:
+        by_group = rank.view(len(rank), experts.groups, -1)
+        rated = by_group.topk(experts.best, dim=-1).values.sum(-1)
+        used = rated.sort(dim=-1, descending=True, stable=True).indices[:, : experts.used_groups]
+        is_used = torch.zeros_like(rated, dtype=torch.bool).scatter_(1, used, True)
+        rank = by_group.masked_fill(~is_used[..., None], -torch.inf).flatten(1)
+    choice = rank.sort(dim=-1, descending=True, stable=True).indices[:, : experts.used]
+    weights = scores.gather(1, choice)
+    if experts.scores == "logits":
+        weights = weights.softmax(-1)
+    elif experts.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + experts.epsilon)
+    weights = weights * experts.scale
+    return choice, weights if expert_scale is None else weights * expert_scale[choice]
 
 
 def load_decoder(
@@ -183,6 +312,12 @@ def load_decoder(
     Raises LoadError. See `Decoder`."""
     config = load_config(path)
     return Decoder(config, path, dtype, device, context or default_context(config), shortlist)
+
+
+def query_scale(growth: tuple[float, int], positions: Tensor) -> Tensor:
+    """Return the factors on the queries of these positions, float32; see `query_growth`."""
+    beta, length = growth
+    return 1 + beta * torch.log1p(torch.floor(positions.float() / length))
 
 
 def default_context(config: ModelConfig) -> int:

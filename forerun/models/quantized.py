@@ -118,7 +118,7 @@ class QuantizedMatrix:
         return None
 
 
-def stack(parts: Sequence[Tensor | QuantizedMatrix | Blocks]) -> Tensor | QuantizedMatrix | Blocks:
+def stack(parts: Sequence[Any]) -> Any:
     """Stack matrices along the outputs: in their stored form if all are alike, else as floats."""
     first = parts[0]
     if len(parts) == 1:

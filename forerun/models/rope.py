@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line, shown
-from forerun.models.config import Json, ModelConfig, Rope
+from forerun.models.config import ModelConfig
+from forerun.models.families import Json, Rope
 
 
 def rope_tables(

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from forerun.errors import LoadError, one_line
 from forerun.models.config import MTP_PREFIXES, ModelConfig
+from forerun.models.experts import StackedRows, mx_matrix, split_experts
 from forerun.models.files import check_pointer, indexed_files, joined, weight_files
-from forerun.models.gguf.blocks import Blocks
+from forerun.models.gguf.blocks import Blocks, unpermuted
 from forerun.models.quantized import (
     TENSORS,
     QuantizedMatrix,
@@ -95,9 +96,26 @@ class Checkpoint:
             raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
         return tensor
 
+    def part(self, name: str, index: int) -> Tensor:
+        """Return one entry of the first axis of a tensor of floats. Raises LoadError."""
+        try:
+            with safe_open(self.where[name][0], framework="pt") as file:
+                tensor: Tensor = file.get_slice(name)[index]
+        except (SafetensorError, OSError) as error:
+            why = one_line(str(error))
+            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
+        return self.check_floats(name, tensor)
+
+    def slices(self, name: str) -> Any:
+        """Return a tensor whose rows are read on demand."""
+        return self.where[name][1].get_slice(name)  # type: ignore[no-untyped-call]
+
     def floats(self, name: str) -> Tensor:
         """Return a tensor that is not quantized. Raises LoadError for integers and 8-bit floats."""
-        tensor = self.read(name)
+        return self.check_floats(name, self.read(name))
+
+    def check_floats(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor. Raises LoadError for integers and 8-bit floats."""
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise LoadError(
                 f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantized checkpoint, "
@@ -119,11 +137,11 @@ class Checkpoint:
         held = {suffix: self.read(f"{stem}.{suffix}") for suffix in self.suffixes(layout, stem)}
         return read_matrix(scheme, layout, held, shape, f"{self.directory}: {stem}")
 
-    def finish(self, ignored: tuple[str, ...], prefix: str | None = None) -> None:
+    def finish(self, ignored: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
         """Raise LoadError for unused tensors, except those that end in `ignored` or start with
-        `prefix`."""
+        one of `prefixes`."""
         left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
-        left = [name for name in left if prefix is None or not name.startswith(prefix)]
+        left = [name for name in left if not name.startswith(prefixes)]
         if left:
             names = joined(map(one_line, left), 4)
             raise LoadError(
@@ -150,7 +168,9 @@ class LinearWeights:
     bias: Tensor | None = None
 
 
-Matrix = Tensor | QuantizedMatrix | Blocks  # weight of a linear layer or of an embedding
+Matrix = (
+    Tensor | QuantizedMatrix | Blocks | StackedRows
+)  # weight of a linear layer or of an embedding
 
 
 @dataclass(slots=True)
@@ -178,19 +198,94 @@ class Source:
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated."""
+class ExpertWeights:
+    """The mixture of experts of one layer, E experts of inner size I.
 
-    attention_norm: Norm
-    qkv: LinearWeights
-    out: LinearWeights
-    mlp_norm: Norm
+    Attributes:
+        router: [E, H].
+        up: [2 * E * I, H]: the gates of all experts, then their ups.
+        down: [E * H, I].
+        choice_bias: [E] float32, added to scores for the choice.
+        expert_scale: [E] float32, factors on the weights.
+        shared_gate: [1, H], gates the dense MLP that runs beside the experts.
+        router_norm, norm, out_norm, shared_out_norm: norms of the inputs of router and experts if
+            they do not share the MLP's, and of the outputs of experts and dense MLP.
+    """
+
+    router: LinearWeights
     up: LinearWeights
     down: LinearWeights
+    choice_bias: Tensor | None = None
+    expert_scale: Tensor | None = None
+    shared_gate: LinearWeights | None = None
+    router_norm: Norm | None = None
+    norm: Norm | None = None
+    out_norm: Norm | None = None
+    shared_out_norm: Norm | None = None
+
+
+@dataclass(slots=True)
+class LayerInputWeights:
+    """What adds a layer's own embedding of the token to the residual stream (Gemma 4).
+
+    Attributes:
+        gate: [P, H], projection: [H, P]; P is `ModelConfig.layer_input`.
+        norm: of the projection's output.
+    """
+
+    gate: LinearWeights
+    projection: LinearWeights
+    norm: Norm
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
+
+    A layer that reads the keys of another has only queries in `qkv`. `up` and `down` are None if
+    the MLP has nothing but experts; without `mlp_norm` the MLP reads what `attention_norm` gives,
+    or the residual stream."""
+
+    attention_norm: Norm | None
+    qkv: LinearWeights
+    out: LinearWeights
+    mlp_norm: Norm | None
+    up: LinearWeights | None = None
+    down: LinearWeights | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
+    sink_logits: Tensor | None = None  # [heads] float32
+    experts: ExpertWeights | None = None
+    layer_input: LayerInputWeights | None = None
+    scale: float = 1.0
+
+    @property
+    def matrices(self) -> list[Any]:
+        """All matrices of the layer that a forward pass reads, those of experts included."""
+        found: list[Any] = [self.qkv, self.out, self.up, self.down]
+        if self.experts is not None:
+            e = self.experts
+            found += [e.router, e.up, e.down, e.shared_gate]
+        if self.layer_input is not None:
+            found += [self.layer_input.gate, self.layer_input.projection]
+        return [matrix for matrix in found if matrix is not None]
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """Where the layers' own embeddings of a token come from (Gemma 4).
+
+    Attributes:
+        embed: maps token ids to rows [V, L * P].
+        projection: [L * P, H], of the scaled embedding.
+        norm: of each P values of its output.
+    """
+
+    embed: Any
+    projection: LinearWeights
+    norm: Norm
 
 
 @dataclass(slots=True)
@@ -205,6 +300,7 @@ class Weights:
     norm: Norm
     head: LinearWeights
     positions: Tensor | None = None
+    layer_inputs: LayerInputs | None = None
 
 
 Names = dict[str, str | list[str]]
@@ -223,9 +319,81 @@ LLAMA_NAMES: Names = {
     "down": "mlp.down_proj",
     "head": "lm_head",
 }
+EXPERT_NAMES: Names = {
+    "router": "mlp.gate",
+    "expert_up": ["mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"],
+    "expert_down": "mlp.experts.{e}.down_proj",
+}
+W_EXPERT_NAMES: Names = {
+    "router": "block_sparse_moe.gate",
+    "expert_up": ["block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"],
+    "expert_down": "block_sparse_moe.experts.{e}.w2",
+}
+SANDWICH_NAMES: Names = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
+
+def _shared_names(stem: str) -> Names:
+    """Return the names of a dense MLP that runs beside the experts."""
+    return {
+        "shared_up": [f"mlp.{stem}.gate_proj", f"mlp.{stem}.up_proj"],
+        "shared_down": f"mlp.{stem}.down_proj",
+    }
+
+
 NAMES: dict[str, Names] = {
     "llama": LLAMA_NAMES,
     "phi3": LLAMA_NAMES | {"qkv": "self_attn.qkv_proj", "up": "mlp.gate_up_proj"},
+    "gemma": LLAMA_NAMES | SANDWICH_NAMES,
+    "olmo2": LLAMA_NAMES | SANDWICH_NAMES,
+    "glm4": LLAMA_NAMES
+    | {
+        "attention_out_norm": "post_self_attn_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+        "up": "mlp.gate_up_proj",
+    },
+    "nemotron": LLAMA_NAMES | {"up": "mlp.up_proj"},
+    "starcoder2": LLAMA_NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "phi": LLAMA_NAMES
+    | {"norm": "final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+    "hunyuan": LLAMA_NAMES
+    | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+    "qwen_moe": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_expert")
+    | {"shared_gate": "mlp.shared_expert_gate"},
+    "mixtral": LLAMA_NAMES | W_EXPERT_NAMES,
+    "minimax": LLAMA_NAMES
+    | W_EXPERT_NAMES
+    | {"choice_bias": "block_sparse_moe.e_score_correction_bias"},
+    "glm4_moe": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_experts")
+    | {"choice_bias": "mlp.gate.e_score_correction_bias"},
+    "ernie_moe": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_experts")
+    | {"choice_bias": "mlp.moe_statics.e_score_correction_bias"},
+    "granite_moe": LLAMA_NAMES
+    | {
+        "router": "block_sparse_moe.router.layer",
+        "expert_up": "block_sparse_moe.input_linear.weight",
+        "expert_down": "block_sparse_moe.output_linear.weight",
+        "up": "shared_mlp.input_linear",
+        "down": "shared_mlp.output_linear",
+        "shared_up": "shared_mlp.input_linear",
+        "shared_down": "shared_mlp.output_linear",
+    },
+    "gpt_oss": LLAMA_NAMES
+    | {
+        "router": "mlp.router",
+        "expert_up": "mlp.experts.gate_up_proj",
+        "expert_down": "mlp.experts.down_proj",
+        "sink_logits": "self_attn.sinks",
+    },
     "gpt2": {
         "embed": "wte",
         "positions": "wpe",
@@ -240,11 +408,29 @@ NAMES: dict[str, Names] = {
         "head": "lm_head",
     },
 }
-SANDWICH_NAMES: Names = {
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
+NAMES["parallel"] = LLAMA_NAMES
+NAMES["hunyuan_moe"] = (
+    NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
+)
+# gpt-oss stores the matrices of experts as [E, in, out], with gates in even columns
+TRANSPOSED_EXPERTS = ("gpt_oss",)
+PREFIXES = ("model.", "transformer.", "", "model.language_model.", "language_model.model.")
+# prefixes of what a multimodal checkpoint has beside its language model
+OTHER_MODALITIES = tuple(
+    outer + name
+    for outer in ("", "model.")
+    for name in (
+        "visual.",
+        "vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "audio_tower.",
+        "embed_vision.",
+        "embed_audio.",
+        "patch_merger.",
+        "mtp.",
+    )
+)
 # buffers that older versions of transformers saved
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -273,12 +459,6 @@ class WeightLoader:
         self.make_linear = make_linear
         self.make_embedding = make_embedding
         self.shortlist = shortlist
-        keys = config.kv_heads * config.head_dim
-        # rows of the checkpoint tensors that are stacked into one matrix
-        self.stacked_rows = {
-            "qkv": [config.heads * config.head_dim, keys, keys],
-            "up": [config.intermediate] * 2,
-        }
         self.open(path)
 
     def load(self) -> Weights:
@@ -292,32 +472,109 @@ class WeightLoader:
             positions = self.to(self.tensor("positions", None, "weight", (c.context, c.hidden)))
         layers = [self.layer(i) for i in range(c.layers)]
         norm = self.norm("norm")
+        layer_inputs = self.layer_inputs() if c.layer_input else None
+        head_stem = self.head_stem()
         if not c.tied:
-            read = self.matrix(str(self.names["head"]), shape, bias=False, transposed=False)
+            read = self.matrix(head_stem, shape, c.head_bias, transposed=False)
         elif isinstance(embed, Tensor):
             read = lambda: embed  # noqa: E731
+        bias = self.to(self.floats(f"{head_stem}.bias", (c.vocab,))) if c.head_bias else None
         self.finish()
         read_all, shortlist = read, self.shortlist
         if shortlist is not None:
             shape = (len(shortlist), c.hidden)
             read = lambda: select_rows(read_all(), shortlist)  # noqa: E731
-        head = self.make_linear("head", self.source("head", shape, read), None)
-        return Weights(embed, layers, norm, head, positions)
+            bias = None if bias is None else bias[shortlist.to(bias.device)]
+        head = self.make_linear("head", self.source("head", shape, read), bias)
+        return Weights(embed, layers, norm, head, positions, layer_inputs)
 
     def layer(self, i: int) -> LayerWeights:
         c = self.config
-        queries, all_heads = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+        kv_heads, head_dim = c.head_shape(i)
+        queries, keys = c.heads * head_dim, kv_heads * head_dim
+        is_own = c.kv_layer(i) == i  # it has keys and values of its own
+        inner, halves = c.mlp_size(i), 2 if c.gated else 1
+        up, down = ("shared_up", "shared_down") if c.has_experts(i) else ("up", "down")
+        heads = (c.heads, kv_heads)
+        qkv = self.linear(
+            "qkv", i, [queries, keys, keys] if is_own else [queries], c.hidden, c.qkv_bias, heads
+        )
+        q_size, k_size = (queries, keys) if c.qk_norm == "row" else (head_dim, head_dim)
+        sinks = self.tensor("sink_logits", i, "", (c.heads,)) if c.attention_sinks else None
         return LayerWeights(
-            attention_norm=self.norm("attention_norm", i),
-            qkv=self.linear("qkv", i, all_heads, c.hidden, c.qkv_bias),
-            out=self.linear("out", i, c.hidden, queries, c.out_bias),
-            mlp_norm=self.norm("mlp_norm", i),
-            up=self.linear("up", i, c.intermediate * (2 if c.gated else 1), c.hidden, c.mlp_bias),
-            down=self.linear("down", i, c.hidden, c.intermediate, c.mlp_bias),
-            q_norm=self.norm("q_norm", i, c.head_dim) if c.qk_norm else None,
-            k_norm=self.norm("k_norm", i, c.head_dim) if c.qk_norm else None,
+            attention_norm=self.norm("attention_norm", i) if c.pre_norm else None,
+            qkv=qkv,
+            out=self.linear("out", i, [c.hidden], queries, c.out_bias),
+            mlp_norm=self.norm("mlp_norm", i) if c.pre_norm and not c.parallel else None,
+            up=self.linear(up, i, [inner] * halves, c.hidden, c.mlp_bias) if inner else None,
+            down=self.linear(down, i, [c.hidden], inner, c.mlp_bias) if inner else None,
+            q_norm=self.norm("q_norm", i, q_size) if c.qk_norm else None,
+            k_norm=self.norm("k_norm", i, k_size) if c.qk_norm and is_own else None,
             attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
+            sink_logits=None if sinks is None else self.to(sinks, torch.float32),
+            experts=self.experts(i) if c.has_experts(i) else None,
+            layer_input=self.layer_input(i) if c.layer_input else None,
+            scale=float(self.tensor("layer_scale", i, "", (1,))[0]) if c.layer_scale else 1.0,
+        )
+
+    def experts(self, i: int) -> ExpertWeights:
+        """Load the mixture of experts of layer `i`."""
+        c, e = self.config, self.config.experts
+        assert e is not None
+        halves = 2 if c.gated else 1
+
+        def vector(part: str) -> Tensor:
+            return self.to(self.tensor(part, i, "", (e.count,)), torch.float32)
+
+        def stacked(part: str, halves: int, rows: int, inputs: int) -> Any:
+            read = self.expert_matrix(part, i, halves, rows, inputs)
+            shape = (halves * e.count * rows, inputs)
+            bias = self.expert_bias(part, i, halves, rows) if e.bias else None
+            bias = None if bias is None else self.to(bias)
+            return self.make_linear(part, self.source(f"{i}.{part}", shape, read), bias)
+
+        found = ExpertWeights(
+            router=self.linear("router", i, [e.count], c.hidden, e.router_bias),
+            up=stacked("expert_up", halves, e.intermediate, c.hidden),
+            down=stacked("expert_down", 1, c.hidden, e.intermediate),
+            choice_bias=self.choice_bias(i, e.count) if e.choice_bias else None,
+            shared_gate=self.linear("shared_gate", i, [1], c.hidden, False)
+            if e.shared_gate
+            else None,
+        )
+        if e.separate_norms:
+            scale = self.to(self.tensor("router_scale", i, "", (c.hidden,)), torch.float32)
+            found.router_norm = Norm(scale * c.hidden**-0.5)
+            found.expert_scale = vector("expert_scale")
+            found.norm = self.norm("expert_norm", i)
+            found.out_norm = self.norm("expert_out_norm", i)
+            found.shared_out_norm = self.norm("shared_out_norm", i)
+        return found
+
+    def choice_bias(self, i: int, count: int) -> Tensor:
+        """Read the bias of a router's choice, [E]; ERNIE stores [1, E]."""
+        shape = (1, count) if self.config.layout == "ernie_moe" else (count,)
+        return self.to(self.tensor("choice_bias", i, "", shape), torch.float32).flatten()
+
+    def layer_input(self, i: int) -> LayerInputWeights:
+        """Load what adds a layer's own embedding of a token."""
+        c = self.config
+        return LayerInputWeights(
+            gate=self.linear("layer_gate", i, [c.layer_input], c.hidden, False),
+            projection=self.linear("layer_projection", i, [c.hidden], c.layer_input, False),
+            norm=self.norm("layer_input_norm", i),
+        )
+
+    def layer_inputs(self) -> LayerInputs:
+        """Load the layers' own embeddings of tokens."""
+        c = self.config
+        width = c.layers * c.layer_input
+        read = self.matrix(self.stem("layer_embed"), (c.vocab, width), False, False)
+        return LayerInputs(
+            embed=self.make_embedding(self.source("layer_embed", (c.vocab, width), read)),
+            projection=self.linear("layer_projections", None, [width], c.hidden, False),
+            norm=self.norm("layer_inputs_norm", None, c.layer_input),
         )
 
     def norm(self, part: str, layer: int | None = None, size: int | None = None) -> Norm:
@@ -325,18 +582,63 @@ class WeightLoader:
         shape, kind = (size or self.config.hidden,), self.config.norm
         wide = torch.promote_types(self.dtype, torch.float32)
         weight = self.to(self.tensor(part, layer, "weight", shape), wide)
-        if kind == "rms_plus_one":
+        if kind.endswith("_plus_one"):
             weight = weight + 1
-        bias = self.to(self.tensor(part, layer, "bias", shape), wide) if kind == "layer" else None
-        return Norm(weight, bias)
+        if not kind.startswith("layer"):
+            return Norm(weight)
+        if not self.config.norm_bias:
+            return Norm(weight, torch.zeros_like(weight))
+        return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), wide))
 
-    def linear(self, part: str, layer: int, out: int, inner: int, bias: bool) -> Any:
+    def linear(
+        self,
+        part: str,
+        layer: int | None,
+        rows: list[int],
+        inner: int,
+        bias: bool,
+        heads: tuple[int, ...] = (),
+    ) -> Any:
+        """Load a linear layer whose outputs are stacked from parts of `rows` each.
+
+        heads: the number of heads of the first parts; their channels are reordered if the
+            checkpoint's rotary embedding turns neighbours."""
         transposed = self.config.layout == "gpt2"  # it stores matrices as [in, out]
-        stems = self.stems(part, layer, out)
-        readers = [self.matrix(stem, (rows, inner), bias, transposed) for stem, rows in stems]
-        read = lambda: stack([reader() for reader in readers])  # noqa: E731
-        offsets = self.to(self.tensor(part, layer, "bias", (out,))) if bias else None
-        return self.make_linear(part, self.source(f"{layer}.{part}", (out, inner), read), offsets)
+        stems = self.stems(part, layer, rows)
+        orders = self.row_orders(rows, heads)
+        shapes = [(count, inner) for _, count in stems]
+        readers = [
+            self.matrix(stem, shape, bias, transposed)
+            for (stem, _), shape in zip(stems, shapes, strict=True)
+        ]
+        if orders is not None and len(readers) != len(rows):
+            raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
+
+        def read() -> Matrix:
+            parts = [reader() for reader in readers]
+            if orders is not None:
+                parts = [select_rows(p, o) for p, o in zip(parts, orders, strict=True)]
+            stacked: Matrix = stack(parts)
+            return stacked
+
+        out = sum(rows)
+        offsets = None
+        if bias:
+            offsets = self.tensor(part, layer, "bias", (out,), rows)
+            if orders is not None:
+                pieces = zip(torch.split(offsets, rows), orders, strict=True)
+                offsets = torch.cat([piece[order] for piece, order in pieces])
+            offsets = self.to(offsets)
+        name = part if layer is None else f"{layer}.{part}"
+        return self.make_linear(part, self.source(name, (out, inner), read), offsets)
+
+    def row_orders(self, rows: list[int], heads: tuple[int, ...]) -> list[Tensor] | None:
+        """Return the order of the rows of each part of a stacked matrix; None if all stay."""
+        if not (heads and self.rotates_pairs and self.config.ropes):
+            return None
+        rotary = self.config.ropes[0].dim
+        found = [unpermuted(count, n, rotary) for count, n in zip(rows, heads, strict=False)]
+        return found + [torch.arange(count) for count in rows[len(found) :]]
 
     def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
         return Source(name, shape, read, self.dtype, self.device)
@@ -344,17 +646,34 @@ class WeightLoader:
     def to(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
-    def stems(self, part: str, layer: int | None, rows: int) -> list[tuple[str, int]]:
+    def stem(self, name: str, layer: int | None = None) -> str:
+        """Return the name of a tensor of the model or of a layer, without its suffix."""
+        prefix = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
+        return f"{prefix}{self.names.get(name, name)}"
+
+    def stems(self, part: str, layer: int | None, rows: list[int]) -> list[tuple[str, int]]:
         """Return (name without suffix, rows) of the checkpoint tensors that make up a part."""
         stems = self.names[part]
         prefix = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
         names = [f"{prefix}{stem}" for stem in ([stems] if isinstance(stems, str) else stems)]
-        return list(zip(names, self.stacked_rows[part] if len(names) > 1 else [rows], strict=True))
+        if len(names) == 1:
+            return [(names[0], sum(rows))]
+        return list(zip(names[: len(rows)], rows, strict=True))
 
-    def tensor(self, part: str, layer: int | None, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a norm, a bias, an embedding or position embeddings as floats."""
-        stems = self.stems(part, layer, shape[0])
-        found = [self.floats(f"{stem}.{suffix}", (size, *shape[1:])) for stem, size in stems]
+    def tensor(
+        self,
+        part: str,
+        layer: int | None,
+        suffix: str,
+        shape: tuple[int, ...],
+        rows: list[int] | None = None,
+    ) -> Tensor:
+        """Read a norm, a bias, an embedding or position embeddings as floats.
+
+        suffix: behind the name; "" if the name is whole. rows: of the parts it is stacked from."""
+        stems = self.stems(part, layer, rows or [shape[0]])
+        dot = f".{suffix}" if suffix else ""
+        found = [self.floats(f"{stem}{dot}", (size, *shape[1:])) for stem, size in stems]
         return torch.cat(found) if len(found) > 1 else found[0]
 
     # The methods below read the container; `gguf.weights.GgufLoader` overrides them.
@@ -363,10 +682,16 @@ class WeightLoader:
         """Open the files at `path` and choose the names of their tensors."""
         config, self.checkpoint = self.config, Checkpoint(path)
         self.scheme = read_scheme(config.raw, str(path / "config.json"))
-        self.names = NAMES[config.layout] | (SANDWICH_NAMES if config.sandwich else {})
+        self.names = NAMES[config.layout]
+        self.rotates_pairs = config.rotates_pairs
         embed = f"{self.names['embed']}.weight"
-        prefixes = ("model.", "transformer.", "")
-        self.prefix = next((p for p in prefixes if self.checkpoint.has(p + embed)), "model.")
+        self.prefix = next((p for p in PREFIXES if self.checkpoint.has(p + embed)), "model.")
+
+    def head_stem(self) -> str:
+        """Return the name of the output head, without its suffix."""
+        head = str(self.names["head"])
+        inner = f"language_model.{head}"
+        return inner if self.checkpoint.has(f"{inner}.weight") else head
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor of this shape and mark it as used."""
@@ -392,6 +717,56 @@ class WeightLoader:
             checkpoint.claim(extra)
         return lambda: checkpoint.quantized(scheme, layout, stem, shape)
 
+    def expert_matrix(
+        self, part: str, layer: int, halves: int, rows: int, inputs: int
+    ) -> Callable[[], Matrix]:
+        """Mark the tensors of a layer's experts as used; return a function that reads them.
+
+        The matrix has the rows of the first half of all experts, then those of the second."""
+        checkpoint, experts = self.checkpoint, self.config.experts
+        assert experts is not None
+        count, stems = experts.count, self.names[part]
+        if "{e}" in (stems if isinstance(stems, str) else stems[0]):
+            names = [stem for stem, _ in self.stems(part, layer, [rows] * halves)]
+            readers = [
+                self.matrix(name.format(e=e), (rows, inputs), False, False)
+                for name in names
+                for e in range(count)
+            ]
+            if self.scheme is not None:
+                return lambda: stack([reader() for reader in readers])
+            parts: Any = readers
+            return lambda: StackedRows(parts, rows, inputs)
+        name = self.stem(part, layer)
+        if checkpoint.has(f"{name}_blocks"):
+            for suffix in ("blocks", "scales"):
+                checkpoint.claim(f"{name}_{suffix}")
+            return lambda: mx_matrix(
+                checkpoint.slices(f"{name}_blocks"),
+                checkpoint.read(f"{name}_scales"),
+                count,
+                halves,
+                rows,
+                inputs,
+                f"{checkpoint.directory}: {name}",
+            )
+        transposed = self.config.layout in TRANSPOSED_EXPERTS
+        shape = (halves * rows, inputs)
+        checkpoint.claim(name, (count, *(shape[::-1] if transposed else shape)))
+
+        def read(expert: int) -> Tensor:
+            matrix = checkpoint.part(name, expert)
+            return matrix.T if transposed else matrix
+
+        return lambda: split_experts(read, count, halves, rows, inputs, interleaved=transposed)
+
+    def expert_bias(self, part: str, layer: int, halves: int, rows: int) -> Tensor:
+        """Read the biases of a layer's experts, in the order of `expert_matrix`."""
+        experts = self.config.experts
+        assert experts is not None
+        found = self.floats(f"{self.stem(part, layer)}_bias", (experts.count, halves * rows))
+        return torch.cat([found[:, half::halves].flatten() for half in range(halves)])
+
     def embedding(self) -> Callable[[], Matrix]:
         """Return a function that reads the embedding [V, H]."""
         return lambda: self.tensor("embed", None, "weight", (self.config.vocab, self.config.hidden))
@@ -399,11 +774,14 @@ class WeightLoader:
     def finish(self) -> None:
         """Raise LoadError if the checkpoint has tensors that were not used."""
         ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
-        self.checkpoint.finish(ignored, MTP_PREFIXES.get(self.config.family))
+        mtp = MTP_PREFIXES.get(self.config.family)
+        self.checkpoint.finish(ignored, OTHER_MODALITIES + ((mtp,) if mtp else ()))
 
 
 def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     """Return some rows of a matrix as they are stored. rows [n] int64"""
+    if isinstance(matrix, StackedRows):
+        matrix = matrix.dequantize()
     if isinstance(matrix, Tensor):
         return matrix[rows.to(matrix.device)]
     if isinstance(matrix, Blocks):

@@ -25,6 +25,7 @@ from forerun.hardware import give_back
 from forerun.kernels import native
 from forerun.kernels.native import BLOCK, CMatrix, COp
 from forerun.kernels.native.layout import interleave, lay_out
+from forerun.models.experts import StackedRows
 from forerun.models.gguf.blocks import FLOATS, FORMS, TYPE_IDS, Blocks, floats, not_finite
 from forerun.models.gguf.container import open_gguf
 from forerun.models.packed_cache import BrokenCacheError, CachedMatrix, PackedCache
@@ -51,7 +52,7 @@ class PackedMatrix:
 
     def __init__(
         self,
-        weight: Tensor | LosslessMatrix | CachedMatrix | Blocks,
+        weight: Tensor | LosslessMatrix | CachedMatrix | Blocks | StackedRows,
         bias: Tensor | None,
         form: str,
         gated: bool,
@@ -91,7 +92,10 @@ class PackedMatrix:
             give_back()
 
     def _fill(
-        self, weight: Tensor | LosslessMatrix | CachedMatrix | Blocks, gated: bool, padded: int
+        self,
+        weight: Tensor | LosslessMatrix | CachedMatrix | Blocks | StackedRows,
+        gated: bool,
+        padded: int,
     ) -> None:
         if isinstance(weight, CachedMatrix):
             weight.read_into(self.data, self.scale)
@@ -103,6 +107,8 @@ class PackedMatrix:
         elif isinstance(weight, Tensor):
             tensor = weight
             self._pack(weight.shape, lambda at, n: tensor[at : at + n], gated, padded)
+        elif isinstance(weight, StackedRows):
+            self._pack(weight.shape, weight.read, gated, padded)
         elif weight.kind in FLOATS:
             blocks = weight
             read = lambda at, n: floats(blocks.kind, blocks.read(at, n))  # noqa: E731
@@ -246,7 +252,7 @@ def pack(
     elif target == "int4" and isinstance(held, Blocks) and _is_all_q4_0(held):
         packed = PackedMatrix(held, bias, target, gated)
     else:
-        values = held if isinstance(held, Tensor) else held.dequantize()
+        values = held if isinstance(held, Tensor | StackedRows) else held.dequantize()
         packed = PackedMatrix(values, bias, target, gated)
     if packed.form in ROUNDED:
         cache.add(source.name, packed.form, source.shape, (packed.data, packed.scale))

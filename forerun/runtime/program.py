@@ -22,7 +22,6 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CChain, CMatrix, COp, CProgram, address
-from forerun.models.config import ModelConfig
 from forerun.runtime.packed import PackedMatrix
 from forerun.types import BESIDE
 
@@ -74,7 +73,7 @@ class ForwardBatch:
 
     def fill(self, buffers: int, scratch: int, cache: KVCache) -> CBatch:
         """Build the C structure, which points into this object and the cache."""
-        keys, values, stride, dtype = cache.layout
+        keys, values, rows, dtype = cache.layout
         return CBatch(
             tokens=self.tokens,
             wanted=self.wanted,
@@ -90,7 +89,7 @@ class ForwardBatch:
             scratch=scratch,
             keys=keys,
             values=values,
-            layer_stride=stride,
+            cache_rows=rows,
             kv_format=native.FORMATS[dtype],
         )
 
@@ -275,21 +274,31 @@ class Program:
             `floor`, and bins and alternatives are returned.
     """
 
-    def __init__(self, c: ModelConfig, ops: list[COp], widths: np.ndarray) -> None:
-        """Store the operations; widths: int32, number of float32 in a row of each buffer."""
+    def __init__(
+        self,
+        ops: list[COp],
+        widths: np.ndarray,
+        parts: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Store the operations.
+
+        Args:
+            widths: int32, number of float32 in a row of each buffer.
+            parts: by buffer, how many inputs of products stand side by side in a row; 1 if absent.
+        """
         self.ops, self.widths = (COp * len(ops))(*ops), widths  # the C structure points to both
         self.program = CProgram(
             ops=self.ops,
             count=len(ops),
             buffers=len(widths),
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            layers=c.layers,
             widths=widths.ctypes.data,
         )
         row_bytes = native.loaded().forerun_scratch_row_bytes
-        scratch = max(int(row_bytes(int(w))) for i, w in enumerate(widths) if i != LOGITS)
+        scratch = max(
+            parts.get(i, 1) * int(row_bytes(-(-int(width) // parts.get(i, 1))))
+            for i, width in enumerate(widths)
+            if i != LOGITS
+        )
         self.buffers = _Buffers(widths, scratch)
 
     def draft_chains(

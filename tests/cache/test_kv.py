@@ -45,9 +45,10 @@ def new(
 
 def row(kv: KVCache, i: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one row, [L, Hkv, D] each, in place."""
+    ((keys, values),) = kv._groups  # all layers have one shape
     if kv.native:
-        return kv.keys[:, :, i // LANES, :, i % LANES], kv.values[:, :, i]
-    return kv.keys[:, i], kv.values[:, i]
+        return keys[:, :, i // LANES, :, i % LANES], values[:, :, i]
+    return keys[:, i], values[:, i]
 
 
 class Naive:
@@ -175,7 +176,7 @@ def test_a_native_cache_has_room_for_loads_of_whole_vectors_behind_its_last_row(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_token_bytes_is_what_a_token_takes(dtype: torch.dtype) -> None:
     kv = new(dtype=dtype)
-    assert KVCache.token_bytes(CONFIG, dtype) == kv.data[:, :, 0].numel() * kv.data.element_size()
+    assert KVCache.token_bytes(CONFIG, dtype) == kv.data.nbytes // kv.layout[2] == kv.row_bytes
 
 
 def rows(kv: KVCache, which: Sequence[int]) -> Tensor:
@@ -205,7 +206,8 @@ def test_commit_of_the_first_nodes_moves_nothing(cache: KVCache) -> None:
 def test_room_is_at_least_what_was_asked_for() -> None:
     kv = new(tokens=10, page=4)
     assert kv.pages.count == 3
-    assert kv.data.shape[:2] == (2, CONFIG.layers)
-    assert kv.data.shape[2] >= 12
-    assert kv.data.shape[3:] == (CONFIG.kv_heads, CONFIG.head_dim)
+    assert list(kv.keys) == list(kv.values) == list(range(CONFIG.layers))
+    assert kv.keys[0].shape == kv.values[0].shape
+    assert kv.keys[0].shape[0] >= 12
+    assert kv.keys[0].shape[1:] == (CONFIG.kv_heads, CONFIG.head_dim)
     assert torch.isfinite(kv.data).all()

@@ -80,20 +80,21 @@ def engine(
     width: int = 2,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
+    form: str = "",
 ) -> Engine:
-    """A target (a GGUF file on native kernels), and the proposers of `drafts`.
+    """A target, on native kernels if it is a GGUF file or in `form`, and the proposers of `drafts`.
 
     ngram, suffix, model (chains), listed (the same with a shortlist) and tree (of width 3) often
     agree with it, pard about its first token, `HEADS` and `BLOCKS` now and then; both is ngram
     before an EAGLE-3 head. `width` is that of pard and heads, where the rule takes trees.
     """
     paths = tiny.family(family), tiny.drafter(family)
-    native, wide = paths[0].is_file(), rule not in ("token", "block")
+    native, wide = paths[0].is_file() or bool(form), rule not in ("token", "block")
     width, room = width if wide else 1, {"tokens": tokens, "page": page, "slots": slots}
 
     def decoder(path: Path, listed: Sequence[int] | None = None) -> Any:
         if native:
-            return tiny.native_decoder(path, *([listed] if listed else []))
+            return tiny.native_decoder(path, listed and tuple(listed), form or "bfloat16")
         return tiny.decoder(path, dtype, device, *([listed] if listed else []))
 
     def runner(made: object) -> Runner:

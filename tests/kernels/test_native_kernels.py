@@ -26,12 +26,9 @@ class Bench:
         bytes_ = rows * max(int(native.loaded().forerun_scratch_row_bytes(w)) for w in widths)
         self.scratch = np.zeros(bytes_ + 64, np.uint8)
 
-    def run(
-        self, op: native.COp, heads: int = 0, kv_heads: int = 0, head_dim: int = 0, **batch: object
-    ) -> None:
+    def run(self, op: native.COp, **batch: object) -> None:
         program = native.CProgram(
             ops=(native.COp * 1)(op), count=1, buffers=len(self.widths), widths=self.widths.ctypes.data,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=1,
         )  # fmt: skip
         scratch = -(-self.scratch.ctypes.data // 64) * 64
         filled = native.CBatch(buffers=self.pointers.ctypes.data, scratch=scratch, **batch)
@@ -145,10 +142,13 @@ def test_attention(
     lines = np.full(6, line.ctypes.data, dtype=np.uint64)
     cache = native_layout(data)
     bench.run(
-        native.COp(kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window),
-        heads, kv_heads, dim, tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
+        native.COp(
+            kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window,
+            heads=heads, kv_heads=kv_heads, head_dim=dim,
+        ),
+        tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
         extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=cache[0].data_ptr(), values=cache[1].data_ptr(),
-        layer_stride=data[0].numel(), kv_format=native.FORMATS[form],
+        cache_rows=rows, kv_format=native.FORMATS[form],
     )  # fmt: skip
     keys, values = data.double().numpy()
     for token, seen in enumerate(sees):
@@ -177,12 +177,13 @@ def test_rotation_writes_the_cache(rotary: int) -> None:
     positions, store = np.array([4, 7], dtype=np.int64), np.array([1, 0], dtype=np.int64)
     data = torch.zeros(2, 16, kv_heads, dim)
     cache = native_layout(data)
-    op = native.COp(kind=native.ROTATE, input=0, rotary=rotary)
+    shape = dict(heads=heads, kv_heads=kv_heads, head_dim=dim)
+    op = native.COp(kind=native.ROTATE, input=0, rotary=rotary, **shape)
     if rotary:
         op.cosine, op.sine = cosine.ctypes.data, sine.ctypes.data
     bench.run(
-        op, heads, kv_heads, dim, tokens=2, positions=positions.ctypes.data, store=store.ctypes.data,
-        keys=cache[0].data_ptr(), values=cache[1].data_ptr(), layer_stride=data[0].numel(), kv_format=0,
+        op, tokens=2, positions=positions.ctypes.data, store=store.ctypes.data,
+        keys=cache[0].data_ptr(), values=cache[1].data_ptr(), cache_rows=16, kv_format=0,
     )  # fmt: skip
     exact = given.copy()
     for t, position in enumerate(positions):

@@ -69,7 +69,7 @@ def tensors_of(weights: Weights) -> Iterator[Tensor]:
     for layer in weights.layers:
         for name in sorted(layer.__slots__):
             part = getattr(layer, name)
-            if part is not None:
+            if part is not None and name != "scale":
                 yield part.weight
                 if part.bias is not None:
                     yield part.bias

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from forerun.draft.head_config import HeadConfig, read_int, read_layer_ids
 from forerun.draft.kinds import DEEPSPEC, DEEPSPEC_GEMMA, arch_of
 from forerun.errors import LoadError, shown
-from forerun.models.config import Json, is_integer
+from forerun.models.families import Json, is_integer
 
 KINDS = ("dspark", "dflash")  # speculators' names
 CLASSES = (DEEPSPEC, DEEPSPEC_GEMMA, "DSparkDraftModel", "DFlashDraftModel")

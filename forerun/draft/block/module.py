@@ -50,8 +50,9 @@ from forerun.draft.head_modules import (
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
-from forerun.models.config import Json, ModelConfig, is_integer
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend
+from forerun.models.families import Json, is_integer
 from forerun.models.shortlist import spread
 
 BLOCK = "block drafter"

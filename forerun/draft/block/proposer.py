@@ -76,17 +76,17 @@ class NativeBlock(NativeRounds):
         table, scale = head.table()
         context, layers = self._layers(head)
         slots = [build.embedding(table, X, scale), *layers]
-        self._context = Program(c, context, widths)
-        self._slots = Program(c, slots, widths)
-        self._fused_context = Program(c, [*self._fusion(head), *context], widths)
+        self._context = Program(context, widths)
+        self._slots = Program(slots, widths)
+        self._fused_context = Program([*self._fusion(head), *context], widths)
         self._predict: Program | None = None
         self._markov: Program | None = None
         if lm_head and config.is_bigram:
             logits = build.product(lm_head, X, LOGITS, head.norm, wanted=1, softcap=softcap)
-            self._predict = Program(c, [*slots, logits], widths)
+            self._predict = Program([*slots, logits], widths)
             self.drafts = True
             if config.markov:
-                self._markov = Program(c, self._markov_bias(head.markov_head), widths)
+                self._markov = Program(self._markov_bias(head.markov_head), widths)
 
     @staticmethod
     def supports(config: BlockConfig) -> bool:
@@ -269,7 +269,7 @@ class BlockProposer(HiddenStateProposer):
         index = torch.from_numpy(rows).to(self.target.device)
         for layer in range(self.layer.layers):
             keys, values = self.head.context_kv(layer, fused, rotation)
-            self.cache.keys[layer, index], self.cache.values[layer, index] = keys, values
+            self.cache.keys[layer][index], self.cache.values[layer][index] = keys, values
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
         if not self.threshold and self.draft_natively(trees):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from forerun.draft.head_config import HeadConfig, read_bool, read_layer_ids
 from forerun.draft.kinds import MASK_TOKENS
 from forerun.errors import LoadError
-from forerun.models.config import Json, is_integer
+from forerun.models.families import Json, is_integer
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

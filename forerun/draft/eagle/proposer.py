@@ -59,15 +59,15 @@ class NativeEagle(NativeRounds):
             num_logits, c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)
         )
         self.features = range(FEATURES, len(widths))
-        self._pass = Program(c, layer, widths)
+        self._pass = Program(layer, widths)
         self._step: Program | None = None
         self._fused_step: Program | None = None
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
-            self._step = Program(c, step, widths)
+            self._step = Program(step, widths)
             self.drafts, self.fuses = True, bool(fusion)
             if fusion:
-                self._fused_step = Program(c, [*self._fusion(head, fusion), *step], widths)
+                self._fused_step = Program([*self._fusion(head, fusion), *step], widths)
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache

@@ -32,12 +32,15 @@ _FORMAT_NAMES = [
     "q4_k",
     "q5_k",
     "q6_k",
+    "mxfp4",
 ]
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES = range(3)
-EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE = range(6)
-NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2}
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX = range(8)
+NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5}
+QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 
 
 class CMatrix(Structure):
@@ -67,7 +70,7 @@ class COp(Structure):
         ("kind", c_int32),
         ("input", c_int32),
         ("output", c_int32),
-        ("layer", c_int32),
+        ("in_column", c_int32),
         ("norm", CNorm),
         ("key_norm", CNorm),
         ("after", CNorm),
@@ -86,6 +89,31 @@ class COp(Structure):
         ("positions", c_void_p),
         ("column", c_int32),
         ("sinks", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("qk_norm", c_int32),
+        ("value_norm", c_int32),
+        ("kv_width", c_int32),
+        ("sink_logits", c_void_p),
+        ("query_scale", c_void_p),
+        ("experts", c_int32),
+        ("slots", c_int32),
+        ("choice", c_int32),
+        ("choice_column", c_int32),
+        ("spread", c_int32),
+        ("count", c_int32),
+        ("scores", c_int32),
+        ("normalised", c_int32),
+        ("groups", c_int32),
+        ("used_groups", c_int32),
+        ("best", c_int32),
+        ("epsilon", c_float),
+        ("route_scale", c_float),
+        ("choice_bias", c_void_p),
+        ("expert_scale", c_void_p),
+        ("gate", c_int32),
+        ("pad", c_int32),
     ]
 
 
@@ -96,10 +124,6 @@ class CProgram(Structure):
         ("ops", POINTER(COp)),
         ("count", c_int32),
         ("buffers", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("layers", c_int32),
         ("widths", c_void_p),
     ]
 
@@ -122,7 +146,7 @@ class CBatch(Structure):
         ("scratch", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("layer_stride", c_int64),
+        ("cache_rows", c_int64),
         ("kv_format", c_int32),
         ("pad", c_int32),
     ]

@@ -32,8 +32,8 @@ template <typename T> struct Head {
   T *keys, *values;
   int d;
 
-  Head(const Program *p, const Batch *b, int layer, int head) : d(p->head_dim) {
-    int64_t at = layer * b->layer_stride + head * (b->layer_stride / p->kv_heads);
+  Head(const Op *op, const Batch *b, int head) : d(op->head_dim) {
+    int64_t at = (op->kv_width + (int64_t)head * d) * b->cache_rows;
     keys = (T *)b->keys + at, values = (T *)b->values + at;
   }
   T *key(int64_t row) const { return keys + row / W * W * d + row % W; }  // channel c is c * W further on
@@ -223,11 +223,11 @@ inline const int64_t *sight(const Batch *b, int t, int start, int count, int64_t
 
 // Tokens first..last-1 are of one slot; what they see of a group in common is read once for all of them.
 template <typename T> void attend_tile(const Program *p, const Op *op, const Batch *b, int first, int last, int kv_head, int sharer) {
-  int d = p->head_dim, wide = (d + W - 1) / W * W, share = p->heads / p->kv_heads;
+  int d = op->head_dim, wide = (d + W - 1) / W * W, share = op->heads / op->kv_heads;
   int sharers = share - sharer < SHARERS ? share - sharer : SHARERS, head = kv_head * share + sharer;
   alignas(64) T keys[KEYS * d], values[KEYS * d + W];
   alignas(64) float out[TOKENS * sharers][wide];
-  Head<T> cached(p, b, op->layer, kv_head);
+  Head<T> cached(op, b, kv_head);
   Gathered<T> gathered(keys, values);
   Query queries[TOKENS * SHARERS], *waiting[TOKENS * SHARERS];
   memset(out, 0, sizeof(float) * TOKENS * sharers * wide);
@@ -238,6 +238,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
     for (int g = 0; g < sharers; g++) {
       int i = (t - first) * sharers + g;
       queries[i] = {at(p, b, op->in, t) + (int64_t)(head + g) * d, out[i], -INFINITY, 0, 0, 0};
+      if (op->sink_logits) queries[i].most = op->sink_logits[head + g], queries[i].total = 1;
     }
   }
   for (int start = 0; start < longest; start += KEYS) {
@@ -273,12 +274,12 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
 }
 
 void attend(const Program *p, const Op *op, const Batch *b, int item, int items) {
-  int share = p->heads / p->kv_heads, tile = 0;
+  int share = op->heads / op->kv_heads, tile = 0;
   auto tile_of = b->kv_format == BF16 ? attend_tile<uint16_t> : attend_tile<float>;
   for (int first = 0; first < b->tokens;) {
     int last = first + 1;
     while (last < b->tokens && last - first < TOKENS && b->rows[last] == b->rows[first]) last++;
-    for (int h = 0; h < p->kv_heads; h++)
+    for (int h = 0; h < op->kv_heads; h++)
       for (int sharer = 0; sharer < share; sharer += SHARERS)
         if (tile++ % items == item) tile_of(p, op, b, first, last, h, sharer);
     first = last;

@@ -9,15 +9,19 @@ constexpr int GROUP8 = 64;       // activations that share a scale
 constexpr int GROUP4 = 32;       // 4-bit weights that share a scale
 
 // From F16 on they are GGUF's: the numbers of a file as they are, see formats.h. INT4 is Q4_0.
-enum Format : int32_t { F32, BF16, INT8, INT4, F16, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, FORMATS };
+enum Format : int32_t { F32, BF16, INT8, INT4, F16, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, FORMATS };
 enum FileType : int32_t {  // GGUF's numbers of the types that are repacked
   GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q5_0 = 6, GGML_Q5_1 = 7, GGML_Q8_0 = 8, GGML_Q3_K = 11, GGML_Q4_K = 12, GGML_Q5_K = 13,
-  GGML_Q6_K = 14, GGML_IQ4_NL = 20,
+  GGML_Q6_K = 14, GGML_IQ4_NL = 20, GGML_MXFP4 = 39,
 };
-enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5 };  // READ measures memory, SAVE copies rows, normed by `norm` and `after`, then activated
+// READ measures memory. SAVE copies rows, normed by `norm` and `after`, then activated. ROUTE chooses experts, MIX adds up
+// what they give.
+enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7 };
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2 };
-enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
+enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5 };  // the last only gated
+enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
+enum Scores : int32_t { SOFTMAX = 0, SIGMOID = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen
 
 // A linear layer. `weight` is packed in blocks of 32 outputs; inputs are padded to a multiple of 64, outputs of 32.
 struct Matrix {
@@ -35,23 +39,40 @@ struct Norm {
 
 // Buffers are float [rows][width] and named by index; `in` and `out` are buffer indices.
 struct Op {
-  int32_t kind, in, out, layer;
-  Norm norm, key_norm, after;    // LINEAR: before the product, and on its result (sandwich). ROTATE: query and key norms
+  int32_t kind, in, out, in_column;  // in_column: where in a row of `in` MIX begins
+  Norm norm, key_norm, after;    // LINEAR: norm before the product. ROTATE: query and key norms. MIX and SAVE: after
   Matrix matrix;
   int32_t activation, gated;     // LINEAR and SAVE: activation of the result; gated: gate and up interleaved by 16
   int32_t combine, wanted;       // LINEAR: what is done with what stands in `out`; take only the wanted rows
   const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
   int32_t rotary, window;
-  float scale, softcap;          // ATTEND; LINEAR uses softcap on its result (logits)
+  float scale, softcap;          // ATTEND; LINEAR on its result, unless 0 (softcap: logits); MIX and EMBED: scale
   const void *table;             // EMBED: [vocab][hidden] in `format`, or null: rows of `matrix`, which is packed
   const float *positions;        // EMBED: learned positions or null
   int32_t column, sinks;         // LINEAR and EMBED: where in a row of `out` the result begins. ATTEND: 64, if the first keys are seen
                                  // whatever the window, or 0
+
+  // ROTATE and ATTEND
+  int32_t heads, kv_heads, head_dim;  // kv_heads is 0 where ROTATE has only queries
+  int32_t qk_norm, value_norm;   // where `norm` and `key_norm` apply; normalise values, without weights
+  int32_t kv_width;              // sum of kv_heads * head_dim of the cached layers before this one
+  const float *sink_logits;      // ATTEND: [heads] scores that take part in the softmax and have no value, or null
+  const float *query_scale;      // ROTATE: [context] factor on the queries of a position, or null
+
+  // Experts. `choice` is a buffer that holds, from `choice_column` on, the numbers of a row's experts and then their weights.
+  // LINEAR: `matrix` holds `experts` matrices one behind the other; each row goes through `slots` of them. ROUTE: `slots`
+  // experts of `experts`. MIX: sum of `slots` weighted parts, each `count` numbers.
+  int32_t experts, slots, choice, choice_column;
+  int32_t spread, count;         // LINEAR: rows of `in` have a part for each slot, as those of `out` always have
+  int32_t scores, normalised, groups, used_groups, best;  // ROUTE; best: how many scores of a group are summed to rate it
+  float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale
+  const float *choice_bias, *expert_scale;  // ROUTE: [experts] added to scores for the choice only; factors on weights; or null
+  int32_t gate, pad;             // MIX: buffer whose first number gates a row, through a sigmoid; -1: none
 };
 
 struct Program {
   const Op *ops;
-  int32_t count, buffers, heads, kv_heads, head_dim, layers;
+  int32_t count, buffers;
   const int32_t *widths;         // of each buffer
 };
 
@@ -66,7 +87,7 @@ struct Batch {
   float *const *buffers;                    // [buffers]
   void *scratch;                            // quantised activations, see scratch_bytes
   void *keys, *values;                      // of all layers, in kv_format; attention.h has the layout of one head
-  int64_t layer_stride;                     // elements between layers
+  int64_t cache_rows;                       // rows of the cache
   int32_t kv_format, pad;
 };
 

@@ -55,14 +55,15 @@ const Variant *choose(const char *name) {
 
 const Variant *active = nullptr;
 
-int phases(const Op *op) { return op->kind == LINEAR ? (op->after.kind == NO_NORM ? 2 : 3) : 1; }
+int phases(const Op *op) { return op->kind == LINEAR ? 2 : 1; }
 
 // In how many items a phase is divided. Results do not depend on it: nothing is summed across items.
 int items(const Op *op, const Batch *b, int phase, int threads) {
   if (threads == 1) return 1;
   int rows = op->wanted ? b->wanted : b->tokens, most = 4 * threads, n = rows;
-  if (op->kind == READ || (op->kind == LINEAR && phase == 1)) n = (op->matrix.outputs + BLOCK - 1) / BLOCK;
-  if (op->kind == ATTEND) n = most;
+  const bool product = op->kind == LINEAR && phase == 1;
+  if (op->kind == READ || product) n = (op->matrix.outputs + BLOCK - 1) / BLOCK;
+  if (op->kind == ATTEND || (product && op->experts)) n = most;
   return n < 1 ? 1 : n < most ? n : most;
 }
 

@@ -8,8 +8,8 @@
 //   5 bits: the lines of 4 bits, then one whose byte 4o + j holds the fifth bits: bit t is that of input 4t + j.
 //   6 bits: the lines of 4 bits, then two; two bits of byte 4o + j of line h, from 2t up, are those of input 16h + 4t + j.
 //
-// Scales lie apart, in the order of inputs, 32 outputs side by side: in half precision for each group, behind it the
-// minimum where there is one; or, of two levels, in half precision for 256 inputs (and that of the minima), followed by
+// Scales lie apart, in the order of inputs, 32 outputs side by side: in half precision (of MXFP4 in bfloat16, which holds its
+// powers of two) for each group, behind it the minimum where there is one; or, of two levels, in half precision for 256 inputs (and that of the minima), followed by
 // whole numbers of a byte for each of their groups.
 #pragma once
 #include "common.h"
@@ -19,6 +19,7 @@ namespace {
 struct Layout {
   int bits, group, offset;    // of a weight; inputs that share a scale; what is added to make integers unsigned
   bool two_level, minimum;    // the scale of a group is a byte times that of 256 inputs; groups have a least value
+  bool coded = false;         // the four bits are a place in MX_VALUES, and scales are bfloat16
 };
 
 constexpr Layout layout(int format) {
@@ -30,12 +31,17 @@ constexpr Layout layout(int format) {
          : format == Q4_K ? Layout{4, 32, 0, true, true}
          : format == Q5_K ? Layout{5, 32, 0, true, true}
          : format == Q6_K ? Layout{6, 16, 32, true, false}
+         : format == MXFP4 ? Layout{4, 32, 12, false, false, true}
          : format == INT8 ? Layout{8, 0, 128, false, false}
          : format == F32  ? Layout{32, 0, 0, false, false}
                           : Layout{16, 0, 0, false, false};
 }
 constexpr bool grouped(int format) { return layout(format).group; }
 constexpr bool bytes_as_they_are(int format) { return format == INT8 || format == Q8_0; }  // products of AVX2 want 16 bits
+
+// The values of e2m1, doubled, plus 12: 0, 1/2, 1, 3/2, 2, 3, 4, 6 and their negatives.
+#define MX_VALUES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+constexpr uint8_t mx_values[16] = {MX_VALUES};
 
 constexpr int SUPER = 256;                                     // inputs under one scale of the upper of two levels
 constexpr int LEVEL = BLOCK * 2;                               // bytes of half-precision numbers for a block

@@ -113,17 +113,30 @@ Row scratch_row(const Matrix &a, const Batch *b, int row) {
   return {(char *)b->scratch + row * (row_bytes(a.format, a.padded) + 64), a.padded};
 }
 
+int parts_of_input(const Op *op) { return op->spread ? op->slots : 1; }
+
 void prepare(const Program *p, const Op *op, const Batch *b, int item, int items) {
   const Matrix &a = op->matrix;
   Share s = share(op->wanted ? b->wanted : b->tokens, item, items);
   alignas(64) float row[a.padded + W];
-  for (int t = s.from; t < s.to; t++) {
-    normalise(at(p, b, op->in, op->wanted ? b->want[t] : t), op->norm, a.inputs, row);
-    convert(row, a.inputs, a.format, scratch_row(a, b, t));
-  }
+  const int parts = parts_of_input(op);
+  for (int t = s.from; t < s.to; t++)
+    for (int i = 0; i < parts; i++) {
+      normalise(at(p, b, op->in, op->wanted ? b->want[t] : t) + (int64_t)i * a.inputs, op->norm, a.inputs, row);
+      convert(row, a.inputs, a.format, scratch_row(a, b, t * parts + i));
+    }
 }
 
-void finish_tile(const Program *p, const Op *op, const Batch *b, int block, int first, int rows, float (*tile)[BLOCK]) {
+inline vf gated(vf gate, vf x, int activation) {
+  if (activation != CLAMPED_SWIGLU) return activate(gate, activation) * x;
+  gate = pick(gate > 7.0f, set1(7.0f), gate);
+  x = pick(x > 7.0f, set1(7.0f), pick(x < -7.0f, set1(-7.0f), x));
+  return (x + 1.0f) * (gate / (vexp(gate * -1.702f) + 1.0f));
+}
+
+// A tile of outputs comes to `to`, a pointer for each row to where the result of the matrix begins. `first` is the block of
+// the whole matrix at which that result begins.
+void finish_tile(const Op *op, int block, int first, int rows, float (*tile)[BLOCK], float *const *to) {
   const Matrix &a = op->matrix;
   int count = a.outputs - block * BLOCK < BLOCK ? a.outputs - block * BLOCK : BLOCK;
   for (int m = 0; m < rows; m++) {
@@ -131,15 +144,16 @@ void finish_tile(const Program *p, const Op *op, const Batch *b, int block, int 
     if (a.bias)
       for (int c = 0; c < 2; c++) v[c] = v[c] + load(a.bias + block * BLOCK + c * W);
     if (op->gated) {  // 16 gates, then the 16 values they let through
-      v[0] = activate(v[0], op->activation) * v[1];
-      float *out = at(p, b, op->out, first + m) + block * W;
+      v[0] = gated(v[0], v[1], op->activation);
+      float *out = to[m] + (block - first) * W;
       if (count == BLOCK) store(out, v[0]);
       else for (int i = 0; i < count / 2; i++) out[i] = v[0][i];
       continue;
     }
-    float *out = at(p, b, op->out, first + m) + op->column + block * BLOCK;
+    float *out = to[m] + (block - first) * BLOCK;
     for (int c = 0; c < 2; c++) {
       if (op->activation) v[c] = activate(v[c], op->activation);
+      if (op->scale != 0) v[c] = v[c] * op->scale;
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;
       auto combine = [&](auto there, auto new_) {
         return op->combine == ADD ? there + new_ : op->combine == TIMES ? there * new_ : new_;
@@ -162,37 +176,162 @@ void multiply(const Program *p, const Op *op, const Batch *b, int item, int item
   Share s = share((a.outputs + BLOCK - 1) / BLOCK, item, items);
   alignas(64) float tile[MOST][BLOCK];
   Row row[rows];
-  for (int m = 0; m < rows; m++) row[m] = scratch_row(a, b, m);
+  float *to[rows];
+  for (int m = 0; m < rows; m++) row[m] = scratch_row(a, b, m), to[m] = at(p, b, op->out, m) + op->column;
   for (int block = s.from; block < s.to; block++)
     for (int i = 0; i < parts; i++) {
       Share part = share(rows, i, parts);
       int count = part.to - part.from;
       products(a, block, row + part.from, count, tile);
-      finish_tile(p, op, b, block, part.from, count, tile);
+      finish_tile(op, block, 0, count, tile, to + part.from);
     }
 }
 
-void after(const Program *p, const Op *op, const Batch *b, int item, int items) {
+// The same where each row goes through experts of its own. An expert that a pass needs is read once, for all of its rows;
+// which those are is found anew by each item, in a time that is small beside a product.
+void multiply_experts(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  const Matrix &a = op->matrix;
+  const int slots = op->slots, entries = b->tokens * slots, blocks = a.outputs / BLOCK / op->experts;
+  const int width = op->gated ? blocks * W : blocks * BLOCK, parts_in = parts_of_input(op);
+  int first[op->experts + 1], next[op->experts], order[entries], present[op->experts], distinct = 0;
+  auto expert_of = [&](int entry) {
+    return (int)at(p, b, op->choice, entry / slots)[op->choice_column + entry % slots];
+  };
+  memset(first, 0, sizeof(first));
+  for (int i = 0; i < entries; i++) first[expert_of(i) + 1]++;
+  for (int e = 0; e < op->experts; e++) {
+    if (first[e + 1]) present[distinct++] = e;
+    first[e + 1] += first[e], next[e] = first[e];
+  }
+  for (int i = 0; i < entries; i++) order[next[expert_of(i)]++] = i;
+  Share s = share(distinct * blocks, item, items);
+  alignas(64) float tile[MOST][BLOCK];
+  for (int unit = s.from; unit < s.to; unit++) {
+    const int expert = present[unit / blocks], block = expert * blocks + unit % blocks;
+    for (int from = first[expert]; from < first[expert + 1]; from += MOST) {
+      const int left = first[expert + 1] - from, count = left < MOST ? left : MOST;
+      Row row[MOST];
+      float *to[MOST];
+      for (int m = 0; m < count; m++) {
+        const int entry = order[from + m];
+        row[m] = scratch_row(a, b, parts_in > 1 ? entry : entry / slots);
+        to[m] = at(p, b, op->out, entry / slots) + op->column + (int64_t)(entry % slots) * width;
+      }
+      products(a, block, row, count, tile);
+      finish_tile(op, block, expert * blocks, count, tile, to);
+    }
+  }
+}
+
+// Choose experts: the `slots` best by score plus bias, the first of equal ones; with groups, only from the best groups.
+void route_row(const Op *op, const float *logits, float *choice) {
+  const int experts = op->experts, size = experts / (op->groups > 1 ? op->groups : 1);
+  float score[experts], rank[experts];
+  float most = -INFINITY, total = 0;
+  for (int e = 0; e < experts; e++) most = logits[e] > most ? logits[e] : most;
+  for (int e = 0; e < experts; e++) {
+    score[e] = op->scores == SOFTMAX ? expf(logits[e] - most) : op->scores == SIGMOID ? 1.0f / (1.0f + expf(-logits[e])) : logits[e];
+    total += score[e];
+  }
+  for (int e = 0; e < experts; e++) {
+    if (op->scores == SOFTMAX) score[e] /= total;
+    rank[e] = score[e] + (op->choice_bias ? op->choice_bias[e] : 0);
+  }
+  if (op->groups > 1) {
+    float rated[op->groups];
+    bool used[op->groups];
+    for (int g = 0; g < op->groups; g++) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int e = g * size; e < (g + 1) * size; e++)
+        if (rank[e] > first) second = first, first = rank[e];
+        else if (rank[e] > second) second = rank[e];
+      rated[g] = op->best > 1 ? first + second : first, used[g] = false;
+    }
+    for (int i = 0; i < op->used_groups; i++) {
+      int best = -1;
+      for (int g = 0; g < op->groups; g++)
+        if (!used[g] && (best < 0 || rated[g] > rated[best])) best = g;
+      used[best] = true;
+    }
+    for (int e = 0; e < experts; e++)
+      if (!used[e / size]) rank[e] = -INFINITY;
+  }
+  float sum = 0, *weights = choice + op->slots;
+  for (int s = 0; s < op->slots; s++) {
+    int best = -1;
+    for (int e = 0; e < experts; e++)
+      if (rank[e] > -INFINITY && (best < 0 || rank[e] > rank[best])) best = e;
+    if (best < 0) best = 0;  // scores that are not finite: any expert is right
+    choice[s] = (float)best, weights[s] = score[best];
+    rank[best] = -INFINITY;
+  }
+  if (op->scores == LOGITS) {
+    const float top_ = weights[0];
+    for (int s = 0; s < op->slots; s++) weights[s] = expf(weights[s] - top_);
+  }
+  for (int s = 0; s < op->slots; s++) sum += weights[s];
+  for (int s = 0; s < op->slots; s++) {
+    if (op->normalised || op->scores == LOGITS) weights[s] /= sum + op->epsilon;
+    weights[s] *= op->route_scale;
+    if (op->expert_scale) weights[s] *= op->expert_scale[(int)choice[s]];
+  }
+}
+
+void route(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
-  int n = op->matrix.outputs, target = op->layer;  // `out` holds the product, `layer` names the residual stream
+  for (int t = s.from; t < s.to; t++) route_row(op, at(p, b, op->in, t), at(p, b, op->choice, t) + op->choice_column);
+}
+
+// out = (out +) scale * gate * norm(weighted sum of the parts of `in`), the parts in the order of their slots.
+void mix(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  Share s = share(b->tokens, item, items);
+  const int n = op->count;
   float row[n];
   for (int t = s.from; t < s.to; t++) {
-    normalise(at(p, b, op->out, t), op->after, n, row);
-    float *x = at(p, b, target, t);
-    for (int i = 0; i < n; i++) x[i] = x[i] + row[i];
+    const float *in = at(p, b, op->in, t) + op->in_column;
+    const float *weights = op->choice < 0 ? nullptr : at(p, b, op->choice, t) + op->choice_column + op->slots;
+    for (int i = 0; i < n; i++) row[i] = weights ? in[i] * weights[0] : in[i];
+    for (int slot = 1; slot < op->slots; slot++)
+      for (int i = 0; i < n; i++) row[i] = row[i] + in[(int64_t)slot * n + i] * weights[slot];
+    normalise(row, op->after, n, row);
+    float factor = op->scale;
+    if (op->gate >= 0) factor = factor / (1.0f + expf(-at(p, b, op->gate, t)[0]));
+    float *out = at(p, b, op->out, t) + op->column;
+    for (int i = 0; i < n; i++) {
+      float x = row[i] * factor;
+      out[i] = op->combine == ADD ? out[i] + x : op->combine == TIMES ? out[i] * x : x;
+    }
   }
+}
+
+// Divide by the root of the mean square.
+void normalise_plain(float *x, float eps, int n) {
+  float total = 0;
+  for (int i = 0; i < n; i++) total += x[i] * x[i];
+  float factor = 1.0f / sqrtf(total / n + eps);
+  for (int i = 0; i < n; i++) x[i] *= factor;
 }
 
 // Norms and rotary embedding of queries and keys; keys and values go to the cache.
 void rotate(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
-  int d = p->head_dim, half_ = op->rotary / 2;
+  const int d = op->head_dim, half_ = op->rotary / 2, queries = op->heads * d, keys = op->kv_heads * d;
   for (int t = s.from; t < s.to; t++) {
     float *head = at(p, b, op->in, t);
-    for (int h = 0; h < p->heads + p->kv_heads; h++, head += d) {
-      const Norm &norm = h < p->heads ? op->norm : op->key_norm;
-      if (norm.kind != NO_NORM) normalise(head, norm, d, head);
-      if (!op->cosine) continue;
+    if (op->qk_norm == BY_ROW) {
+      normalise(head, op->norm, queries, head);
+      if (keys) normalise(head + queries, op->key_norm, keys, head + queries);
+    }
+    for (int h = 0; h < op->heads + op->kv_heads; h++, head += d) {
+      const Norm &norm = h < op->heads ? op->norm : op->key_norm;
+      auto normalise_head = [&](int when) {
+        if (op->qk_norm == when && norm.kind != NO_NORM) normalise(head, norm, d, head);
+      };
+      normalise_head(BY_HEAD);
+      if (!op->cosine) {
+        normalise_head(AFTER_ROPE);
+        continue;
+      }
       const float *cosine = op->cosine + b->positions[t] * half_, *sine = op->sine + b->positions[t] * half_;
       int i = 0;
       for (; i + W <= half_; i += W) {
@@ -205,11 +344,15 @@ void rotate(const Program *p, const Op *op, const Batch *b, int item, int items)
         head[i] = x * cosine[i] - y * sine[i];
         head[i + half_] = y * cosine[i] + x * sine[i];
       }
+      normalise_head(AFTER_ROPE);
     }
-    const float *key = at(p, b, op->in, t) + p->heads * d, *value = key + p->kv_heads * d;
-    for (int h = 0; h < p->kv_heads; h++, key += d, value += d)
-      if (b->kv_format == BF16) Head<uint16_t>(p, b, op->layer, h).put(b->store[t], key, value);
-      else Head<float>(p, b, op->layer, h).put(b->store[t], key, value);
+    float *query = at(p, b, op->in, t), *key = query + queries, *value = key + keys;
+    for (int i = 0; op->query_scale && i < queries; i++) query[i] *= op->query_scale[b->positions[t]];
+    for (int h = 0; h < op->kv_heads; h++, key += d, value += d) {
+      if (op->value_norm) normalise_plain(value, op->epsilon, d);
+      if (b->kv_format == BF16) Head<uint16_t>(op, b, h).put(b->store[t], key, value);
+      else Head<float>(op, b, h).put(b->store[t], key, value);
+    }
   }
 }
 
@@ -256,9 +399,11 @@ void run(const Program *p, const Op *op, const Batch *b, int item, int items, in
   else if (op->kind == ATTEND) attend(p, op, b, item, items);
   else if (op->kind == READ) read(op, item, items);
   else if (op->kind == SAVE) save(p, op, b, item, items);
+  else if (op->kind == ROUTE) route(p, op, b, item, items);
+  else if (op->kind == MIX) mix(p, op, b, item, items);
   else if (phase == 0) prepare(p, op, b, item, items);
-  else if (phase == 1) multiply(p, op, b, item, items);
-  else after(p, op, b, item, items);
+  else if (phase == 1 && op->experts) multiply_experts(p, op, b, item, items);
+  else multiply(p, op, b, item, items);
 }
 
 // ---------------------------------------------------------------- packing

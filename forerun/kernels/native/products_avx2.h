@@ -152,7 +152,7 @@ template <int M, int C> struct Int8Tile {
 
 // Four inputs, the t-th four of 32, of eight outputs: a byte each, not negative. `w` are the weights of those outputs. t is a
 // constant wherever this is inlined.
-template <int BITS> INLINE inline __m256i weights(const char *w, int t) {
+template <int BITS, bool CODED = false> INLINE inline __m256i weights(const char *w, int t) {
   auto at = [&](int byte) INLINE { return _mm256_loadu_si256((const __m256i *)(w + byte)); };
   auto upper = [&](int byte, int left, int mask) INLINE {  // bits that belong above the lower four
     __m256i v = at(byte);
@@ -160,6 +160,7 @@ template <int BITS> INLINE inline __m256i weights(const char *w, int t) {
   };
   __m256i v = at(t / 2 * LINE);
   v = _mm256_and_si256(t % 2 ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15));
+  if (CODED) return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(MX_VALUES)), v);
   if (BITS == 5) v = _mm256_or_si256(v, upper(4 * LINE, 4 - t, 0x10));
   if (BITS == 6) v = _mm256_or_si256(v, upper((4 + t / 4) * LINE, 4 - t % 4 * 2, 0x30));
   return v;
@@ -167,6 +168,9 @@ template <int BITS> INLINE inline __m256i weights(const char *w, int t) {
 
 INLINE inline __m256 halves(const uint8_t *p, int i) {  // the i-th eight
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16 * i)));
+}
+INLINE inline __m256 bf16s(const uint8_t *p, int i) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16 * i))), 16));
 }
 template <typename T> INLINE inline __m256 integers(const uint8_t *p, int i) {
   __m128i v = _mm_loadl_epi64((const __m128i *)(p + 8 * i));
@@ -196,7 +200,7 @@ template <int F> struct GroupTiles {
             __m256i x = four(group[m]->x + half_ * 32 + TERMS * i);
             EACH(c, C, add_int8(acc[m][c], v[c], x););););
       } else {
-        constexpr int FIT = fit(L.bits) < FOURS ? fit(L.bits) : FOURS;
+        constexpr int BITS = L.coded ? 5 : L.bits, FIT = fit(BITS) < FOURS ? fit(BITS) : FOURS;  // coded values go up to 24
 #pragma GCC unroll 4
         for (int first = 0; first < FOURS; first += FIT) {
           __m256i small[M][C];
@@ -204,7 +208,7 @@ template <int F> struct GroupTiles {
           for (int j = 0; j < FIT; j++) {
             int t = I * FOURS + first + j;
             __m256i v[C];
-            EACH(c, C, v[c] = weights<L.bits>(w + 32 * c, t););
+            EACH(c, C, v[c] = weights<L.bits, L.coded>(w + 32 * c, t););
             EACH(m, M,
               __m256i x = four(group[m]->x + half_ * 32 + 4 * t);
               EACH(c, C,
@@ -231,7 +235,8 @@ template <int F> struct GroupTiles {
             multiply<decltype(i)::value>(w, group, half_, acc);
             __m256 column[C], least[C];
             EACH(c, C,
-              if constexpr (!L.two_level) column[c] = halves(s + 2 * o, c);
+              if constexpr (L.coded) column[c] = bf16s(s + 2 * o, c);
+              else if constexpr (!L.two_level) column[c] = halves(s + 2 * o, c);
               else if constexpr (L.group == 16) column[c] = _mm256_mul_ps(integers<int8_t>(s + i * BLOCK + o, c), halves(header + 2 * o, c));
               else column[c] = _mm256_mul_ps(integers<uint8_t>(s + o, c), halves(header + 2 * o, c));
               if constexpr (L.minimum && !L.two_level) least[c] = halves(s + LEVEL + 2 * o, c);
@@ -259,7 +264,7 @@ constexpr int WIDE = 2, NARROW = 6;  // rows of a tile of 32 outputs, and of 16
   TILES(FloatTiles<float>::Tile), TILES(Bf16Tile), TILES(Int8Tile), TILES(GroupTiles<INT4>::Tile),                  \
       TILES(FloatTiles<uint16_t>::Tile), TILES(GroupTiles<Q8_0>::Tile), TILES(GroupTiles<Q4_1>::Tile),              \
       TILES(GroupTiles<Q5_0>::Tile), TILES(GroupTiles<Q5_1>::Tile), TILES(GroupTiles<Q4_K>::Tile),                  \
-      TILES(GroupTiles<Q5_K>::Tile), TILES(GroupTiles<Q6_K>::Tile)
+      TILES(GroupTiles<Q5_K>::Tile), TILES(GroupTiles<Q6_K>::Tile), TILES(GroupTiles<MXFP4>::Tile)
 const Add wide[FORMATS][WIDE + 1] = {FORMS(WIDE_TILES)};
 const Add narrow[FORMATS][NARROW + 1] = {FORMS(NARROW_TILES)};
 #undef WIDE_TILES

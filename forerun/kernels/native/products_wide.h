@@ -103,12 +103,26 @@ inline vi shifted(vi v, int n) {  // to the left, or right where n is negative
 #endif
 }
 
+// Places in the table of MXFP4 to values.
+inline vi decoded(vi places) {
+#if defined(__AVX512F__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(MX_VALUES));
+  return (vi)_mm512_shuffle_epi8(table, (__m512i)places);
+#else
+  uint8_t b[64];
+  memcpy(b, &places, 64);
+  for (int i = 0; i < 64; i++) b[i] = mx_values[b[i]];
+  return bytes(b);
+#endif
+}
+
 // Four inputs, the t-th four of 32, of 16 outputs: a byte each, not negative. `w` are the weights of those outputs. t is a
 // constant wherever this is inlined.
-template <int BITS> INLINE inline vi weights(const uint8_t *w, int t) {
+template <int BITS, bool CODED = false> INLINE inline vi weights(const uint8_t *w, int t) {
   if (BITS == 8) return bytes(w + t * 128);
   vi v = bytes(w + t / 2 * 128);
   v = (t % 2 ? shifted(v, -4) : v) & 0x0f0f0f0f;
+  if (CODED) return decoded(v);
   if (BITS == 5) v = v | (shifted(bytes(w + 512), 4 - t) & 0x10101010);
   if (BITS == 6) v = v | (shifted(bytes(w + 512 + t / 4 * 128), 4 - t % 4 * 2) & 0x30303030);
   return v;
@@ -162,7 +176,7 @@ template <int F> struct Scales {
           minimum[c] = to_float(from_uint8(own + BLOCK + c * W)) * half16((const uint16_t *)(header + LEVEL) + c * W);
         }
       } else {
-        scale[0][c] = half16((const uint16_t *)own + c * W);
+        scale[0][c] = L.coded ? from_bf16((const uint16_t *)own + c * W) : half16((const uint16_t *)own + c * W);
         if constexpr (L.minimum) minimum[c] = half16((const uint16_t *)(own + LEVEL) + c * W);
       }
   }
@@ -202,7 +216,7 @@ template <int M, int F> inline Tile<M> product_groups(const uint8_t *w, const ui
         for (int t_ = i * FOURS; t_ < (i + 1) * FOURS; t_++) {
           if (L.bits == 8 || t_ % 2 == 0 || t_ / 2 < L.bits - 4) ahead.step();  // once for each line
           for (int c = 0; c < 2; c++) {
-            vi v = weights<L.bits>(w + 64 * c, t_);
+            vi v = weights<L.bits, L.coded>(w + 64 * c, t_);
             for (int m = 0; m < M; m++) acc[m][c] = dot4(acc[m][c], v, group[m][g].x + half_ * 32 + 4 * t_);
           }
         }
@@ -252,7 +266,7 @@ constexpr int NEAR = 8192;  // bytes ahead, enough for one tile
   {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>, product<6, F>, product<7, F>, product<8, F>}
 const Product tiles_of[FORMATS][TALLEST + 1] = {
     TALL(F32), TALL(BF16), TALL(INT8), GROUPED(INT4), TALL(F16), GROUPED(Q8_0), GROUPED(Q4_1), GROUPED(Q5_0), GROUPED(Q5_1),
-    GROUPED(Q4_K), GROUPED(Q5_K), GROUPED(Q6_K)};
+    GROUPED(Q4_K), GROUPED(Q5_K), GROUPED(Q6_K), GROUPED(MXFP4)};
 #undef GROUPED
 #undef TALL
 

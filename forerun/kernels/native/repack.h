@@ -32,6 +32,11 @@ const int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 2
 void unpack_simple(int type, const uint8_t *p, int g, Unpacked &u) {
   uint8_t *q = u.q + 32 * g;
   bool minimum = type == GGML_Q4_1 || type == GGML_Q5_1;
+  if (type == GGML_MXFP4) {  // a byte e: 2^(e - 128) times the doubled values; 255 is no number
+    u.scale[g] = p[0] == 255 ? 0x7f80 : to_bf16(ldexpf(1.0f, p[0] - 128));
+    nibbles(p + 1, q, 16);
+    return;
+  }
   u.scale[g] = half_at(p);
   if (minimum) u.minimum[g] = half_at(p + 2);
   p += minimum ? 4 : 2;
@@ -89,6 +94,7 @@ void unpack_super(int type, const uint8_t *p, Unpacked &u) {
 }
 
 inline bool finite(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+inline bool finite(uint16_t h, bool is_bf16) { return is_bf16 ? (h & 0x7f80) != 0x7f80 : finite(h); }
 
 // The integers of 256 (or fewer, in groups of 32) inputs of output o into a block, from input k on: four at a time, as
 // they lie one behind the other on both sides.
@@ -120,7 +126,8 @@ bool repack(int type, int format, const uint8_t *const *rows, int outputs, int i
   memset(weight, 0, bytes * blocks);
   memset(scale, 0, scales * blocks);
   int each = type == GGML_Q8_0 ? 34 : type == GGML_Q4_1 ? 20 : type == GGML_Q5_0 ? 22 : type == GGML_Q5_1 ? 24
-             : type == GGML_Q4_K ? 144 : type == GGML_Q5_K ? 176 : type == GGML_Q6_K ? 210 : type == GGML_Q3_K ? 110 : 18;
+             : type == GGML_Q4_K ? 144 : type == GGML_Q5_K ? 176 : type == GGML_Q6_K ? 210 : type == GGML_Q3_K ? 110
+             : type == GGML_MXFP4 ? 17 : 18;
   auto place_row = l.bits == 8 ? place_all<8> : l.bits == 6 ? place_all<6> : l.bits == 5 ? place_all<5> : place_all<4>;
   bool fine = true;
   Unpacked u{};
@@ -148,7 +155,7 @@ bool repack(int type, int format, const uint8_t *const *rows, int outputs, int i
           unpack_simple(type, p, g, u);
           memcpy(to + 2 * o, u.scale + g, 2);
           if (l.minimum) memcpy(to + LEVEL + 2 * o, u.minimum + g, 2);
-          fine = fine && finite(u.scale[g]) && (!l.minimum || finite(u.minimum[g]));
+          fine = fine && finite(u.scale[g], l.coded) && (!l.minimum || finite(u.minimum[g]));
           to += header_bytes(format);
         }
       }
@@ -179,7 +186,8 @@ void unpack_row(const Matrix &a, int64_t output, float *to) {
       scales += header_bytes(a.format);
     }
     if (k % 32 == 0 && !l.two_level) {
-      scale = half(half_at(scales + 2 * o)), minimum = l.minimum ? half(half_at(scales + LEVEL + 2 * o)) : 0;
+      scale = l.coded ? from_bf16(half_at(scales + 2 * o)) : half(half_at(scales + 2 * o));
+      minimum = l.minimum ? half(half_at(scales + LEVEL + 2 * o)) : 0;
       scales += header_bytes(a.format);
     }
     if (k % 16 == 0 && l.two_level) {
@@ -187,7 +195,8 @@ void unpack_row(const Matrix &a, int64_t output, float *to) {
       if (l.group == 16) scale = upper_scale * (float)(int8_t)small[k % 32 / 16 * BLOCK];
       else scale = upper_scale * (float)small[0], minimum = upper_minimum * (float)small[BLOCK];
     }
-    float v = scale * (float)(take(l.bits, block, k, o) - l.offset);
+    int q = take(l.bits, block, k, o);
+    float v = scale * (float)((l.coded ? mx_values[q] : q) - l.offset);
     to[k] = l.minimum ? v + minimum : v;
     if (l.two_level && k % SUPER == SUPER - 1) scales += SUPER / 32 * 2 * BLOCK;
   }

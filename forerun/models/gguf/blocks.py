@@ -35,6 +35,7 @@ FORMS = {
     "Q5_K": "q5_k",
     "Q6_K": "q6_k",
     "Q3_K": "q6_k",
+    "MXFP4": "mxfp4",
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPE_IDS = {name: kind for kind, (name, _, _) in TYPES.items()}

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import LoadError, one_line, shown, suggest
-from forerun.models.config import MAX_CONTEXT, Json, ModelConfig, make_config
+from forerun.models.config import MAX_CONTEXT, ModelConfig, make_config
+from forerun.models.families import Json
 from forerun.models.files import parts_of
 from forerun.models.gguf.container import GgufFile, HeaderReader, StringArray, mapped, open_gguf
 from forerun.models.gguf.tokenizer import (

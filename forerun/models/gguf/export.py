@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.config import Json, ModelConfig, load_config, make_config
+from forerun.models.config import ModelConfig, load_config, make_config
+from forerun.models.families import Json
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
-from forerun.models.weights import NAMES, SANDWICH_NAMES, LayerWeights, Norm, Source, load_weights
+from forerun.models.weights import NAMES, LayerWeights, Norm, Source, load_weights
 
 Reader = Callable[[], Tensor]
 PREFIXES = {"gpt2": "transformer."}  # of every tensor but the head; "model." for other layouts
@@ -72,7 +73,11 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
         make_linear=lambda _, source, bias: (source, bias),
         make_embedding=lambda source: source,
     )
-    names = NAMES[target.layout] | (SANDWICH_NAMES if target.sandwich else {})
+    if config.experts is not None or config.head_shapes or config.layer_input:
+        raise LoadError(
+            f"{path}: training from GGUF files of the family {config.family} is not supported"
+        )
+    names = NAMES[target.layout]
     prefix = PREFIXES.get(target.layout, "model.")
     found: dict[str, Reader] = {f"{prefix}{names['embed']}.weight": weights.embed.weight}
     if weights.positions is not None:

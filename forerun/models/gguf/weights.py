@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
-from forerun.models.gguf.blocks import Blocks, Piece, floats, unpermuted
+from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.weights import Matrix, Names, WeightLoader
@@ -30,6 +32,13 @@ NAMES: Names = {
     "mlp_norm": "ffn_norm",
     "mlp_out_norm": "post_ffw_norm",
     "down": "ffn_down",
+    "sink_logits": "attn_sinks.weight",
+    "router": "ffn_gate_inp",
+    "choice_bias": "exp_probs_b.bias",
+    "expert_down": "ffn_down_exps",
+    "shared_up": ["ffn_gate_shexp", "ffn_up_shexp"],
+    "shared_down": "ffn_down_shexp",
+    "shared_gate": "ffn_gate_inp_shexp",
 }
 # rope factors are read with the configuration; image, audio and drafting modules are not used
 IGNORED = re.compile(
@@ -45,11 +54,18 @@ class GgufLoader(WeightLoader):
         self.gguf = open_gguf(path)
         self.taken: set[str] = set()
         self.prefix = ""
-        is_fused = "blk.0.attn_qkv.weight" in self.gguf.tensors
-        has_gate = "blk.0.ffn_gate.weight" in self.gguf.tensors
+        self.rotates_pairs = self.gguf.architecture in PERMUTED
+
+        def has(stem: str) -> bool:
+            layers = range(self.config.layers)
+            return any(f"blk.{i}.{stem}.weight" in self.gguf.tensors for i in layers)
+
         self.names = NAMES | {
-            "qkv": "attn_qkv" if is_fused else ["attn_q", "attn_k", "attn_v"],
-            "up": ["ffn_gate", "ffn_up"] if has_gate else "ffn_up",
+            "qkv": "attn_qkv" if has("attn_qkv") else ["attn_q", "attn_k", "attn_v"],
+            "up": ["ffn_gate", "ffn_up"] if has("ffn_gate") else "ffn_up",
+            "expert_up": "ffn_gate_up_exps"
+            if has("ffn_gate_up_exps")
+            else ["ffn_gate_exps", "ffn_up_exps"],
         }
 
     def claim(self, name: str, shape: tuple[int, ...]) -> Entry:
@@ -65,29 +81,49 @@ class GgufLoader(WeightLoader):
         self.taken.add(name)
         return entry
 
-    def row_order(self, name: str, rows: int) -> Tensor | None:
-        """Return the row order that undoes the converter's permutation; None if there is none."""
-        heads = 0
-        if ".attn_q." in name:
-            heads = self.config.heads
-        elif ".attn_k." in name:
-            heads = self.config.kv_heads
-        if not heads or self.gguf.architecture not in PERMUTED:
-            return None
-        return unpermuted(rows, heads, self.config.ropes[0].dim)
-
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry, order = self.claim(name, shape), self.row_order(name, shape[0])
-        values = floats(entry.kind, entry.read()).reshape(shape)
-        return values if order is None else values[order]
+        entry = self.claim(name, shape)
+        return floats(entry.kind, entry.read()).reshape(shape)
 
     def matrix(
         self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
     ) -> Callable[[], Matrix]:
-        name = f"{stem}.weight"
-        blocks, order = Blocks((Piece(self.claim(name, shape)),)), self.row_order(name, shape[0])
-        ordered = blocks if order is None else blocks.select_rows(order)
-        return lambda: ordered
+        if "ffn_gate_inp_shexp" in stem:  # stored as a vector
+            values = self.floats(f"{stem}.weight", shape[1:])
+            return lambda: values[None]
+        blocks = Blocks((Piece(self.claim(f"{stem}.weight", shape)),))
+        return lambda: blocks
+
+    def expert_matrix(
+        self, part: str, layer: int, halves: int, rows: int, inputs: int
+    ) -> Callable[[], Matrix]:
+        experts = self.config.experts
+        assert experts is not None
+        count = experts.count
+        pieces = []
+        stems = self.stems(part, layer, [rows] * halves)
+        for stem, each in stems:
+            entry = self.claim(f"{stem}.weight", (count, each, inputs))
+            flat = replace(entry, shape=(count * each, inputs))
+            if each == rows:
+                pieces.append(Piece(flat))
+                continue
+            order = np.arange(count * each).reshape(count, halves, rows)
+            pieces += [
+                Piece(flat, np.ascontiguousarray(order[:, half].ravel())) for half in range(halves)
+            ]
+        blocks = Blocks(tuple(pieces))
+        return lambda: blocks
+
+    def expert_bias(self, part: str, layer: int, halves: int, rows: int) -> Tensor:
+        experts = self.config.experts
+        assert experts is not None
+        stems = self.stems(part, layer, [rows] * halves)
+        found = [self.floats(f"{stem}.bias", (experts.count, rows)) for stem, _ in stems]
+        return torch.cat([each.flatten() for each in found])
+
+    def head_stem(self) -> str:
+        return str(self.names["head"])
 
     def embedding(self) -> Callable[[], Matrix]:
         shape = (self.config.vocab, self.config.hidden)

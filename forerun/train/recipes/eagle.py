@@ -407,7 +407,7 @@ def copy_last_layer(layer: JoinedLayer, target: Target) -> bool:
     """Copy the target's last layer. Returns False, with nothing done, if it is of another kind
     (biases, layer norms, norms after a branch, an MLP without a gate, other sizes)."""
     c = target.llm.decoder.config
-    if c.norm == "layer" or c.sandwich or not c.gated or c.qkv_bias or c.out_bias or c.mlp_bias:
+    if not c.is_llama_like:
         return False
     found: dict[str, Tensor] = {}
 
@@ -416,6 +416,7 @@ def copy_last_layer(layer: JoinedLayer, target: Target) -> bool:
             found[part] = source.weight()
 
     last: LayerWeights = load_weights(c, target.path, torch.float32, target.device, make).layers[-1]
+    assert last.attention_norm is not None and last.mlp_norm is not None
     attention, mlp = layer.self_attn, layer.mlp
     if attention.products().shape != found["qkv"].shape:
         return False

@@ -1,0 +1,40 @@
+"""Speculative text equals plain text for every further family, on the native kernels."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from forerun.kernels import native
+from tests import families
+from tests.engine import build
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+BOTH = None  # half of the requests greedily, half at 0.8, side by side
+LENGTH = 14
+# every family with three drafters, in turn another one of those with weights
+DRAFTS = ["recycle", "tree", "eagle", "medusa", "parallel", "mtp", "block", "cascade", "ahead"]
+CASES = [
+    (name, draft)
+    for i, name in enumerate(families.MODELS)
+    for draft in ("suffix", "model", DRAFTS[i % len(DRAFTS)])
+]
+
+
+@functools.cache
+def plain(name: str, i: int) -> list[int]:
+    engine = build.engine(name, [], form="float32")
+    request = engine.add(build.prompts()[i], build.params(i, BOTH), draft="off")
+    build.finish(engine)
+    return list(request.output)
+
+
+@pytest.mark.parametrize(("name", "draft"), CASES)
+def test_small_chunks_and_preemption(name: str, draft: str) -> None:
+    """Chunks of 3 tokens in pages of 4, and room for about two requests at once."""
+    engine = build.engine(name, [draft], chunk=3, tokens=build.SMALL, form="float32")
+    requests = build.run(engine, draft, BOTH, depth=4, length=LENGTH, count=4)
+    for i, request in enumerate(requests):
+        assert list(request.output) == plain(name, i)[: request.params.max_tokens]
+    assert sum(request.stats.drafted for request in requests) > 0

@@ -1,0 +1,113 @@
+"""Tiny random models of further families, built by transformers from a few fields.
+
+All parameters and buffers are disturbed before they are saved: at first biases are 0 and norms 1,
+and whole terms of a model would go untested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCAB = 64  # of all tiny models
+
+BASE: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+PADDED = dict(BASE, pad_token_id=0)
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16,
+    beta_fast=32.0, beta_slow=1.0,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+ROUTED = dict(moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2)
+LOCAL = dict(num_local_experts=8, num_experts_per_tok=2)
+MULTIPLIERS = dict(
+    embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=8.0
+)  # fmt: skip
+
+# name -> (model_type, fields)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", PADDED),
+    "cohere": ("cohere", PADDED),
+    "cohere2": ("cohere2", dict(PADDED, sliding_window=8, head_dim=8)),
+    "ernie4_5": ("ernie4_5", dict(PADDED, head_dim=8)),
+    "exaone4": ("exaone4", dict(PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4)),
+    "glm4": ("glm4", dict(PADDED, head_dim=8)),
+    "granite": ("granite", dict(PADDED, **MULTIPLIERS)),
+    "granite4-dense": (
+        "granitemoehybrid",
+        dict(
+            PADDED, **MULTIPLIERS, num_local_experts=0, shared_intermediate_size=24,
+            layer_types=["full_attention"] * 4, position_embedding_type="rope", mamba_n_heads=8, mamba_d_head=8,
+        ),
+    ),
+    "hunyuan": ("hunyuan_v1_dense", dict(PADDED, head_dim=8)),
+    "ministral3": (
+        "ministral3",
+        dict(
+            PADDED, head_dim=8,
+            rope_parameters=dict(YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        ),
+    ),
+    "nemotron": ("nemotron", PADDED),
+    "olmo2": ("olmo2", PADDED),
+    "olmo3": ("olmo3", dict(PADDED, sliding_window=8)),
+    "phi": ("phi", PADDED),
+    "seed_oss": ("seed_oss", dict(PADDED, head_dim=8)),
+    "stablelm": ("stablelm", dict(PADDED, use_qkv_bias=True)),
+    "starcoder2": ("starcoder2", dict(PADDED, sliding_window=8)),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        dict(PADDED, moe_num_experts=8, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1),
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        dict(PADDED, **ROUTED, head_dim=8, first_k_dense_replace=1, use_qk_norm=True, n_group=2, topk_group=1),
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(PADDED, **LOCAL, head_dim=8, sliding_window=8, rope_parameters=dict(YARN, truncate=False)),
+    ),
+    "granitemoe": ("granitemoe", dict(PADDED, **LOCAL, **MULTIPLIERS)),
+    "granite4": (
+        "granitemoehybrid",
+        dict(
+            PADDED, **LOCAL, **MULTIPLIERS, shared_intermediate_size=32,
+            layer_types=["full_attention"] * 4, position_embedding_type="rope", mamba_n_heads=8, mamba_d_head=8,
+        ),
+    ),
+    "hunyuan_moe": ("hunyuan_v1_moe", dict(PADDED, head_dim=8, num_experts=8, moe_topk=2)),
+    "minimax_m2": (
+        "minimax_m2",
+        dict(
+            PADDED, **LOCAL, head_dim=16,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+        ),
+    ),
+    "mixtral": ("mixtral", dict(PADDED, **LOCAL)),
+    "olmoe": ("olmoe", dict(PADDED, num_experts=8, num_experts_per_tok=2)),
+    "qwen2_moe": (
+        "qwen2_moe", dict(PADDED, **EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2),
+    ),
+    "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
+}  # fmt: skip
+
+
+def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model of that name, float32; `gain` is the size of its weights."""
+    model_type, fields = MODELS[name]
+    config = hf.AutoConfig.for_model(model_type, **fields | changes)
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if not value.is_floating_point() or "inv_freq" in key or "embed_scale" in key:
+                continue
+            if value.ndim > 1:
+                value.normal_(0.0, 0.3 * gain)
+            else:
+                value.add_(torch.randn_like(value) * (0.1 if "norm" in key else 0.3))
+    return model

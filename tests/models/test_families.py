@@ -1,0 +1,191 @@
+"""Families beside those of test_parity.py: every term of theirs agrees with transformers, on torch
+and on the native kernels, for prompts, single tokens and draft trees."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from forerun.errors import LoadError
+from forerun.kernels import native
+from forerun.models.config import load_config, make_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runtime.native import NativeDecoder
+from tests import families, tiny
+from tests.models.test_parity import (
+    GAIN,
+    Session,
+    crooked_path,
+    grown_tree,
+    near,
+    text_of,
+    tree_truth,
+    truth,
+)
+
+KERNELS = [
+    "torch",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(native.library() is None, reason="not compiled")
+    ),
+]
+kernels = pytest.mark.parametrize("kernels", KERNELS)
+names = pytest.mark.parametrize("name", families.MODELS)
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def directory(name: str) -> Path:
+    return tiny.family(name, gain=2 * GAIN)
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(
+        directory(name), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def load(path: Path, kernels: str) -> Decoder | NativeDecoder:
+    if kernels == "torch":
+        return load_decoder(path, torch.float32, CPU, 256)
+    native.start(2)
+    return NativeDecoder(load_config(path), path, "float32", 256)
+
+
+@functools.cache
+def decoder(name: str, kernels: str) -> Any:
+    return load(directory(name), kernels)
+
+
+@kernels
+@names
+def test_prompts_chunks_and_single_tokens(name: str, kernels: str) -> None:
+    """Two texts at once, cut differently; windows of 8 tokens and rope scaled from 16 on."""
+    texts, session = [text_of(40, 1), text_of(37, 2)], Session(decoder(name, kernels))
+    found: list[list[torch.Tensor]] = [[], []]
+    for sizes in ((23, 5), (1, 19), (1, 1), (1, 1), (9, 1), (5, 10)):
+        segments = []
+        for slot, size in enumerate(sizes):
+            at = len(session.texts[slot])
+            segments.append(session.segment(slot, texts[slot][at : at + size]))
+        for slot, rows in enumerate(session.forward(*segments)):
+            session.commit(slot, segments[slot].tokens, range(len(segments[slot].tokens)))
+            found[slot].append(rows)
+    for rows, expected in zip(found, truth(reference(name), texts), strict=True):
+        near(torch.cat(rows), expected)
+
+
+@kernels
+@names
+def test_trees_and_commits(name: str, kernels: str) -> None:
+    model, session = reference(name), Session(decoder(name, kernels))
+    session.read(0, text_of(21, 3))
+    for seed in (6, 7):
+        tokens, parents = grown_tree(10, seed)
+        (found,) = session.forward(session.segment(0, tokens, parents))
+        near(found, tree_truth(model, session.texts[0], tokens, parents))
+        session.commit(0, tokens, crooked_path(parents))
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
+@names
+def test_a_chunk_gives_the_bits_of_single_tokens(name: str, form: str) -> None:
+    """What makes speculation exact: the bits of a row do not depend on what else is in a pass."""
+    native.start(2)
+    model = NativeDecoder(load_config(directory(name)), directory(name), form, 256)
+    text, single, chunked = text_of(24, 4), Session(model), Session(model)
+    rows = torch.cat([single.read(0, [token]).clone() for token in text])
+    tokens, parents = grown_tree(9, 8)
+    other = chunked.segment(1, text_of(6, 5))
+    (first, _) = chunked.forward(chunked.segment(0, text), other)
+    assert torch.equal(first, rows)
+    chunked.commit(0, text, range(24))
+    (tree,) = chunked.forward(chunked.segment(0, tokens, parents))
+    for node in (0, 4, 8):
+        path = [node]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        again = Session(model)
+        again.read(0, text)
+        for i in path[::-1]:
+            alone = again.read(0, [tokens[i]])
+        assert torch.equal(tree[node], alone[0])
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Its configuration is nested and its tensors have a prefix; those of images are ignored."""
+    from safetensors.torch import load_file, save_file
+
+    source = directory("qwen3_moe")
+    raw = json.loads((source / "config.json").read_text())
+    outer = {"model_type": "some_vl", "text_config": raw, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(source / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    renamed["model.visual.patch_embed.weight"] = torch.zeros(3)
+    save_file(renamed, tmp_path / "model.safetensors")
+    text = text_of(20)
+    found = Session(load(tmp_path, "torch")).read(0, text)
+    assert torch.equal(found, Session(decoder("qwen3_moe", "torch")).read(0, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("qwen3_moe", "num_local_experts", 0),
+        ("qwen3_moe", "num_local_experts", 10**9),
+        ("qwen3_moe", "num_experts_per_tok", 9),
+        ("qwen3_moe", "num_experts_per_tok", "2"),
+        ("qwen3_moe", "moe_intermediate_size", -16),
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("glm4_moe", "n_group", 3),
+        ("glm4_moe", "topk_group", 4),
+        ("glm4_moe", "routed_scaling_factor", float("nan")),
+        ("granite", "residual_multiplier", 0),
+        ("granite", "logits_scaling", "8"),
+        ("gpt_oss", "swiglu_limit", 5.0),
+        ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}),
+    ],
+)
+def test_a_broken_configuration_is_refused_in_one_line(
+    name: str, field: str, value: object
+) -> None:
+    raw = json.loads((directory(name) / "config.json").read_text())
+    assert field in raw or field == "num_local_experts"
+    with pytest.raises(LoadError) as caught:
+        make_config(raw | {field: value}, Path("config.json"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("gpt_oss", "self_attn.sinks"),
+        ("gpt_oss", "mlp.experts.gate_up_proj"),
+        ("qwen3_moe", "mlp.experts.3.down_proj.weight"),
+        ("glm4_moe", "mlp.gate.e_score_correction_bias"),
+        ("granitemoe", "block_sparse_moe.input_linear.weight"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_refused_by_name(
+    name: str, tensor: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory(name) / "model.safetensors")
+    (found, *_) = [each for each in tensors if each.endswith(tensor)]
+    tensors[found] = tensors[found][..., :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory(name) / "config.json").read_text())
+    with pytest.raises(LoadError, match=found.split(".")[-1] if "bias" in found else "tensor"):
+        load(tmp_path, "torch")
