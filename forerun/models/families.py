@@ -7,7 +7,7 @@ the fields that differ,
         return _llama(c) | dict(qkv_bias=True, windows=_layer_windows(c, c["num_hidden_layers"]))
 
 and enter it under its `model_type`. A checkpoint with other tensor names needs an entry in
-`weights.NAMES` and the `layout` that selects it; GGUF files need one in
+`tensor_names.NAMES` and the `layout` that selects it; GGUF files need one in
 `gguf.config.ARCHITECTURES`. An operation the decoder does not have becomes a field of
 `config.ModelConfig`, a branch in `decoder.Decoder`, and one in `runtime.native.NativeDecoder`."""
 
@@ -204,7 +204,7 @@ def _gpt2(c: Json) -> Json:
 
 
 def _olmo2(c: Json) -> Json:
-    """Norms follow the branches instead of preceding them; queries and keys are normalised whole."""
+    """Norms follow the branches and do not precede them; queries and keys are normalised whole."""
     return _llama(c) | dict(layout="olmo2", pre_norm=False, sandwich=True, qk_norm="row")
 
 

@@ -1,7 +1,7 @@
 """Load checkpoint tensors into the decoder's weights and reject incomplete or foreign checkpoints.
 
-`NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query, key and
-value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
+`tensor_names.NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query,
+key and value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
 time, so the peak is one tensor above the model itself. Linear layers are read on demand, since a
 packed copy may be cached."""
 
@@ -28,6 +28,13 @@ from forerun.models.quantized import (
     read_matrix,
     read_scheme,
     stack,
+)
+from forerun.models.tensor_names import (
+    IGNORED,
+    NAMES,
+    OTHER_MODALITIES,
+    PREFIXES,
+    TRANSPOSED_EXPERTS,
 )
 
 # ---------------------------------------------------------------- safetensors checkpoints
@@ -226,7 +233,7 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class LayerInputWeights:
-    """What adds a layer's own embedding of the token to the residual stream (Gemma 4).
+    """Weights that add a layer's own embedding of the token to the residual stream (Gemma 4).
 
     Attributes:
         gate: [P, H], projection: [H, P]; P is `ModelConfig.layer_input`.
@@ -275,7 +282,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class LayerInputs:
-    """Where the layers' own embeddings of a token come from (Gemma 4).
+    """Weights that give the layers' own embeddings of a token (Gemma 4).
 
     Attributes:
         embed: maps token ids to rows [V, L * P].
@@ -302,137 +309,6 @@ class Weights:
     positions: Tensor | None = None
     layer_inputs: LayerInputs | None = None
 
-
-Names = dict[str, str | list[str]]
-
-LLAMA_NAMES: Names = {
-    "embed": "embed_tokens",
-    "norm": "norm",
-    "layer": "layers.{i}.",
-    "attention_norm": "input_layernorm",
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "up": ["mlp.gate_proj", "mlp.up_proj"],
-    "down": "mlp.down_proj",
-    "head": "lm_head",
-}
-EXPERT_NAMES: Names = {
-    "router": "mlp.gate",
-    "expert_up": ["mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"],
-    "expert_down": "mlp.experts.{e}.down_proj",
-}
-W_EXPERT_NAMES: Names = {
-    "router": "block_sparse_moe.gate",
-    "expert_up": ["block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"],
-    "expert_down": "block_sparse_moe.experts.{e}.w2",
-}
-SANDWICH_NAMES: Names = {
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-
-
-def _shared_names(stem: str) -> Names:
-    """Return the names of a dense MLP that runs beside the experts."""
-    return {
-        "shared_up": [f"mlp.{stem}.gate_proj", f"mlp.{stem}.up_proj"],
-        "shared_down": f"mlp.{stem}.down_proj",
-    }
-
-
-NAMES: dict[str, Names] = {
-    "llama": LLAMA_NAMES,
-    "phi3": LLAMA_NAMES | {"qkv": "self_attn.qkv_proj", "up": "mlp.gate_up_proj"},
-    "gemma": LLAMA_NAMES | SANDWICH_NAMES,
-    "olmo2": LLAMA_NAMES | SANDWICH_NAMES,
-    "glm4": LLAMA_NAMES
-    | {
-        "attention_out_norm": "post_self_attn_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-        "up": "mlp.gate_up_proj",
-    },
-    "nemotron": LLAMA_NAMES | {"up": "mlp.up_proj"},
-    "starcoder2": LLAMA_NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
-    "phi": LLAMA_NAMES
-    | {"norm": "final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
-    "hunyuan": LLAMA_NAMES
-    | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
-    "qwen_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_expert")
-    | {"shared_gate": "mlp.shared_expert_gate"},
-    "mixtral": LLAMA_NAMES | W_EXPERT_NAMES,
-    "minimax": LLAMA_NAMES
-    | W_EXPERT_NAMES
-    | {"choice_bias": "block_sparse_moe.e_score_correction_bias"},
-    "glm4_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
-    | {"choice_bias": "mlp.gate.e_score_correction_bias"},
-    "ernie_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
-    | {"choice_bias": "mlp.moe_statics.e_score_correction_bias"},
-    "granite_moe": LLAMA_NAMES
-    | {
-        "router": "block_sparse_moe.router.layer",
-        "expert_up": "block_sparse_moe.input_linear.weight",
-        "expert_down": "block_sparse_moe.output_linear.weight",
-        "up": "shared_mlp.input_linear",
-        "down": "shared_mlp.output_linear",
-        "shared_up": "shared_mlp.input_linear",
-        "shared_down": "shared_mlp.output_linear",
-    },
-    "gpt_oss": LLAMA_NAMES
-    | {
-        "router": "mlp.router",
-        "expert_up": "mlp.experts.gate_up_proj",
-        "expert_down": "mlp.experts.down_proj",
-        "sink_logits": "self_attn.sinks",
-    },
-    "gpt2": {
-        "embed": "wte",
-        "positions": "wpe",
-        "norm": "ln_f",
-        "layer": "h.{i}.",
-        "attention_norm": "ln_1",
-        "qkv": "attn.c_attn",
-        "out": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
-        "head": "lm_head",
-    },
-}
-NAMES["parallel"] = LLAMA_NAMES
-NAMES["hunyuan_moe"] = (
-    NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
-)
-# gpt-oss stores the matrices of experts as [E, in, out], with gates in even columns
-TRANSPOSED_EXPERTS = ("gpt_oss",)
-PREFIXES = ("model.", "transformer.", "", "model.language_model.", "language_model.model.")
-# prefixes of what a multimodal checkpoint has beside its language model
-OTHER_MODALITIES = tuple(
-    outer + name
-    for outer in ("", "model.")
-    for name in (
-        "visual.",
-        "vision_tower.",
-        "vision_model.",
-        "multi_modal_projector.",
-        "audio_tower.",
-        "embed_vision.",
-        "embed_audio.",
-        "patch_merger.",
-        "mtp.",
-    )
-)
-# buffers that older versions of transformers saved
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]

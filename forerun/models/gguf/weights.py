@@ -16,7 +16,8 @@ from forerun.models.files import joined
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
-from forerun.models.weights import Matrix, Names, WeightLoader
+from forerun.models.tensor_names import Names
+from forerun.models.weights import Matrix, WeightLoader
 
 NAMES: Names = {
     "embed": "token_embd",
