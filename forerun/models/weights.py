@@ -1,9 +1,9 @@
 """Load checkpoint tensors into the decoder's weights and reject incomplete or foreign checkpoints.
 
-`tensor_names.NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of: query,
-key and value become one matrix, gate and up another. Files are memory-mapped and converted one tensor at a
-time, so the peak is one tensor above the model itself. Linear layers are read on demand, since a
-packed copy may be cached."""
+`tensor_names.NAMES` maps each tensor of the decoder to the checkpoint tensors it is made of. Query,
+key and value become one matrix, gate and up another. Files are memory-mapped and converted one
+tensor at a time, so the peak is one tensor above the model itself. Linear layers are read on
+demand, since a packed copy may be cached."""
 
 from __future__ import annotations
 
