@@ -28,6 +28,13 @@ MULTIPLIERS = dict(
     embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=8.0
 )  # fmt: skip
 
+GEMMA4 = dict(
+    BASE, head_dim=8, global_head_dim=16, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
+    hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB,
+)  # fmt: skip
+SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", PADDED),
@@ -70,6 +77,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         dict(PADDED, **LOCAL, head_dim=8, sliding_window=8, rope_parameters=dict(YARN, truncate=False)),
+    ),
+    "gemma4": ("gemma4_text", GEMMA4 | SHARED_VALUES),
+    "gemma4-small": (
+        "gemma4_text",
+        GEMMA4 | dict(hidden_size_per_layer_input=8, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        GEMMA4 | SHARED_VALUES
+        | dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=16),
     ),
     "granitemoe": ("granitemoe", dict(PADDED, **LOCAL, **MULTIPLIERS)),
     "granite4": (

@@ -19,7 +19,8 @@ from forerun.draft.kinds import Json, inner
 from forerun.draft.medusa_formats import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.config import MTP_PREFIXES
-from forerun.models.families import FAMILIES, is_integer
+from forerun.models.expert_families import FAMILIES
+from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
 

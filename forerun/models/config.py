@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from forerun.errors import LoadError, one_line, shown, suggest
-from forerun.models.families import FAMILIES, Experts, Json, Rope, is_integer, is_positive
+from forerun.models.expert_families import FAMILIES
+from forerun.models.families import Experts, Json, Rope, is_integer, is_positive
 from forerun.models.files import read_json, read_object
 
 MAX_LAYERS = 1 << 12
@@ -71,6 +72,8 @@ class ModelConfig:
         experts: the mixture of experts; None if all MLPs are dense.
         head_shapes: for each layer, (key-value heads, head size) if they differ between layers.
         kv_layers: for each layer, the layer whose keys and values it reads, if that is not itself.
+        values_from_keys: for each layer, True if its values are its keys, before their norm and
+            rotation.
         mlp_sizes: for each layer, the inner size of its dense MLP if they differ.
         layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
         layer_scale: the residual stream is multiplied by a stored number behind each layer.
@@ -117,6 +120,7 @@ class ModelConfig:
     experts: Experts | None = None
     head_shapes: tuple[tuple[int, int], ...] = ()
     kv_layers: tuple[int, ...] = ()
+    values_from_keys: tuple[bool, ...] = ()
     mlp_sizes: tuple[int, ...] = ()
     layer_input: int = 0
     layer_scale: bool = False
@@ -292,7 +296,7 @@ def _check_integer(name: str, value: object, most: int, path: Path, least: int =
 def _check_heads(config: ModelConfig, path: Path) -> None:
     """Raise LoadError unless key-value heads can be shared out, and what differs between layers is
     given for each of them."""
-    lists = (config.head_shapes, config.kv_layers, config.mlp_sizes)
+    lists = (config.head_shapes, config.kv_layers, config.mlp_sizes, config.values_from_keys)
     if any(each and len(each) != config.layers for each in lists):
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
     for kv_heads, head_dim in {(config.kv_heads, config.head_dim), *config.head_shapes}:

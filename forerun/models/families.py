@@ -1,10 +1,10 @@
-"""The table of model families: from a Hugging Face config.json to the fields of `ModelConfig`.
+"""Dense model families: from a Hugging Face config.json to the fields of `ModelConfig`.
 
-A family is one function in `FAMILIES`. To add one: start from the family it resembles and override
-the fields that differ,
+A family is one function in `DENSE`, or in `expert_families.FAMILIES`, the table of all. To add one:
+start from the family it resembles and override the fields that differ,
 
     def _my_family(c: Json) -> Json:
-        return _llama(c) | dict(qkv_bias=True, windows=_layer_windows(c, c["num_hidden_layers"]))
+        return llama(c) | dict(qkv_bias=True, windows=_layer_windows(c, c["num_hidden_layers"]))
 
 and enter it under its `model_type`. A checkpoint with other tensor names needs an entry in
 `tensor_names.NAMES` and the `layout` that selects it; GGUF files need one in
@@ -73,7 +73,7 @@ class Experts:
 # ---------------------------------------------------------------- families
 
 
-def _llama(c: Json) -> Json:
+def llama(c: Json) -> Json:
     """Return the fields of Llama 2 and 3; most families override some of them."""
     heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
@@ -100,23 +100,23 @@ def _llama(c: Json) -> Json:
 
 
 def _mistral(c: Json) -> Json:
-    fields = _llama(c)
+    fields = llama(c)
     return fields | dict(windows=(c.get("sliding_window", 4096),) * fields["layers"])
 
 
-def _qwen2(c: Json) -> Json:
-    fields = _llama(c)
+def qwen2(c: Json) -> Json:
+    fields = llama(c)
     windows = _layer_windows(c, fields["layers"])
     return fields | dict(qkv_bias=True, out_bias=False, windows=windows)
 
 
-def _qwen3(c: Json) -> Json:
-    fields = _llama(c)
+def qwen3(c: Json) -> Json:
+    fields = llama(c)
     return fields | dict(qk_norm="head", windows=_layer_windows(c, fields["layers"]))
 
 
 def _smollm3(c: Json) -> Json:
-    fields = _llama({"rope_theta": 2e6, "tie_word_embeddings": True} | c)
+    fields = llama({"rope_theta": 2e6, "tie_word_embeddings": True} | c)
     layers, interval = fields["layers"], c.get("no_rope_layer_interval", 4)
     # despite its name, an entry of 1 in no_rope_layers means that the layer rotates
     rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
@@ -125,7 +125,7 @@ def _smollm3(c: Json) -> Json:
 
 
 def _phi3(c: Json) -> Json:
-    fields = _llama({"rms_norm_eps": 1e-5} | c)
+    fields = llama({"rms_norm_eps": 1e-5} | c)
     rope = fields["ropes"][0]
     if rope.parameters["rope_type"] in ("su", "longrope"):
         key = "original_max_position_embeddings"
@@ -138,7 +138,7 @@ def _phi3(c: Json) -> Json:
 
 
 def _gemma2(c: Json) -> Json:
-    fields = _llama(c | {"hidden_act": c.get("hidden_activation") or "gelu_pytorch_tanh"})
+    fields = llama(c | {"hidden_act": c.get("hidden_activation") or "gelu_pytorch_tanh"})
     types = c.get("layer_types") or _layer_types(fields["layers"], 2)
     return fields | dict(
         layout="gemma",
@@ -148,7 +148,7 @@ def _gemma2(c: Json) -> Json:
         embed_scale=c["hidden_size"] ** 0.5,
         attention_softcap=c.get("attn_logit_softcapping", 50.0),
         logit_softcap=c.get("final_logit_softcapping", 30.0),
-        windows=_windows_of(types, c["sliding_window"]),
+        windows=windows_of(types, c["sliding_window"]),
         tied=c.get("tie_word_embeddings", True),
     )
 
@@ -167,6 +167,75 @@ def _gemma3(c: Json) -> Json:
         qk_norm="head",
         ropes=(_rope(c, full, fields["head_dim"]), _rope(c, local, fields["head_dim"])),
         rope_of=tuple(1 if t == "sliding_attention" else 0 for t in types),
+    )
+
+
+def _gemma4(c: Json) -> Json:
+    """Global layers have heads of another size; small models have an embedding for each layer, and
+    their last layers read the keys and values of earlier ones."""
+    fields = llama(
+        c
+        | {"hidden_act": c.get("hidden_activation") or "gelu_pytorch_tanh"}
+        | {"rope_parameters": None, "rope_scaling": None}
+    )
+    layers, head_dim, kv_heads = fields["layers"], fields["head_dim"], fields["kv_heads"]
+    types = list(c.get("layer_types") or _layer_types(layers, 6))
+    types[-1] = "full_attention"
+    is_global = [t == "full_attention" for t in types]
+    shares_values = bool(c.get("attention_k_eq_v", False))
+    global_kv = c.get("num_global_key_value_heads") if shares_values else None
+    wide = (global_kv or kv_heads, c.get("global_head_dim") or 512)
+    given = c.get("per_layer_config") or {}
+    shapes: list[tuple[int, int]] = []
+    for i, g in enumerate(is_global):
+        own = given.get(str(i)) or {}
+        default = wide if g and not given else (kv_heads, head_dim)
+        heads: int = own.get("num_key_value_heads") or default[0]
+        size: int = own.get("head_dim") or default[1]
+        shapes.append((heads, size))
+    first_shared = layers - (c.get("num_kv_shared_layers") or 0)
+    sources = [
+        i if i < first_shared else first_shared - 1 - types[:first_shared][::-1].index(types[i])
+        for i in range(layers)
+    ]
+    inner = c["intermediate_size"]
+    is_wide = bool(c.get("use_double_wide_mlp"))
+    sizes = [2 * inner if is_wide and source != i else inner for i, source in enumerate(sources)]
+    ropes = c.get("rope_parameters") or {}
+    far = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    far |= ropes.get("full_attention") or {}
+    near = {"rope_theta": 1e4} | (ropes.get("sliding_attention") or {})
+    experts = None
+    if c.get("enable_moe_block"):
+        experts = Experts(
+            count=c["num_experts"],
+            used=c["top_k_experts"],
+            intermediate=c["moe_intermediate_size"],
+            layers=(True,) * layers,
+            shared=inner,
+            separate_norms=True,
+        )
+    return fields | dict(
+        layout="gemma4",
+        sandwich=True,
+        qk_norm="head",
+        value_norm=True,
+        attention_scale=1.0,
+        embed_scale=c["hidden_size"] ** 0.5,
+        logit_softcap=c.get("final_logit_softcapping"),
+        windows=windows_of(types, c.get("sliding_window") or 512),
+        ropes=(_rope(c, far, shapes[-1][1]), _rope(c, near, head_dim)),
+        rope_of=tuple(0 if g else 1 for g in is_global),
+        head_shapes=tuple(shapes),
+        kv_layers=tuple(sources),
+        mlp_sizes=tuple(sizes),
+        values_from_keys=tuple(g and shares_values for g in is_global),
+        layer_input=c.get("hidden_size_per_layer_input") or 0,
+        layer_scale=True,
+        experts=experts,
+        qkv_bias=False,
+        out_bias=False,
+        tied=c.get("tie_word_embeddings", True),
     )
 
 
@@ -205,7 +274,7 @@ def _gpt2(c: Json) -> Json:
 
 def _olmo2(c: Json) -> Json:
     """Norms follow the branches and do not precede them; queries and keys are normalised whole."""
-    return _llama(c) | dict(layout="olmo2", pre_norm=False, sandwich=True, qk_norm="row")
+    return llama(c) | dict(layout="olmo2", pre_norm=False, sandwich=True, qk_norm="row")
 
 
 def _olmo3(c: Json) -> Json:
@@ -217,14 +286,14 @@ def _olmo3(c: Json) -> Json:
     if "full_attention" not in given and c.get("rope_scaling"):
         local = {"rope_theta": c.get("rope_theta", 5e5)}  # only full attention is scaled
     return fields | dict(
-        windows=_windows_of(types, c.get("sliding_window") or 4096),
+        windows=windows_of(types, c.get("sliding_window") or 4096),
         ropes=(_rope(c, full, fields["head_dim"]), _rope(c, local, fields["head_dim"])),
         rope_of=tuple(1 if t == "sliding_attention" else 0 for t in types),
     )
 
 
-def _granite(c: Json) -> Json:
-    return _llama(c) | dict(
+def granite(c: Json) -> Json:
+    return llama(c) | dict(
         attention_scale=c.get("attention_multiplier", 1.0),
         embed_scale=c.get("embedding_multiplier", 1.0),
         residual_scale=c.get("residual_multiplier", 1.0),
@@ -233,7 +302,7 @@ def _granite(c: Json) -> Json:
 
 
 def _glm4(c: Json) -> Json:
-    fields = _llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7} | c)
+    fields = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7} | c)
     return fields | dict(
         layout="glm4",
         sandwich=True,
@@ -245,7 +314,7 @@ def _glm4(c: Json) -> Json:
 
 
 def _exaone4(c: Json) -> Json:
-    fields, window = _llama({"rms_norm_eps": 1e-5} | c), c.get("sliding_window")
+    fields, window = llama({"rms_norm_eps": 1e-5} | c), c.get("sliding_window")
     period = c.get("sliding_window_pattern") or 4
     if isinstance(period, str):  # a letter for each layer of a period, L for local ones
         pattern = [period[i % len(period)] == "L" for i in range(fields["layers"])]
@@ -258,7 +327,7 @@ def _exaone4(c: Json) -> Json:
         pre_norm=False,
         sandwich=True,
         qk_norm="head",
-        windows=_windows_of(types, window) if window else (None,) * fields["layers"],
+        windows=windows_of(types, window) if window else (None,) * fields["layers"],
         rope_of=tuple(None if window and t == "full_attention" else 0 for t in types),
         qkv_bias=False,
         out_bias=False,
@@ -266,7 +335,7 @@ def _exaone4(c: Json) -> Json:
 
 
 def _ministral3(c: Json) -> Json:
-    fields, rope = _llama({"rms_norm_eps": 1e-5} | c), c.get("rope_parameters") or {}
+    fields, rope = llama({"rms_norm_eps": 1e-5} | c), c.get("rope_parameters") or {}
     window, growth = c.get("sliding_window"), rope.get("llama_4_scaling_beta")
     original = rope.get("original_max_position_embeddings")
     return fields | dict(
@@ -281,7 +350,7 @@ def _cohere(c: Json) -> Json:
     """Attention and MLP read the same norm, a layer norm without bias, and are added together."""
     if c.get("use_qk_norm"):
         raise ValueError("use_qk_norm: true, which is not supported")
-    return _llama(c) | dict(
+    return llama(c) | dict(
         layout="parallel",
         norm="layer",
         norm_bias=False,
@@ -297,12 +366,12 @@ def _cohere2(c: Json) -> Json:
     fields = _cohere(c)
     period = c.get("sliding_window_pattern") or 4
     types = c.get("layer_types") or _layer_types(fields["layers"], period)
-    windows = _windows_of(types, c.get("sliding_window") or 4096)
+    windows = windows_of(types, c.get("sliding_window") or 4096)
     return fields | dict(windows=windows, rope_of=tuple(0 if w else None for w in windows))
 
 
 def _starcoder2(c: Json) -> Json:
-    fields = _llama({"hidden_act": "gelu_pytorch_tanh"} | c)
+    fields = llama({"hidden_act": "gelu_pytorch_tanh"} | c)
     bias = c.get("use_bias", True)
     return fields | dict(
         layout="starcoder2",
@@ -320,7 +389,7 @@ def _starcoder2(c: Json) -> Json:
 def _stablelm(c: Json) -> Json:
     if c.get("qk_layernorm") or c.get("use_parallel_residual"):
         raise ValueError("qk_layernorm or use_parallel_residual: true, which is not supported")
-    return _llama({"partial_rotary_factor": 0.25} | c) | dict(
+    return llama({"partial_rotary_factor": 0.25} | c) | dict(
         norm="layer",
         norm_eps=c.get("layer_norm_eps", 1e-5),
         qkv_bias=c.get("use_qkv_bias", False),
@@ -331,7 +400,7 @@ def _stablelm(c: Json) -> Json:
 def _phi(c: Json) -> Json:
     if c.get("qk_layernorm"):
         raise ValueError("qk_layernorm: true, which is not supported")
-    fields = _llama({"partial_rotary_factor": 0.5, "hidden_act": "gelu_new"} | c)
+    fields = llama({"partial_rotary_factor": 0.5, "hidden_act": "gelu_new"} | c)
     biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "head_bias"), True)
     return (
         fields
@@ -347,7 +416,7 @@ def _phi(c: Json) -> Json:
 
 
 def _nemotron(c: Json) -> Json:
-    return _llama({"partial_rotary_factor": 0.5, "hidden_act": "relu2"} | c) | dict(
+    return llama({"partial_rotary_factor": 0.5, "hidden_act": "relu2"} | c) | dict(
         layout="nemotron",
         norm="layer_plus_one",
         norm_eps=c.get("norm_eps", 1e-5),
@@ -356,18 +425,18 @@ def _nemotron(c: Json) -> Json:
 
 
 def _arcee(c: Json) -> Json:
-    return _llama({"rms_norm_eps": 1e-5, "hidden_act": "relu2"} | c) | dict(
+    return llama({"rms_norm_eps": 1e-5, "hidden_act": "relu2"} | c) | dict(
         layout="nemotron", gated=False
     )
 
 
 def _seed_oss(c: Json) -> Json:
-    return _llama({"attention_bias": True} | c) | dict(out_bias=c.get("attention_out_bias", False))
+    return llama({"attention_bias": True} | c) | dict(out_bias=c.get("attention_out_bias", False))
 
 
-def _ernie(c: Json) -> Json:
+def ernie(c: Json) -> Json:
     bias = c.get("use_bias", False)
-    return _llama({"rms_norm_eps": 1e-5} | c) | dict(
+    return llama({"rms_norm_eps": 1e-5} | c) | dict(
         rotates_pairs=True,
         qkv_bias=bias,
         out_bias=bias,
@@ -376,7 +445,7 @@ def _ernie(c: Json) -> Json:
     )
 
 
-def _hunyuan(c: Json) -> Json:
+def hunyuan(c: Json) -> Json:
     """Queries and keys are normalised after their rotation; `alpha` stretches the base of rope."""
     rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
@@ -385,200 +454,35 @@ def _hunyuan(c: Json) -> Json:
         theta = rope.get("rope_theta", c.get("rope_theta", 1e4))
         theta = theta * alpha ** (head_dim / (head_dim - 2))
         rope = {"rope_type": "default", "rope_theta": theta}
-    fields = _llama({"rms_norm_eps": 1e-5} | c | {"rope_parameters": rope, "rope_scaling": None})
+    fields = llama({"rms_norm_eps": 1e-5} | c | {"rope_parameters": rope, "rope_scaling": None})
     return fields | dict(layout="hunyuan", qk_norm="head_after_rope", mlp_bias=False)
 
 
-# ---------------------------------------------------------------- mixtures of experts
-
-
-def _sparse_layers(c: Json) -> tuple[bool, ...]:
-    """Return for each layer of a Qwen model whether it has experts."""
-    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"]))
-
-
-def _qwen_experts(c: Json, **others: Any) -> Experts:
-    return Experts(
-        count=_num_experts(c),
-        used=c["num_experts_per_tok"],
-        intermediate=c["moe_intermediate_size"],
-        layers=_sparse_layers(c),
-        normalised=c.get("norm_topk_prob", False),
-        **others,
-    )
-
-
-def _qwen2_moe(c: Json) -> Json:
-    shared = c.get("shared_expert_intermediate_size") or 0
-    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
-    return _qwen2(c) | dict(layout="qwen_moe", experts=experts, qkv_bias=c.get("qkv_bias", True))
-
-
-def _qwen3_moe(c: Json) -> Json:
-    return _qwen3(c) | dict(layout="qwen_moe", experts=_qwen_experts(c))
-
-
-def _num_experts(c: Json) -> int:
-    """Return the number of experts, which versions of transformers name differently."""
-    count: int = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
-    return count
-
-
-def _all_sparse(c: Json, **others: Any) -> Experts:
-    """Return experts of the size `intermediate_size` in all layers, chosen by their logits."""
-    fields: Json = dict(
-        count=_num_experts(c),
-        used=c["num_experts_per_tok"],
-        intermediate=c["intermediate_size"],
-        layers=(True,) * c["num_hidden_layers"],
-        scores="logits",
-    )
-    return Experts(**fields | others)
-
-
-def _mixtral(c: Json) -> Json:
-    fields = _llama({"rms_norm_eps": 1e-5} | c)
-    windows = (c.get("sliding_window"),) * fields["layers"]
-    return fields | dict(layout="mixtral", experts=_all_sparse(c), windows=windows)
-
-
-def _olmoe(c: Json) -> Json:
-    if c.get("clip_qkv"):
-        raise ValueError("clip_qkv, which is not supported")
-    normalised = c.get("norm_topk_prob", False)
-    experts = _all_sparse(c, scores="softmax", normalised=normalised)
-    fields = _llama({"rms_norm_eps": 1e-5} | c)
-    return fields | dict(layout="qwen_moe", qk_norm="row", experts=experts)
-
-
-def _gpt_oss(c: Json) -> Json:
-    if c.get("swiglu_limit", 7.0) != 7.0 or c.get("swiglu_alpha", 1.702) != 1.702:
-        raise ValueError("swiglu_limit or swiglu_alpha, whose other values are not supported")
-    fields = _llama({"rms_norm_eps": 1e-5, "attention_bias": True} | c)
-    types = c.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["layers"])
-    ]
-    return fields | dict(
-        layout="gpt_oss",
-        activation="clamped_swiglu",
-        attention_sinks=True,
-        windows=_windows_of(types, c.get("sliding_window") or 128),
-        experts=_all_sparse(c, bias=True, router_bias=True),
-    )
-
-
-def _granite_moe(c: Json) -> Json:
-    return _granite(c) | dict(layout="granite_moe", experts=_all_sparse(c))
-
-
-def _granite_hybrid(c: Json) -> Json:
-    """Granite 4: without recurrent layers it is a Granite with a dense MLP beside the experts."""
-    types = c.get("layer_types") or c.get("layers_block_type") or []
-    if any(t in ("linear_attention", "mamba") for t in types):
-        raise ValueError("recurrent layers (layer_types), which are not supported")
-    shared = c.get("shared_intermediate_size", 1024)
-    fields = _granite({**c, "intermediate_size": shared})
-    if c.get("position_embedding_type") != "rope":
-        fields |= dict(ropes=(), rope_of=(None,) * fields["layers"])
-    experts = _all_sparse(c, shared=shared) if c.get("num_local_experts") else None
-    return fields | dict(layout="granite_moe", experts=experts)
-
-
-def _glm4_moe(c: Json) -> Json:
-    fields = _llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5} | c)
-    dense, layers = c.get("first_k_dense_replace", 1), fields["layers"]
-    inner = c["moe_intermediate_size"]
-    experts = Experts(
-        count=c["n_routed_experts"],
-        used=c["num_experts_per_tok"],
-        intermediate=inner,
-        layers=tuple(i >= dense for i in range(layers)),
-        shared=c.get("n_shared_experts", 1) * inner,
-        scores="sigmoid",
-        normalised=c.get("norm_topk_prob", True),
-        epsilon=1e-20,
-        scale=c.get("routed_scaling_factor", 1.0),
-        choice_bias=True,
-        groups=c.get("n_group") or 1,
-        used_groups=c.get("topk_group") or 1,
-    )
-    qk_norm = "head" if c.get("use_qk_norm") else ""
-    return fields | dict(layout="glm4_moe", qk_norm=qk_norm, out_bias=False, experts=experts)
-
-
-def _ernie_moe(c: Json) -> Json:
-    fields = _ernie(c)
-    layers, inner = fields["layers"], c["moe_intermediate_size"]
-    first, step = c.get("moe_layer_start_index", 1), c.get("moe_layer_interval", 1)
-    last = c.get("moe_layer_end_index", -1)
-    last = layers - 1 if last == -1 else last
-    experts = Experts(
-        count=c["moe_num_experts"],
-        used=c["moe_k"],
-        intermediate=inner,
-        layers=tuple((i + 1) % step == 0 and first <= i <= last for i in range(layers)),
-        shared=(c.get("moe_num_shared_experts") or 0) * inner,
-        epsilon=c.get("moe_norm_min", 1e-12),
-        choice_bias=True,
-    )
-    return fields | dict(layout="ernie_moe", experts=experts)
-
-
-def _hunyuan_moe(c: Json) -> Json:
-    fields = _hunyuan(c)
-    used = c["moe_topk"]
-    used = used[0] if isinstance(used, list) and len(set(used)) == 1 else used
-    experts = _all_sparse(
-        {**c, "num_experts_per_tok": used},
-        scores="softmax",
-        shared=c["intermediate_size"],
-    )
-    return fields | dict(layout="hunyuan_moe", experts=experts)
-
-
-def _minimax_m2(c: Json) -> Json:
-    rotary = c.get("rotary_dim")
-    share = {"partial_rotary_factor": rotary / c["head_dim"]} if rotary else {}
-    experts = _all_sparse(c, scores="sigmoid", choice_bias=True)
-    return _llama(c | share) | dict(layout="minimax", qk_norm="row", experts=experts)
-
-
-FAMILIES: dict[str, Callable[[Json], Json]] = {
-    "llama": _llama,
+DENSE: dict[str, Callable[[Json], Json]] = {
+    "llama": llama,
     "mistral": _mistral,
-    "qwen2": _qwen2,
-    "mimo": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": qwen2,
+    "mimo": qwen2,
+    "qwen3": qwen3,
     "smollm3": _smollm3,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "gpt2": _gpt2,
     "arcee": _arcee,
     "cohere": _cohere,
     "cohere2": _cohere2,
-    "ernie4_5": _ernie,
-    "ernie4_5_moe": _ernie_moe,
+    "ernie4_5": ernie,
     "exaone4": _exaone4,
     "glm4": _glm4,
-    "glm4_moe": _glm4_moe,
-    "gpt_oss": _gpt_oss,
-    "granite": _granite,
-    "granitemoe": _granite_moe,
-    "granitemoehybrid": _granite_hybrid,
-    "hunyuan_v1_dense": _hunyuan,
-    "hunyuan_v1_moe": _hunyuan_moe,
-    "minimax_m2": _minimax_m2,
+    "granite": granite,
+    "hunyuan_v1_dense": hunyuan,
     "ministral3": _ministral3,
-    "mixtral": _mixtral,
     "nemotron": _nemotron,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
-    "olmoe": _olmoe,
     "phi": _phi,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
     "seed_oss": _seed_oss,
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
@@ -608,6 +512,8 @@ def _rope(raw: Json, parameters: Json | None, head_dim: int) -> Rope:
     if not is_positive(fraction):
         raise ValueError(f"partial_rotary_factor {shown(fraction)}")
     parameters["partial_rotary_factor"] = fraction
+    if parameters["rope_type"] == "proportional":  # the other channels turn by nothing
+        return Rope(head_dim, parameters)
     return Rope(int(head_dim * fraction), parameters)
 
 
@@ -627,7 +533,7 @@ def _layer_types(layers: int, period: int) -> list[str]:
     return ["full_attention" if f else "sliding_attention" for f in full]
 
 
-def _windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:
+def windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
@@ -637,4 +543,4 @@ def _layer_windows(c: Json, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
     first = c.get("max_window_layers", layers)
     default = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    return _windows_of(c.get("layer_types") or default, c["sliding_window"])
+    return windows_of(c.get("layer_types") or default, c["sliding_window"])

@@ -54,10 +54,15 @@ def _frequencies(
     if kind == "divided":  # GGUF files store a divisor for each frequency
         divisors = torch.tensor(rope.parameters["divisors"], dtype=torch.float32)
         return _inverse(theta, rope.dim) / divisors, 1.0
+    if kind == "proportional":  # the first share of all channels turns, with frequencies of all
+        inverse = _inverse(theta, rope.dim)
+        turning = int(rope.parameters["partial_rotary_factor"] * rope.dim // 2)
+        inverse[turning:] = 0
+        return inverse / rope.parameters.get("factor", 1.0), 1.0
     if kind == "dynamic":
         return _dynamic(config, rope, positions), 1.0
     if kind not in SCALINGS:
-        known = ", ".join(("default", "linear", "dynamic", *SCALINGS))
+        known = ", ".join(("default", "linear", "dynamic", "proportional", *SCALINGS))
         raise LoadError(f"rope_type {shown(kind)} is not supported; known: {known}")
     return SCALINGS[kind](rope.parameters, config.raw, rope.dim, context)
 

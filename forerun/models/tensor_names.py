@@ -57,6 +57,27 @@ NAMES: dict[str, Names] = {
         "mlp_out_norm": "post_mlp_layernorm",
         "up": "mlp.gate_up_proj",
     },
+    "gemma4": LLAMA_NAMES
+    | SANDWICH_NAMES
+    | {
+        "router": "router.proj",
+        "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale",
+        "expert_up": "experts.gate_up_proj",
+        "expert_down": "experts.down_proj",
+        "expert_norm": "pre_feedforward_layernorm_2",
+        "expert_out_norm": "post_feedforward_layernorm_2",
+        "shared_out_norm": "post_feedforward_layernorm_1",
+        "shared_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "shared_down": "mlp.down_proj",
+        "layer_scale": "layer_scalar",
+        "layer_gate": "per_layer_input_gate",
+        "layer_projection": "per_layer_projection",
+        "layer_input_norm": "post_per_layer_input_norm",
+        "layer_embed": "embed_tokens_per_layer",
+        "layer_projections": "per_layer_model_projection",
+        "layer_inputs_norm": "per_layer_projection_norm",
+    },
     "nemotron": LLAMA_NAMES | {"up": "mlp.up_proj"},
     "starcoder2": LLAMA_NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     "phi": LLAMA_NAMES

@@ -481,6 +481,9 @@ class WeightLoader:
             checkpoint's rotary embedding turns neighbours."""
         transposed = self.config.layout == "gpt2"  # it stores matrices as [in, out]
         stems = self.stems(part, layer, rows)
+        values_from_keys = self.config.values_from_keys
+        if part == "qkv" and len(rows) > 2 and values_from_keys and values_from_keys[layer or 0]:
+            stems[2] = stems[1]
         orders = self.row_orders(rows, heads)
         shapes = [(count, inner) for _, count in stems]
         readers = [
