@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     *sorted(DOCS.glob("*.md")),
+    ROOT / "benchmarks" / "LOG.md",
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 ]
 GUIDES = PAGES[:-1]  # the changelog names what was, too
