@@ -107,6 +107,12 @@ def test_verbs_and_flags_exist(page: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), f"{page.name}: {name}"
+
+
 def test_commands_are_found_and_mistakes_in_them() -> None:
     typed = [words for page in GUIDES for words in commands(page)]
     assert ["generate", "What is the capital of France?"] in typed
