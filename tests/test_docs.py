@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     *sorted(DOCS.glob("*.md")),
+    ROOT / "benchmarks" / "LOG.md",
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 ]
 GUIDES = PAGES[:-1]  # the changelog names what was, too
@@ -104,6 +105,12 @@ def test_verbs_and_flags_exist(page: Path) -> None:
         assert not wrong(words), (
             f"{page.name}: forerun {shlex.join(words)}: there is no {wrong(words)}"
         )
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), f"{page.name}: {name}"
 
 
 def test_commands_are_found_and_mistakes_in_them() -> None:

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 BUNDLED = Path(__file__).parent.parent / "drafters"
 
 # Minimum mean bits per weight, by instruction set, from which on a bundled head was faster than
-# copies alone: fewer bits save reading, while the cost of rows stays (docs/performance.md).
+# copies alone: fewer bits save reading, while the cost of rows stays (benchmarks/LOG.md).
 MIN_BITS = {"avx512": 0.0, "avx512vnni": 0.0, "avx2": 8.0, "avxvnni": 8.0}
 
 # Words in names and tags that say "drafter".

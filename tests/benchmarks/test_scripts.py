@@ -24,7 +24,10 @@ NOT_RUN = ("__init__", "command")
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_RUN)
 MODULES.append("peers.__main__")
 SCRIPTS = ("published_blocks", "published_heads", "load")
-PAGES = [ROOT / "README.md", FOLDER / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", FOLDER / "README.md", FOLDER / "LOG.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 needs_native = pytest.mark.skipif(native.library() is None, reason="no native kernels")
 
 
