@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
+from forerun.cache.recurrent import StateLayout
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.hardware import cores, free_ram, give_back
@@ -141,7 +142,9 @@ def make_runner(
     else:
         tokens = target.cache.pages.count * target.cache.pages.size
     decoder = _load_decoder(config, shape, directory, device, target, (is_native, form), context)
-    tokens = tokens or fit_kv_tokens(config, context, token_bytes, free_memory(device) // 4)
+    states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
+    memory = (free_memory(device) - states) // 4
+    tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
 
 

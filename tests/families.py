@@ -28,12 +28,22 @@ MULTIPLIERS = dict(
     embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=8.0
 )  # fmt: skip
 
+PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+MROPE = dict(PARTIAL, mrope_section=[1, 1, 0], mrope_interleaved=True)
+DELTA = dict(
+    head_dim=16, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+MIXED = dict(layer_types=["linear_attention", "full_attention"] * 2)
+CONVOLUTIONS = dict(layer_types=["conv", "full_attention"] * 2)
 GEMMA4 = dict(
     BASE, head_dim=8, global_head_dim=16, sliding_window=8,
     layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
     hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB,
 )  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+
+UNTOUCHED = ("inv_freq", "embed_scale", "A_log")
 
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,6 +98,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA4 | SHARED_VALUES
         | dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=16),
     ),
+    "granite4-hybrid": (
+        "granitemoehybrid",
+        dict(
+            PADDED, **LOCAL, **MULTIPLIERS, shared_intermediate_size=24, mamba_n_heads=8, mamba_n_groups=2,
+            mamba_d_head=8, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8, **MIXED,
+        ),
+    ),
+    "lfm2": ("lfm2", dict(PADDED, **CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
+    "lfm2_moe": ("lfm2_moe", dict(PADDED, **CONVOLUTIONS, **EXPERTS, num_dense_layers=1)),
+    "qwen3_5": ("qwen3_5_text", dict(PADDED, **DELTA, **MIXED, rope_parameters=MROPE)),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        dict(PADDED, **DELTA, **MIXED, **EXPERTS, shared_expert_intermediate_size=16, rope_parameters=MROPE),
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(PADDED, **DELTA, **MIXED, **EXPERTS, shared_expert_intermediate_size=16, rope_parameters=PARTIAL),
+    ),
     "granitemoe": ("granitemoe", dict(PADDED, **LOCAL, **MULTIPLIERS)),
     "granite4": (
         "granitemoehybrid",
@@ -121,7 +149,7 @@ def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
-            if not value.is_floating_point() or "inv_freq" in key or "embed_scale" in key:
+            if not value.is_floating_point() or key.endswith(UNTOUCHED):
                 continue
             if value.ndim > 1:
                 value.normal_(0.0, 0.3 * gain)

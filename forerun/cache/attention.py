@@ -36,6 +36,8 @@ class Segment:
             `offset` of them were written by earlier forward passes; `tokens` are the others.
         want: indices within `tokens` whose logits are needed.
         offset: see `parents`.
+        known: how many of the first tokens are certain to be committed: recurrent layers then keep
+            no record of them.
     """
 
     slot: int
@@ -43,6 +45,7 @@ class Segment:
     parents: list[int]
     want: list[int]
     offset: int = 0
+    known: int = 0
 
     @property
     def depths(self) -> list[int]:

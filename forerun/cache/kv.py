@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pages import Pages
+from forerun.cache.recurrent import RecurrentStates
 from forerun.errors import CapacityError
 from forerun.models.config import ModelConfig
 
@@ -80,6 +81,9 @@ class KVCache:
             self.keys |= zip(layers, keys, strict=True)
             self.values |= zip(layers, values, strict=True)
             first = end
+        self.recurrent = None
+        if config.recurrent is not None:
+            self.recurrent = RecurrentStates(config, slots, page)
         self.length = [0] * slots
         self.moves: list[tuple[Tensor, Tensor]] | None = None
         addresses = self.data[0].data_ptr(), self.data[1].data_ptr()
@@ -99,22 +103,40 @@ class KVCache:
     def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
         """Start a slot with the prefix of `tokens` that is cached for this tenant; returns its
         length."""
-        self.length[slot] = self.pages.match(slot, tokens, tenant)
-        return self.length[slot]
+        length = self.pages.match(slot, tokens, tenant)
+        if self.recurrent is not None:
+            for other, chain in enumerate(self.pages.chain):
+                if other != slot:
+                    self.recurrent.name_copies(other, chain)
+            length = self.recurrent.open(slot, self.pages.chain[slot]) * self.pages.size
+            self.pages.shrink(slot, length)
+        self.length[slot] = length
+        return length
 
     def close(self, slot: int) -> None:
         """Give back the slot's pages."""
+        if self.recurrent is not None:
+            self.recurrent.name_copies(slot, self.pages.chain[slot])
+            self.recurrent.close(slot)
         self.pages.release(slot)
         self.length[slot] = 0
 
     def rewind(self, slot: int, length: int) -> None:
-        """Take back committed rows past `length`. Sealed pages stay: other slots may share them."""
+        """Take back committed rows past `length`. Sealed pages stay: other slots may share them.
+
+        A recurrent state that has those tokens already starts over: then the length is 0."""
         assert len(self.pages.chain[slot]) * self.pages.size <= length <= self.length[slot]
+        count = self.length[slot] - length
+        if self.recurrent is not None and not self.recurrent.rewind(slot, count):
+            self.recurrent.open(slot, ())
+            length = 0
         self.length[slot] = length
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the rows at offsets `path` (increasing) past the committed length, in that order,
         and drop the others."""
+        if self.recurrent is not None:
+            self.recurrent.commit(slot, path)
         start, count = self.length[slot], len(path)
         if list(path) != list(range(count)):
             rows = self.pages.rows[slot]

@@ -19,10 +19,10 @@ from forerun.draft.kinds import Json, inner
 from forerun.draft.medusa_formats import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
 from forerun.models.config import MTP_PREFIXES
-from forerun.models.expert_families import FAMILIES
 from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
+from forerun.models.mixed_families import FAMILIES
 
 LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
 MAX_BLOCK_SIZE = 64

@@ -17,10 +17,10 @@ from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.models.expert_families import FAMILIES
 from forerun.models.files import indexed_files, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim, token_digest, unsupported_reason
 from forerun.models.local import LocalModel
+from forerun.models.mixed_families import FAMILIES
 
 # llama.cpp's general.file_type: a label of the mix of types, which the tensors need not follow
 FILE_TYPES = {

@@ -359,11 +359,11 @@ class Engine:
         parents = list(range(-1, count - 1))
         scored = [position - start for position in scheduled.scored]
         if draft is None:
-            return Segment(request.slot, tokens, parents, scored)
+            return Segment(request.slot, tokens, parents, scored, known=count)
         root = count - 1
         parents += [root + parent for parent in draft.parents[1:]]
         wanted = [*scored, *range(root, root + len(draft))]
-        return Segment(request.slot, tokens + draft.tokens[1:], parents, wanted)
+        return Segment(request.slot, tokens + draft.tokens[1:], parents, wanted, known=root)
 
     def _verify(self, batch: Sequence[ScheduledRequest], forward: Forward) -> Tensor:
         """Set the verdicts of the drafts; return the logits [M, V] of all their nodes."""

@@ -12,9 +12,16 @@ from functools import cache
 from pathlib import Path
 
 from forerun.errors import LoadError, one_line, shown, suggest
-from forerun.models.expert_families import FAMILIES
-from forerun.models.families import Experts, Json, Rope, is_integer, is_positive
+from forerun.models.families import (
+    Experts,
+    Json,
+    RecurrentLayers,
+    Rope,
+    is_integer,
+    is_positive,
+)
 from forerun.models.files import read_json, read_object
+from forerun.models.mixed_families import FAMILIES
 
 MAX_LAYERS = 1 << 12
 MAX_CONTEXT = 1 << 24  # rotary tables are computed for every position
@@ -36,6 +43,8 @@ FACTOR_RANGES = dict.fromkeys(
 ) | {"norm_eps": (1e-20, 1.0)}  # float32 can take the square root of any of these
 MAX_EXPERTS = 1 << 12
 MAX_USED_EXPERTS = 64
+MAX_TAPS = 8  # of a convolution
+MAX_STATE_SIZE = 512
 SINKS = 64  # attention sinks of a restricted window; the native kernels read as many keys at once
 # prefixes of the tensors of a drafter (multi-token prediction) inside the model's own checkpoint
 MTP_PREFIXES = {"mimo": "model.mtp_layers."}
@@ -70,6 +79,9 @@ class ModelConfig:
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
         head_bias: the output head has a bias.
         experts: the mixture of experts; None if all MLPs are dense.
+        recurrent: the recurrent layers; None if there are none.
+        attends: for each layer, True if it has attention; empty if all have.
+        output_gate: the output of attention is gated, by rows beside the queries' (Qwen3-Next).
         head_shapes: for each layer, (key-value heads, head size) if they differ between layers.
         kv_layers: for each layer, the layer whose keys and values it reads, if that is not itself.
         values_from_keys: for each layer, True if its values are its keys, before their norm and
@@ -118,6 +130,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     head_bias: bool = False
     experts: Experts | None = None
+    recurrent: RecurrentLayers | None = None
+    attends: tuple[bool, ...] = ()
+    output_gate: bool = False
     head_shapes: tuple[tuple[int, int], ...] = ()
     kv_layers: tuple[int, ...] = ()
     values_from_keys: tuple[bool, ...] = ()
@@ -139,13 +154,28 @@ class ModelConfig:
         each branch, with one dense gated MLP, and without biases."""
         biases = self.qkv_bias or self.out_bias or self.mlp_bias
         norms = self.norm.startswith("rms") and self.pre_norm and not self.sandwich
-        others = self.experts or self.head_shapes or self.kv_layers or self.layer_input
+        others = (
+            self.experts
+            or self.recurrent
+            or self.head_shapes
+            or self.kv_layers
+            or self.layer_input
+            or self.output_gate
+        )
         is_plain = not (biases or others or self.parallel or self.attention_sinks)
         return norms and is_plain and self.gated and self.residual_scale == 1.0
 
     def head_shape(self, layer: int) -> tuple[int, int]:
         """Return the number of key-value heads of a layer and their size."""
         return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
+
+    def has_attention(self, layer: int) -> bool:
+        """Return True if a layer has attention."""
+        return not self.attends or self.attends[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return True if a layer has a recurrent state."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
 
     def kv_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads."""
@@ -166,7 +196,7 @@ class ModelConfig:
         their own, those of one shape together."""
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in range(self.layers):
-            if self.kv_layer(layer) == layer:
+            if self.has_attention(layer) and self.kv_layer(layer) == layer:
                 groups.setdefault(self.head_shape(layer), []).append(layer)
         return [(heads, size, layers) for (heads, size), layers in groups.items()]
 
@@ -277,6 +307,8 @@ def _check(config: ModelConfig, path: Path) -> None:
         users = [layer for layer in range(config.layers) if config.rope_of[layer] == i]
         sizes = [config.head_shape(layer)[1] for layer in users]
         _check_rope(rope, min(sizes, default=config.head_dim), path)
+    if config.recurrent is not None:
+        _check_recurrent(config.recurrent, config, path)
     if config.experts is not None:
         _check_experts(config.experts, config.layers, path)
     if config.query_growth is not None:
@@ -296,7 +328,13 @@ def _check_integer(name: str, value: object, most: int, path: Path, least: int =
 def _check_heads(config: ModelConfig, path: Path) -> None:
     """Raise LoadError unless key-value heads can be shared out, and what differs between layers is
     given for each of them."""
-    lists = (config.head_shapes, config.kv_layers, config.mlp_sizes, config.values_from_keys)
+    lists = (
+        config.head_shapes,
+        config.kv_layers,
+        config.mlp_sizes,
+        config.values_from_keys,
+        config.attends,
+    )
     if any(each and len(each) != config.layers for each in lists):
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
     for kv_heads, head_dim in {(config.kv_heads, config.head_dim), *config.head_shapes}:
@@ -312,6 +350,30 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
         is_own = 0 <= source <= layer and config.kv_layer(source) == source
         if not is_own or config.head_shape(source) != config.head_shape(layer):
             raise LoadError(f"{path}: layer {layer} cannot share the keys of layer {source}")
+
+
+def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path) -> None:
+    """Raise LoadError for recurrent layers that no model can have."""
+    sizes = ("channels", "key_heads", "key_size")
+    for name in sizes:
+        _check_integer(f"{name} of the recurrent layers", getattr(recurrent, name), 1 << 24, path)
+    for name in ("value_heads", "value_size"):
+        value = getattr(recurrent, name)
+        _check_integer(f"{name} of the recurrent layers", value, 1 << 24, path, 0)
+    _check_integer("the convolution's taps", recurrent.taps, MAX_TAPS, path, 2)
+    _check_integer("the groups of norms", recurrent.norm_groups, 1 << 16, path, 0)
+    if recurrent.key_size > MAX_STATE_SIZE:
+        raise LoadError(f"{path}: states of {recurrent.key_size} rows are not supported")
+    if recurrent.value_heads % recurrent.key_heads:
+        raise LoadError(
+            f"{path}: {recurrent.value_heads} value heads cannot share {recurrent.key_heads} keys"
+        )
+    if recurrent.norm_groups and recurrent.inner % recurrent.norm_groups:
+        raise LoadError(f"{path}: {recurrent.inner} channels in {recurrent.norm_groups} groups")
+    if len(recurrent.layers) != config.layers:
+        raise LoadError(f"{path}: not all of the {config.layers} layers are described")
+    if config.attends and not any(config.attends):
+        raise LoadError(f"{path}: a model without attention is not supported")
 
 
 def _check_experts(experts: Experts, layers: int, path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.families import Experts
@@ -48,6 +49,11 @@ class Decoder:
 
         shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
         Raises LoadError."""
+        if config.recurrent is not None:
+            raise LoadError(
+                f"{path}: models with recurrent layers ({config.family}) run on the native kernels "
+                "only: use the CPU, and float32, bfloat16, int8 or int4"
+            )
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -158,6 +164,7 @@ class Decoder:
     ) -> Tensor:
         """Return the output of the attention branch of layer `i` for its input x [T, H]."""
         c, tokens = self.config, x.shape[0]
+        assert layer.qkv is not None and layer.out is not None
         kv_heads, head_dim = c.head_shape(i)
         qkv = self._linear(x, layer.qkv).view(tokens, -1, head_dim)
         q, k, v = qkv[:, : c.heads], qkv[:, c.heads : c.heads + kv_heads], qkv[:, c.heads :]

@@ -1,6 +1,6 @@
 """Dense model families: from a Hugging Face config.json to the fields of `ModelConfig`.
 
-A family is one function in `DENSE`, or in `expert_families.FAMILIES`, the table of all. To add one:
+A family is one function in `DENSE`, or in `mixed_families.FAMILIES`, the table of all. To add one:
 start from the family it resembles and override the fields that differ,
 
     def _my_family(c: Json) -> Json:
@@ -73,6 +73,44 @@ class Experts:
 # ---------------------------------------------------------------- families
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentLayers:
+    """The recurrent layers of a model, each with a causal convolution and, unless `kind` is "conv",
+    a state that every token changes.
+
+    Attributes:
+        kind: "delta" (gated delta rule, Qwen3-Next), "mamba" (Mamba-2) or "conv" (LFM2's gated
+            short convolution).
+        layers: for each layer, True if it is recurrent.
+        taps: inputs of the convolution.
+        channels: channels of the convolution.
+        key_heads, key_size: heads of keys and queries; groups and size of the state in Mamba-2.
+        value_heads, value_size: heads of values.
+        conv_bias: the convolution has a bias.
+        norm: the output is normalised: "" for not at all.
+        gate_first: the output is gated before it is normalised, not after.
+        norm_groups: groups of channels that are normalised together; 0 for one a value head.
+    """
+
+    kind: str
+    layers: tuple[bool, ...]
+    taps: int
+    channels: int
+    key_heads: int = 1
+    key_size: int = 1
+    value_heads: int = 0
+    value_size: int = 0
+    conv_bias: bool = False
+    norm: bool = True
+    gate_first: bool = False
+    norm_groups: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Width of the output before its projection."""
+        return self.value_heads * self.value_size or self.channels
+
+
 def llama(c: Json) -> Json:
     """Return the fields of Llama 2 and 3; most families override some of them."""
     heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
@@ -139,7 +177,7 @@ def _phi3(c: Json) -> Json:
 
 def _gemma2(c: Json) -> Json:
     fields = llama(c | {"hidden_act": c.get("hidden_activation") or "gelu_pytorch_tanh"})
-    types = c.get("layer_types") or _layer_types(fields["layers"], 2)
+    types = c.get("layer_types") or layer_types(fields["layers"], 2)
     return fields | dict(
         layout="gemma",
         norm="rms_plus_one",
@@ -155,7 +193,7 @@ def _gemma2(c: Json) -> Json:
 
 def _gemma3(c: Json) -> Json:
     period = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    types = c.get("layer_types") or _layer_types(c["num_hidden_layers"], period)
+    types = c.get("layer_types") or layer_types(c["num_hidden_layers"], period)
     no_caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     one_rope = {"layer_types": types, "rope_parameters": None, "rope_scaling": None}
     fields = _gemma2(no_caps | c | one_rope)
@@ -179,7 +217,7 @@ def _gemma4(c: Json) -> Json:
         | {"rope_parameters": None, "rope_scaling": None}
     )
     layers, head_dim, kv_heads = fields["layers"], fields["head_dim"], fields["kv_heads"]
-    types = list(c.get("layer_types") or _layer_types(layers, 6))
+    types = list(c.get("layer_types") or layer_types(layers, 6))
     types[-1] = "full_attention"
     is_global = [t == "full_attention" for t in types]
     shares_values = bool(c.get("attention_k_eq_v", False))
@@ -279,7 +317,7 @@ def _olmo2(c: Json) -> Json:
 
 def _olmo3(c: Json) -> Json:
     fields = _olmo2({**c, "rope_parameters": None, "rope_scaling": None})
-    types = c.get("layer_types") or _layer_types(fields["layers"], 4)
+    types = c.get("layer_types") or layer_types(fields["layers"], 4)
     given = c.get("rope_parameters") or {}
     full = given.get("full_attention") or given or c.get("rope_scaling")
     local = given.get("sliding_attention") or given
@@ -320,7 +358,7 @@ def _exaone4(c: Json) -> Json:
         pattern = [period[i % len(period)] == "L" for i in range(fields["layers"])]
         types = ["sliding_attention" if local else "full_attention" for local in pattern]
     else:
-        types = _layer_types(fields["layers"], period)
+        types = layer_types(fields["layers"], period)
     types = c.get("layer_types") or types
     return fields | dict(
         layout="olmo2",
@@ -365,7 +403,7 @@ def _cohere(c: Json) -> Json:
 def _cohere2(c: Json) -> Json:
     fields = _cohere(c)
     period = c.get("sliding_window_pattern") or 4
-    types = c.get("layer_types") or _layer_types(fields["layers"], period)
+    types = c.get("layer_types") or layer_types(fields["layers"], period)
     windows = windows_of(types, c.get("sliding_window") or 4096)
     return fields | dict(windows=windows, rope_of=tuple(0 if w else None for w in windows))
 
@@ -527,7 +565,7 @@ def _activation(name: str) -> str:
     return known[name]
 
 
-def _layer_types(layers: int, period: int) -> list[str]:
+def layer_types(layers: int, period: int) -> list[str]:
     """Return layer_types of a model in which every `period`-th layer has full attention."""
     full = [(i + 1) % period == 0 for i in range(layers)]
     return ["full_attention" if f else "sliding_attention" for f in full]

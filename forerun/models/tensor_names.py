@@ -38,6 +38,15 @@ SANDWICH_NAMES: Names = {
 }
 
 
+DELTA_NAMES: Names = {
+    "recurrent_out": "linear_attn.out_proj",
+    "convolution": "linear_attn.conv1d",
+    "decay_rate": "linear_attn.A_log",
+    "decay_bias": "linear_attn.dt_bias",
+    "recurrent_norm": "linear_attn.norm",
+}
+
+
 def _shared_names(stem: str) -> Names:
     """Return the names of a dense MLP that runs beside the experts."""
     return {
@@ -109,6 +118,49 @@ NAMES: dict[str, Names] = {
         "down": "shared_mlp.output_linear",
         "shared_up": "shared_mlp.input_linear",
         "shared_down": "shared_mlp.output_linear",
+        "recurrent_input": "mamba.in_proj",
+        "recurrent_out": "mamba.out_proj",
+        "convolution": "mamba.conv1d",
+        "decay_rate": "mamba.A_log",
+        "decay_bias": "mamba.dt_bias",
+        "skip": "mamba.D",
+        "recurrent_norm": "mamba.norm",
+    },
+    "qwen3_5": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_expert")
+    | DELTA_NAMES
+    | {
+        "shared_gate": "mlp.shared_expert_gate",
+        "recurrent_input": ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"],
+        "recurrent_decay": ["linear_attn.in_proj_a", "linear_attn.in_proj_b"],
+    },
+    "qwen3_next": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_expert")
+    | DELTA_NAMES
+    | {
+        "shared_gate": "mlp.shared_expert_gate",
+        "recurrent_input": "linear_attn.in_proj_qkvz",
+        "recurrent_decay": "linear_attn.in_proj_ba",
+    },
+    "lfm2": LLAMA_NAMES
+    | {
+        "norm": "embedding_norm",
+        "attention_norm": "operator_norm",
+        "mlp_norm": "ffn_norm",
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "out": "self_attn.out_proj",
+        "up": ["feed_forward.w1", "feed_forward.w3"],
+        "down": "feed_forward.w2",
+        "router": "feed_forward.gate",
+        "choice_bias": "feed_forward.expert_bias",
+        "expert_up": ["feed_forward.experts.{e}.w1", "feed_forward.experts.{e}.w3"],
+        "expert_down": "feed_forward.experts.{e}.w2",
+        "recurrent_input": "conv.in_proj",
+        "recurrent_out": "conv.out_proj",
+        "convolution": "conv.conv",
     },
     "gpt_oss": LLAMA_NAMES
     | {

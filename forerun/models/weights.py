@@ -232,6 +232,32 @@ class ExpertWeights:
 
 
 @dataclass(slots=True)
+class RecurrentWeights:
+    """A recurrent layer with C channels in its convolution and n value heads.
+
+    Attributes:
+        input: the channels, then the gates of the output; for "conv" input gates, output gates and
+            channels, C each.
+        decay: what the decay of each head depends on, and behind it beta for the delta rule.
+        out: of the output.
+        conv_weight: [C, taps] float32, conv_bias: [C].
+        decay_bias, decay_rate: [n] float32.
+        skip: [n] float32, the share of its input in the output of a head.
+        norm: of the output.
+    """
+
+    input: LinearWeights
+    out: LinearWeights
+    conv_weight: Tensor
+    conv_bias: Tensor | None = None
+    decay: LinearWeights | None = None
+    decay_bias: Tensor | None = None
+    decay_rate: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Norm | None = None
+
+
+@dataclass(slots=True)
 class LayerInputWeights:
     """Weights that add a layer's own embedding of the token to the residual stream (Gemma 4).
 
@@ -249,13 +275,14 @@ class LayerInputWeights:
 class LayerWeights:
     """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
 
-    A layer that reads the keys of another has only queries in `qkv`. `up` and `down` are None if
+    A layer that reads the keys of another has only queries in `qkv`, and one without attention has
+    none. `up` and `down` are None if
     the MLP has nothing but experts; without `mlp_norm` the MLP reads what `attention_norm` gives,
     or the residual stream."""
 
     attention_norm: Norm | None
-    qkv: LinearWeights
-    out: LinearWeights
+    qkv: LinearWeights | None
+    out: LinearWeights | None
     mlp_norm: Norm | None
     up: LinearWeights | None = None
     down: LinearWeights | None = None
@@ -265,13 +292,17 @@ class LayerWeights:
     mlp_out_norm: Norm | None = None
     sink_logits: Tensor | None = None  # [heads] float32
     experts: ExpertWeights | None = None
+    recurrent: RecurrentWeights | None = None
+    output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
     layer_input: LayerInputWeights | None = None
     scale: float = 1.0
 
     @property
     def matrices(self) -> list[Any]:
         """All matrices of the layer that a forward pass reads, those of experts included."""
-        found: list[Any] = [self.qkv, self.out, self.up, self.down]
+        found: list[Any] = [self.qkv, self.out, self.up, self.down, self.output_gate]
+        if self.recurrent is not None:
+            found += [self.recurrent.input, self.recurrent.out, self.recurrent.decay]
         if self.experts is not None:
             e = self.experts
             found += [e.router, e.up, e.down, e.shared_gate]
@@ -371,28 +402,130 @@ class WeightLoader:
         is_own = c.kv_layer(i) == i  # it has keys and values of its own
         inner, halves = c.mlp_size(i), 2 if c.gated else 1
         up, down = ("shared_up", "shared_down") if c.has_experts(i) else ("up", "down")
-        heads = (c.heads, kv_heads)
-        qkv = self.linear(
-            "qkv", i, [queries, keys, keys] if is_own else [queries], c.hidden, c.qkv_bias, heads
-        )
+        attends = c.has_attention(i)
+        qkv, output_gate = None, None
+        if attends and c.output_gate:
+            qkv, output_gate = self.gated_qkv(i, queries, keys)
+        elif attends:
+            rows = [queries, keys, keys] if is_own else [queries]
+            qkv = self.linear("qkv", i, rows, c.hidden, c.qkv_bias, (c.heads, kv_heads))
         q_size, k_size = (queries, keys) if c.qk_norm == "row" else (head_dim, head_dim)
         sinks = self.tensor("sink_logits", i, "", (c.heads,)) if c.attention_sinks else None
         return LayerWeights(
             attention_norm=self.norm("attention_norm", i) if c.pre_norm else None,
             qkv=qkv,
-            out=self.linear("out", i, [c.hidden], queries, c.out_bias),
+            out=self.linear("out", i, [c.hidden], queries, c.out_bias) if attends else None,
             mlp_norm=self.norm("mlp_norm", i) if c.pre_norm and not c.parallel else None,
             up=self.linear(up, i, [inner] * halves, c.hidden, c.mlp_bias) if inner else None,
             down=self.linear(down, i, [c.hidden], inner, c.mlp_bias) if inner else None,
-            q_norm=self.norm("q_norm", i, q_size) if c.qk_norm else None,
-            k_norm=self.norm("k_norm", i, k_size) if c.qk_norm and is_own else None,
+            q_norm=self.norm("q_norm", i, q_size) if c.qk_norm and attends else None,
+            k_norm=self.norm("k_norm", i, k_size) if c.qk_norm and attends and is_own else None,
             attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
             sink_logits=None if sinks is None else self.to(sinks, torch.float32),
             experts=self.experts(i) if c.has_experts(i) else None,
+            recurrent=self.recurrent(i) if c.is_recurrent(i) else None,
+            output_gate=output_gate,
             layer_input=self.layer_input(i) if c.layer_input else None,
             scale=float(self.tensor("layer_scale", i, "", (1,))[0]) if c.layer_scale else 1.0,
         )
+
+    def selected(
+        self, part: str, layer: int, rows: int, inner: int, order: Tensor, name: str = ""
+    ) -> Any:
+        """Load some rows of a tensor of `rows` rows as a linear layer called `name`."""
+        ((stem, _),) = self.stems(part, layer, [rows])
+        read = self.matrix(stem, (rows, inner), False, False)
+        shape = (len(order), inner)
+        source = self.source(f"{layer}.{name or part}", shape, lambda: select_rows(read(), order))
+        return self.make_linear(name or part, source, None)
+
+    def gated_qkv(self, i: int, queries: int, keys: int) -> tuple[Any, Any]:
+        """Load queries, keys and values, and the gates that stand behind each head's queries."""
+        hidden, heads = self.config.hidden, self.config.heads
+        stems = [stem for stem, _ in self.stems("qkv", i, [2 * queries, keys, keys])]
+        sizes = [2 * queries, keys, keys]
+        read_q, *others = (
+            self.matrix(stem, (rows, hidden), False, False)
+            for stem, rows in zip(stems, sizes, strict=True)
+        )
+        own, gates = torch.arange(2 * queries).view(heads, 2, -1).transpose(0, 1).flatten(1)
+
+        def read() -> Matrix:
+            parts = [select_rows(read_q(), own), *(reader() for reader in others)]
+            stacked: Matrix = stack(parts)
+            return stacked
+
+        shape = (queries + 2 * keys, hidden)
+        qkv = self.make_linear("qkv", self.source(f"{i}.qkv", shape, read), None)
+        gate = self.source(
+            f"{i}.output_gate", (queries, hidden), lambda: select_rows(read_q(), gates)
+        )
+        return qkv, self.make_linear("output_gate", gate, None)
+
+    def recurrent(self, i: int) -> RecurrentWeights:
+        """Load the recurrent part of layer `i`."""
+        c, r = self.config, self.config.recurrent
+        assert r is not None
+
+        def vector(part: str) -> Tensor:
+            return self.to(self.tensor(part, i, "", (r.value_heads,)), torch.float32)
+
+        heads, inner, hidden = r.value_heads, r.inner, c.hidden
+        convolution = self.convolution(i, r.channels, r.taps)
+        out = self.linear("recurrent_out", i, [hidden], inner, False)
+        bias = None
+        if r.conv_bias:
+            bias = self.to(self.tensor("convolution", i, "bias", (r.channels,)), torch.float32)
+        decay: Any = None
+        if r.kind == "conv":
+            source = self.linear("recurrent_input", i, [3 * inner], hidden, r.conv_bias)
+            return RecurrentWeights(source, out, convolution, bias)
+        if r.kind == "mamba":  # gates, channels and decays are one matrix
+            rows = inner + r.channels + heads
+            order = torch.arange(rows)
+            part = "recurrent_input"
+            channels = order[inner : inner + r.channels]
+            ordered = torch.cat((channels, order[:inner]))
+            source = self.selected(part, i, rows, hidden, ordered)
+            decay = self.selected(part, i, rows, hidden, order[-heads:], "recurrent_decay")
+        elif len(self.names["recurrent_input"]) == 2:
+            source = self.linear("recurrent_input", i, [r.channels, inner], hidden, False)
+            decay = self.linear("recurrent_decay", i, [heads, heads], hidden, False)
+        else:
+            source, decay = self.grouped_by_key_head(i)
+        weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
+        return RecurrentWeights(
+            input=source,
+            out=out,
+            conv_weight=convolution,
+            conv_bias=bias,
+            decay=decay,
+            decay_bias=vector("decay_bias"),
+            decay_rate=self.decay_rate(vector("decay_rate")),
+            skip=vector("skip") if r.kind == "mamba" else None,
+            norm=Norm(self.to(weight, torch.float32)) if r.norm else None,
+        )
+
+    def norm_size(self) -> int:
+        """Return the number of weights of the norm behind a recurrent layer."""
+        r = self.config.recurrent
+        assert r is not None
+        return r.inner if r.norm_groups else r.value_size
+
+    def grouped_by_key_head(self, i: int) -> tuple[Any, Any]:
+        """Load Qwen3-Next's inputs: for each key head its query, key, values and gates, and beta
+        before the decay."""
+        c, r = self.config, self.config.recurrent
+        assert r is not None
+        share = r.value_heads // r.key_heads
+        each = [r.key_size, r.key_size, share * r.value_size, share * r.value_size]
+        rows = torch.arange(r.key_heads * sum(each)).view(r.key_heads, -1)
+        order = torch.cat([part.flatten() for part in torch.split(rows, each, dim=1)])
+        source = self.selected("recurrent_input", i, rows.numel(), c.hidden, order)
+        rows = torch.arange(2 * r.value_heads).view(r.key_heads, 2, share)
+        order = torch.cat((rows[:, 1].flatten(), rows[:, 0].flatten()))
+        return source, self.selected("recurrent_decay", i, rows.numel(), c.hidden, order)
 
     def experts(self, i: int) -> ExpertWeights:
         """Load the mixture of experts of layer `i`."""
@@ -571,6 +704,15 @@ class WeightLoader:
         head = str(self.names["head"])
         inner = f"language_model.{head}"
         return inner if self.checkpoint.has(f"{inner}.weight") else head
+
+    def convolution(self, i: int, channels: int, taps: int) -> Tensor:
+        """Read the weight of a causal convolution, [C, taps] float32."""
+        found = self.tensor("convolution", i, "weight", (channels, 1, taps))
+        return self.to(found[:, 0], torch.float32)
+
+    def decay_rate(self, stored: Tensor) -> Tensor:
+        """Return the rates of decay, which are negative, from what is stored."""
+        return -stored.exp()
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor of this shape and mark it as used."""

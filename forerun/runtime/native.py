@@ -8,6 +8,7 @@ needs (float32, bfloat16, or int8 in groups of 64)."""
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
+from forerun.cache.recurrent import StateLayout
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
@@ -32,6 +34,7 @@ from forerun.models.weights import (
     LayerInputWeights,
     LayerWeights,
     Norm,
+    RecurrentWeights,
     Source,
     load_weights,
 )
@@ -123,7 +126,11 @@ class NativeDecoder:
                 return tables[0]
             is_partial = part == "head" and shortlist is not None  # the cache holds all its rows
             is_gated = part in ("up", "shared_up", "expert_up") and config.gated
-            if part in ("router", "shared_gate"):  # small, and what they decide is not continuous
+            if part in (
+                "router",
+                "shared_gate",
+                "recurrent_decay",
+            ):  # small, and what they decide is not continuous
                 return PackedMatrix(source.weight(), bias, "float32", gated=False)
             return pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
 
@@ -191,7 +198,15 @@ class NativeDecoder:
         program, batch = self._program(layers), ForwardBatch(segments, cache)
         with self._lock:
             buffers, scratch = program.buffers.fit(batch.tokens, batch.wanted)
-            native.loaded().forerun_run(program.program, batch.fill(buffers, scratch, cache))
+            filled = batch.fill(buffers, scratch, cache)
+            if cache.recurrent is None:
+                native.loaded().forerun_run(program.program, filled)
+            else:
+                runs = cache.recurrent.plan(segments, cache.length)
+                structure = runs.structure()
+                filled.recurrent = ctypes.pointer(structure)
+                native.loaded().forerun_run(program.program, filled)
+                runs.settle()
             saved = program.buffers.arrays[LOGITS + 1 : LOGITS + 1 + len(layers)]
             features = {
                 layer: torch.from_numpy(x[: batch.tokens].copy())
@@ -206,7 +221,7 @@ class NativeDecoder:
     ) -> list[list[int]]:
         """Draft a token for each key of each start in one native call; the slots have room.
 
-        Only tokens below `vocab` are drafted."""
+        Only tokens below `vocab` are drafted. The model has no recurrent layers."""
         token_ids = None if self.shortlist is None else self.shortlist.numpy()
         program = self._program(())
         with self._lock:
@@ -238,6 +253,8 @@ class _Recorder:
         self.context = decoder.context
         self.aux_hidden_layers = aux_hidden_layers
         self.kv_offsets = self.config.kv_offsets()
+        recurrent = self.config.recurrent
+        self.states = None if recurrent is None else StateLayout.of(self.config)
         self.owned: list[Any] = []
         self.widths = self._widths()
         self.at: dict[str, int] = {}
@@ -273,6 +290,11 @@ class _Recorder:
                 "shared": c.hidden,
                 "shared_gate": 1,
             }
+        if c.recurrent is not None:
+            r = c.recurrent
+            inner = 3 * r.inner if r.kind == "conv" else r.channels + r.inner
+            widths |= {"inputs": inner, "decays": max(2 * r.value_heads, 1)}
+            widths |= {"convolved": r.channels + 2 * r.value_heads, "recurrent_out": r.inner}
         if c.layer_input:
             every = c.layers * c.layer_input
             widths |= {"projected": every, "stored": every}
@@ -310,9 +332,18 @@ class _Recorder:
         c, layer = self.config, self.weights.layers[i]
         # parallel branches both read X: their sum is added to it behind the MLP
         to = BRANCH if c.parallel else X
-        ops = self._linear(layer.qkv, X, QKV, layer.attention_norm)
-        ops += [self._rotate(i, layer), self._attend(i, layer)]
-        ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
+        ops: list[COp] = []
+        if layer.recurrent is not None:
+            ops += self._recurrent(i, layer.recurrent, layer.attention_norm)
+        if layer.qkv is not None:
+            ops += self._linear(layer.qkv, X, QKV, layer.attention_norm)
+            ops += [self._rotate(i, layer), self._attend(i, layer)]
+            if layer.output_gate is not None:
+                gate: dict[str, Any] = dict(
+                    activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
+                )
+                ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
+            ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
         ops += self._mlp(i, layer)
         if c.parallel:
             ops.append(self._mix(BRANCH, X, c.hidden, combine=native.ADD))
@@ -336,6 +367,72 @@ class _Recorder:
             sink_logits=None if layer.sink_logits is None else self._own(layer.sink_logits),
             **self._heads(i),
         )
+
+    def _recurrent(self, i: int, w: RecurrentWeights, norm: Norm | None) -> list[COp]:
+        """Return the operations of a recurrent layer; its output is added to X."""
+        c, r, states = self.config, self.config.recurrent, self.states
+        assert r is not None and states is not None
+        inputs, decays = self.at["inputs"], self.at["decays"]
+        convolved, out = self.at["convolved"], self.at["recurrent_out"]
+        is_conv, is_delta = r.kind == "conv", r.kind == "delta"
+        keys = r.key_heads * r.key_size
+        values = r.value_heads * r.value_size
+        places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
+        common: dict[str, Any] = dict(
+            channels=r.channels,
+            taps=r.taps,
+            key_heads=r.key_heads,
+            key_size=r.key_size,
+            value_heads=r.value_heads,
+            value_size=r.value_size,
+            delta=int(is_delta),
+            gated=int(is_conv),
+            conv_in=inputs,
+            state_at=states.state_at[i],
+            half_at=states.half_at[i],
+            history_at=states.history_at[i],
+        )
+        if not is_conv:
+            common |= dict(zip(("query_at", "key_at", "value_at"), places, strict=True))
+        convolve = COp(
+            kind=native.CONVOLVE,
+            input=inputs,
+            output=convolved,
+            gate=decays,
+            activation=native.ACTIVATIONS["silu"],
+            conv_weight=self._own(w.conv_weight),
+            conv_bias=None if w.conv_bias is None else self._own(w.conv_bias),
+            **common,
+        )
+        recur = COp(kind=native.RECUR, input=convolved, output=out, **common)
+        ops = self._linear(w.input, X, inputs, norm)
+        scale = dict(combine=native.ADD, scale=_factor(c.residual_scale))
+        if is_conv:
+            return [*ops, convolve, recur, *self._linear(w.out, convolved, X, None, **scale)]
+        assert w.decay_bias is not None and w.decay_rate is not None
+        convolve.decay_bias = self._own(w.decay_bias)
+        convolve.decay_rate = self._own(w.decay_rate)
+        gate = COp(
+            kind=native.GATE,
+            input=convolved,
+            output=out,
+            gate=inputs,
+            in_column=r.channels,
+            count=values // r.norm_groups if r.norm_groups else r.value_size,
+            gate_first=int(r.gate_first),
+            tiled_norm=int(not r.norm_groups),
+            norm=CNorm() if w.norm is None else self._rms(w.norm),
+            skip=None if w.skip is None else self._own(w.skip),
+            value_heads=r.value_heads,
+            value_size=r.value_size,
+            value_at=places[2],
+        )
+        ops += self._linear(w.decay, X, decays, norm)
+        return [*ops, convolve, recur, gate, *self._linear(w.out, out, X, None, **scale)]
+
+    def _rms(self, norm: Norm) -> CNorm:
+        """Return a norm by the root of the mean square, whatever the model's other norms are."""
+        return CNorm(self._own(norm.weight), None, self.config.norm_eps, native.NORMS["rms"])
 
     def _heads(self, i: int) -> dict[str, int]:
         """Return the fields of attention operations that say where a layer's keys are."""

@@ -8,6 +8,7 @@ import torch
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
+from forerun.errors import ConfigError
 from forerun.models.decoder import Decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
@@ -48,14 +49,19 @@ class Runner:
     def with_layers(self, layer_ids: Sequence[int], window: int | None = None) -> Runner:
         """Return a runner of these layers with at most `window` keys on the same cache.
 
-        It only reads committed rows of that cache."""
+        It only reads committed rows of that cache. Raises ConfigError for recurrent models, whose
+        states would change."""
+        if self.cache.recurrent is not None:
+            raise ConfigError(
+                "self:.. drafts skip layers, which recurrent models do not allow: use suffix or auto"
+            )
         return _PartRunner(self, self.decoder.with_layers(layer_ids, window))
 
     def draft_chains(self, starts: Sequence[ChainStart], vocab: int) -> list[list[int]] | None:
         """Draft a chain of tokens below `vocab` behind each start in one native call.
 
-        Returns None if the decoder is not native."""
-        if isinstance(self.decoder, NativeDecoder):
+        Returns None if the decoder is not native, or has recurrent layers."""
+        if isinstance(self.decoder, NativeDecoder) and self.cache.recurrent is None:
             return self.decoder.draft_chains(starts, self.cache, vocab)
         return None
 

@@ -36,9 +36,9 @@ _FORMAT_NAMES = [
 ]
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES = range(3)
-EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX = range(8)
+EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX, CONVOLVE, RECUR, GATE = range(11)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5, "sigmoid": 6}
 QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2}
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 
@@ -113,7 +113,34 @@ class COp(Structure):
         ("choice_bias", c_void_p),
         ("expert_scale", c_void_p),
         ("gate", c_int32),
-        ("pad", c_int32),
+        *[
+            (name, c_int32)
+            for name in (
+                "channels",
+                "taps",
+                "key_heads",
+                "key_size",
+                "value_heads",
+                "value_size",
+                "query_at",
+                "key_at",
+                "value_at",
+                "delta",
+                "tiled",
+                "gate_first",
+                "tiled_norm",
+                "conv_in",
+                "pad",
+            )
+        ],
+        ("state_at", c_int64),
+        ("half_at", c_int64),
+        ("history_at", c_int64),
+        ("conv_weight", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay_bias", c_void_p),
+        ("decay_rate", c_void_p),
+        ("skip", c_void_p),
     ]
 
 
@@ -125,6 +152,33 @@ class CProgram(Structure):
         ("count", c_int32),
         ("buffers", c_int32),
         ("widths", c_void_p),
+    ]
+
+
+class CRecurrent(Structure):
+    """Runs of a forward pass through recurrent layers, the tokens of one slot each."""
+
+    _fields_ = [
+        ("runs", c_int32),
+        ("history_at", c_int32),
+        *[
+            (name, c_void_p)
+            for name in (
+                "first",
+                "count",
+                "known",
+                "offset",
+                "pending",
+                "parents_at",
+                "parents",
+                "state",
+                "old_half",
+                "new_half",
+                "marks_at",
+                "marks",
+                "mark_to",
+            )
+        ],
     ]
 
 
@@ -149,6 +203,7 @@ class CBatch(Structure):
         ("cache_rows", c_int64),
         ("kv_format", c_int32),
         ("pad", c_int32),
+        ("recurrent", POINTER(CRecurrent)),
     ]
 
 

@@ -15,13 +15,15 @@ enum FileType : int32_t {  // GGUF's numbers of the types that are repacked
   GGML_Q6_K = 14, GGML_IQ4_NL = 20, GGML_MXFP4 = 39,
 };
 // READ measures memory. SAVE copies rows, normed by `norm` and `after`, then activated. ROUTE chooses experts, MIX adds up
-// what they give.
-enum Kind : int32_t { EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7 };
+// what they give. CONVOLVE, RECUR and GATE are the parts of a recurrent layer, see recurrent.h.
+enum Kind : int32_t {
+  EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7, CONVOLVE = 8, RECUR = 9, GATE = 10
+};
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2 };
-enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5 };  // the last only gated
+enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6 };  // CLAMPED_SWIGLU: only gated
 enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
-enum Scores : int32_t { SOFTMAX = 0, SIGMOID = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen
+enum Scores : int32_t { SOFTMAX = 0, SIGMOIDS = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen
 
 // A linear layer. `weight` is packed in blocks of 32 outputs; inputs are padded to a multiple of 64, outputs of 32.
 struct Matrix {
@@ -67,13 +69,36 @@ struct Op {
   int32_t scores, normalised, groups, used_groups, best;  // ROUTE; best: how many scores of a group are summed to rate it
   float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale
   const float *choice_bias, *expert_scale;  // ROUTE: [experts] added to scores for the choice only; factors on weights; or null
-  int32_t gate, pad;             // MIX: buffer whose first number gates a row, through a sigmoid; -1: none
+  int32_t gate;                  // MIX: buffer whose first number gates a row, through a sigmoid; -1: none. CONVOLVE: buffer of decays
+                                 // and betas. GATE: that of gates, from in_column on
+
+  // Recurrent layers. A row of what CONVOLVE writes: `channels` numbers, then decays and factors of all value heads.
+  int32_t channels, taps;        // of the convolution; taps inputs each
+  int32_t key_heads, key_size, value_heads, value_size;
+  int32_t query_at, key_at, value_at;  // among the channels
+  int32_t delta, tiled;          // delta rule; value head h uses key head h mod key_heads instead of h div (value_heads / key_heads)
+  int32_t gate_first, tiled_norm;      // GATE: before the norm; one weight of the norm for all groups
+  int32_t conv_in, pad;          // RECUR: the buffer that CONVOLVE reads
+  int64_t state_at, half_at, history_at;  // floats of a slot's memory before this layer's: states, a half, histories
+  const float *conv_weight, *conv_bias;   // [channels][taps], [channels] or null
+  const float *decay_bias, *decay_rate;   // [value_heads]: decay = exp(rate * softplus(x + bias))
+  const float *skip;             // GATE: [value_heads] or null
 };
 
 struct Program {
   const Op *ops;
   int32_t count, buffers;
   const int32_t *widths;         // of each buffer
+};
+
+// Runs of a pass, the tokens of one slot each; null pointers where no layer is recurrent. See recurrent.h.
+struct Recurrent {
+  int32_t runs, history_at;                 // history_at: where histories begin in the memory of a mark, behind the states
+  const int32_t *first, *count, *known, *offset, *pending;  // [runs]
+  const int32_t *parents_at, *parents;      // [runs] where a run's begin; of all its nodes, -1 is the committed prefix
+  float *const *state, *const *from, *const *to;  // [runs] states, and the halves with pending records and for new ones
+  const int32_t *marks_at, *marks;          // [runs + 1]; after so many pending and known tokens the state is copied
+  float *const *mark_to;
 };
 
 // T tokens, M wanted rows. Token t sees rows[t][0 .. direct[t]) of its slot and then extra[extra_at[t] .. extra_at[t+1]).
@@ -89,6 +114,7 @@ struct Batch {
   void *keys, *values;                      // of all layers, in kv_format; attention.h has the layout of one head
   int64_t cache_rows;                       // rows of the cache
   int32_t kv_format, pad;
+  const Recurrent *recurrent;               // or null
 };
 
 // Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]

@@ -63,7 +63,7 @@ int items(const Op *op, const Batch *b, int phase, int threads) {
   int rows = op->wanted ? b->wanted : b->tokens, most = 4 * threads, n = rows;
   const bool product = op->kind == LINEAR && phase == 1;
   if (op->kind == READ || product) n = (op->matrix.outputs + BLOCK - 1) / BLOCK;
-  if (op->kind == ATTEND || (product && op->experts)) n = most;
+  if (op->kind == ATTEND || op->kind == RECUR || (product && op->experts)) n = most;
   return n < 1 ? 1 : n < most ? n : most;
 }
 

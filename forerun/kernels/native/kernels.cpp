@@ -230,7 +230,7 @@ void route_row(const Op *op, const float *logits, float *choice) {
   float most = -INFINITY, total = 0;
   for (int e = 0; e < experts; e++) most = logits[e] > most ? logits[e] : most;
   for (int e = 0; e < experts; e++) {
-    score[e] = op->scores == SOFTMAX ? expf(logits[e] - most) : op->scores == SIGMOID ? 1.0f / (1.0f + expf(-logits[e])) : logits[e];
+    score[e] = op->scores == SOFTMAX ? expf(logits[e] - most) : op->scores == SIGMOIDS ? 1.0f / (1.0f + expf(-logits[e])) : logits[e];
     total += score[e];
   }
   for (int e = 0; e < experts; e++) {
@@ -381,6 +381,12 @@ void activate_row(float *x, int kind, int n) {
   for (; i < n; i++) x[i] = tail[i % W];
 }
 
+}  // namespace
+
+#include "recurrent.h"
+
+namespace {
+
 // Keep a buffer as it is now: a hidden state for whoever drafts from it.
 void save(const Program *p, const Op *op, const Batch *b, int item, int items) {
   Share s = share(b->tokens, item, items);
@@ -401,6 +407,9 @@ void run(const Program *p, const Op *op, const Batch *b, int item, int items, in
   else if (op->kind == SAVE) save(p, op, b, item, items);
   else if (op->kind == ROUTE) route(p, op, b, item, items);
   else if (op->kind == MIX) mix(p, op, b, item, items);
+  else if (op->kind == CONVOLVE) convolve(p, op, b, item, items);
+  else if (op->kind == RECUR) recur(p, op, b, item, items);
+  else if (op->kind == GATE) gate_output(p, op, b, item, items);
   else if (phase == 0) prepare(p, op, b, item, items);
   else if (phase == 1 && op->experts) multiply_experts(p, op, b, item, items);
   else multiply(p, op, b, item, items);

@@ -297,6 +297,7 @@ inline vf vtanh(vf x) {
 inline vf activate(vf x, int kind) {
   if (kind == SILU) return x / (vexp(-x) + 1.0f);
   if (kind == GELU_TANH) return x * 0.5f * (vtanh((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
+  if (kind == SIGMOID) return set1(1.0f) / (vexp(-x) + 1.0f);
   if (kind == RELU2) return pick(x > 0.0f, x * x, set1(0));
   if (kind == GELU)
     for (int i = 0; i < W; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.707106781f));

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts, and the table of all families.
+"""Families with mixtures of experts or recurrent layers, and the table of all families.
 
 They are built on the dense families of `families`; its docstring says how to add one."""
 
@@ -11,9 +11,11 @@ from forerun.models.families import (
     DENSE,
     Experts,
     Json,
+    RecurrentLayers,
     ernie,
     granite,
     hunyuan,
+    layer_types,
     llama,
     qwen2,
     qwen3,
@@ -102,16 +104,26 @@ def _granite_moe(c: Json) -> Json:
 
 
 def _granite_hybrid(c: Json) -> Json:
-    """Granite 4: without recurrent layers it is a Granite with a dense MLP beside the experts."""
+    """Granite 4: Mamba-2 or attention, and a dense MLP beside the experts, if there are any."""
     types = c.get("layer_types") or c.get("layers_block_type") or []
-    if any(t in ("linear_attention", "mamba") for t in types):
-        raise ValueError("recurrent layers (layer_types), which are not supported")
     shared = c.get("shared_intermediate_size", 1024)
     fields = granite({**c, "intermediate_size": shared})
     if c.get("position_embedding_type") != "rope":
         fields |= dict(ropes=(), rope_of=(None,) * fields["layers"])
     experts = _all_sparse(c, shared=shared) if c.get("num_local_experts") else None
-    return fields | dict(layout="granite_moe", experts=experts)
+    fields |= dict(layout="granite_moe", experts=experts)
+    is_mamba = tuple(t in ("linear_attention", "mamba") for t in types)
+    if not any(is_mamba):
+        return fields
+    heads, groups, states = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    size = c.get("mamba_d_head", "auto")
+    size = c["mamba_expand"] * c["hidden_size"] // heads if size == "auto" else size
+    return fields | dict(
+        attends=tuple(not mamba for mamba in is_mamba),
+        recurrent=_mamba(
+            is_mamba, heads, size, groups, states, c["mamba_d_conv"], c.get("mamba_conv_bias", True)
+        ),
+    )
 
 
 def _glm4_moe(c: Json) -> Json:
@@ -173,6 +185,121 @@ def _minimax_m2(c: Json) -> Json:
     return llama(c | share) | dict(layout="minimax", qk_norm="row", experts=experts)
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _mamba(
+    layers: tuple[bool, ...], heads: int, size: int, groups: int, states: int, taps: int, bias: bool
+) -> RecurrentLayers:
+    """Return Mamba-2 layers (2405.21060) whose output is gated, then normalised by group."""
+    return RecurrentLayers(
+        kind="mamba",
+        layers=layers,
+        taps=taps,
+        channels=heads * size + 2 * groups * states,
+        key_heads=groups,
+        key_size=states,
+        value_heads=heads,
+        value_size=size,
+        conv_bias=bias,
+        gate_first=True,
+        norm_groups=groups,
+    )
+
+
+def _delta_fields(c: Json) -> Json:
+    """Return the fields that Qwen3-Next and the Qwen3.5 models share: gated delta rule (2412.06464)
+    in three of four layers, gated attention in the others."""
+    fields = qwen3({"partial_rotary_factor": 0.25, "head_dim": 256} | c)
+    layers = fields["layers"]
+    types = c.get("layer_types") or layer_types(layers, c.get("full_attention_interval") or 4)
+    attends = tuple(t == "full_attention" for t in types)
+    keys, key_size = c["linear_num_key_heads"], c["linear_key_head_dim"]
+    values, value_size = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    return fields | dict(
+        norm="rms_plus_one",
+        output_gate=True,
+        windows=(None,) * layers,
+        attends=attends,
+        recurrent=RecurrentLayers(
+            kind="delta",
+            layers=tuple(not attention for attention in attends),
+            taps=c.get("linear_conv_kernel_dim", 4),
+            channels=2 * keys * key_size + values * value_size,
+            key_heads=keys,
+            key_size=key_size,
+            value_heads=values,
+            value_size=value_size,
+        ),
+    )
+
+
+def _qwen3_5(c: Json) -> Json:
+    return _delta_fields(c) | dict(layout="qwen3_5")
+
+
+def _qwen3_5_moe(c: Json) -> Json:
+    c = {"decoder_sparse_step": 1, "norm_topk_prob": True, "intermediate_size": 1} | c
+    shared = c.get("shared_expert_intermediate_size") or 0
+    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
+    return _delta_fields(c) | dict(layout="qwen3_5", experts=experts)
+
+
+def _qwen3_next(c: Json) -> Json:
+    c = {"norm_topk_prob": True} | c
+    shared = c.get("shared_expert_intermediate_size") or 0
+    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
+    return _delta_fields(c) | dict(layout="qwen3_next", experts=experts)
+
+
+def _lfm2(c: Json) -> Json:
+    """Gated short convolutions in most layers, attention in the others."""
+    inner = c.get("intermediate_size") or c.get("block_ff_dim") or 0
+    if c.get("block_auto_adjust_ff_dim", True):
+        inner = int(2 * inner / 3)
+        inner = int(c.get("block_ffn_dim_multiplier", 1.0) * inner)
+        step = c.get("block_multiple_of", 256)
+        inner = step * -(-inner // step)
+    epsilon = {"rms_norm_eps": c.get("norm_eps", 1e-5), "intermediate_size": inner}
+    fields = llama(c | epsilon)
+    layers, full = fields["layers"], c.get("full_attn_idxs")
+    types = c.get("layer_types") or [
+        "full_attention" if full is None or i in full else "conv" for i in range(layers)
+    ]
+    attends = tuple(t == "full_attention" for t in types)
+    return fields | dict(
+        layout="lfm2",
+        qk_norm="head",
+        attends=attends,
+        tied=c.get("tie_word_embeddings", c.get("tie_embedding", True)),
+        recurrent=RecurrentLayers(
+            kind="conv",
+            layers=tuple(not attention for attention in attends),
+            taps=c.get("conv_L_cache", 3),
+            channels=c["hidden_size"],
+            conv_bias=c.get("conv_bias", False),
+            norm=False,
+        ),
+    )
+
+
+def _lfm2_moe(c: Json) -> Json:
+    fields = _lfm2(c | {"block_auto_adjust_ff_dim": False})
+    dense = c.get("num_dense_layers", 2)
+    experts = Experts(
+        count=_num_experts(c),
+        used=c["num_experts_per_tok"],
+        intermediate=c["moe_intermediate_size"],
+        layers=tuple(i >= dense for i in range(fields["layers"])),
+        scores="sigmoid",
+        normalised=c.get("norm_topk_prob", True),
+        epsilon=1e-6,
+        scale=c.get("routed_scaling_factor", 1.0),
+        choice_bias=c.get("use_expert_bias", True),
+    )
+    return fields | dict(experts=experts)
+
+
 FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "ernie4_5_moe": _ernie_moe,
     "glm4_moe": _glm4_moe,
@@ -185,4 +312,9 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "qwen3_5_moe_text": _qwen3_5_moe,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_next": _qwen3_next,
 }

@@ -1,0 +1,193 @@
+"""Recurrent states: the bits of one-token passes after any passes, commits and prefix hits."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache import recurrent
+from forerun.cache.attention import Segment
+from forerun.errors import StateError
+from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe"]
+names = pytest.mark.parametrize("name", NAMES)
+PAGE = 4
+
+
+@functools.cache
+def decoder(name: str) -> NativeDecoder:
+    native.start(2)
+    path = tiny.family(name)
+    return NativeDecoder(load_config(path), path, "float32", 256)
+
+
+def runner(name: str, slots: int = 3) -> Runner:
+    return Runner(decoder(name), tokens=1024, page=PAGE, slots=slots)
+
+
+def chain(count: int) -> list[int]:
+    return list(range(-1, count - 1))
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, tiny.VOCAB), k=count)
+
+
+def read(run: Runner, slot: int, tokens: list[int], known: int = 0) -> Tensor:
+    """Read and commit tokens; returns the logits of all."""
+    cache = run.cache
+    assert cache.pages.grow(slot, cache.length[slot] + len(tokens))
+    segment = Segment(slot, tokens, chain(len(tokens)), list(range(len(tokens))), known=known)
+    logits = run.forward([segment]).logits
+    cache.commit(slot, range(len(tokens)))
+    return logits
+
+
+def alone(name: str, tokens: list[int]) -> Tensor:
+    """The logits behind a text that is read token by token."""
+    run = runner(name)
+    return [read(run, 0, [token])[0] for token in tokens][-1]
+
+
+@names
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, seed: int) -> None:
+    """Trees beside known tokens, in several slots, with paths that leave nodes out."""
+    chance, run = random.Random(seed), runner(name)
+    texts: list[list[int]] = [[], [], []]
+    for _ in range(7):
+        segments, slots = [], chance.sample(range(3), chance.randint(1, 3))
+        for slot in slots:
+            known, nodes = chance.choice([1, 1, 2, 9]), chance.randint(0, 6)
+            parents = chain(known)
+            parents += [
+                chance.randint(max(known - 1, i - 3), i - 1) for i in range(known, known + nodes)
+            ]
+            tokens = text(known + nodes, chance.randrange(99))
+            assert run.cache.pages.grow(slot, len(texts[slot]) + len(tokens))
+            wants = list(range(len(tokens)))
+            certain = chance.choice([0, known - 1, known])
+            segments.append(Segment(slot, tokens, parents, wants, known=certain))
+        logits = run.forward(segments).logits.split([len(s.tokens) for s in segments])
+        for segment, rows in zip(segments, logits, strict=True):
+            node = len(segment.tokens) - 1
+            path = []
+            while node >= 0:
+                path.append(node)
+                node = segment.parents[node]
+            path = path[::-1][: max(segment.known, chance.randint(1, len(path)))]
+            texts[segment.slot] += [segment.tokens[i] for i in path]
+            run.cache.commit(segment.slot, path)
+            assert torch.equal(rows[path[-1]], alone(name, texts[segment.slot]))
+
+
+@names
+def test_nodes_of_earlier_passes_are_parents(name: str) -> None:
+    """A draft model feeds its tree level by level before anything is committed."""
+    run, prefix, tokens = runner(name), text(11), text(6, 1)
+    parents = [-1, 0, 0, 1, 2, 4]
+    read(run, 0, prefix)
+    assert run.cache.pages.grow(0, 20)
+    for first, last in ((0, 1), (1, 3), (3, 5), (5, 6)):
+        wants = list(range(last - first))
+        segment = Segment(0, tokens[first:last], parents[:last], wants, offset=first)
+        logits = run.forward([segment]).logits
+    assert torch.equal(logits[-1], alone(name, [*prefix, *(tokens[i] for i in (0, 2, 4, 5))]))
+    run.cache.commit(0, [0, 2, 4])
+    found = read(run, 0, [7])[0]
+    assert torch.equal(found, alone(name, [*prefix, *(tokens[i] for i in (0, 2, 4)), 7]))
+
+
+@names
+@pytest.mark.parametrize("cut", [(30,), (5, 25), (1,) * 30], ids=["whole", "cut", "single"])
+def test_a_prefix_is_reused_behind_a_copy_of_its_state(
+    name: str, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "INTERVAL", 8)
+    run, tokens = runner(name), text(30)
+    assert run.cache.open(0, tokens) == 0
+    done = 0
+    for size in cut:
+        read(run, 0, tokens[done : done + size], known=size if size > 1 else 0)
+        done += size
+    read(run, 0, [9])  # what is pending is applied by the pass that follows
+    run.cache.pages.seal(0, tokens, 30)
+    longer = [*tokens[:27], 5, 6]
+    assert run.cache.open(1, longer) == 24
+    assert torch.equal(read(run, 1, longer[24:])[-1], alone(name, longer))
+    other = [*tokens[:9], 5, 6]
+    assert run.cache.open(2, other) == 8
+    assert torch.equal(read(run, 2, other[8:])[-1], alone(name, other))
+    run.cache.pages.check()
+
+
+def test_two_clients_that_alternate_share_their_system_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recurrent, "INTERVAL", 16)
+    run, system = runner("qwen3_5"), text(40)
+    for turn in range(6):
+        prompt = [*system, *text(5, turn % 2), *text(turn, 9)]
+        start = run.cache.open(turn % 2, prompt)
+        assert start >= (32 if turn else 0)
+        found = read(run, turn % 2, prompt[start:], known=len(prompt) - start)[-1]
+        assert torch.equal(found, alone("qwen3_5", prompt))
+        run.cache.pages.seal(turn % 2, prompt, len(prompt))
+        run.cache.close(turn % 2)
+
+
+def test_copies_are_bounded_and_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "INTERVAL", 8)
+    monkeypatch.setattr(recurrent, "COPY_BYTES", 0)
+    run = runner("qwen3_5")
+    states = run.cache.recurrent
+    assert states is not None and states.most_copies == recurrent.MIN_COPIES
+    for seed in range(5):
+        tokens = text(30, seed)
+        run.cache.open(0, tokens)
+        read(run, 0, tokens, known=30)
+        run.cache.pages.seal(0, tokens, 30)
+        run.cache.close(0)
+        assert len(states._copies) <= states.most_copies
+    assert run.cache.open(0, [*text(30, 4), 3]) > 0
+    assert run.cache.open(1, [*text(30, 0), 3]) == 0
+
+
+def test_what_a_state_has_cannot_be_taken_back() -> None:
+    """Pending tokens can; else the slot starts over, and its text is read again."""
+    run, tokens = runner("qwen3_5"), text(12)
+    run.cache.open(0, tokens)
+    read(run, 0, tokens[:8], known=8)
+    read(run, 0, tokens[8:])
+    run.cache.rewind(0, 10)
+    assert run.cache.length[0] == 10
+    assert torch.equal(read(run, 0, [5])[0], alone("qwen3_5", [*tokens[:10], 5]))
+    run.cache.rewind(0, 7)
+    assert run.cache.length[0] == 0
+    assert torch.equal(read(run, 0, tokens)[-1], alone("qwen3_5", tokens))
+
+
+def test_a_pass_that_was_not_committed_is_refused() -> None:
+    run, tokens = runner("qwen3_5"), text(12)
+    assert run.cache.pages.grow(0, 24)
+    run.forward([Segment(0, tokens, chain(12), [11], known=12)])
+    with pytest.raises(StateError, match="not committed"):
+        run.forward([Segment(0, tokens, chain(12), [11], known=12)])
+    with pytest.raises(StateError, match="must be committed"):
+        run.cache.commit(0, [0, 1])
+
+
+def test_a_long_text_that_nobody_called_known_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = text(150)
+    found = read(runner("qwen3_5"), 0, tokens)[-1]
+    assert torch.equal(found, alone("qwen3_5", tokens))
