@@ -162,9 +162,6 @@ def main() -> None:
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
-    # If Ctrl-C arrived during an `exec`, such as that of a dataclass, `python -m` would die by
-    # SIGINT instead of returning the exit code; another `exec` clears that state.
-    exec("")
     _close()
     sys.exit(code)
 

@@ -99,24 +99,14 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
         self._check_numbers()
+        self._check_stops()
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(
                 f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)"
             )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={shorten(self.ignore_eos)} must be true or false")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(
-                f"stop={shorten(stop)} must be strings, none of them empty: an empty one would stop"
-                " everything"
-            )
-        if not all(_is_integer(token) for token in stop_ids):
-            raise RequestError(f"stop_token_ids={shorten(stop_ids)} must be whole numbers")
         self._check_bias()
 
     def _check_numbers(self) -> None:
@@ -153,6 +143,20 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shorten(value)} is out of range: give 0 to 20, or None"
                 )
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, (str, list, tuple)):
+            raise RequestError(f"stop={shorten(self.stop)} must be a string or a list of strings")
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise RequestError(
+                f"stop={shorten(self.stop)} must be strings, none of them empty: an empty one would"
+                " stop everything"
+            )
+        token_ids = self.stop_token_ids
+        if not isinstance(token_ids, (list, tuple)):
+            raise RequestError(f"stop_token_ids={shorten(token_ids)} must be a list")
+        if not all(_is_integer(token) for token in token_ids):
+            raise RequestError(f"stop_token_ids={shorten(token_ids)} must be whole numbers")
 
     def _check_bias(self) -> None:
         bias = self.logit_bias
@@ -196,7 +200,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def sampling_temperature(self) -> float:
@@ -234,9 +238,3 @@ def _is_integer(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_integer(value) or isinstance(value, float)
-
-
-def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name}={shorten(value)} must be a list")
-    return tuple(value)
