@@ -16,6 +16,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from forerun.cli.main import command_line
+from forerun.sampling.params import DEFAULT_MAX_TOKENS
+from forerun.server.openai import DEFAULT_COMPLETION_TOKENS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -172,6 +174,18 @@ def test_the_reference_has_every_verb_and_flag() -> None:
                 else parameter.opts
             )
             assert all(name in section for name in names), f"{path}: {names}"
+
+
+def test_the_default_length_is_one_everywhere() -> None:
+    """In the code it is a constant; pages and the playground's form name its value."""
+    page = (ROOT / "forerun/server/playground/index.html").read_text(encoding="utf-8")
+    (field,) = re.findall(r'name="max_tokens"[^>]*value="(\d+)"', page)
+    assert int(field) == DEFAULT_MAX_TOKENS
+    server = (DOCS / "server.md").read_text(encoding="utf-8")
+    assert f"{DEFAULT_MAX_TOKENS} tokens" in server
+    assert f"{DEFAULT_COMPLETION_TOKENS} tokens" in server
+    generate = (DOCS / "generate.md").read_text(encoding="utf-8")
+    assert re.search(rf"--max-tokens.*\b{DEFAULT_MAX_TOKENS}\b", generate)
 
 
 def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:

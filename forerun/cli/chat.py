@@ -128,7 +128,7 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
             " (/save writes them)",
             file=sys.stderr,
         )
-    most = min(params.max_tokens, room)
+    most = min(params.length_limit, room)
     params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
     stream = talk.llm.stream(messages, params)
     with _ended_by_ctrl_c(stream.stop, alone):
@@ -148,7 +148,7 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
 
 def _wanted(commands: Commands) -> int:
     """Return the number of tokens to keep free for an answer, at most half of the context."""
-    most, asked = commands.parameters.params.max_tokens, commands.parameters.asked("max_tokens")
+    most, asked = commands.parameters.params.length_limit, commands.parameters.asked("max_tokens")
     return min(most if asked else min(most, LEAST), commands.conversation.room // 2)
 
 

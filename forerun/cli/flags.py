@@ -17,7 +17,7 @@ from forerun.cli.completion import draft_names, model_names
 from forerun.config import Config
 from forerun.draft_spec import joined
 from forerun.errors import ConfigError
-from forerun.sampling.params import DEFAULT, SamplingParams
+from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, SamplingParams
 
 SHORT = {"model": "-m", "max_tokens": "-n", "temperature": "-t"}
 COMPLETION = {"model": model_names, "draft": draft_names}  # shell completion
@@ -110,14 +110,15 @@ SAMPLING_TYPES = {
     "stop_token_ids": list[int],
     "seed": int,
     "logprobs": int,
+    "max_tokens": int,
     **{name: type(value) for name, value in DEFAULT.items()},
 }
 ENGINE = Group("config", Config, "Engine", CONFIG_TYPES, model=True)
 ENGINE_FLAGS = replace(ENGINE, model=False)  # for commands with other arguments
-ANSWER = {"max_tokens": 512}  # the default on the command line
 NO_FLAGS = ("grammar", "prompt_logprobs")
-USUAL = ANSWER | {
-    name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()
+USUAL = {
+    "max_tokens": DEFAULT_MAX_TOKENS,
+    **{name: f"as the model's authors set it, else {value}" for name, value in DEFAULT.items()},
 }
 SAMPLING = Group(
     "sampling", SamplingParams, "Sampling", SAMPLING_TYPES, leave_out=NO_FLAGS, defaults=USUAL

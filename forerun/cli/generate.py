@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.flags import (
-    ANSWER,
     ENGINE_FLAGS,
     SAMPLING,
     model_as_argument,
@@ -70,7 +69,7 @@ def generate(
     On a terminal, accepted drafted tokens are coloured.
     """
     asked = sampling | _grammar(json_schema, regex)
-    sampling_params(ANSWER | asked)  # reports errors before a model is loaded
+    sampling_params(asked)  # reports errors before a model is loaded
     if raw and system is not None:
         raise RequestError(
             "--raw and --system contradict each other: a system message is part of a chat"
@@ -84,9 +83,9 @@ def generate(
         )
     text = _text(first if second is None else second)
     llm = load(config, as_json)
-    params = sampling_params(ANSWER | asked).resolved(llm.recommended)
+    params = sampling_params(asked).resolved(llm.recommended)
     prompt = llm.tokens(_prompt(llm, text, raw, system))
-    params = _that_fits(llm, prompt, params, "max_tokens" in sampling)
+    params = _that_fits(llm, prompt, params)
     clock = Clock()
     if params.n == 1 and not as_json:
         completion = show(llm.stream(prompt, params), clock)
@@ -138,20 +137,19 @@ def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
     return text
 
 
-def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams, asked: bool) -> SamplingParams:
-    """Return the parameters with max_tokens limited to the free context.
+def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """Return the parameters with max_tokens, if it is given, limited to the free context.
 
-    A note is printed if the user asked for more.
+    A note is printed if it is lowered.
     """
     most = llm.room - len(prompt)
-    if not 0 < most < params.max_tokens:
+    if params.max_tokens is None or not 0 < most < params.max_tokens:
         return params
-    if asked:
-        print(
-            f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
-            f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
-            file=sys.stderr,
-        )
+    print(
+        f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
+        f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
+        file=sys.stderr,
+    )
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 

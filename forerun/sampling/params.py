@@ -14,6 +14,9 @@ from forerun.sampling.grammar import Grammar
 DEFAULT: Mapping[str, float] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
 )
+# Maximum number of tokens to generate where a request gives none, in the library, on the command
+# line, and on the server wherever an API defines no other default and nothing else ends the text.
+DEFAULT_MAX_TOKENS = 512
 # Greedy decoding without filters.
 NEUTRAL: Mapping[str, float] = MappingProxyType(
     {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -57,7 +60,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
             output. 0.001 to 100.
         logit_bias: {token id: amount added to its logit}. -100 to 100.
-        max_tokens: maximum number of tokens to generate.
+        max_tokens: maximum number of tokens to generate; None is 512, or fewer if the context has
+            no more room.
         min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a
             grammar allows nothing else.
         stop: a string or strings that end the text and are left out of it; they may cross token
@@ -87,7 +91,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
-    max_tokens: int = 128
+    max_tokens: int | None = None
     min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
@@ -112,7 +116,7 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is None and name in DEFAULT:
+            if value is None and (name in DEFAULT or name == "max_tokens"):
                 continue
             if name == "max_tokens" and value == 0 and self.prompt_logprobs is not None:
                 continue
@@ -128,9 +132,9 @@ class SamplingParams:
             raise RequestError(
                 f"top_p={self.top_p} is out of range: give a number over 0 and at most 1"
             )
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.length_limit:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it"
+                f"min_tokens={self.min_tokens} is over max_tokens={self.length_limit}: lower it"
             )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise RequestError(
@@ -196,6 +200,11 @@ class SamplingParams:
             if getattr(self, name) is None
         }
         return replace(self, **chosen) if chosen else self
+
+    @property
+    def length_limit(self) -> int:
+        """`max_tokens`, or its default if it is not given."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

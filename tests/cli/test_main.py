@@ -258,7 +258,7 @@ def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_aske
 
 def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
     code, out, err = forerun("generate", "x = 1\n" * 40, "--kv-tokens", "64", *MODEL)
-    assert (code, out) == (2, "") and "lower --max-tokens or raise --kv-tokens" in err
+    assert (code, out) == (2, "") and "shorten the prompt or raise --kv-tokens" in err
 
 
 def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
