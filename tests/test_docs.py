@@ -162,7 +162,7 @@ def test_the_reference_has_every_verb_and_flag() -> None:
     page = module.reference()
     assert "[dim]" not in page and "\\[" not in page
     assert (
-        "--max-tokens &lt;int&gt;</code></dt><dd>maximum number of tokens to generate. (default: 512)</dd>"
+        "-n, --max-tokens &lt;int&gt;</code></dt><dd>Maximum number of tokens to generate; fewer if the context is full. By default 512. (also --n-predict)</dd>"
         in page
     )
     for path, command in verbs(command_line(), "forerun"):
@@ -174,6 +174,17 @@ def test_the_reference_has_every_verb_and_flag() -> None:
                 else parameter.opts
             )
             assert all(name in section for name in names), f"{path}: {names}"
+
+
+def test_every_help_ends_with_examples_that_exist() -> None:
+    for path, command in [("forerun", command_line()), *verbs(command_line(), "forerun")]:
+        title, *examples = re.sub(r"\[/?dim\]", "", command.epilog or "").split("\n\n")
+        assert title == "Examples:" and examples, path
+        assert all(f"{path} " in f"{example} " for example in examples), path
+        for example in examples:
+            words = shlex.split(example.split(" | ")[-1])[1:]
+            if words[:1] != ["COMMAND"]:
+                assert not wrong(words), f"{path}: {example}: there is no {wrong(words)}"
 
 
 def test_the_default_length_is_one_everywhere() -> None:

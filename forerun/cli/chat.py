@@ -27,7 +27,9 @@ LEAST = 256  # tokens to keep free for an answer if max_tokens was not given
 
 @with_flags(ENGINE, SAMPLING.without("n"))
 def chat(
-    system: Annotated[str | None, typer.Option(help="Initial system message.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", "--system-prompt", help="Initial system message.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per answer.")
     ] = False,

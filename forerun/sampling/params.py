@@ -50,34 +50,40 @@ class SamplingParams:
     speculation never changes their effect.
 
     Args:
-        temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
-        top_k: keep the k likeliest tokens; 0 keeps all. Ties at the border are kept.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (nucleus
-            sampling).
-        min_p: keep tokens at least min_p times as likely as the likeliest.
-        presence_penalty: subtracted from the logit of every token in the output so far. -2 to 2.
-        frequency_penalty: subtracted once per occurrence in the output so far. -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
-            output. 0.001 to 100.
-        logit_bias: {token id: amount added to its logit}. -100 to 100.
-        max_tokens: maximum number of tokens to generate; None is 512, or fewer if the context has
-            no more room.
-        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a
-            grammar allows nothing else.
-        stop: a string or strings that end the text and are left out of it; they may cross token
-            borders.
-        stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the
+        temperature: Divisor of the logits, at most 100: higher values give more varied text, 0
+            always takes the likeliest token (greedy decoding).
+        top_k: Keep only the k likeliest tokens; 0 keeps all. Ties at the border are kept.
+        top_p: Keep only the smallest set of likeliest tokens whose probability reaches this value
+            (nucleus sampling), over 0 and at most 1; 1 keeps all.
+        min_p: Keep only tokens at least this many times as likely as the likeliest, from 0 to 1; 0
+            keeps all.
+        presence_penalty: Amount subtracted from the logit of every token in the output so far, from
+            -2 to 2.
+        frequency_penalty: Amount subtracted from a token's logit once per occurrence in the output
+            so far, from -2 to 2.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in
+            prompt or output, from 0.001 to 100; above 1 makes repetition less likely.
+        logit_bias: Amounts from -100 to 100 added to the logits of tokens: {token id: amount}, on
+            the command line ID=AMOUNT, which may be repeated.
+        max_tokens: Maximum number of tokens to generate; fewer if the context is full. By default
+            512.
+        min_tokens: Number of tokens before which end-of-text and stop_token_ids cannot be drawn,
+            unless a grammar allows nothing else.
+        stop: String that ends the text and is left out of it, or several of them; they may cross
+            token borders.
+        stop_token_ids: Token ids that end the text; the last one stays in token_ids and out of the
             text.
-        ignore_eos: do not stop at the model's own end-of-text token.
-        seed: the same seed and prompt give the same tokens. None draws one, which the result
-            reports.
-        n: number of completions; completion i uses a seed derived from seed and i.
-        logprobs: number of likeliest tokens to report beside each chosen token (0 to 20), or None.
-        prompt_logprobs: the same for each token of the prompt. max_tokens may then be 0: the prompt
+        ignore_eos: Do not stop at the model's own end-of-text token.
+        seed: Seed of the random draws, from 0 to 2**63 - 1: the same seed and prompt give the same
+            tokens. By default one is drawn, which the result reports.
+        n: Number of completions; completion i uses a seed derived from seed and i.
+        logprobs: Number of likeliest tokens to report beside each chosen token, from 0 to 20. By
+            default no log-probabilities are reported.
+        prompt_logprobs: The same for each token of the prompt. max_tokens may then be 0: the prompt
             is read and nothing is generated.
-        grammar: the form of the output: Grammar.of("json_schema", {...}),
-            Grammar.of("json_object"), or of a "regex", a "lark" grammar or a "choice" of strings.
-            JSON comes without optional white space.
+        grammar: Form of the output: Grammar.of("json_schema", {...}), Grammar.of("json_object"), or
+            of a "regex", a "lark" grammar or a "choice" of strings. JSON comes without optional
+            white space.
 
     Raises:
         RequestError: a value is out of its range or of the wrong type.

@@ -117,7 +117,9 @@ def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfilte
 def test_the_length_has_one_default():
     assert SamplingParams().length_limit == SamplingParams.pure().length_limit == DEFAULT_MAX_TOKENS
     assert SamplingParams(max_tokens=7).length_limit == 7
-    assert f"None is {DEFAULT_MAX_TOKENS}," in str(SamplingParams.__doc__), "the docstring says so"
+    assert f"By default\n            {DEFAULT_MAX_TOKENS}." in str(SamplingParams.__doc__), (
+        "and it is documented"
+    )
 
 
 def values(params):
