@@ -33,7 +33,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "cli.md", content=reference()))
-    files.append(File.generated(config, "changelog.md", abs_src_path=str(CHANGELOG)))
+    changes = CHANGELOG.read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
     return files
 
 

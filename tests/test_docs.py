@@ -1,7 +1,9 @@
 """The documentation cannot go stale: its links lead somewhere, and what it tells people to type
 exists."""
 
+import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+import forerun
 from forerun.cli.main import command_line
 from forerun.sampling.params import DEFAULT_MAX_TOKENS
 from forerun.server.openai import DEFAULT_COMPLETION_TOKENS
@@ -174,6 +177,27 @@ def test_the_reference_has_every_verb_and_flag() -> None:
                 else parameter.opts
             )
             assert all(name in section for name in names), f"{path}: {names}"
+
+
+def test_the_reference_of_the_library_has_every_public_name() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    described = re.findall(r"^::: ([\w.]+)$", page, flags=re.MULTILINE)
+    assert {f"forerun.{name}" for name in forerun.__all__} <= set(described)
+    for path in described:
+        module, name = path.rsplit(".", 1)
+        assert getattr(importlib.import_module(module), name).__doc__, path
+
+
+@pytest.mark.parametrize("name", forerun.__all__)
+def test_documented_arguments_exist(name: str) -> None:
+    """`make docs` refuses others."""
+    thing = getattr(forerun, name)
+    methods = [m for n, m in vars(thing).items() if not n.startswith("_") and inspect.isroutine(m)]
+    for each in (thing, *(getattr(method, "__func__", method) for method in methods)):
+        found = re.search(r"^Args:\n((?: +.*\n?|\n)*)", inspect.getdoc(each) or "", re.MULTILINE)
+        if found:
+            named = re.findall(r"^ {4}(\S.*?): ", found[1], flags=re.MULTILINE)
+            assert named and set(named) <= set(inspect.signature(each).parameters), each
 
 
 def test_every_help_ends_with_examples_that_exist() -> None:
