@@ -91,7 +91,7 @@ def measure_energy(
     results: list[Consumption] = []
     for quantization, draft, arms in plan.engines():
         llm = LLM(**options, draft=draft, quantization=quantization)
-        works = batches(llm, tasks, plan.requests[0], plan.params.max_tokens)
+        works = batches(llm, tasks, plan.requests[0], plan.params.length_limit)
         windows: dict[Arm, Windows] = {arm: [] for arm in (PLAIN, *arms)}
         for i in range(plan.repeats):
             for arm in windows:

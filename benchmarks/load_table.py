@@ -121,7 +121,7 @@ def play(
             work = next(coming)
             own = replace(params, seed=next(seeds))
             if not begun:  # stagger the first ends, as after a while
-                share = params.max_tokens * (len(running) + 1) // load.requests
+                share = params.length_limit * (len(running) + 1) // load.requests
                 own = replace(own, max_tokens=max(share, 1))
             has_references = work.references and arm.draft != OFF
             request = engine.add(

@@ -56,65 +56,69 @@ class Config:
     """Options of an engine.
 
     Args:
-        model: a GGUF file, a Hugging Face directory, ollama:NAME, lmstudio:NAME, or a Hub id
-            (ORG/REPO:QUANT for GGUF); None is the default model, SmolLM2-135M-Instruct.
-        draft: off, ngram, suffix, recycle (or recycle:TABLE), retrieval:INDEX (or several,
-            separated by commas), self:int4 (the model itself, quantized), self:layers=N or
-            self:window=N (with fewer layers or a shorter attention window), model:, medusa:, mlp:,
-            eagle:, eagle3:, mtp: or block:DIR_OR_HUB_ID. Drafts can be combined: a|b (or a+b) uses
-            b where a has no draft, a?b uses the one that is measured to be better, a&b merges both
-            into one tree, a>b drafts for the draft model b with a, ahead(a) lets the draft model a
-            continue while the target verifies; parentheses group. For example, suffix|model:..
-            copies repeated text and drafts the rest. auto is suffix and, for the default model, its
-            bundled drafter after that. Several drafts (a list, or --draft given repeatedly) are
-            combined as a?b.
-        depth: maximum number of tokens drafted ahead: a number, or auto to choose it by measured
-            cost and acceptance, including zero.
-        width: nodes per level of the trees of a draft with weights; 1 drafts chains.
-        draft_threshold: a block drafter with a confidence head stops extending a path when its
-            estimated acceptance probability is below this value; 0 never stops.
-        rule: match (same tokens as plain decoding), token, block or tree (same distribution), or
-            typical (lossy).
-        dtype: auto is the dtype of the checkpoint, or float32 if the native CPU kernels do not
+        model: Model to run, the target: a GGUF file, a Hugging Face directory, ollama:NAME,
+            lmstudio:NAME, or a Hub id (ORG/REPO:QUANT for GGUF). By default
+            SmolLM2-135M-Instruct.
+        draft: Drafter whose tokens the target verifies: off, ngram, suffix, recycle (or
+            recycle:TABLE), retrieval:INDEX (several separated by commas), self:int4 (the target
+            itself, quantized), self:layers=N or self:window=N (with fewer layers or a shorter
+            attention window), or model:, medusa:, mlp:, eagle:, eagle3:, mtp: or block: with a
+            directory, file or Hub id. auto is suffix and, for the default model, its bundled
+            drafter after that. Drafters can be combined: a|b (or a+b) uses b where a has no draft,
+            a?b uses the one that is measured to be better, a&b merges both into one tree, a>b
+            drafts for the draft model b with a, ahead(a) lets the draft model a continue while the
+            target verifies; parentheses group. For example, suffix|model:DIR copies repeated text
+            and drafts the rest. Several drafts (a list, or --draft given repeatedly) are combined
+            as a?b.
+        depth: Maximum number of tokens drafted ahead, from 0 to 64, or auto to choose it by
+            measured cost and acceptance.
+        width: Maximum number of nodes per level of the draft trees of a drafter with weights; 1
+            drafts chains.
+        draft_threshold: Estimated acceptance probability, from 0 to 1, below which a block drafter
+            with a confidence head stops extending a path; 0 never stops.
+        rule: Verification rule: match (same tokens as plain decoding), token, block or tree (same
+            distribution), or typical (lossy).
+        dtype: Number format of the target's weights: auto, float32, bfloat16, float16 or float64.
+            auto is the format of the checkpoint, or float32 if the native CPU kernels do not
             support that.
-        quantization: int8 or int4 weights for the target, quantized while loading; needs the native
-            kernels. none keeps the numbers of a GGUF file, the integers of a quantized checkpoint
-            if int8 or int4 represent them exactly, or else the dtype; an explicit dtype dequantizes
-            them.
-        draft_quantization: the same for a draft model, whose precision never changes the text. auto
-            is int8 with the native kernels (or the integers of a quantized checkpoint), none keeps
-            the dtype.
-        draft_shortlist: a file of the only tokens that a draft model (model:, self:int8 or
+        quantization: Quantization of the target's weights while loading: int8, int4 or none. int8
+            and int4 need the native kernels. none keeps the numbers of a GGUF file, the integers of
+            a quantized checkpoint if int8 or int4 represent them exactly, or else the dtype; an
+            explicit dtype dequantizes them.
+        draft_quantization: Quantization of a draft model, whose precision never changes the text:
+            int8, int4, none or auto. auto is int8 with the native kernels (or the integers of a
+            quantized checkpoint), none keeps the dtype.
+        draft_shortlist: File of the only tokens that a draft model (model:, self:int8 or
             self:int4) scores, made by forerun train --recipe shortlist; only their rows of the
-            output head are read. The default is shortlist.safetensors beside the model if it
-            exists, or else all tokens.
-        kernels: native (compiled, exact in every dtype), torch, or auto: native on CPU where they
-            can be used.
-        device: device of the target; auto is CUDA if available.
-        draft_device: device of a draft model (model:); auto is that of the target. A separate
+            output head are read. By default shortlist.safetensors beside the model if it exists, or
+            else all tokens.
+        kernels: Implementation of the forward pass: native (compiled, exact in every dtype), torch,
+            or auto, which is native on CPU where possible.
+        device: Device of the target, such as cpu or cuda:0; auto is CUDA if available.
+        draft_device: Device of a draft model (model:); auto is that of the target. A separate
             device, such as cuda:1, or cpu beside a GPU, saves memory of the target's device and
             lets ahead(..) draft while the target computes; only tokens are transferred.
-        tensor_parallel: number of processes that share the target, each with some of the heads,
+        tensor_parallel: Number of processes that share the target, each with some of the heads,
             channels and KV cache, on separate GPUs (cuda:0, cuda:1, ..) or on the CPU. They use
             torch. It is meant for targets that do not fit on one device, and gives no speedup on
             one CPU.
-        threads: number of CPU threads; 0 uses torch's default.
-        draft_threads: number of these threads that draft while the target verifies (ahead(..)); 0
+        threads: Number of CPU threads; 0 uses torch's default.
+        draft_threads: Number of the CPU threads that draft while the target verifies (ahead(..)); 0
             is half of them.
-        context: maximum number of tokens of one request, including its prompt; None is the model's
-            own limit.
-        max_rows: maximum number of requests that run at the same time.
-        chunk: maximum number of prompt tokens of one request in one forward pass.
-        objective: the goal of automatic depth: throughput (most tokens per second over all
-            requests), latency (least time per token, averaged over requests, so that requests with
-            little gain are delayed less by the others), or energy (most tokens per joule, if the
-            machine has an energy counter).
-        slo_ms: target for the maximum duration of a step in milliseconds while requests are being
+        context: Maximum number of tokens of one request, its prompt included. By default the
+            model's own limit.
+        max_rows: Maximum number of requests that run at the same time.
+        chunk: Maximum number of prompt tokens of one request in one forward pass.
+        objective: Goal of automatic depth: throughput (most tokens per second over all requests),
+            latency (least time per token, averaged over requests, so that requests with little gain
+            are delayed less by the others), or energy (most tokens per joule, if the machine has an
+            energy counter).
+        slo_ms: Target for the maximum duration of a step in milliseconds while requests are being
             answered; it is met by drafting less and by reading prompts in smaller chunks. 0 is no
             limit.
-        page: tokens per page of the KV cache; multiples of 16 are fastest on CPU.
-        kv_tokens: capacity in tokens of the KV cache over all requests, and of the cache of each
-            draft with weights; None fits all of them into a quarter of the free memory.
+        page: Number of tokens per page of the KV cache; multiples of 16 are fastest on CPU.
+        kv_tokens: Capacity in tokens of the KV cache over all requests, and of the cache of each
+            drafter with weights. By default as many as fit into a quarter of the free memory.
     """
 
     model: str | None = None

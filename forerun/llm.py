@@ -121,13 +121,15 @@ class LLM:
     Not thread-safe: one thread at a time. Use it as a context manager, or call `close`, to free the
     model's memory at a definite moment.
 
-    Usage:
+    Examples:
+        ```python
         with LLM("path/or/hub-id", draft="model:path/of/a/smaller/one") as llm:
             params = SamplingParams(temperature=0.8, seed=1)
             print(llm.generate("def fib(n):", params)[0].text)
             print(llm.chat([{"role": "user", "content": "Hello"}])[0].text)
             for event in llm.stream("def fib(n):"):
                 print(event.text, end="")
+        ```
 
     Args:
         model: a GGUF file, a directory, or a name (see `Config`); None is the default model.
@@ -348,9 +350,10 @@ class LLM:
         prediction: str | None = None,
         documents: Sequence[str] = (),
     ) -> list[Completion]:
-        """Answer one conversation or many; otherwise like `generate`.
+        """Answer one conversation or many; other arguments, results and errors as for `generate`.
 
-        messages: dicts with "role" and "content", or a list of such lists.
+        Args:
+            messages: dicts with "role" and "content", or a list of such lists.
         """
         items = list(messages) if _is_list(messages) else []
         if not items or not all(isinstance(item, Mapping) or _is_list(item) for item in items):

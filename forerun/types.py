@@ -37,11 +37,17 @@ States: TypeAlias = "Tensor | np.ndarray"
 
 
 class Proposal(IntEnum):
-    """The way a drafted token was chosen given the nodes before it, which defines its q."""
+    """The way a drafted token was chosen given the nodes before it, which defines its q.
 
-    DETERMINISTIC = 0  # a function of the context: q is one-hot
-    SAMPLED = 1  # drawn from probs[parent]
-    WITHOUT_REPLACEMENT = 2  # drawn from probs[parent] without earlier siblings of this kind
+    Attributes:
+        DETERMINISTIC: a function of the context: q is one-hot.
+        SAMPLED: drawn from `probs[parent]`.
+        WITHOUT_REPLACEMENT: drawn from `probs[parent]` without earlier siblings of this kind.
+    """
+
+    DETERMINISTIC = 0
+    SAMPLED = 1
+    WITHOUT_REPLACEMENT = 2
 
 
 @dataclass(slots=True)
@@ -194,8 +200,12 @@ class Forward:
 class TokenLogprobs:
     """Natural-log probabilities of the target at one position, before any sampling parameter.
 
-    `rank` is the rank of the token by probability, 1 for the most probable; it is computed for
-    prompt tokens only.
+    Attributes:
+        token_id: the token at this position.
+        logprob: its log-probability.
+        top: log-probabilities of the likeliest tokens, by token id.
+        rank: the rank of the token by probability, 1 for the most probable; it is computed for
+            prompt tokens only.
     """
 
     token_id: int

@@ -33,7 +33,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "cli.md", content=reference()))
-    files.append(File.generated(config, "changelog.md", abs_src_path=str(CHANGELOG)))
+    changes = CHANGELOG.read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
     return files
 
 
@@ -58,14 +59,10 @@ def _section(command: Any, path: str) -> list[str]:
     """Usage, help, examples and flags of one verb."""
     context = command.context_class(command, info_name=path)
     usage = command.get_usage(context).removeprefix("Usage: ").strip()
-    examples = [
-        part
-        for line in _plain(command.epilog or "").splitlines()
-        for part in line.split("        ")
-    ]
+    examples = [line for line in _plain(command.epilog or "").splitlines()[1:] if line]
     lines = ["```", usage, "```", "", _escaped(command.help or ""), ""]
-    if any(examples):
-        lines += ["For example:", "", "```", *filter(None, examples), "```", ""]
+    if examples:
+        lines += ["For example:", "", "```", *examples, "```", ""]
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
     for panel, parameters in groupby(shown, key=_panel):
         lines += _flags(panel, [parameter.get_help_record(context) for parameter in parameters])

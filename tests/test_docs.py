@@ -1,7 +1,9 @@
 """The documentation cannot go stale: its links lead somewhere, and what it tells people to type
 exists."""
 
+import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,7 +17,10 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+import forerun
 from forerun.cli.main import command_line
+from forerun.sampling.params import DEFAULT_MAX_TOKENS
+from forerun.server.openai import DEFAULT_COMPLETION_TOKENS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -160,7 +165,7 @@ def test_the_reference_has_every_verb_and_flag() -> None:
     page = module.reference()
     assert "[dim]" not in page and "\\[" not in page
     assert (
-        "--max-tokens &lt;int&gt;</code></dt><dd>maximum number of tokens to generate. (default: 512)</dd>"
+        "-n, --max-tokens &lt;int&gt;</code></dt><dd>Maximum number of tokens to generate; fewer if the context is full. By default 512. (also --n-predict)</dd>"
         in page
     )
     for path, command in verbs(command_line(), "forerun"):
@@ -172,6 +177,50 @@ def test_the_reference_has_every_verb_and_flag() -> None:
                 else parameter.opts
             )
             assert all(name in section for name in names), f"{path}: {names}"
+
+
+def test_the_reference_of_the_library_has_every_public_name() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    described = re.findall(r"^::: ([\w.]+)$", page, flags=re.MULTILINE)
+    assert {f"forerun.{name}" for name in forerun.__all__} <= set(described)
+    for path in described:
+        module, name = path.rsplit(".", 1)
+        assert getattr(importlib.import_module(module), name).__doc__, path
+
+
+@pytest.mark.parametrize("name", forerun.__all__)
+def test_documented_arguments_exist(name: str) -> None:
+    """`make docs` refuses others."""
+    thing = getattr(forerun, name)
+    methods = [m for n, m in vars(thing).items() if not n.startswith("_") and inspect.isroutine(m)]
+    for each in (thing, *(getattr(method, "__func__", method) for method in methods)):
+        found = re.search(r"^Args:\n((?: +.*\n?|\n)*)", inspect.getdoc(each) or "", re.MULTILINE)
+        if found:
+            named = re.findall(r"^ {4}(\S.*?): ", found[1], flags=re.MULTILINE)
+            assert named and set(named) <= set(inspect.signature(each).parameters), each
+
+
+def test_every_help_ends_with_examples_that_exist() -> None:
+    for path, command in [("forerun", command_line()), *verbs(command_line(), "forerun")]:
+        title, *examples = re.sub(r"\[/?dim\]", "", command.epilog or "").split("\n\n")
+        assert title == "Examples:" and examples, path
+        assert all(f"{path} " in f"{example} " for example in examples), path
+        for example in examples:
+            words = shlex.split(example.split(" | ")[-1])[1:]
+            if words[:1] != ["COMMAND"]:
+                assert not wrong(words), f"{path}: {example}: there is no {wrong(words)}"
+
+
+def test_the_default_length_is_one_everywhere() -> None:
+    """In the code it is a constant; pages and the playground's form name its value."""
+    page = (ROOT / "forerun/server/playground/index.html").read_text(encoding="utf-8")
+    (field,) = re.findall(r'name="max_tokens"[^>]*value="(\d+)"', page)
+    assert int(field) == DEFAULT_MAX_TOKENS
+    server = (DOCS / "server.md").read_text(encoding="utf-8")
+    assert f"{DEFAULT_MAX_TOKENS} tokens" in server
+    assert f"{DEFAULT_COMPLETION_TOKENS} tokens" in server
+    generate = (DOCS / "generate.md").read_text(encoding="utf-8")
+    assert re.search(rf"--max-tokens.*\b{DEFAULT_MAX_TOKENS}\b", generate)
 
 
 def verbs(group: Any, path: str) -> Iterator[tuple[str, Any]]:

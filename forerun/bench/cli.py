@@ -12,7 +12,15 @@ import typer
 from forerun.bench.options import FLAGS, SAMPLING_FLAGS, DecodeOptions, plan_fields
 from forerun.bench.recipe import PairRecipe
 from forerun.cli.completion import model_names
-from forerun.cli.flags import ENGINE, Group, Json, model_as_argument, with_flags, with_model
+from forerun.cli.flags import (
+    ENGINE,
+    Group,
+    Json,
+    examples,
+    model_as_argument,
+    with_flags,
+    with_model,
+)
 from forerun.cli.progress import progress
 from forerun.config import parse_depth
 from forerun.draft_spec import drafts_in
@@ -44,6 +52,10 @@ app = typer.Typer(
     " Other engines, kernels, the roofline and energy are measured by scripts in the repository:"
     " python -m benchmarks.peers, .kernels, .roofline, .energy;"
     " .report makes tables of --out files.",
+    epilog=examples(
+        "forerun bench decode --drafts suffix,ngram",
+        "forerun bench serve http://127.0.0.1:8000",
+    ),
 )
 
 
@@ -53,12 +65,8 @@ def _root(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def _examples(*commands: str) -> str:
-    return f"[dim]{'        '.join(commands)}[/dim]"
-
-
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "forerun bench pair --out pair",
         "forerun bench pair --out small --layers 4 --hidden 256",
     )
@@ -95,7 +103,7 @@ def pair(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "forerun bench decode --model pair/target --drafts suffix,model:pair/draft --depths auto,4"
         " --quantizations none,int8"
     )
@@ -122,7 +130,7 @@ def decode(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "forerun bench sweep --drafts suffix,ngram --depths 1,2,4,8,auto --temperatures 0,0.8"
         " --requests 1,4 --out sweep.jsonl"
     )
@@ -207,7 +215,7 @@ def _print_decoding(report: DecodeReport) -> None:
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "forerun bench start model.gguf",
         "forerun bench start --command 'old/bin/python -m forerun'",
     )
@@ -258,7 +266,7 @@ def start(
 
 
 @app.command(
-    epilog=_examples("forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix")
+    epilog=examples("forerun bench serve http://127.0.0.1:8000 --requests 1,4,16 --drafts suffix")
 )
 def serve(
     url: Annotated[
@@ -279,13 +287,18 @@ def serve(
         str | None, typer.Option(help="Depth of these drafts: a number or auto.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="Maximum number of tokens of an answer.")
+        int,
+        typer.Option(
+            "--tokens", "--max-tokens", "-n", help="Maximum number of tokens of an answer."
+        ),
     ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="Sampling temperature of all requests.")
+        float,
+        typer.Option("--temperature", "--temp", "-t", help="Sampling temperature of all requests."),
     ] = 0.0,
     seed: Annotated[
-        int, typer.Option(help="Seed of the first request, and the index of its prompt.")
+        int,
+        typer.Option("--seed", "-s", help="Seed of the first request, and index of its prompt."),
     ] = 0,
     repeats: Annotated[
         int, typer.Option(help="Number of rounds; each runs everything once, on the next prompts.")
@@ -416,7 +429,7 @@ def _serving_row(r: ServeResult) -> dict[str, str]:
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "forerun bench model --acceptance 0.8 --draft-cost 0.1 --verify-cost 1:1,8:1.1,16:1.5"
     )
 )

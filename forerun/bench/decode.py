@@ -89,7 +89,7 @@ class DecodePlan:
             check_integer("requests", requests, 1, 1024)
         for temperature in self.temperatures:
             replace(self.params, temperature=temperature)  # checks it
-        if self.params.max_tokens < 2:
+        if self.params.length_limit < 2:
             raise ConfigError("a single token is prefill only: give at least 2 tokens")
         check_integer("repeats", self.repeats, 1, 10_000)
         check_integer("batches", self.batches, 1, 10_000)
@@ -157,7 +157,7 @@ def measure_decoding(
         llm = LLM(**options, draft=draft, quantization=quantization)
         for setting, own in settings:
             rounds = Rounds(llm, setting, [PLAIN, *arms], plan.params, plan.repeats, meter)
-            works = batches(llm, own, setting.requests, plan.params.max_tokens)[: plan.batches]
+            works = batches(llm, own, setting.requests, plan.params.length_limit)[: plan.batches]
             rounds.play(works, next(parts), plan.settle)
             num_rounds = max(num_rounds, rounds.done)
             results += [rounds.result(quantization, arm, plan.price) for arm in rounds.runs]
@@ -167,7 +167,7 @@ def measure_decoding(
     return DecodeReport(
         kind=kind,
         model=config.model or DEFAULT,
-        tokens=plan.params.max_tokens,
+        tokens=plan.params.length_limit,
         repeats=num_rounds,
         machine=machine(config.threads),
         energy=meter.method,

@@ -24,12 +24,15 @@ def check(
     texts: Annotated[
         int, typer.Option(help="Number of prompts, each continued at temperature 0 and 0.8.")
     ] = 4,
-    tokens: Annotated[int, typer.Option(help="Number of tokens of each text.")] = 48,
+    tokens: Annotated[
+        int,
+        typer.Option("--tokens", "--max-tokens", "-n", help="Number of tokens of each text."),
+    ] = 48,
     samples: Annotated[
         int, typer.Option(help="Number of sampled tokens of each distribution test.")
     ] = 2000,
     seconds: Annotated[
-        float, typer.Option(help="Time after which no further comparison begins.")
+        float, typer.Option(help="Seconds after which no further comparison begins.")
     ] = 150.0,
     inject: Annotated[
         str | None,

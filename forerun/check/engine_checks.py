@@ -293,7 +293,7 @@ class EngineChecks:
         num_texts = len(params) * done
         details = {
             "texts": num_texts,
-            "tokens": num_texts * params[0].max_tokens,
+            "tokens": num_texts * params[0].length_limit,
             "schedules": [str(schedule) for schedule in TEXT_SCHEDULES[:done]],
             "temperatures": sorted({p.sampling_temperature for p in params}),
             "divergences": [asdict(divergence) for divergence in found],
@@ -301,7 +301,7 @@ class EngineChecks:
         if not done:
             text = "not compared: no time was left (raise --seconds)"
             return Finding("texts", subject, None, text, details)
-        text = f"{num_texts} texts of {params[0].max_tokens} tokens"
+        text = f"{num_texts} texts of {params[0].length_limit} tokens"
         if not found:
             return Finding("texts", subject, True, f"{text}: equal to plain decoding", details)
         near_tie = NEAR_TIE * self.logit_noise

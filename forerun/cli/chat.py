@@ -27,7 +27,9 @@ LEAST = 256  # tokens to keep free for an answer if max_tokens was not given
 
 @with_flags(ENGINE, SAMPLING.without("n"))
 def chat(
-    system: Annotated[str | None, typer.Option(help="Initial system message.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", "--system-prompt", help="Initial system message.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per answer.")
     ] = False,
@@ -128,7 +130,7 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
             " (/save writes them)",
             file=sys.stderr,
         )
-    most = min(params.max_tokens, room)
+    most = min(params.length_limit, room)
     params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
     stream = talk.llm.stream(messages, params)
     with _ended_by_ctrl_c(stream.stop, alone):
@@ -148,7 +150,7 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
 
 def _wanted(commands: Commands) -> int:
     """Return the number of tokens to keep free for an answer, at most half of the context."""
-    most, asked = commands.parameters.params.max_tokens, commands.parameters.asked("max_tokens")
+    most, asked = commands.parameters.params.length_limit, commands.parameters.asked("max_tokens")
     return min(most if asked else min(most, LEAST), commands.conversation.room // 2)
 
 

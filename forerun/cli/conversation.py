@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.flags import ANSWER, NO_FLAGS, SAMPLING_TYPES, in_flags
+from forerun.cli.flags import NO_FLAGS, SAMPLING_TYPES, in_flags
 from forerun.cli.terminal import Clock, sampling_params
 from forerun.errors import RequestError, shown, suggest
-from forerun.sampling.params import DEFAULT, SamplingParams
+from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, SamplingParams
 from forerun.utils import UnreadableError, json_line, text_of, write_atomic
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Parameters:
     ) -> None:
         self._stop = stop
         self._layers: dict[str, Mapping[str, Any]] = {
-            OURS: {**DEFAULT, **ANSWER},
+            OURS: {**DEFAULT, "max_tokens": DEFAULT_MAX_TOKENS},
             "model's authors": advised,
             "command line": given,
             "/set": {},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli.completion import model_names
-from forerun.cli.flags import Json
+from forerun.cli.flags import Json, examples
 from forerun.cli.models import count_of, print_notes, print_rows, size_of
 from forerun.cli.progress import progress
 from forerun.errors import ConfigError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode="rich",
     help="Find, check, download and publish drafters.",
+    epilog=examples("forerun drafters list", "forerun drafters search Qwen/Qwen3-8B"),
 )
 Domain = Annotated[
     str | None, typer.Option(help="Kind of text, such as code or law; any word is allowed.")
@@ -52,8 +53,11 @@ def _root(context: typer.Context) -> None:
 
 @app.command(
     "list",
-    epilog="[dim]forerun drafters list        forerun drafters list Qwen/Qwen3-0.6B --domain code"
-    "        forerun drafters list ollama:qwen3:8b --in drafters/ --json[/dim]",
+    epilog=examples(
+        "forerun drafters list",
+        "forerun drafters list Qwen/Qwen3-0.6B --domain code",
+        "forerun drafters list ollama:qwen3:8b --in drafters/ --json",
+    ),
 )
 def list_(
     target: Annotated[
@@ -111,8 +115,10 @@ def _row(one: LocalDrafter) -> dict[str, str]:
 
 
 @app.command(
-    epilog="[dim]forerun drafters search Qwen/Qwen3-8B"
-    "        forerun drafters search Qwen3-8B --domain code --json[/dim]"
+    epilog=examples(
+        "forerun drafters search Qwen/Qwen3-8B",
+        "forerun drafters search Qwen3-8B --domain code --json",
+    )
 )
 def search(
     target: Annotated[
@@ -160,8 +166,10 @@ def _found_row(one: Candidate) -> dict[str, str]:
 
 
 @app.command(
-    epilog="[dim]forerun drafters info RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B"
-    "        forerun drafters info my-drafter --json[/dim]"
+    epilog=examples(
+        "forerun drafters info RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B",
+        "forerun drafters info my-drafter --json",
+    )
 )
 def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
     """Describe a drafter, check that it fits a target, and show the options that use it.
@@ -188,8 +196,7 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog="[dim]forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3"
-    " --for Qwen/Qwen3-8B[/dim]"
+    epilog=examples("forerun drafters pull RedHatAI/Qwen3-8B-speculator.eagle3 --for Qwen/Qwen3-8B")
 )
 def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
     """Download a drafter from the Hub if it fits, and show the options that use it.
@@ -229,8 +236,10 @@ def _refuse(facts: Facts, found: Sequence[FitCheck]) -> None:
 
 
 @app.command(
-    epilog="[dim]forerun drafters push my-drafter ORG/Qwen3-0.6B-eagle3 --for Qwen/Qwen3-0.6B"
-    " --license apache-2.0 --domain code[/dim]"
+    epilog=examples(
+        "forerun drafters push my-drafter ORG/Qwen3-0.6B-eagle3 --for Qwen/Qwen3-0.6B"
+        " --license apache-2.0 --domain code"
+    )
 )
 def push(
     directory: Annotated[

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.flags import (
-    ANSWER,
     ENGINE_FLAGS,
     SAMPLING,
     model_as_argument,
@@ -40,11 +39,18 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt, in place of the argument PROMPT."),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Continue the text as it is, without the chat template."),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="A system message for a chat model.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", "--system-prompt", help="A system message for a chat model."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per completion.")
     ] = False,
@@ -70,30 +76,26 @@ def generate(
     On a terminal, accepted drafted tokens are coloured.
     """
     asked = sampling | _grammar(json_schema, regex)
-    sampling_params(ANSWER | asked)  # reports errors before a model is loaded
+    sampling_params(asked)  # reports errors before a model is loaded
     if raw and system is not None:
         raise RequestError(
             "--raw and --system contradict each other: a system message is part of a chat"
         )
-    if second is not None:
-        config = with_model(_named(first), config)
-    elif first is not None and is_model_name(first):
-        raise RequestError(
-            f"{first!r} is a model, and there is no prompt: write the prompt behind it,"
-            f" or pipe it into -m {first}"
-        )
-    text = _text(first if second is None else second)
+    model, text = _model_and_prompt(first, second, prompt)
+    if model is not None:
+        config = with_model(_named(model), config)
+    text = _text(text)
     llm = load(config, as_json)
-    params = sampling_params(ANSWER | asked).resolved(llm.recommended)
-    prompt = llm.tokens(_prompt(llm, text, raw, system))
-    params = _that_fits(llm, prompt, params, "max_tokens" in sampling)
+    params = sampling_params(asked).resolved(llm.recommended)
+    tokens = llm.tokens(_prompt(llm, text, raw, system))
+    params = _that_fits(llm, tokens, params)
     clock = Clock()
     if params.n == 1 and not as_json:
-        completion = show(llm.stream(prompt, params), clock)
+        completion = show(llm.stream(tokens, params), clock)
         if stats:
             say(summary(completion, llm.room, clock.plain))
         return
-    for completion in llm.generate(prompt, params):
+    for completion in llm.generate(tokens, params):
         used = {"sampling": {name: getattr(params, name) for name in DEFAULT}}
         print(
             json_line(as_dict(completion) | used, ascii_only=True) if as_json else completion.text
@@ -102,8 +104,33 @@ def generate(
             say(summary(completion, llm.room, None))
 
 
-def _named(model: str | None) -> str | None:
-    """Check that the first of two arguments is a model, and return it.
+def _model_and_prompt(
+    first: str | None, second: str | None, prompt: str | None
+) -> tuple[str | None, str | None]:
+    """Return the model and the prompt of a command line: its arguments, and the option --prompt.
+
+    Either is None if it is not given. A single argument is the model beside --prompt, else the
+    prompt.
+
+    Raises:
+        RequestError: the prompt is missing, or given twice.
+    """
+    if prompt is not None:
+        if second is not None:
+            raise RequestError(
+                "the prompt is given twice, as an argument and as --prompt: give it once"
+            )
+        return first, prompt
+    if second is None and first is not None and is_model_name(first):
+        raise RequestError(
+            f"{first!r} is a model, and there is no prompt: write the prompt behind it,"
+            f" or pipe it into -m {first}"
+        )
+    return (None, first) if second is None else (first, second)
+
+
+def _named(model: str) -> str:
+    """Check that an argument is a model, and return it.
 
     Raises:
         LoadError: it is none; the message suggests quotes around the prompt.
@@ -138,20 +165,19 @@ def _prompt(llm: LLM, text: str, raw: bool, system: str | None) -> Prompt:
     return text
 
 
-def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams, asked: bool) -> SamplingParams:
-    """Return the parameters with max_tokens limited to the free context.
+def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams) -> SamplingParams:
+    """Return the parameters with max_tokens, if it is given, limited to the free context.
 
-    A note is printed if the user asked for more.
+    A note is printed if it is lowered.
     """
     most = llm.room - len(prompt)
-    if not 0 < most < params.max_tokens:
+    if params.max_tokens is None or not 0 < most < params.max_tokens:
         return params
-    if asked:
-        print(
-            f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
-            f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
-            file=sys.stderr,
-        )
+    print(
+        f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
+        f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
+        file=sys.stderr,
+    )
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 

@@ -20,7 +20,7 @@ from forerun.check.cli import check
 from forerun.cli.chat import chat
 from forerun.cli.completion import words_of_bash
 from forerun.cli.drafters import app as drafters
-from forerun.cli.flags import Json, in_flags
+from forerun.cli.flags import Json, examples, in_flags
 from forerun.cli.generate import generate
 from forerun.cli.index import index
 from forerun.cli.models import models
@@ -37,6 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Lossless speculative decoding: the same tokens as plain decoding, sooner.",
+    epilog=examples(
+        "forerun generate 'What is the capital of France?'",
+        "forerun chat",
+        "forerun serve",
+        "forerun COMMAND --help",
+    ),
 )
 
 app.add_typer(bench, name="bench")
@@ -45,14 +51,16 @@ app.add_typer(drafters, name="drafters")
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
 
 app.command(
-    epilog="[dim]forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1"
-    " --max-tokens 64\n\n"
-    "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'\n\n"
-    "git diff | forerun generate --system 'Describe this change in one line.'[/dim]"
+    epilog=examples(
+        "forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64",
+        "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'",
+        "forerun generate -m model.gguf -c 4096 -n 200 --temp 0.8 -p 'Why is the sky blue?'",
+        "git diff | forerun generate --system 'Describe this change in one line.'",
+    )
 )(generate)
 
 
-@app.command(epilog="[dim]forerun doctor --json[/dim]")
+@app.command(epilog=examples("forerun doctor", "forerun doctor --json"))
 def doctor(as_json: Json = False) -> None:
     """Report what forerun finds on this machine and what makes it slow."""
     with waiting(as_json):
@@ -69,32 +77,49 @@ def doctor(as_json: Json = False) -> None:
 
 
 app.command(
-    epilog="[dim]forerun chat"
-    "        forerun chat ollama:llama3.2:1b --system 'Answer briefly.'[/dim]"
+    epilog=examples(
+        "forerun chat",
+        "forerun chat ollama:llama3.2:1b --system 'Answer briefly.'",
+    )
 )(chat)
 app.command(
-    epilog="[dim]forerun check        forerun check Qwen/Qwen3-0.6B --draft suffix --json[/dim]"
+    epilog=examples(
+        "forerun check",
+        "forerun check Qwen/Qwen3-0.6B --draft suffix --json",
+    )
 )(check)
 app.command(
-    epilog="[dim]forerun train --max-minutes 10 --out drafter"
-    "        forerun train --data prompts.jsonl"
-    " --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter[/dim]"
+    epilog=examples(
+        "forerun train --max-minutes 10 --out drafter",
+        "forerun train --data prompts.jsonl --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter",
+    )
 )(train)
 app.command(
-    epilog="[dim]forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft"
-    " --prompts tasks.jsonl[/dim]"
+    epilog=examples(
+        "forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl"
+    )
 )(tune)
-app.command(epilog="[dim]forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000[/dim]")(serve)
 app.command(
-    epilog="[dim]forerun deploy examples/cluster.toml"
-    "        forerun deploy cluster.toml --check[/dim]"
+    epilog=examples(
+        "forerun serve",
+        "forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000 --context 8192",
+        "forerun serve --config server.toml",
+    )
+)(serve)
+app.command(
+    epilog=examples(
+        "forerun deploy examples/cluster.toml",
+        "forerun deploy cluster.toml --check",
+    )
 )(deploy)
-app.command(epilog="[dim]forerun models        forerun models /data/gguf --json[/dim]")(models)
+app.command(epilog=examples("forerun models", "forerun models /data/gguf --json"))(models)
 app.command(
-    epilog="[dim]forerun index src/ docs/ --out my-index"
-    "        forerun index answers.jsonl --out my-index[/dim]"
+    epilog=examples(
+        "forerun index src/ docs/ --out my-index",
+        "forerun index answers.jsonl --out my-index",
+    )
 )(index)
-app.command(epilog="[dim]forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B[/dim]")(
+app.command(epilog=examples("forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B"))(
     batch
 )
 
@@ -162,9 +187,6 @@ def main() -> None:
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
-    # If Ctrl-C arrived during an `exec`, such as that of a dataclass, `python -m` would die by
-    # SIGINT instead of returning the exit code; another `exec` clears that state.
-    exec("")
     _close()
     sys.exit(code)
 
@@ -187,7 +209,9 @@ def _options(words: list[str]) -> dict[str, str]:
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     return {
-        str(p.name): max(p.opts, key=len) for p in command.params if p.param_type_name == "option"
+        str(p.name): next(name for name in p.opts if name.startswith("--"))
+        for p in command.params
+        if p.param_type_name == "option"
     }
 
 

@@ -30,7 +30,7 @@ TRIED = replace(
 def tune(
     *,
     seconds: Annotated[
-        float, typer.Option(help="Duration of the long measurement of each of the best.")
+        float, typer.Option(help="Seconds of the long measurement of each of the best.")
     ] = 30.0,
     out: Annotated[
         Path | None, typer.Option(help="Write the choice to a file for serve --config (.toml).")

@@ -91,7 +91,7 @@ def tune(
     return Tuned(
         look.model,
         machine(options.get("threads", 0)),
-        plan.params.max_tokens,
+        plan.params.length_limit,
         choose(best),
         best,
         short,

@@ -17,7 +17,7 @@ from forerun.errors import ConfigError
 def deploy(
     file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with the models.")],
     check: Annotated[bool, typer.Option("--check", help="Show what would be started.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
 ) -> None:
     """Serve models by replicas on Ray Serve, behind one address."""
     for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", "ray"):

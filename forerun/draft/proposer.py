@@ -117,10 +117,12 @@ class Proposer:
     `DraftRequest.slot`. It reads the committed tokens that it has missed in `propose`: there is no
     special case for accepted, rejected, resumed or paused requests.
 
-    Class attributes (or instance attributes, where they depend on options):
+    Its attributes belong to the class, or to the instance where they depend on options.
+
+    Attributes:
         name: what statistics call the drafter.
-        width: the most nodes per level; the engine reserves room for them,
-        extra_nodes: and for so many more at any depth.
+        width: the most nodes per level, for which the engine reserves room.
+        extra_nodes: the most nodes beside these, at any depth.
         aux_hidden_layers: the target's hidden states that `observe` wants: i is what enters layer
             i, the number of layers is what leaves the last one.
         wants_logits: `learn` wants the target's logits.
@@ -130,9 +132,10 @@ class Proposer:
         reports_confidence: drafts have `Draft.path_probs`, by `DraftRequest.confidence_rates`; as
             many nodes are verified as pay.
         always_observes: it is shown every token even while it does not draft for a request.
-        overlaps: it drafts on between `begin_overlap` and `end_overlap` while the target verifies,
-        wait_seconds: and `propose` waited so long for that.
-        merges_drafts, rivals, parts: for drafters composed of others, see `compose`.
+        overlaps: it drafts on between `begin_overlap` and `end_overlap` while the target verifies.
+        wait_seconds: how long `propose` waited for that drafting to end.
+        merges_drafts: it merges the drafts of its parts into one tree (see `compose`).
+        rivals: the drafters of which it uses the one that is measured to be better.
     """
 
     name = ""

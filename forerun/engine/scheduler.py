@@ -140,6 +140,9 @@ def check_ids(ids: Collection[int], vocab: int) -> None:
 def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) -> int:
     """Return the most output tokens that a request may have.
 
+    They are `params.max_tokens`, or less if the context ends before. If the request does not give
+    max_tokens, its default is also cut to the KV cache.
+
     Raises:
         RequestError, CapacityError: the request cannot be served.
     """
@@ -148,12 +151,19 @@ def output_limit(target: Runner, tokens: Sequence[int], params: SamplingParams) 
         raise RequestError("the prompt is empty: give at least one token")
     for ids in (tokens, params.logit_bias, params.stop_token_ids):
         check_ids(ids, target.decoder.config.vocab)
-    room = context - len(tokens)
-    if room < min(1, params.max_tokens):  # a prompt that is only read may fill the context
+    limit, room = params.length_limit, context - len(tokens)
+    if room < min(1, limit):  # a prompt that is only read may fill the context
         raise RequestError(
             f"the prompt has {len(tokens)} tokens, the context only {context}: shorten the prompt"
         )
-    limit, rows = min(params.max_tokens, room), pages.count * pages.size
+    limit, rows = min(limit, room), pages.count * pages.size
+    if len(tokens) + min(1, limit) > rows:
+        raise CapacityError(
+            f"the prompt has {len(tokens)} tokens, the KV cache only {rows}: shorten the prompt or"
+            " raise kv_tokens"
+        )
+    if params.max_tokens is None:
+        limit = min(limit, rows - len(tokens))
     if len(tokens) + limit > rows:
         raise CapacityError(
             f"prompt and max_tokens need {len(tokens) + limit} tokens of KV cache, which holds"

@@ -37,11 +37,18 @@ class RequestStats:
     """Counters of one request.
 
     Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that the prefix cache had.
+        completion_tokens: tokens of the output.
         steps: target passes that produced tokens.
-        drafted, accepted: draft nodes verified, and those accepted.
-        draft_seconds, verify_seconds: time of its steps, drafting and the rest; a step shared by
-            several requests counts in full for each.
+        drafted: draft nodes verified.
+        accepted: those of them that were accepted.
+        preemptions: how often the request gave its cache to an older one.
+        draft_seconds: time of drafting in its steps; a step shared by several requests counts in
+            full for each.
+        verify_seconds: time of the rest of its steps.
         seconds: from arrival to end.
+        first_token_seconds: from arrival to the first token.
         rounds: (tokens drafted, accepted) of each step.
         depths: the depth of each step's draft.
         by_source: the same by proposer.

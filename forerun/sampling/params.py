@@ -14,6 +14,9 @@ from forerun.sampling.grammar import Grammar
 DEFAULT: Mapping[str, float] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
 )
+# Maximum number of tokens to generate where a request gives none, in the library, on the command
+# line, and on the server wherever an API defines no other default and nothing else ends the text.
+DEFAULT_MAX_TOKENS = 512
 # Greedy decoding without filters.
 NEUTRAL: Mapping[str, float] = MappingProxyType(
     {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -47,33 +50,40 @@ class SamplingParams:
     speculation never changes their effect.
 
     Args:
-        temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
-        top_k: keep the k likeliest tokens; 0 keeps all. Ties at the border are kept.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (nucleus
-            sampling).
-        min_p: keep tokens at least min_p times as likely as the likeliest.
-        presence_penalty: subtracted from the logit of every token in the output so far. -2 to 2.
-        frequency_penalty: subtracted once per occurrence in the output so far. -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
-            output. 0.001 to 100.
-        logit_bias: {token id: amount added to its logit}. -100 to 100.
-        max_tokens: maximum number of tokens to generate.
-        min_tokens: end-of-text and stop_token_ids cannot be drawn before this many, unless a
-            grammar allows nothing else.
-        stop: a string or strings that end the text and are left out of it; they may cross token
-            borders.
-        stop_token_ids: tokens that end the text; the last one stays in token_ids and out of the
+        temperature: Divisor of the logits, at most 100: higher values give more varied text, 0
+            always takes the likeliest token (greedy decoding).
+        top_k: Keep only the k likeliest tokens; 0 keeps all. Ties at the border are kept.
+        top_p: Keep only the smallest set of likeliest tokens whose probability reaches this value
+            (nucleus sampling), over 0 and at most 1; 1 keeps all.
+        min_p: Keep only tokens at least this many times as likely as the likeliest, from 0 to 1; 0
+            keeps all.
+        presence_penalty: Amount subtracted from the logit of every token in the output so far, from
+            -2 to 2.
+        frequency_penalty: Amount subtracted from a token's logit once per occurrence in the output
+            so far, from -2 to 2.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in
+            prompt or output, from 0.001 to 100; above 1 makes repetition less likely.
+        logit_bias: Amounts from -100 to 100 added to the logits of tokens: {token id: amount}, on
+            the command line ID=AMOUNT, which may be repeated.
+        max_tokens: Maximum number of tokens to generate; fewer if the context is full. By default
+            512.
+        min_tokens: Number of tokens before which end-of-text and stop_token_ids cannot be drawn,
+            unless a grammar allows nothing else.
+        stop: String that ends the text and is left out of it, or several of them; they may cross
+            token borders.
+        stop_token_ids: Token ids that end the text; the last one stays in token_ids and out of the
             text.
-        ignore_eos: do not stop at the model's own end-of-text token.
-        seed: the same seed and prompt give the same tokens. None draws one, which the result
-            reports.
-        n: number of completions; completion i uses a seed derived from seed and i.
-        logprobs: number of likeliest tokens to report beside each chosen token (0 to 20), or None.
-        prompt_logprobs: the same for each token of the prompt. max_tokens may then be 0: the prompt
+        ignore_eos: Do not stop at the model's own end-of-text token.
+        seed: Seed of the random draws, from 0 to 2**63 - 1: the same seed and prompt give the same
+            tokens. By default one is drawn, which the result reports.
+        n: Number of completions; completion i uses a seed derived from seed and i.
+        logprobs: Number of likeliest tokens to report beside each chosen token, from 0 to 20. By
+            default no log-probabilities are reported.
+        prompt_logprobs: The same for each token of the prompt. max_tokens may then be 0: the prompt
             is read and nothing is generated.
-        grammar: the form of the output: Grammar.of("json_schema", {...}),
-            Grammar.of("json_object"), or of a "regex", a "lark" grammar or a "choice" of strings.
-            JSON comes without optional white space.
+        grammar: Form of the output: Grammar.of("json_schema", {...}), Grammar.of("json_object"), or
+            of a "regex", a "lark" grammar or a "choice" of strings. JSON comes without optional
+            white space.
 
     Raises:
         RequestError: a value is out of its range or of the wrong type.
@@ -87,7 +97,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
-    max_tokens: int = 128
+    max_tokens: int | None = None
     min_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
@@ -99,30 +109,20 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
         self._check_numbers()
+        self._check_stops()
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(
                 f"grammar={self.grammar!r} must be a Grammar: make one with Grammar.of(kind, value)"
             )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={shorten(self.ignore_eos)} must be true or false")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(
-                f"stop={shorten(stop)} must be strings, none of them empty: an empty one would stop"
-                " everything"
-            )
-        if not all(_is_integer(token) for token in stop_ids):
-            raise RequestError(f"stop_token_ids={shorten(stop_ids)} must be whole numbers")
         self._check_bias()
 
     def _check_numbers(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is None and name in DEFAULT:
+            if value is None and (name in DEFAULT or name == "max_tokens"):
                 continue
             if name == "max_tokens" and value == 0 and self.prompt_logprobs is not None:
                 continue
@@ -138,9 +138,9 @@ class SamplingParams:
             raise RequestError(
                 f"top_p={self.top_p} is out of range: give a number over 0 and at most 1"
             )
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.length_limit:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}: lower it"
+                f"min_tokens={self.min_tokens} is over max_tokens={self.length_limit}: lower it"
             )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise RequestError(
@@ -153,6 +153,20 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shorten(value)} is out of range: give 0 to 20, or None"
                 )
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, (str, list, tuple)):
+            raise RequestError(f"stop={shorten(self.stop)} must be a string or a list of strings")
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise RequestError(
+                f"stop={shorten(self.stop)} must be strings, none of them empty: an empty one would"
+                " stop everything"
+            )
+        token_ids = self.stop_token_ids
+        if not isinstance(token_ids, (list, tuple)):
+            raise RequestError(f"stop_token_ids={shorten(token_ids)} must be a list")
+        if not all(_is_integer(token) for token in token_ids):
+            raise RequestError(f"stop_token_ids={shorten(token_ids)} must be whole numbers")
 
     def _check_bias(self) -> None:
         bias = self.logit_bias
@@ -194,9 +208,14 @@ class SamplingParams:
         return replace(self, **chosen) if chosen else self
 
     @property
+    def length_limit(self) -> int:
+        """`max_tokens`, or its default if it is not given."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def sampling_temperature(self) -> float:
@@ -234,9 +253,3 @@ def _is_integer(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_integer(value) or isinstance(value, float)
-
-
-def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise RequestError(f"{name}={shorten(value)} must be a list")
-    return tuple(value)

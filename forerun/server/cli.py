@@ -16,7 +16,20 @@ from forerun.server.listen import listen
 from forerun.server.settings import Settings, read_file
 
 LISTS = dict.fromkeys(("api_key", "allowed_hosts", "allowed_origins"), list[str])
-SERVER = Group("server", Settings, "Server", LISTS)
+LIMITS = (
+    *("max_queue", "max_body", "max_bodies", "max_unread", "max_connections", "max_prompt"),
+    *("timeout", "header_timeout", "body_timeout", "write_timeout", "shutdown_timeout"),
+)
+BYTES = {name: getattr(Settings(), name) for name in ("max_body", "max_bodies", "max_unread")}
+SERVER = Group(
+    "server",
+    Settings,
+    "Server",
+    LISTS,
+    defaults={name: f"{size}, which is {size >> 20} MiB" for name, size in BYTES.items()},
+    rare=LIMITS,
+    rare_panel="Server limits",
+)
 FILE = Annotated[
     Path | None, typer.Option("--config", help="TOML file with any of the options below.")
 ]
@@ -25,7 +38,7 @@ FILE = Annotated[
 @with_flags(ENGINE, SERVER)
 def serve(
     file: FILE = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log every request.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
     *,
     config: dict[str, Any],
     server: dict[str, Any],

@@ -59,14 +59,14 @@ def limit_orders(orders: Sequence[Job], context: int, estimate: SizeEstimate) ->
     Orders without a limit of their own (`fills`) get one where that makes the response fit.
     `context` is the number of tokens of a prompt and its answer. Raises ApiError.
     """
-    lengths = [max(0, min(o.params.max_tokens, context - len(o.tokens))) for o in orders]
+    lengths = [max(0, min(o.params.length_limit, context - len(o.tokens))) for o in orders]
     size = estimate(orders, lengths)
     if size > MAX_BYTES and any(order.fills for order in orders):
         empty = estimate(orders, [0] * len(orders))
         per_token = estimate(orders, [1] * len(orders)) - empty
         fitting = (MAX_BYTES - empty) // per_token
         if fitting >= MIN_TOKENS:
-            limits = [min(order.params.max_tokens, fitting) for order in orders]
+            limits = [min(order.params.length_limit, fitting) for order in orders]
             return [
                 replace(order, params=replace(order.params, max_tokens=limit))
                 for order, limit in zip(orders, limits, strict=True)

@@ -17,7 +17,7 @@ from forerun.errors import shorten
 from forerun.llm import LLM, separate
 from forerun.models.tokenizer import Tokenizer
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
 from forerun.server import errors, tools
 from forerun.server.auth import tenant_of
 from forerun.server.conversation import chat_prompt, fields_without_effect, text_of
@@ -54,8 +54,7 @@ from forerun.server.state import ServerState
 from forerun.server.streaming import Formatter, respond, sse
 from forerun.types import Event
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-OPEN_ENDED_TOKENS = 512  # default limit of a chat that the model may never end by itself
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's documented default of /v1/completions
 ECHO_CHUNK = 16  # prompt tokens in one chunk of a stream that echoes their log-probabilities
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 SAMPLING_FIELDS = [
@@ -181,13 +180,14 @@ def _default_chat_tokens(
 ) -> int:
     """Return the limit of a chat that gives none.
 
-    A chat model ends its turn by itself, so the answer may fill the context. Without a template or
-    an end token, or with `ignore_eos`, nothing would end it.
+    A chat model ends its turn by itself, so the answer may fill the context, as OpenAI's and
+    Ollama's APIs define it. Without a template or an end token, or with `ignore_eos`, nothing would
+    end it, and the default of the library and the command line applies.
     """
     has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
     if uses_template and has_template and llm.decoder.config.end_ids and not request.ignore_eos:
         return FILL_CONTEXT
-    return min(max(1, llm.room - len(prompt)), OPEN_ENDED_TOKENS)
+    return min(max(1, llm.room - len(prompt)), DEFAULT_MAX_TOKENS)
 
 
 def grammar_of(format_: ResponseFormat | None) -> Grammar | None:
@@ -270,7 +270,7 @@ def make_orders(
     for tokens in prompts:
         own = [reference.behind(len(tokens)) for reference in references]
         room = max(1, llm.room - len(tokens))
-        limited = replace(params, max_tokens=min(params.max_tokens, room)) if fill else params
+        limited = replace(params, max_tokens=min(params.length_limit, room)) if fill else params
         orders += [
             Job(tokens, each, draft, depth, rule, own, trace_, tenant, fill)
             for each in separate(limited)

@@ -3,6 +3,7 @@ quick help."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main as cli
+from forerun.cli.flags import ALIASES
 from forerun.models.local import is_model_name
 from tests import tiny
 
@@ -258,7 +260,7 @@ def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_aske
 
 def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
     code, out, err = forerun("generate", "x = 1\n" * 40, "--kv-tokens", "64", *MODEL)
-    assert (code, out) == (2, "") and "lower --max-tokens or raise --kv-tokens" in err
+    assert (code, out) == (2, "") and "shorten the prompt or raise --kv-tokens" in err
 
 
 def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
@@ -327,6 +329,76 @@ def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
     ), lines
 
 
+def test_names_that_other_programs_have_for_a_flag(forerun) -> None:
+    """Of llama.cpp, vLLM and Ollama; values arrive where those of our own names do."""
+
+    def tokens(*words: str) -> list[int]:
+        code, out, err = forerun("generate", *words, "--json", "--kv-tokens", "2048")
+        assert code == 0 and not err
+        return json.loads(out)["token_ids"]
+
+    ours = ["--temperature", "0.7", "--seed", "3", "--max-tokens", "6", "--context", "1024"]
+    ours += ["--repetition-penalty", "1.1", "--max-rows", "2"]
+    expected = tokens(MODEL[1], "x = 1", *ours)
+    assert len(expected) == 6
+    short = ["-t", "0.7", "-s", "3", "-n", "6", "-c", "1024"]
+    assert tokens("-m", MODEL[1], "-p", "x = 1", *short, *ours[-4:]) == expected
+    llama = ["--temp", "0.7", "--seed", "3", "--n-predict", "6", "--ctx-size", "1024"]
+    llama += ["--repeat-penalty", "1.1", "--parallel", "2"]
+    assert tokens(*MODEL, "--prompt", "x = 1", *llama) == expected
+    vllm = [*llama[:4], "--max-tokens", "6", "--max-model-len", "1024", "--max-num-seqs", "2"]
+    assert tokens(MODEL[1], "-p", "x = 1", *vllm, *ours[-4:-2]) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["x", "--context", "64", "--ctx-size", "64"], "--context and --ctx-size or --max-model"),
+        (["x", "-t", "1", "--temp", "1"], "--temperature and --temp are the same: give one"),
+        (["x", "y", "-p", "z"], "the prompt is given twice"),
+        (["./nowhere", "-p", "z"], "no directory or file ./nowhere"),
+        (["x", "--temp", "-1"], "--temperature -1.0 is out of range"),
+        (["x", "--max-model-len", "100000", *MODEL], f"can serve: at most {tiny.SPOKEN}"),
+        (["x", "--ctx-size", "ten"], "--ctx-size"),
+    ],
+)
+def test_other_names_in_errors(forerun, words: list[str], says: str) -> None:
+    code, out, err = forerun("generate", *words)
+    assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
+
+
+def test_one_short_name_means_one_thing_in_all_commands() -> None:
+    """And each option of an engine or a sampler has its aliases wherever it is taken."""
+    meanings: dict[str, set[str]] = {}
+
+    def visit(command) -> None:
+        for sub in getattr(command, "commands", {}).values():
+            visit(sub)
+        taken = {p.name: p.opts for p in command.params}
+        names = [name for opts in taken.values() for name in opts]
+        assert len(names) == len(set(names)), command.name
+        for name, opts in taken.items():
+            for short in opts:
+                if len(short) == 2:
+                    meanings.setdefault(short, set()).add(name)
+        for name, aliases in ALIASES.items():
+            if name in taken and taken[name][0] == f"--{name.replace('_', '-')}":
+                assert set(aliases) <= set(names), (command.name, name)
+
+    visit(cli.command_line())
+    assert meanings["-c"] == {"context"} and meanings["-s"] == {"seed"}
+    assert meanings["-t"] == {"temperature"} and meanings["-n"] == {"max_tokens", "tokens"}
+    assert meanings["-p"] == {"port", "prompt"} and meanings["-m"] == {"model", "target"}
+
+
+def test_flags_that_are_seldom_needed_stand_behind_the_others(forerun) -> None:
+    _, out, _ = forerun("generate", "--help")
+    panels = ["Options", "Engine", "Sampling", "More engine options", "More sampling options"]
+    places = [re.search(rf"─ {panel} ─", out).start() for panel in panels]
+    assert places == sorted(places)
+    assert out.index("--kv-tokens") > places[3] > out.index("--seed") > places[2]
+
+
 def test_a_prompt_over_the_context(forerun) -> None:
     code, out, err = forerun("generate", "x = 1\n" * 2000, "--json", *MODEL)
     assert (code, out) == (2, "") and "context" in err
@@ -365,15 +437,16 @@ def test_interrupting_is_clean() -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
-def test_interrupted_where_code_is_made_of_text(tmp_path: Path) -> None:
-    """As dataclasses do while modules are imported: CPython would end `python -m` by the signal
-    whatever we say."""
+@pytest.mark.parametrize("how", ["stopped.py", "-m stopped"])
+def test_interrupted_where_code_is_made_of_text(tmp_path: Path, how: str) -> None:
+    """As dataclasses do while modules are imported: CPython then ends `python -m` by the signal,
+    which a shell reports as 130 too."""
     verb = "from forerun.cli import main as cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
     (tmp_path / "stopped.py").write_text(verb)
     done = subprocess.run(
-        [sys.executable, "-m", "stopped"], cwd=tmp_path, capture_output=True, text=True
+        f"{sys.executable} {how}; echo $?", shell=True, cwd=tmp_path, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (130, "forerun: interrupted\n")
+    assert (done.stdout, done.stderr) == ("130\n", "forerun: interrupted\n")
 
 
 def test_a_reader_that_goes_away_is_no_error_message() -> None:

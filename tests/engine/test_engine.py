@@ -3,13 +3,16 @@ hangs."""
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forerun.costs import SETTLED
 from forerun.engine.depth import DepthPolicy
+from forerun.engine.scheduler import output_limit
 from forerun.errors import CapacityError, ConfigError, RequestError
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
 from tests import tiny
 from tests.engine import build
 
@@ -153,7 +156,7 @@ def test_more_requests_than_slots_all_end() -> None:
         ([5] * 256, {}, RequestError, "context"),
         ([5], {"logit_bias": {99: 1.0}}, RequestError, "token id 99"),
         ([5], {"stop": "x"}, RequestError, "tokenizer"),
-        ([5] * 100, {"max_tokens": 100}, CapacityError, "kv_tokens"),
+        ([5] * 100, {"max_tokens": 100}, CapacityError, "lower max_tokens or raise kv_tokens"),
     ],
 )
 def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> None:
@@ -161,6 +164,37 @@ def test_refusals(tokens: list[int], options: dict, error: type, says: str) -> N
     with pytest.raises(error, match=says):
         engine.add(tokens, SamplingParams(**options))
     assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("context", "kv_tokens", "prompt", "limit"),
+    [
+        (4096, 8192, 10, DEFAULT_MAX_TOKENS),
+        (4096, 8192, 4000, 96),
+        (4096, 8192, 4095, 1),
+        (4096, 1024, 10, DEFAULT_MAX_TOKENS),
+        (4096, 1024, 1000, 24),
+        (4096, 1024, 1023, 1),
+    ],
+)
+def test_a_length_that_is_not_given_is_the_default_or_what_there_is_room_for(
+    context: int, kv_tokens: int, prompt: int, limit: int
+) -> None:
+    """Room in the context and in the cache. A length that is given is cut to the context only."""
+    target: Any = SimpleNamespace(
+        decoder=SimpleNamespace(context=context, config=SimpleNamespace(vocab=64)),
+        cache=SimpleNamespace(pages=SimpleNamespace(count=kv_tokens // 16, size=16)),
+    )
+    tokens = [5] * prompt
+    assert output_limit(target, tokens, SamplingParams()) == limit
+    given = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+    if prompt + limit == kv_tokens:
+        with pytest.raises(CapacityError, match="lower max_tokens or raise kv_tokens"):
+            output_limit(target, tokens, given)
+        with pytest.raises(CapacityError, match="shorten the prompt or raise kv_tokens"):
+            output_limit(target, [5] * kv_tokens, SamplingParams())
+    else:
+        assert output_limit(target, tokens, given) == limit
 
 
 def test_a_depth_that_is_none_is_refused() -> None:

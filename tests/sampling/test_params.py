@@ -6,7 +6,7 @@ import pytest
 
 from forerun.errors import RequestError
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import DEFAULT, SamplingParams
+from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, SamplingParams
 
 BAD = {
     "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", True],
@@ -16,8 +16,8 @@ BAD = {
     "presence_penalty": [-2.01, 2.01, math.nan],
     "frequency_penalty": [-2.01, 2.01, math.inf],
     "repetition_penalty": [0, -1.0, 100.1, math.nan],
-    "max_tokens": [0, -5, 1.5, None],
-    "min_tokens": [-1, 0.5, 129],
+    "max_tokens": [0, -5, 1.5, True],
+    "min_tokens": [-1, 0.5, DEFAULT_MAX_TOKENS + 1],
     "n": [0, 1025, 1.5],
     "seed": [-1, 1 << 63, 0.5, "x"],
     "logprobs": [-1, 21, 2.5],
@@ -33,8 +33,8 @@ GOOD = {
     "presence_penalty": [-2, 2],
     "frequency_penalty": [-2.0, 2.0],
     "repetition_penalty": [1e-3, 100],
-    "max_tokens": [1, 1 << 31],
-    "min_tokens": [0, 128],
+    "max_tokens": [None, 1, 1 << 31],
+    "min_tokens": [0, DEFAULT_MAX_TOKENS],
     "n": [1, 1024],
     "seed": [None, 0, (1 << 63) - 1],
     "logprobs": [None, 0, 20],
@@ -66,10 +66,7 @@ def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
 
 @pytest.mark.parametrize("name, value", cases(GOOD))
 def test_the_ends_of_a_range_are_allowed(name, value):
-    expected = (
-        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
-    assert getattr(SamplingParams.of(**{name: value}), name) == expected
+    assert getattr(SamplingParams.of(**{name: value}), name) == value
 
 
 WRONG_TYPES = {
@@ -117,6 +114,14 @@ def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfilte
     ).filters == (3, 1.0, 0.0)
 
 
+def test_the_length_has_one_default():
+    assert SamplingParams().length_limit == SamplingParams.pure().length_limit == DEFAULT_MAX_TOKENS
+    assert SamplingParams(max_tokens=7).length_limit == 7
+    assert f"By default\n            {DEFAULT_MAX_TOKENS}." in str(SamplingParams.__doc__), (
+        "and it is documented"
+    )
+
+
 def values(params):
     return {name: getattr(params, name) for name in DEFAULT}
 
@@ -155,8 +160,6 @@ def test_min_tokens_may_not_exceed_max_tokens():
     assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
 
 
-def test_stop_is_a_tuple_however_given():
-    assert (
-        SamplingParams(stop="x").stop_strings == SamplingParams(stop=["x"]).stop_strings == ("x",)
-    )
-    assert SamplingParams(stop_token_ids=[4, 5]).stop_token_ids == (4, 5)
+def test_stop_strings_are_a_tuple_however_stop_is_given():
+    for stop in ("xy", ["xy"], ("xy",)):
+        assert SamplingParams(stop=stop).stop_strings == ("xy",)

@@ -289,7 +289,7 @@ def test_an_answer_that_nothing_ends_has_a_default_limit(
     spare: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, counted: str
 ) -> None:
     """A model without a chat template filled the context: 32,761 tokens for a greeting."""
-    monkeypatch.setattr(openai_api, "OPEN_ENDED_TOKENS", 24)
+    monkeypatch.setattr(openai_api, "DEFAULT_MAX_TOKENS", 24)
     with serving(spare, served_name="tiny") as s:
         answer = s.answer(path, {"model": "tiny", **body})
     assert (answer.get("usage") or answer)[counted] <= 24

@@ -149,3 +149,30 @@ def test_every_limit_is_in_the_table_of_limits() -> None:
             limit.default, f"{limit.default:g}"
         )
         assert f"| {value}" in row, limit.name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--port", "0", "--served-name", "x", "--context", "64", "--max-rows", "2"],
+        ["-p", "0", "--served-model-name", "x", "--max-model-len", "64", "--max-num-seqs", "2"],
+        ["-p", "0", "--alias", "x", "-c", "64", "--parallel", "2", "-v"],
+    ],
+)
+def test_serve_takes_the_names_of_other_servers(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[dict[str, Any], Settings, bool]] = []
+
+    def start(options: dict[str, Any], settings: Settings, listener: Any, verbose: bool) -> int:
+        started.append((options, settings, verbose))
+        return 0
+
+    monkeypatch.setattr("forerun.server.run.run", start)
+    monkeypatch.setattr("forerun.server.cli.listen", lambda settings: None)
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 0
+    options = {"model": str(tiny.spoken()), "context": 64, "max_rows": 2}
+    assert started == [(options, Settings(port=0, served_name="x"), "-v" in words)]
