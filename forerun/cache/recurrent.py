@@ -36,7 +36,7 @@ MIN_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where the numbers of a slot are, in floats: the states of all layers, then two halves.
+    """Layout of a slot's memory, in floats: the states of all layers, then two halves.
 
     A half has, for each layer, the last inputs of the convolution before its first record, and
     MAX_NODES records. A copy is the states and those inputs.

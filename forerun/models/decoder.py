@@ -18,9 +18,10 @@ from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.families import Experts
+from forerun.models.parameters import LayerWeights, LinearWeights, Norm, Weights
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
-from forerun.models.weights import LayerWeights, LinearWeights, Norm, Weights, load_weights
+from forerun.models.weights import load_weights
 from forerun.types import Forward
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];

@@ -20,7 +20,8 @@ from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend, Decoder
-from forerun.models.weights import LinearWeights, Source, load_weights
+from forerun.models.parameters import LinearWeights, Source
+from forerun.models.weights import load_weights
 from forerun.types import Forward
 
 

@@ -8,24 +8,31 @@ demand, since a packed copy may be cached."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import LoadError, one_line
+from forerun.errors import LoadError
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import MTP_PREFIXES, ModelConfig
 from forerun.models.experts import StackedRows, mx_matrix, split_experts
-from forerun.models.files import check_pointer, indexed_files, joined, weight_files
 from forerun.models.gguf.blocks import Blocks, unpermuted
+from forerun.models.parameters import (
+    ExpertWeights,
+    LayerInputs,
+    LayerInputWeights,
+    LayerWeights,
+    LinearWeights,
+    Matrix,
+    Norm,
+    RecurrentWeights,
+    Source,
+    Weights,
+)
 from forerun.models.quantized import (
-    TENSORS,
     QuantizedMatrix,
-    Scheme,
-    read_matrix,
     read_scheme,
     stack,
 )
@@ -36,310 +43,6 @@ from forerun.models.tensor_names import (
     PREFIXES,
     TRANSPOSED_EXPERTS,
 )
-
-# ---------------------------------------------------------------- safetensors checkpoints
-
-
-class Checkpoint:
-    """The safetensors files of a directory. `taken` holds the names of tensors already used."""
-
-    def __init__(self, directory: Path) -> None:
-        """Open the files. Raises LoadError."""
-        self.directory = directory
-        self.taken: set[str] = set()
-        try:
-            paths = self._paths()
-            for path in paths:
-                check_pointer(path)
-            files = [(path, safe_open(path, framework="pt")) for path in paths]
-            self.where = {
-                name: (path, file)
-                for path, file in files
-                for name in file.keys()  # type: ignore[no-untyped-call]  # noqa: SIM118
-            }
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            why = one_line(str(error))
-            raise LoadError(f"the weights in {directory} cannot be read: {why}") from None
-
-    def _paths(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.exists():
-            paths = indexed_files(index)
-            missing = one_line(", ".join(path.name for path in paths if not path.is_file()))
-            if missing:
-                raise LoadError(f"{index} names missing files: {missing}; download them again")
-            return paths
-        paths = [path for path in weight_files(self.directory) if path.is_file()]
-        if not paths:
-            hint = "give a Hugging Face model directory"
-            if any(self.directory.glob("*.bin")):
-                hint = "convert its .bin files to safetensors"
-            raise LoadError(f"{self.directory} has no *.safetensors weights; {hint}")
-        return paths
-
-    def claim(self, name: str, shape: tuple[int, ...] | None = None) -> None:
-        """Mark a tensor as used without reading it.
-
-        Raises LoadError if it is missing or has another shape."""
-        if name not in self.where:
-            raise LoadError(
-                f"{self.directory}: the checkpoint lacks tensor {name}; it is incomplete"
-            )
-        held = self.where[name][1].get_slice(name).get_shape()  # type: ignore[no-untyped-call]
-        if shape is not None and tuple(held) != shape:
-            raise LoadError(
-                f"{self.directory}: tensor {name} is {held}, but config.json asks for {list(shape)}"
-            )
-        self.taken.add(name)
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor as it is stored. Raises LoadError."""
-        # a separate mapping is released with the tensor, so that read pages do not stay in memory
-        try:
-            with safe_open(self.where[name][0], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            why = one_line(str(error))
-            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
-        return tensor
-
-    def part(self, name: str, index: int) -> Tensor:
-        """Return one entry of the first axis of a tensor of floats. Raises LoadError."""
-        try:
-            with safe_open(self.where[name][0], framework="pt") as file:
-                tensor: Tensor = file.get_slice(name)[index]
-        except (SafetensorError, OSError) as error:
-            why = one_line(str(error))
-            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
-        return self.check_floats(name, tensor)
-
-    def slices(self, name: str) -> Any:
-        """Return a tensor whose rows are read on demand."""
-        return self.where[name][1].get_slice(name)  # type: ignore[no-untyped-call]
-
-    def floats(self, name: str) -> Tensor:
-        """Return a tensor that is not quantized. Raises LoadError for integers and 8-bit floats."""
-        return self.check_floats(name, self.read(name))
-
-    def check_floats(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor. Raises LoadError for integers and 8-bit floats."""
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise LoadError(
-                f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantized checkpoint, "
-                "but config.json has no quantization_config that says how to read it"
-            )
-        return tensor
-
-    def has(self, name: str) -> bool:
-        return name in self.where
-
-    def suffixes(self, layout: str, stem: str) -> list[str]:
-        """Return the suffixes of the tensors that make up the quantized linear layer `stem`."""
-        return [suffix for suffix in sum(TENSORS[layout], ()) if self.has(f"{stem}.{suffix}")]
-
-    def quantized(
-        self, scheme: Scheme, layout: str, stem: str, shape: tuple[int, int]
-    ) -> QuantizedMatrix:
-        """Read a quantized linear layer of `shape` (out, in). Raises LoadError."""
-        held = {suffix: self.read(f"{stem}.{suffix}") for suffix in self.suffixes(layout, stem)}
-        return read_matrix(scheme, layout, held, shape, f"{self.directory}: {stem}")
-
-    def finish(self, ignored: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
-        """Raise LoadError for unused tensors, except those that end in `ignored` or start with
-        one of `prefixes`."""
-        left = sorted(n for n in self.where if n not in self.taken and not n.endswith(ignored))
-        left = [name for name in left if not name.startswith(prefixes)]
-        if left:
-            names = joined(map(one_line, left), 4)
-            raise LoadError(
-                f"{self.directory}: {len(left)} tensors fit no part of this model: {names}"
-            )
-
-
-# ---------------------------------------------------------------- the decoder's weights
-
-
-@dataclass(slots=True)
-class Norm:
-    """Weight [H] of a norm and, for layer norms, bias [H]; float32 or wider."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(slots=True)
-class LinearWeights:
-    """A linear layer: weight [out, in], bias [out]."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-Matrix = (
-    Tensor | QuantizedMatrix | Blocks | StackedRows
-)  # weight of a linear layer or of an embedding
-
-
-@dataclass(slots=True)
-class Source:
-    """The weight of a linear layer or embedding in the checkpoint, read on demand.
-
-    Attributes:
-        name: its place in the model: "3.qkv", "head", "embed".
-        shape: (out, in).
-        read: returns [out, in] as stored: floats, or quantized values with their scales.
-        dtype, device: those of the decoder.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    read: Callable[[], Matrix]
-    dtype: torch.dtype
-    device: torch.device
-
-    def weight(self) -> Tensor:
-        """Read the weight [out, in] in the decoder's dtype and on its device."""
-        held = self.read()
-        floats = held if isinstance(held, Tensor) else held.dequantize()
-        return floats.to(device=self.device, dtype=self.dtype).contiguous()
-
-
-@dataclass(slots=True)
-class ExpertWeights:
-    """The mixture of experts of one layer, E experts of inner size I.
-
-    Attributes:
-        router: [E, H].
-        up: [2 * E * I, H]: the gates of all experts, then their ups.
-        down: [E * H, I].
-        choice_bias: [E] float32, added to scores for the choice.
-        expert_scale: [E] float32, factors on the weights.
-        shared_gate: [1, H], gates the dense MLP that runs beside the experts.
-        router_norm, norm, out_norm, shared_out_norm: norms of the inputs of router and experts if
-            they do not share the MLP's, and of the outputs of experts and dense MLP.
-    """
-
-    router: LinearWeights
-    up: LinearWeights
-    down: LinearWeights
-    choice_bias: Tensor | None = None
-    expert_scale: Tensor | None = None
-    shared_gate: LinearWeights | None = None
-    router_norm: Norm | None = None
-    norm: Norm | None = None
-    out_norm: Norm | None = None
-    shared_out_norm: Norm | None = None
-
-
-@dataclass(slots=True)
-class RecurrentWeights:
-    """A recurrent layer with C channels in its convolution and n value heads.
-
-    Attributes:
-        input: the channels, then the gates of the output; for "conv" input gates, output gates and
-            channels, C each.
-        decay: what the decay of each head depends on, and behind it beta for the delta rule.
-        out: of the output.
-        conv_weight: [C, taps] float32, conv_bias: [C].
-        decay_bias, decay_rate: [n] float32.
-        skip: [n] float32, the share of its input in the output of a head.
-        norm: of the output.
-    """
-
-    input: LinearWeights
-    out: LinearWeights
-    conv_weight: Tensor
-    conv_bias: Tensor | None = None
-    decay: LinearWeights | None = None
-    decay_bias: Tensor | None = None
-    decay_rate: Tensor | None = None
-    skip: Tensor | None = None
-    norm: Norm | None = None
-
-
-@dataclass(slots=True)
-class LayerInputWeights:
-    """Weights that add a layer's own embedding of the token to the residual stream (Gemma 4).
-
-    Attributes:
-        gate: [P, H], projection: [H, P]; P is `ModelConfig.layer_input`.
-        norm: of the projection's output.
-    """
-
-    gate: LinearWeights
-    projection: LinearWeights
-    norm: Norm
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
-
-    A layer that reads the keys of another has only queries in `qkv`, and one without attention has
-    none. `up` and `down` are None if
-    the MLP has nothing but experts; without `mlp_norm` the MLP reads what `attention_norm` gives,
-    or the residual stream."""
-
-    attention_norm: Norm | None
-    qkv: LinearWeights | None
-    out: LinearWeights | None
-    mlp_norm: Norm | None
-    up: LinearWeights | None = None
-    down: LinearWeights | None = None
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    attention_out_norm: Norm | None = None
-    mlp_out_norm: Norm | None = None
-    sink_logits: Tensor | None = None  # [heads] float32
-    experts: ExpertWeights | None = None
-    recurrent: RecurrentWeights | None = None
-    output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
-    layer_input: LayerInputWeights | None = None
-    scale: float = 1.0
-
-    @property
-    def matrices(self) -> list[Any]:
-        """All matrices of the layer that a forward pass reads, those of experts included."""
-        found: list[Any] = [self.qkv, self.out, self.up, self.down, self.output_gate]
-        if self.recurrent is not None:
-            found += [self.recurrent.input, self.recurrent.out, self.recurrent.decay]
-        if self.experts is not None:
-            e = self.experts
-            found += [e.router, e.up, e.down, e.shared_gate]
-        if self.layer_input is not None:
-            found += [self.layer_input.gate, self.layer_input.projection]
-        return [matrix for matrix in found if matrix is not None]
-
-
-@dataclass(slots=True)
-class LayerInputs:
-    """Weights that give the layers' own embeddings of a token (Gemma 4).
-
-    Attributes:
-        embed: maps token ids to rows [V, L * P].
-        projection: [L * P, H], of the scaled embedding.
-        norm: of each P values of its output.
-    """
-
-    embed: Any
-    projection: LinearWeights
-    norm: Norm
-
-
-@dataclass(slots=True)
-class Weights:
-    """All tensors of a decoder.
-
-    `embed` is anything that maps token ids to rows [V, H]; `positions` [context, H] exists only
-    where position embeddings are learned."""
-
-    embed: Any
-    layers: list[LayerWeights]
-    norm: Norm
-    head: LinearWeights
-    positions: Tensor | None = None
-    layer_inputs: LayerInputs | None = None
-
 
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]

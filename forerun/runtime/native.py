@@ -26,18 +26,18 @@ from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import query_scale
 from forerun.models.packed_cache import PackedCache, open_cache
-from forerun.models.quantized import is_quantized
-from forerun.models.rope import rope_tables
-from forerun.models.shortlist import spread
-from forerun.models.weights import (
+from forerun.models.parameters import (
     ExpertWeights,
     LayerInputWeights,
     LayerWeights,
     Norm,
     RecurrentWeights,
     Source,
-    load_weights,
 )
+from forerun.models.quantized import is_quantized
+from forerun.models.rope import rope_tables
+from forerun.models.shortlist import spread
+from forerun.models.weights import load_weights
 from forerun.runtime.packed import (
     MixedMatrix,
     PackedMatrix,

@@ -29,8 +29,8 @@ from forerun.models.experts import StackedRows
 from forerun.models.gguf.blocks import FLOATS, FORMS, TYPE_IDS, Blocks, floats, not_finite
 from forerun.models.gguf.container import open_gguf
 from forerun.models.packed_cache import BrokenCacheError, CachedMatrix, PackedCache
+from forerun.models.parameters import Matrix, Source
 from forerun.models.quantized import LosslessMatrix, QuantizedMatrix
-from forerun.models.weights import Matrix, Source
 
 ROUNDED = ("int8", "int4")  # formats that floats are rounded to
 PACK_FLOATS = 1 << 16  # floats converted at a time, unless one block of rows has more

@@ -53,7 +53,7 @@ class Runner:
         states would change."""
         if self.cache.recurrent is not None:
             raise ConfigError(
-                "self:.. drafts skip layers, which recurrent models do not allow: use suffix or auto"
+                "self:.. drafts skip layers, which recurrent models do not allow: use suffix"
             )
         return _PartRunner(self, self.decoder.with_layers(layer_ids, window))
 

@@ -26,8 +26,9 @@ from forerun.load import load_tokenizer, pick_device
 from forerun.models.config import load_config
 from forerun.models.decoder import default_context, longest_context
 from forerun.models.hub import DEFAULT, find_model
+from forerun.models.parameters import Source
 from forerun.models.tokenizer import Tokenizer
-from forerun.models.weights import Source, load_weights
+from forerun.models.weights import load_weights
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.train.capture import CapturedText, Recorder

@@ -26,7 +26,7 @@ from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf.blocks import FORMS, unpermuted
-from forerun.models.weights import LinearWeights
+from forerun.models.parameters import LinearWeights
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner

@@ -23,10 +23,10 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.models import packed_cache
 from forerun.models.chat_template import recommended
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config, note
 from forerun.models.packed_cache import MAGIC, TRAILER
 from forerun.models.tokenizer import Tokenizer as Text
-from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams

@@ -17,7 +17,7 @@ from forerun.cache.attention import Segment
 from forerun.errors import LoadError
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.weights import Weights
+from forerun.models.parameters import Weights
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
 

@@ -18,9 +18,9 @@ import torch
 from forerun.cache.attention import Segment
 from forerun.kernels import native
 from forerun.models import packed_cache
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
-from forerun.models.weights import Checkpoint
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.torch_runner import Runner

@@ -19,9 +19,9 @@ from forerun.catalog.facts import facts_at, facts_of
 from forerun.catalog.transfer import prepare
 from forerun.draft import head_files
 from forerun.kernels import native
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
-from forerun.models.weights import Checkpoint
 from forerun.train import export, loop
 from forerun.train.evaluate import Evaluation, Measurements, TaskResult
 from forerun.train.export import Report, card, table

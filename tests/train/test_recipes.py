@@ -12,10 +12,10 @@ import torch
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.load import load_decoder
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
 from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import read_shortlist
-from forerun.models.weights import Checkpoint
 from forerun.runtime.torch_runner import Runner
 from forerun.train.data import Corpus, Example
 from forerun.train.evaluate import Evaluator, measure_drafter

@@ -33,9 +33,9 @@ from forerun.draft.head_files import (
 from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import MTP_PREFIXES, ModelConfig
 from forerun.models.families import Json
-from forerun.models.weights import Checkpoint
 
 MTP = "MTP module"
 PREFIX = "mtp_layers.0."

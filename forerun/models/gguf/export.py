@@ -20,8 +20,9 @@ from forerun.models.families import Json
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
+from forerun.models.parameters import LayerWeights, Norm, Source
 from forerun.models.tensor_names import NAMES
-from forerun.models.weights import LayerWeights, Norm, Source, load_weights
+from forerun.models.weights import load_weights
 
 Reader = Callable[[], Tensor]
 PREFIXES = {"gpt2": "transformer."}  # of every tensor but the head; "model." for other layouts

@@ -16,8 +16,9 @@ from forerun.models.files import joined
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
+from forerun.models.parameters import Matrix
 from forerun.models.tensor_names import Names
-from forerun.models.weights import Matrix, WeightLoader
+from forerun.models.weights import WeightLoader
 
 NAMES: Names = {
     "embed": "token_embd",

@@ -25,8 +25,9 @@ from forerun.draft.proposer import Proposer, view_of
 from forerun.errors import ConfigError, LoadError
 from forerun.models.config import ModelConfig
 from forerun.models.hub import find_model
+from forerun.models.parameters import LayerWeights, Source
 from forerun.models.rope import rope_tables
-from forerun.models.weights import LayerWeights, Source, load_weights
+from forerun.models.weights import load_weights
 from forerun.runtime.torch_runner import Runner
 from forerun.train.data import Corpus, Example
 from forerun.train.losses import Distribution, chunked_sum, draft_numbers, zero_loss

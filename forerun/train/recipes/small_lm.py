@@ -21,6 +21,7 @@ from forerun.draft.draft_model import DraftModel, mask_of
 from forerun.draft.proposer import Proposer
 from forerun.errors import ConfigError, ForerunError, LoadError
 from forerun.load import check_vocabulary, make_runner
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.files import SHORTLIST
 from forerun.models.gguf.config import hugging_face_config
@@ -28,7 +29,6 @@ from forerun.models.gguf.export import readers, to_directory
 from forerun.models.hub import find_model
 from forerun.models.quantized import CONFIG_KEYS, Scheme, read_scheme
 from forerun.models.shortlist import Shortlist, read_shortlist, shortlist_beside, spread
-from forerun.models.weights import Checkpoint
 from forerun.runtime.torch_runner import Runner
 from forerun.train.data import Corpus
 from forerun.train.losses import draft_numbers, masked_mean, sliding_windows

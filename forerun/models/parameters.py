@@ -1,0 +1,196 @@
+"""The weights of a decoder, as `weights` loads them and decoders read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.experts import StackedRows
+from forerun.models.gguf.blocks import Blocks
+from forerun.models.quantized import QuantizedMatrix
+
+
+@dataclass(slots=True)
+class Norm:
+    """Weight [H] of a norm and, for layer norms, bias [H]; float32 or wider."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LinearWeights:
+    """A linear layer: weight [out, in], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+Matrix = (
+    Tensor | QuantizedMatrix | Blocks | StackedRows
+)  # weight of a linear layer or of an embedding
+
+
+@dataclass(slots=True)
+class Source:
+    """The weight of a linear layer or embedding in the checkpoint, read on demand.
+
+    Attributes:
+        name: its place in the model: "3.qkv", "head", "embed".
+        shape: (out, in).
+        read: returns [out, in] as stored: floats, or quantized values with their scales.
+        dtype, device: those of the decoder.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    read: Callable[[], Matrix]
+    dtype: torch.dtype
+    device: torch.device
+
+    def weight(self) -> Tensor:
+        """Read the weight [out, in] in the decoder's dtype and on its device."""
+        held = self.read()
+        floats = held if isinstance(held, Tensor) else held.dequantize()
+        return floats.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """The mixture of experts of one layer, E experts of inner size I.
+
+    Attributes:
+        router: [E, H].
+        up: [2 * E * I, H]: the gates of all experts, then their ups.
+        down: [E * H, I].
+        choice_bias: [E] float32, added to scores for the choice.
+        expert_scale: [E] float32, factors on the weights.
+        shared_gate: [1, H], gates the dense MLP that runs beside the experts.
+        router_norm, norm, out_norm, shared_out_norm: norms of the inputs of router and experts if
+            they do not share the MLP's, and of the outputs of experts and dense MLP.
+    """
+
+    router: LinearWeights
+    up: LinearWeights
+    down: LinearWeights
+    choice_bias: Tensor | None = None
+    expert_scale: Tensor | None = None
+    shared_gate: LinearWeights | None = None
+    router_norm: Norm | None = None
+    norm: Norm | None = None
+    out_norm: Norm | None = None
+    shared_out_norm: Norm | None = None
+
+
+@dataclass(slots=True)
+class RecurrentWeights:
+    """A recurrent layer with C channels in its convolution and n value heads.
+
+    Attributes:
+        input: the channels, then the gates of the output; for "conv" input gates, output gates and
+            channels, C each.
+        decay: what the decay of each head depends on, and behind it beta for the delta rule.
+        out: of the output.
+        conv_weight: [C, taps] float32, conv_bias: [C].
+        decay_bias, decay_rate: [n] float32.
+        skip: [n] float32, the share of its input in the output of a head.
+        norm: of the output.
+    """
+
+    input: LinearWeights
+    out: LinearWeights
+    conv_weight: Tensor
+    conv_bias: Tensor | None = None
+    decay: LinearWeights | None = None
+    decay_bias: Tensor | None = None
+    decay_rate: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Norm | None = None
+
+
+@dataclass(slots=True)
+class LayerInputWeights:
+    """Weights that add a layer's own embedding of the token to the residual stream (Gemma 4).
+
+    Attributes:
+        gate: [P, H], projection: [H, P]; P is `ModelConfig.layer_input`.
+        norm: of the projection's output.
+    """
+
+    gate: LinearWeights
+    projection: LinearWeights
+    norm: Norm
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
+
+    A layer that reads the keys of another has only queries in `qkv`, and one without attention has
+    none. `up` and `down` are None if
+    the MLP has nothing but experts; without `mlp_norm` the MLP reads what `attention_norm` gives,
+    or the residual stream."""
+
+    attention_norm: Norm | None
+    qkv: LinearWeights | None
+    out: LinearWeights | None
+    mlp_norm: Norm | None
+    up: LinearWeights | None = None
+    down: LinearWeights | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    sink_logits: Tensor | None = None  # [heads] float32
+    experts: ExpertWeights | None = None
+    recurrent: RecurrentWeights | None = None
+    output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
+    layer_input: LayerInputWeights | None = None
+    scale: float = 1.0
+
+    @property
+    def matrices(self) -> list[Any]:
+        """All matrices of the layer that a forward pass reads, those of experts included."""
+        found: list[Any] = [self.qkv, self.out, self.up, self.down, self.output_gate]
+        if self.recurrent is not None:
+            found += [self.recurrent.input, self.recurrent.out, self.recurrent.decay]
+        if self.experts is not None:
+            e = self.experts
+            found += [e.router, e.up, e.down, e.shared_gate]
+        if self.layer_input is not None:
+            found += [self.layer_input.gate, self.layer_input.projection]
+        return [matrix for matrix in found if matrix is not None]
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """Weights that give the layers' own embeddings of a token (Gemma 4).
+
+    Attributes:
+        embed: maps token ids to rows [V, L * P].
+        projection: [L * P, H], of the scaled embedding.
+        norm: of each P values of its output.
+    """
+
+    embed: Any
+    projection: LinearWeights
+    norm: Norm
+
+
+@dataclass(slots=True)
+class Weights:
+    """All tensors of a decoder.
+
+    `embed` is anything that maps token ids to rows [V, H]; `positions` [context, H] exists only
+    where position embeddings are learned."""
+
+    embed: Any
+    layers: list[LayerWeights]
+    norm: Norm
+    head: LinearWeights
+    positions: Tensor | None = None
+    layer_inputs: LayerInputs | None = None
