@@ -4,6 +4,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
+MOST_NAMES = 24  # of a list in an error message
 LONGEST_SHOWN = 200  # maximum characters of file content in an error message
 LONGEST_NAME = 64  # characters of an unknown name that are compared with known names
 _BRIEF = reprlib.Repr()
@@ -47,10 +48,15 @@ class Interrupted(ForerunError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the known name closest to `name`, or all of them."""
+    """Return the end of an error message: the known name closest to `name`, or all of them, or the
+    first of very many."""
     known = sorted(known)
     close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if len(known) > MOST_NAMES:
+        return f"known: {', '.join(known[:MOST_NAMES])} and {len(known) - MOST_NAMES} others"
+    return f"known: {', '.join(known)}"
 
 
 def one_line(text: str) -> str:

@@ -153,7 +153,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4}
 CONFIGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("llama", {"model_type": "lama"}, ("'lama'", "'llama'")),
     ("llama", {"model_type": "gemma3-text"}, ("'gemma3_text'",)),
-    ("llama", {"model_type": "bert-large-cased"}, ("model_type", "known", "smollm3")),
+    ("llama", {"model_type": "bert-large-cased"}, ("model_type", "known", "gpt2")),
     ("llama", {"model_type": ...}, ("model_type", "known")),
     ("llama", {"model_type": ["llama"]}, ("model_type", "known")),
     *(("llama", {key: ...}, ("config.json", key)) for key in SIZES),
