@@ -190,10 +190,13 @@ class Forward:
         logits: [M, V], at the requested positions.
         features: hidden states [T, H] by layer index i: the input of layer i, where i = number of
             layers is the output of the last layer.
+        experts: int16 [T, layers with experts, used], the experts of each token; None if the model
+            has none or does not tell.
     """
 
     logits: Tensor
     features: dict[int, Tensor] = field(default_factory=dict)
+    experts: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from forerun.engine.acceptance import (
     DraftOption,
     SourceAcceptance,
 )
+from forerun.engine.experts import ExpertLoad
 
 DEEPEST = 16  # levels of a draft
 FLOOR_LEVELS = 4  # levels over which the cost of one more level is averaged
@@ -79,6 +80,7 @@ class DepthPolicy:
         steps: steps so far.
         credit: passes left for probes, by proposer; a probe takes credit and time gives it back
             (an idea of conservative bandits, Wu et al. 2016).
+        experts: what tokens use of the target's experts; None if it has none.
     """
 
     def __init__(self, objective: str = "throughput", slo: float = 0.0) -> None:
@@ -89,6 +91,7 @@ class DepthPolicy:
         self.confidence: dict[tuple[str, bool], ConfidenceBins] = defaultdict(ConfidenceBins)
         self.steps = 0
         self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
+        self.experts: ExpertLoad | None = None
 
     # Persistence
 
@@ -290,26 +293,34 @@ class DepthPolicy:
     # Judging drafts that exist
 
     def cut_copy(
-        self, kind: str, acceptance: Acceptance, copied: int, batch: BatchState
+        self,
+        kind: str,
+        acceptance: Acceptance,
+        copied: int,
+        batch: BatchState,
+        growth: Sequence[float] | None = None,
     ) -> tuple[int, float]:
         """Return (how many of `copied` tokens to verify, the tokens per second expected of them).
 
         `kind` is their kind of match, `acceptance` what became of such copies for this request.
-        Computed as if all requests that may draft were alike.
+        Computed as if all requests that may draft were alike. growth: see `num_worth_verifying`.
         """
         option = DraftOption("", copied, Acceptance())
-        return self._best_alone(option, self._estimate(kind, acceptance), batch)
+        return self._best_alone(option, self._estimate(kind, acceptance), batch, growth)
 
-    def num_worth_verifying(self, path_probs: Sequence[float], batch: BatchState) -> int:
+    def num_worth_verifying(
+        self, path_probs: Sequence[float], batch: BatchState, growth: Sequence[float] | None = None
+    ) -> int:
         """Return how many nodes to verify, given each node's probability, the likeliest first.
 
-        Computed as if all requests that may draft were alike.
+        Computed as if all requests that may draft were alike. growth: effective rows that the first
+        0, 1, .. nodes add, if the model has experts.
         """
         expected = itertools.accumulate(
             (batch.num_drafting * prob for prob in path_probs), initial=float(batch.num_generating)
         )
         speeds = [
-            tokens / self._forward(batch.num_tokens + batch.num_drafting * count, batch)
+            tokens / self._forward_with(count, batch.num_drafting * count, batch, growth)
             for count, tokens in enumerate(expected)
         ]
         return speeds.index(max(speeds))
@@ -393,7 +404,11 @@ class DepthPolicy:
         return self._offer_rate(option) * self.acceptance_rate(option.source, option.acceptance)
 
     def _best_alone(
-        self, option: DraftOption, estimate: AcceptanceEstimate, batch: BatchState
+        self,
+        option: DraftOption,
+        estimate: AcceptanceEstimate,
+        batch: BatchState,
+        growth: Sequence[float] | None = None,
     ) -> tuple[int, float]:
         """Return (best depth, its tokens per second) if all drafting requests were like this one.
 
@@ -410,7 +425,7 @@ class DepthPolicy:
             if num_tokens > reach:
                 break
             expected += drafting * chance
-            cost = self._forward(num_tokens, batch)
+            cost = self._forward_with(depth, num_tokens - batch.num_tokens, batch, growth)
             if option.source:
                 cost += self.costs.draft(option.source, depth, drafting) + drafting * catch_up
             if expected / cost > speed:
@@ -431,11 +446,25 @@ class DepthPolicy:
         further row of such a pass costs computation, where others wait for weights.
         """
         if not batch.num_prompt_tokens:
-            return self.costs.forward(num_tokens)
+            return self.costs.forward(self._rows(num_tokens))
         certain = batch.num_tokens
         row = (self.costs.prefill(2 * certain) - self.costs.prefill(certain)) / certain
         alone = self.costs.forward(certain - batch.num_prompt_tokens)
         return alone + (num_tokens - certain) * row
+
+    def _forward_with(
+        self, count: int, num_drafted: float, batch: BatchState, growth: Sequence[float] | None
+    ) -> float:
+        """Return the cost of a pass with `num_drafted` drafted tokens, the first `count` nodes of
+        each draft; growth as in `num_worth_verifying`."""
+        if growth is None or batch.num_prompt_tokens:
+            return self._forward(batch.num_tokens + num_drafted, batch)
+        added = batch.num_drafting * growth[min(count, len(growth) - 1)]
+        return self.costs.forward(self._rows(batch.num_tokens) + added)
+
+    def _rows(self, num_tokens: float) -> float:
+        """Return the effective rows of a pass over so many tokens; see `ExpertLoad`."""
+        return num_tokens if self.experts is None else self.experts.expected_rows(num_tokens)
 
     # Interface of the engine
 
@@ -450,7 +479,7 @@ class DepthPolicy:
 
     def forward_seconds(self, num_tokens: float) -> float:
         """Return the expected seconds of a forward pass at the machine's current speed."""
-        return self.costs.speed_factor * self.costs.forward(num_tokens)
+        return self.costs.speed_factor * self.costs.forward(self._rows(num_tokens))
 
     def cost_table(self) -> tuple[dict[int, float], dict[str, dict[int, float]]]:
         """Return measured seconds: of passes by tokens, and of drafts by proposer and depth."""
@@ -466,7 +495,9 @@ class DepthPolicy:
         self.costs.add_draft(source, depth, seconds, num_requests, lag)
 
     def record_forward(self, num_tokens: int, seconds: float) -> None:
-        """Record a forward pass that decodes; time gives credit for probes back."""
+        """Record a forward pass that decodes; time gives credit for probes back.
+
+        num_tokens: of a model with experts its effective rows, rounded."""
         self.costs.add_forward(num_tokens, seconds)
         for source, credit in self.credit.items():
             self.credit[source] = min(credit + PROBE_SHARE, PROBE_ALLOWANCE)

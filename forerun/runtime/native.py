@@ -214,7 +214,16 @@ class NativeDecoder:
             }
             logits = program.buffers.logits(batch.wanted)
             logits = logits.clone() if keep else logits
-        return Forward(spread(logits, self.shortlist, self.config.vocab), features)
+            experts = self._experts_of(program, batch.tokens)
+        return Forward(spread(logits, self.shortlist, self.config.vocab), features, experts)
+
+    def _experts_of(self, program: Program, tokens: int) -> np.ndarray | None:
+        """Return the experts of the tokens of the pass that was just run; see `Forward`."""
+        e = self.config.experts
+        if e is None:
+            return None
+        choices = program.buffers.arrays[program.choices][:tokens]
+        return choices.reshape(tokens, -1, 2, e.used)[:, :, 0].astype(np.int16)
 
     def draft_chains(
         self, starts: Sequence[ChainStart], cache: KVCache, vocab: int
@@ -321,7 +330,9 @@ class _Recorder:
         ops += self._linear(w.head, X, LOGITS, w.norm, scale=_factor(c.logit_scale), **head)
         e = c.experts
         rows_each = {self.at["expert_inner"]: e.used} if e is not None else {}
-        return Program(ops, np.array(self.widths, dtype=np.int32), rows_each)
+        program = Program(ops, np.array(self.widths, dtype=np.int32), rows_each)
+        program.choices = self.at.get("choice", 0)
+        return program
 
     def _embed(self, table: Any, to: int, scale: float, positions: int | None = None) -> COp:
         table = table if isinstance(table, PackedMatrix) else table.contiguous()

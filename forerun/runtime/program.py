@@ -268,6 +268,9 @@ def _by_level(rows: Sequence[Sequence[int]]) -> list[int]:
 class Program:
     """A list of operations and its buffers.
 
+    Attributes:
+        choices: the buffer of the experts that were chosen, if there are any.
+
     The `draft_*` methods sample tokens below `vocab`. Their common arguments:
         token_ids: int64 [Vd] tokens that the logits score; None if they score all in order.
         acceptance: estimated acceptance by confidence bin. If given, chains end at their
@@ -286,6 +289,7 @@ class Program:
             widths: int32, number of float32 in a row of each buffer.
             parts: by buffer, how many inputs of products stand side by side in a row; 1 if absent.
         """
+        self.choices = 0
         self.ops, self.widths = (COp * len(ops))(*ops), widths  # the C structure points to both
         self.program = CProgram(
             ops=self.ops,

@@ -273,7 +273,7 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     asked: list[str] = []
 
     def worth(
-        kind: str, acceptance: Acceptance, copied: int, batch: BatchState
+        kind: str, acceptance: Acceptance, copied: int, batch: BatchState, growth: object
     ) -> tuple[int, float]:
         asked.append(kind)
         return 0, 0.0
