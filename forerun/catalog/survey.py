@@ -16,7 +16,7 @@ from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.models.config import load_config
+from forerun.models.config import is_known_family, load_config
 from forerun.models.files import indexed_files, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim, token_digest, unsupported_reason
 from forerun.models.local import LocalModel
@@ -179,7 +179,7 @@ def _directory_refusal(path: Path, raw: dict[str, Any], tensors: Collection[str]
     if kind.draft != "model" and kind.dialect != "native":
         use = "which --draft takes" if kind.draft else f"and {kind.why}"
         return f"is no model but a drafter for one, {use}"
-    if raw.get("model_type") not in FAMILIES:
+    if not is_known_family(raw):
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
     quantization = raw.get("quantization_config") or raw.get("quantization")
     if isinstance(quantization, dict) and "quant_method" not in quantization:
