@@ -232,8 +232,6 @@ def _load_decoder(
     if shape.layout == TRANSFORMERS:
         from forerun.runtime.transformers_backend import TransformersDecoder
 
-        if config.threads:
-            torch.set_num_threads(config.threads)
         return TransformersDecoder(shape, directory, getattr(torch, name), device, context)
     shortlist = None if target is None else _shortlist(config, shape, directory, target)
     if is_native:

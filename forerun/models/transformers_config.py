@@ -39,7 +39,11 @@ from forerun.models.files import read_object
 CODE = re.compile(r"auto_map|.*implementation|.*kernel_config|use_kernels|transformers_weights")
 RECURRENT = "its layers keep a recurrent state, which cannot follow the branches of a draft"
 GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of class names
-LAYER_COUNT = re.compile(r".*(num_layers|hidden_layers|n_layers?)")
+# numbers that lists of modules are made of, and the most that they may be
+COUNTS = {
+    re.compile(r"n_layers?|num_(.*_)?layers"): MAX_LAYERS,
+    re.compile(r"n_.*experts|num_(.*_)?experts|moe_num_(.*_)?experts"): 1 << 15,
+}
 # layers of transformers' caches that hold one row of keys and values for each token, or nothing
 PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
@@ -93,7 +97,7 @@ def own_model(raw: Json, file: Path) -> tuple[PretrainedConfig, type[PreTrainedM
             f"{file}: model_type {shown(family)} is not supported, here or in transformers; {hint}"
         )
     try:
-        _check_layer_counts(raw, file)
+        _check_counts(raw, file)
         with quiet():
             config: Any = CONFIG_MAPPING[family].from_dict(_without_code(raw))
             model = _model_class(config)
@@ -206,15 +210,17 @@ def _context(text: PretrainedConfig) -> int:
     return longest
 
 
-def _check_layer_counts(raw: Json, file: Path) -> None:
-    """Raise LoadError for a number of layers that no model has, before lists are made of it."""
+def _check_counts(raw: Json, file: Path) -> None:
+    """Raise LoadError for a number of layers or experts that no model has, before lists are made of
+    it."""
     for name, value in raw.items():
         if isinstance(value, dict):
-            _check_layer_counts(value, file)
-        elif LAYER_COUNT.fullmatch(name) and is_integer(value) and not 0 <= value <= MAX_LAYERS:
-            raise LoadError(
-                f"{file}: {name} is {shown(value)}, not a whole number up to {MAX_LAYERS}"
-            )
+            _check_counts(value, file)
+        for pattern, most in COUNTS.items():
+            if pattern.fullmatch(name) and is_integer(value) and not 0 <= value <= most:
+                raise LoadError(
+                    f"{file}: {name} is {shown(value)}, not a whole number from 0 to {most}"
+                )
 
 
 def _without_code(raw: Json) -> Json:

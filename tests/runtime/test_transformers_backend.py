@@ -30,8 +30,8 @@ from forerun.models.config import load_config
 from forerun.models.local import LocalModel
 from forerun.models.transformers_config import transformers_config
 from forerun.runtime.torch_runner import Runner
-from forerun.runtime.transformers_attention import attention_with_sinks
 from forerun.runtime.transformers_backend import TransformersDecoder
+from forerun.runtime.transformers_pass import attention_with_sinks
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -523,7 +523,7 @@ def test_other_families_are_refused_with_their_reason() -> None:
 
 def test_families_on_transformers_are_listed() -> None:
     (row,) = survey([LocalModel("name", saved("phi"), "directory")])
-    assert row.runs and row.family == "phi"
+    assert row.runs and (row.family, row.backend) == ("phi", "transformers")
 
 
 def changed(directory: Path, **fields: Any) -> Path:
@@ -541,7 +541,7 @@ def changed(directory: Path, **fields: Any) -> Path:
         ({"model_type": "none_such"}, "model_type 'none_such' is not supported"),
         ({"model_type": "t5"}, "model_type 't5' is not supported"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": 5}, "incomplete"),
         ({"num_hidden_layers": "four"}, "cannot read this configuration"),
         ({"hidden_size": 1 << 30}, ""),
