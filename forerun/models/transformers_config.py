@@ -92,9 +92,12 @@ def own_model(raw: Json, file: Path) -> tuple[PretrainedConfig, type[PreTrainedM
     such family, or if it cannot run with draft trees as far as its class tells."""
     family = raw.get("model_type")
     if not isinstance(family, str) or not has_family(family):
-        hint = suggest(family[:64] if isinstance(family, str) else "", FAMILIES)
+        name = family[:64] if isinstance(family, str) else ""
+        hint = suggest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = hint if hint.startswith("did") else suggest(name, FAMILIES)
         raise LoadError(
-            f"{file}: model_type {shown(family)} is not supported, here or in transformers; {hint}"
+            f"{file}: model_type {shown(family)} is not supported: neither forerun nor transformers"
+            f" has it as a causal language model; {hint}"
         )
     try:
         _check_counts(raw, file)
@@ -223,10 +226,14 @@ def _check_counts(raw: Json, file: Path) -> None:
                 )
 
 
-def _without_code(raw: Json) -> Json:
-    """Return a configuration without the fields that name code, in nested ones too."""
-    return {
-        name: _without_code(value) if isinstance(value, dict) else value
-        for name, value in raw.items()
-        if not CODE.fullmatch(name)
-    }
+def _without_code(value: Any) -> Any:
+    """Return a value of a configuration without the fields that name code, in nested values too.
+
+    transformers writes infinite numbers as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_without_code(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _without_code(inner) for name, inner in value.items() if not CODE.fullmatch(name)}

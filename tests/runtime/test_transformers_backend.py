@@ -22,11 +22,13 @@ from forerun import LLM, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.catalog.survey import survey
 from forerun.config import Config
+from forerun.draft.eagle.formats import EagleConfig
+from forerun.draft.eagle.module import save_head
 from forerun.draft.medusa import MedusaHeads, save_heads
 from forerun.draft.proposer import view_of
 from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError
 from forerun.load import make_runner
-from forerun.models.config import load_config
+from forerun.models.config import load_config, make_config
 from forerun.models.local import LocalModel
 from forerun.models.transformers_config import transformers_config
 from forerun.runtime.torch_runner import Runner
@@ -314,7 +316,7 @@ def test_hidden_states_and_what_heads_borrow(kind: str) -> None:
 
 # ---------------------------------------------------------------- generation
 
-OPTIONS: dict[str, Any] = dict(kv_tokens=96, page=4, max_rows=4, chunk=5, context=80, depth=4)
+OPTIONS: dict[str, Any] = dict(kv_tokens=80, page=4, max_rows=4, chunk=5, context=80, depth=4)
 
 
 def prompts() -> list[list[int]]:
@@ -324,7 +326,7 @@ def prompts() -> list[list[int]]:
 
 def params(temperature: float) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=24, ignore_eos=True
+        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=16, ignore_eos=True
     )  # fmt: skip
 
 
@@ -339,8 +341,10 @@ def similar(kind: str) -> Path:
     return write(module)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["olmo3", "deepseek_v3", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [("olmo3", 0.0), ("olmo3", 0.8), ("deepseek_v3", 0.8), ("gpt_oss", 0.0), ("gemma4", 0.8)],
+)
 def test_drafts_change_no_token(kind: str, temperature: float) -> None:
     """Several requests in a pool that holds few of them, so that some are preempted: copies, and
     trees of a draft model."""
@@ -353,7 +357,7 @@ def test_drafts_change_no_token(kind: str, temperature: float) -> None:
             assert sum(c.stats.drafted for c in drafted) > 0
             assert sum(c.stats.preemptions for c in drafted) > 0
     assert sum(c.stats.accepted for c in drafted) > 0
-    assert all(len(c.token_ids) == 24 for c in plain)
+    assert all(len(c.token_ids) == 16 for c in plain)
 
 
 def test_every_drafter_without_a_native_target(tmp_path: Path) -> None:
@@ -364,13 +368,22 @@ def test_every_drafter_without_a_native_target(tmp_path: Path) -> None:
     heads.begin(own("phi").lm_head.weight.detach())
     save_heads(heads, tmp_path / "heads", torch.float32)
     drafts.append(f"medusa:{tmp_path / 'heads'}")
+    layer = dict(model_type="llama", max_position_embeddings=128)
+    config = EagleConfig(
+        layer=make_config(BASE | layer | dict(num_hidden_layers=1), Path("config.json")),
+        target_hidden=BASE["hidden_size"],
+        aux_hidden_layers=(2, 0, BASE["num_hidden_layers"]),
+        draft_vocab=VOCAB,
+    )
+    save_head(tiny.eagle(config), tmp_path / "head")
+    drafts.insert(0, f"eagle3:{tmp_path / 'head'}")
     with LLM(saved("phi"), draft="off", **OPTIONS) as llm:
         expected = [llm.generate(p, params(0.8))[0].token_ids for p in prompts()]
     for draft in drafts:
         with LLM(saved("phi"), draft=draft, **OPTIONS) as llm:
             completions = llm.generate(prompts(), params(0.8))
         assert [c.token_ids for c in completions] == expected, draft
-        if draft.startswith(("model", "medusa", "recycle")):
+        if draft.startswith(("model", "medusa", "eagle3", "recycle")):
             assert sum(c.stats.drafted for c in completions) > 0, draft
     assert sum(c.stats.accepted for c in completions) > 0
 
@@ -395,7 +408,7 @@ def test_half_precision() -> None:
     """The check at load allows for the rounding of 16 bits, and a module in bfloat16 generates."""
     with LLM(saved("olmo2"), dtype="bfloat16", draft="suffix", **OPTIONS) as llm:
         assert llm.decoder.precision == "bfloat16, transformers on cpu"
-        assert len(llm.generate(prompts()[0], params(0.0))[0].token_ids) == 24
+        assert len(llm.generate(prompts()[0], params(0.0))[0].token_ids) == 16
 
 
 # ---------------------------------------------------------------- choosing the backend
@@ -500,6 +513,12 @@ def refusal(directory: Path) -> str:
     ("model_type", "fields"),
     [
         ("qwen3_next", GATED_DELTA | EXPERTS | dict(shared_expert_intermediate_size=16)),
+        (
+            "falcon_h1",
+            dict(
+                mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=8, mamba_d_ssm=64
+            ),
+        ),
         ("lfm2", dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)),
     ],
 )
