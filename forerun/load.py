@@ -124,22 +124,22 @@ def load_shape(config: Config, directory: Path, drafter: bool = False) -> ModelC
         LoadError: the file is broken, or no backend has this family.
         ConfigError: the backend that was asked for cannot run it.
     """
+    if config.backend == "transformers" and not drafter:
+        if directory.is_file():
+            raise ConfigError(
+                f"{directory} is a GGUF file, which backend=transformers does not read: leave it"
+                " out"
+            )
+        from forerun.models.transformers_config import transformers_config
+
+        return transformers_config(directory)
     shape = load_config(directory)
-    is_foreign = shape.layout == TRANSFORMERS
-    if is_foreign and config.backend == "forerun":
+    if shape.layout == TRANSFORMERS and config.backend == "forerun":
         raise ConfigError(
             f"forerun's own decoder has no family {shape.family}: leave backend=forerun out, or set"
             " backend=transformers"
         )
-    if config.backend != "transformers" or is_foreign or drafter:
-        return shape
-    if directory.is_file():
-        raise ConfigError(
-            f"{directory} is a GGUF file, which backend=transformers does not read: leave it out"
-        )
-    from forerun.models.transformers_config import transformers_config
-
-    return transformers_config(directory)
+    return shape
 
 
 def pick_backend_form(

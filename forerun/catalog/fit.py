@@ -23,7 +23,6 @@ from forerun.models.config import MTP_PREFIXES, check_family
 from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
-from forerun.models.mixed_families import FAMILIES
 
 LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
 MAX_BLOCK_SIZE = 64

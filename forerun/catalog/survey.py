@@ -16,11 +16,10 @@ from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.models.config import FAMILIES, TRANSFORMERS, is_known_family, load_config
+from forerun.models.config import TRANSFORMERS, has_decoder, is_known_family, load_config
 from forerun.models.files import indexed_files, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim, token_digest, unsupported_reason
 from forerun.models.local import LocalModel
-from forerun.models.mixed_families import FAMILIES
 
 # llama.cpp's general.file_type: a label of the mix of types, which the tensors need not follow
 FILE_TYPES = {
@@ -168,7 +167,7 @@ def _survey_directory(path: Path, row: Survey) -> Survey:
         bytes=sum(file.stat().st_size for file in files),
         format=f"safetensors {method}",
         family=str(raw.get("model_type", "")),
-        backend="" if raw.get("model_type") in FAMILIES else TRANSFORMERS,
+        backend="" if has_decoder(raw) else TRANSFORMERS,
         parameters=None if quantization else counts.total(),
         context=raw.get("max_position_embeddings") or raw.get("n_positions"),
         reason=_directory_refusal(path, raw, tensors),

@@ -1,8 +1,7 @@
 """`ModelConfig`, the description of a decoder, and how it is read from config.json.
 
 What families produce it is in `families`; others run on transformers' own modules
-(`transformers_config`). Every value is checked before anything is allocated from
-it."""
+(`transformers_config`). Every value is checked before anything is allocated from it."""
 
 from __future__ import annotations
 

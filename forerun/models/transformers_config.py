@@ -31,9 +31,9 @@ from transformers.models.auto.modeling_auto import (
 
 from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.config import MAX_LAYERS, TRANSFORMERS, ModelConfig, checked, end_ids_of
-from forerun.models.mixed_families import FAMILIES
 from forerun.models.families import Json, is_integer
 from forerun.models.files import read_object
+from forerun.models.mixed_families import FAMILIES
 
 # fields of config.json that name code or implementations to load
 CODE = re.compile(r"auto_map|.*implementation|.*kernel_config|use_kernels|transformers_weights")
@@ -95,10 +95,7 @@ def own_model(raw: Json, file: Path) -> tuple[PretrainedConfig, type[PreTrainedM
         name = family[:64] if isinstance(family, str) else ""
         hint = suggest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         hint = hint if hint.startswith("did") else suggest(name, FAMILIES)
-        raise LoadError(
-            f"{file}: model_type {shown(family)} is not supported: neither forerun nor transformers"
-            f" has it as a causal language model; {hint}"
-        )
+        raise LoadError(f"{file}: model_type {shown(family)} is not supported; {hint}")
     try:
         _check_counts(raw, file)
         with quiet():

@@ -50,9 +50,8 @@ class UnsupportedModuleError(Exception):
 class TransformersCache(KVCache):
     """Paged keys and values of layers that store tensors of their own shapes.
 
-    `data` is [1, 1, rows, width]: a row holds what one token stores, layer after layer.
-
     Attributes:
+        data: [rows, width], a row is what one token stores, layer after layer.
         stored: by layer index, views of `data`: keys [rows, Hk, Dk] and values [rows, Hv, Dv].
     """
 
@@ -70,19 +69,30 @@ class TransformersCache(KVCache):
         """Allocate room for `tokens` tokens; `shapes` are those of `TransformersDecoder`."""
         self.pages = Pages(-(-tokens // page), page, slots, context)
         self.native = False
-        width = row_width(shapes)
-        self.data = zeros((1, 1, self.pages.count * page, width), dtype, device)
+        self.recurrent = None
+        self.data = zeros((self.pages.count * page, row_width(shapes)), dtype, device)
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         start = 0
         for layer, pair in shapes.items():
             views = []
             for heads, channels in pair:
-                part = self.data[0, 0, :, start : start + heads * channels]
+                part = self.data[:, start : start + heads * channels]
                 views.append(part.view(-1, heads, channels))
                 start += heads * channels
             self.stored[layer] = (views[0], views[1])
         self.length = [0] * slots
         self.moves = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.data.shape[1] * self.data.itemsize
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows in all layers. source, target: int64 [n]"""
+        if self.moves is not None:
+            self.moves.append((source, target))
+        self.data[target] = self.data[source]
 
 
 def row_width(shapes: Shapes) -> int:
