@@ -51,6 +51,8 @@ PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 def has_family(model_type: object) -> bool:
     """Return True if transformers has a causal language model of this `model_type`, and no encoder
     that it can be made from."""
+    if not isinstance(model_type, str):
+        return False
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return model_type in causal and model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -66,8 +68,9 @@ def transformers_config(directory: Path) -> ModelConfig:
     complete, _ = own_model(raw, file)
     text = complete.get_text_config(decoder=True)
     dtype = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-    eos = raw.get("eos_token_id", getattr(text, "eos_token_id", None))
-    described = {"dtype": dtype} | raw | {"eos_token_id": eos}
+    described = {"dtype": dtype} | raw
+    if raw.get("eos_token_id") is None:
+        described["eos_token_id"] = getattr(text, "eos_token_id", None)
     try:
         fields = _fields(text)
         config = ModelConfig(

@@ -24,12 +24,12 @@ from transformers import Cache
 from forerun.cache.attention import Attention, Segment
 from forerun.errors import CapacityError, ConfigError, LoadError, one_line
 from forerun.hardware import free_ram
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, note
 from forerun.models.decoder import Attend, Decoder
 from forerun.models.files import read_object
 from forerun.models.quantized import is_quantized
 from forerun.models.transformers_config import own_model, quiet
-from forerun.models.weights import Checkpoint
 from forerun.runtime.transformers_pass import (
     CURRENT,
     NAME,
