@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "quantization": ("none", "int8", "int4"),
     "draft_quantization": ("auto", "none", "int8", "int4"),
+    "backend": ("auto", "forerun", "transformers"),
     "kernels": ("auto", "native", "torch"),
     "objective": ("throughput", "latency", "energy"),
 }
@@ -36,6 +37,7 @@ class Options(TypedDict, total=False):
     quantization: str | None
     draft_quantization: str
     draft_shortlist: str | None
+    backend: str
     kernels: str
     device: str
     draft_device: str
@@ -92,6 +94,11 @@ class Config:
             self:int4) scores, made by forerun train --recipe shortlist; only their rows of the
             output head are read. By default shortlist.safetensors beside the model if it exists, or
             else all tokens.
+        backend: What runs the target: forerun (its own decoder, for the families that it has),
+            transformers (the family's own module in transformers, on torch, for any causal language
+            model whose layers keep keys and values), or auto. auto is forerun where it has the
+            family, otherwise transformers, also for a draft model. transformers is slower, has no
+            quantization and no self: drafts, and its results are equal up to rounding.
         kernels: Implementation of the forward pass: native (compiled, exact in every dtype), torch,
             or auto, which is native on CPU where possible.
         device: Device of the target, such as cpu or cuda:0; auto is CUDA if available.
@@ -131,6 +138,7 @@ class Config:
     quantization: str | None = None
     draft_quantization: str = "auto"
     draft_shortlist: str | None = None
+    backend: str = "auto"
     kernels: str = "auto"
     device: str = "auto"
     draft_device: str = "auto"
@@ -156,6 +164,13 @@ class Config:
             raise ConfigError(
                 f"quantization={self.quantization} needs the native kernels,"
                 " but kernels=torch was asked for"
+            )
+        if self.backend == "transformers" and (
+            self.kernels == "native" or self.quantization or self.tensor_parallel > 1
+        ):
+            raise ConfigError(
+                "backend=transformers computes with torch in one process: leave kernels=native,"
+                " quantization and tensor_parallel out"
             )
         if self.tensor_parallel > 1 and (self.kernels == "native" or self.quantization):
             raise ConfigError(

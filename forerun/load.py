@@ -16,7 +16,7 @@ from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.hardware import cores, free_ram, give_back
 from forerun.kernels import native
-from forerun.models.config import ModelConfig, load_config, note
+from forerun.models.config import TRANSFORMERS, ModelConfig, load_config, note
 from forerun.models.decoder import Decoder, default_context, load_decoder, longest_context
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import NO_TOKENIZER
@@ -117,12 +117,64 @@ def no_native(config: Config, device: torch.device) -> str:
     return why
 
 
+def load_shape(config: Config, directory: Path, drafter: bool = False) -> ModelConfig:
+    """Read the configuration of a model for the backend that is to run it.
+
+    Raises:
+        LoadError: the file is broken, or no backend has this family.
+        ConfigError: the backend that was asked for cannot run it.
+    """
+    if config.backend == "transformers" and not drafter:
+        if directory.is_file():
+            raise ConfigError(
+                f"{directory} is a GGUF file, which backend=transformers does not read: leave it"
+                " out"
+            )
+        from forerun.models.transformers_config import transformers_config
+
+        return transformers_config(directory)
+    shape = load_config(directory)
+    if shape.layout == TRANSFORMERS and config.backend == "forerun":
+        raise ConfigError(
+            f"forerun's own decoder has no family {shape.family}: leave backend=forerun out, or set"
+            " backend=transformers"
+        )
+    return shape
+
+
+def pick_backend_form(
+    config: Config, device: torch.device, shape: ModelConfig, drafter: bool
+) -> tuple[bool, str]:
+    """Choose how a model computes, as `pick_form` does, on the backend that runs it.
+
+    Raises:
+        ConfigError: the options cannot be met.
+    """
+    if shape.layout != TRANSFORMERS:
+        return pick_form(config, device, shape.raw, drafter)
+    quantization = config.draft_quantization if drafter else config.quantization
+    refused = {
+        "kernels=native": config.kernels == "native",
+        f"quantization {quantization}": quantization in ("int8", "int4"),
+        f"tensor_parallel={config.tensor_parallel}": config.tensor_parallel > 1 and not drafter,
+        "draft_shortlist": drafter and bool(config.draft_shortlist),
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"the family {shape.family} runs on transformers, which has no {option}: leave it"
+                " out"
+            )
+    options = replace(config, kernels="torch", quantization=None, draft_quantization="none")
+    return pick_form(options, device, shape.raw, drafter)
+
+
 def make_runner(
     config: Config, directory: Path, device: torch.device, target: Runner | None = None
 ) -> Runner:
     """Load a model with a KV cache. With `target` it is a drafter, and its cache has room for as
     many tokens as the target's."""
-    shape = load_config(directory)
+    shape = load_shape(config, directory, drafter=target is not None)
     longest = longest_context(shape)
     if target is None and config.context and config.context > longest:
         raise ConfigError(
@@ -130,9 +182,15 @@ def make_runner(
         )
     context = served_context(config, shape)
     _check_tables(config, shape, directory, context)
-    is_native, form = pick_form(config, device, shape.raw, drafter=target is not None)
+    is_native, form = pick_backend_form(config, device, shape, drafter=target is not None)
     is_automatic = config.kernels == "auto" and config.tensor_parallel == 1
-    if native.reason() and device.type == "cpu" and is_automatic:
+    if shape.layout == TRANSFORMERS:
+        if config.backend == "auto":
+            note(
+                f"forerun's own decoder has no family {shape.family}: {directory} runs on"
+                " transformers' own module, which is slower (backend=transformers)"
+            )
+    elif native.reason() and device.type == "cpu" and is_automatic:
         note(native.advice())
     token_bytes = KVCache.token_bytes(shape, cache_dtype(is_native, form))
     if config.kv_tokens:
@@ -142,10 +200,23 @@ def make_runner(
     else:
         tokens = target.cache.pages.count * target.cache.pages.size
     decoder = _load_decoder(config, shape, directory, device, target, (is_native, form), context)
+    if shape.layout == TRANSFORMERS:
+        token_bytes = _loaded_token_bytes(decoder)
+        if config.kv_tokens:
+            check_cache(config.kv_tokens, token_bytes, free_memory(device))
     states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
     memory = (free_memory(device) - states) // 4
     tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows)
+
+
+def _loaded_token_bytes(decoder: Decoder | NativeDecoder) -> int:
+    """Return the bytes that a token of a loaded module of transformers stores, which its
+    configuration does not tell."""
+    from forerun.runtime.transformers_backend import TransformersDecoder
+
+    assert isinstance(decoder, TransformersDecoder)
+    return decoder.token_bytes
 
 
 def _load_decoder(
@@ -158,10 +229,16 @@ def _load_decoder(
     context: int,
 ) -> Decoder | NativeDecoder:
     is_native, name = form
+    if shape.layout == TRANSFORMERS:
+        from forerun.runtime.transformers_backend import TransformersDecoder
+
+        return TransformersDecoder(shape, directory, getattr(torch, name), device, context)
     shortlist = None if target is None else _shortlist(config, shape, directory, target)
     if is_native:
         native.start(config.threads)
-        torch.set_num_threads(1)  # two pools spinning on the same cores cost more than they give
+        if target is None or target.decoder.config.layout != TRANSFORMERS:
+            # two pools that spin on the same cores cost more than they give
+            torch.set_num_threads(1)
         quantization = config.quantization if target is None else config.draft_quantization
         # Keep a checkpoint's own quantisation unless another one is asked for.
         keep = config.dtype == "auto" and quantization not in ("int8", "int4")
@@ -242,8 +319,8 @@ def fit_kv_tokens(config: Config, context: int, token_bytes: int, memory: int) -
 def cache_needs(config: Config, directory: Path) -> tuple[int, int]:
     """Return the bytes of one token's keys and values, and the longest context, of a model that is
     not loaded yet."""
-    shape = load_config(directory)
-    form = pick_form(config, pick_device(config.device), shape.raw, drafter=False)
+    shape = load_shape(config, directory)
+    form = pick_backend_form(config, pick_device(config.device), shape, drafter=False)
     return KVCache.token_bytes(shape, cache_dtype(*form)), served_context(config, shape)
 
 

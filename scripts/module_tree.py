@@ -30,7 +30,7 @@ def lines(folder: Path, indent: str = "") -> list[str]:
     found = []
     for path in sorted(folder.glob("*.py")):
         if path.stem not in ("__init__", "__main__"):
-            line = f"{indent}{path.stem:<{24 - len(indent)}}{summary(path)}"
+            line = f"{indent}{path.stem:<{23 - len(indent)}} {summary(path)}"
             if len(line) > WIDTH:
                 line = line[: WIDTH - 4].rsplit(" ", 1)[0].rstrip(",:;") + " ..."
             found.append(line)

@@ -64,7 +64,7 @@ class KVCache:
         groups = config.kv_groups()
         channels = sum(heads * size * len(layers) for heads, size, layers in groups)
         # Zeros rather than empty: a masked key of NaN would still poison the sum.
-        self.data = _zeros((2, channels * rows), dtype, device)
+        self.data = zeros((2, channels * rows), dtype, device)
         # [layers, ..] of the layers of one shape, whose rows are moved together
         self._groups: list[tuple[Tensor, Tensor]] = []
         self.keys: dict[int, Tensor] = {}
@@ -159,7 +159,7 @@ class KVCache:
                 values[:, target] = values[:, source]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on the CPU in memory that the system provides page by page when it is written
     to, since most of it never is."""
     if device.type != "cpu":

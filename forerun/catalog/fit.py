@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
@@ -18,11 +19,10 @@ from forerun.draft.head_config import read_bool, read_int
 from forerun.draft.kinds import Json, inner
 from forerun.draft.medusa_formats import read_medusa, read_mlp
 from forerun.errors import LoadError, shown
-from forerun.models.config import MTP_PREFIXES
+from forerun.models.config import MTP_PREFIXES, check_family
 from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
-from forerun.models.mixed_families import FAMILIES
 
 LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
 MAX_BLOCK_SIZE = 64
@@ -128,9 +128,8 @@ def _refuse_levels(facts: Facts, part: str, configured: int) -> str:
 def _refuse_model(facts: Facts) -> str:
     if facts.raw.get("gguf"):
         return unsupported_reason(skim(facts.path)) if facts.path else ""
-    family = facts.raw.get("model_type")
-    is_known = isinstance(family, str) and family in FAMILIES
-    return "" if is_known else f"family {shown(family)} is not supported"
+    check_family(facts.raw, Path(facts.name))
+    return ""
 
 
 _REFUSALS: dict[str, Callable[[Facts], str]] = {

@@ -16,11 +16,10 @@ from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.models.config import load_config
+from forerun.models.config import TRANSFORMERS, has_decoder, is_known_family, load_config
 from forerun.models.files import indexed_files, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim, token_digest, unsupported_reason
 from forerun.models.local import LocalModel
-from forerun.models.mixed_families import FAMILIES
 
 # llama.cpp's general.file_type: a label of the mix of types, which the tensors need not follow
 FILE_TYPES = {
@@ -54,6 +53,8 @@ class Survey:
         family, parameters, context: empty or None where unknown.
         runs: whether forerun runs it on this machine.
         reason: why it does not run.
+        backend: what runs it, "forerun", or "transformers" for a family that only transformers has;
+            empty where it does not run.
         draft: what `--draft auto` uses; empty where it does not run.
         drafter: a smaller model with its vocabulary for `--draft`; empty without one.
         vocabulary: equal for models whose token ids mean the same.
@@ -69,6 +70,7 @@ class Survey:
     context: int | None = None
     runs: bool = False
     reason: str = ""
+    backend: str = ""
     draft: str = ""
     drafter: str = ""
     vocabulary: str = ""
@@ -90,9 +92,14 @@ def survey(models: Sequence[LocalModel]) -> list[Survey]:
     free = free_ram()
     rows = [_survey_one(model, free) for model in models]
     return [
-        replace(row, draft=_automatic_draft(row), drafter=_smaller_model(row, rows))
+        replace(
+            row,
+            backend=row.backend or "forerun",
+            draft=_automatic_draft(row),
+            drafter=_smaller_model(row, rows),
+        )
         if row.runs
-        else row
+        else replace(row, backend="")
         for row in rows
     ]
 
@@ -160,6 +167,7 @@ def _survey_directory(path: Path, row: Survey) -> Survey:
         bytes=sum(file.stat().st_size for file in files),
         format=f"safetensors {method}",
         family=str(raw.get("model_type", "")),
+        backend="" if has_decoder(raw) else TRANSFORMERS,
         parameters=None if quantization else counts.total(),
         context=raw.get("max_position_embeddings") or raw.get("n_positions"),
         reason=_directory_refusal(path, raw, tensors),
@@ -179,7 +187,7 @@ def _directory_refusal(path: Path, raw: dict[str, Any], tensors: Collection[str]
     if kind.draft != "model" and kind.dialect != "native":
         use = "which --draft takes" if kind.draft else f"and {kind.why}"
         return f"is no model but a drafter for one, {use}"
-    if raw.get("model_type") not in FAMILIES:
+    if not is_known_family(raw):
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
     quantization = raw.get("quantization_config") or raw.get("quantization")
     if isinstance(quantization, dict) and "quant_method" not in quantization:

@@ -37,6 +37,7 @@ ALIASES = {
     "context": ("--ctx-size", "--max-model-len"),
     "max_rows": ("--parallel", "--max-num-seqs"),
     "tensor_parallel": ("--tensor-parallel-size",),
+    "backend": ("--model-impl",),
     "served_name": ("--served-model-name", "--alias"),
 }
 COMPLETION = {"model": model_names, "draft": draft_names}  # shell completion
@@ -172,6 +173,7 @@ RARE_ENGINE = (
     "dtype",
     "draft_quantization",
     "draft_shortlist",
+    "backend",
     "kernels",
     "draft_device",
     "tensor_parallel",

@@ -70,8 +70,14 @@ def _cells(row: Survey) -> dict[str, str]:
         "context": str(row.context or ""),
         "draft": row.draft,
         "or": row.drafter,
-        "runs here": "yes" if row.runs else f"no: {row.reason}",
+        "runs here": _runs_here(row),
     }
+
+
+def _runs_here(row: Survey) -> str:
+    if not row.runs:
+        return f"no: {row.reason}"
+    return "yes" if row.backend == "forerun" else f"yes, on {row.backend}"
 
 
 def size_of(count: int) -> str:
@@ -92,7 +98,7 @@ def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
     """Print a table on a terminal, or aligned columns to a pipe. Long cells are wrapped, never cut.
 
     Args:
-        rows: rows with the same keys; rows whose last value is not "yes" are shown dim.
+        rows: rows with the same keys; a last value that does not begin with "yes" dims its row.
         folded: columns that may be wrapped; the others stay on one line so that they can be copied.
     """
     if not sys.stdout.isatty():
@@ -108,7 +114,7 @@ def print_rows(rows: list[dict[str, str]], folded: Sequence[str]) -> None:
         table.add_column(Text(name), overflow="fold", no_wrap=name not in folded)
     for row in rows:
         cells = list(row.values())
-        table.add_row(*map(Text, cells), style="" if cells[-1] == "yes" else "dim")
+        table.add_row(*map(Text, cells), style="" if cells[-1].startswith("yes") else "dim")
     Console(highlight=False).print(table)
 
 

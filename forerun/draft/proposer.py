@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.errors import ConfigError, ForerunError, shorten
 from forerun.kernels import reference as kernels
-from forerun.models.config import ModelConfig
+from forerun.models.config import TRANSFORMERS, ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.native import NativeDecoder
@@ -398,7 +398,10 @@ class TargetView:
 
 def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> TargetView:
     """Return the view of a loaded target; `form` is for drafters on the native kernels."""
-    config, norm = decoder.config, decoder.weights.norm
+    config = decoder.config
+    if config.layout == TRANSFORMERS:
+        return _view_of_module(decoder)
+    norm = decoder.weights.norm
 
     def normalise(x: Tensor) -> Tensor:
         return kernels.norm(_precise(x), norm.weight, norm.bias, config.norm_eps)
@@ -425,6 +428,39 @@ def view_of(decoder: Decoder | NativeDecoder, form: str | None = "int8") -> Targ
         device=decoder.device,
         form=form if isinstance(decoder, NativeDecoder) else None,
     )
+
+
+def _view_of_module(decoder: Decoder | NativeDecoder) -> TargetView:
+    """Return the view of a target that runs on transformers' module."""
+    from forerun.runtime.transformers_backend import TransformersDecoder
+
+    assert isinstance(decoder, TransformersDecoder)
+    config = decoder.config
+    return TargetView(
+        config=config,
+        hidden=config.hidden,
+        layers=config.layers,
+        vocab=config.vocab,
+        context=decoder.context,
+        table=_Rows(decoder.embed),  # type: ignore[arg-type]
+        scale=1.0,
+        normalise=decoder.normalise,
+        head=decoder.head,
+        packed=None,
+        softcap=config.logit_softcap or 0.0,
+        device=decoder.device,
+        form=None,
+    )
+
+
+class _Rows:
+    """The embedding of a module, indexed by token ids as a table is."""
+
+    def __init__(self, embed: Callable[[Tensor], Tensor]) -> None:
+        self.embed = embed
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
 
 
 class _Divided:

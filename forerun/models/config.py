@@ -1,7 +1,7 @@
 """`ModelConfig`, the description of a decoder, and how it is read from config.json.
 
-What families produce it is in `families`. Every value is checked before anything is allocated from
-it."""
+What families produce it is in `families`; others run on transformers' own modules
+(`transformers_config`). Every value is checked before anything is allocated from it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ FACTOR_RANGES = dict.fromkeys(
     ),
     (1e-6, 1e6),
 ) | {"norm_eps": (1e-20, 1.0)}  # float32 can take the square root of any of these
+TRANSFORMERS = "transformers"  # the `layout` of models that run on transformers' own modules
 MAX_EXPERTS = 1 << 12
 MAX_USED_EXPERTS = 64
 MAX_TAPS = 8  # of a convolution
@@ -62,7 +63,9 @@ class ModelConfig:
         windows: for each layer, the number of most recent keys it attends to; None for all.
         sinks: for each layer, how many of the first keys it attends to besides its window: 0 or
             `SINKS`. Empty if no layer has any.
-        layout: naming scheme of the checkpoint's tensors, a key of `weights.NAMES` or "gguf".
+        layout: naming scheme of the checkpoint's tensors, a key of `weights.NAMES` or "gguf";
+            `TRANSFORMERS` for a model that runs on transformers' own module, of which only sizes,
+            the context and `end_ids` are described.
         norm: "rms" or "layer"; with "_plus_one" weights are stored less one.
         norm_bias: layer norms have a bias.
         pre_norm: attention and MLP read a normalised residual stream.
@@ -227,7 +230,8 @@ class ModelConfig:
 def load_config(path: Path) -> ModelConfig:
     """Read config.json of a model directory, or the metadata of a GGUF file.
 
-    Raises LoadError if it is missing, broken, or of a family that is not supported."""
+    A family that is not in `FAMILIES` gets a config for transformers' own module. Raises LoadError
+    if the file is missing, broken, or of a family that is not supported."""
     if path.is_file():
         from forerun.models.gguf.config import load_gguf_config
 
@@ -236,7 +240,35 @@ def load_config(path: Path) -> ModelConfig:
     if not file.exists():
         raise LoadError(f"{path} has no config.json; give a Hugging Face model directory")
     raw = read_json(file)
-    return make_config(raw, file, lambda: _end_ids(path, raw))
+    if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) and not has_decoder(raw):
+        from forerun.models.transformers_config import transformers_config
+
+        return transformers_config(path)
+    return make_config(raw, file, lambda: end_ids_of(path, raw))
+
+
+def has_decoder(raw: Json) -> bool:
+    """Return True if the family of a config.json has a decoder here, or its text part has."""
+    family = _text_part(raw).get("model_type")
+    return isinstance(family, str) and family in FAMILIES
+
+
+def is_known_family(raw: Json) -> bool:
+    """Return True if the family of a config.json has a decoder here or a module in transformers."""
+    if has_decoder(raw):
+        return True
+    from forerun.models.transformers_config import has_family
+
+    return has_family(raw.get("model_type"))
+
+
+def check_family(raw: Json, path: Path) -> None:
+    """Raise LoadError, which names `path`, for a config.json of a family that runs neither here nor
+    on transformers' own module."""
+    if not has_decoder(raw):
+        from forerun.models.transformers_config import own_model
+
+        own_model(raw, path)
 
 
 def make_config(
@@ -261,6 +293,12 @@ def make_config(
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = one_line(str(error))
         raise LoadError(f"{path}: the {family} configuration lacks or misstates {why}") from None
+    return checked(config, path)
+
+
+def checked(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return a configuration whose values are possible, without end-of-text tokens outside the
+    vocabulary. Raises LoadError, which names `path`."""
     _check(config, path)
     return replace(config, end_ids=_valid_end_ids(config, path))
 
@@ -410,7 +448,7 @@ def _check_rope(rope: Rope, head_dim: int, path: Path) -> None:
         raise LoadError(f"{path}: {rope.dim} of {head_dim} channels cannot rotate")
 
 
-def _end_ids(directory: Path, raw: Json) -> tuple[int, ...]:
+def end_ids_of(directory: Path, raw: Json) -> tuple[int, ...]:
     """Return end-of-text tokens: generation_config.json's if it names any, else config.json's."""
     path = directory / "generation_config.json"
     ids = raw.get("eos_token_id")

@@ -9,6 +9,7 @@ import torch
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.errors import ConfigError
+from forerun.models.config import TRANSFORMERS
 from forerun.models.decoder import Decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
@@ -32,6 +33,12 @@ class Runner:
     def reset(self) -> None:
         """Start over with an empty cache."""
         decoder = self.decoder
+        if decoder.config.layout == TRANSFORMERS:
+            from forerun.runtime.transformers_backend import TransformersDecoder
+
+            assert isinstance(decoder, TransformersDecoder)
+            self.cache: KVCache = decoder.make_cache(**self._shape)
+            return
         self.cache = KVCache(
             decoder.config,
             **self._shape,

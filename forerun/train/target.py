@@ -23,7 +23,7 @@ from forerun.engine.request import Request
 from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.load import load_tokenizer, pick_device
-from forerun.models.config import load_config
+from forerun.models.config import TRANSFORMERS, load_config
 from forerun.models.decoder import default_context, longest_context
 from forerun.models.hub import DEFAULT, find_model
 from forerun.models.parameters import Source
@@ -101,6 +101,11 @@ class Target:
         self.tokens, self.top = settings.tokens, settings.top
         self.path: Path = find_model(model)  # a directory or a GGUF file
         config = load_config(self.path)
+        if config.layout == TRANSFORMERS:
+            raise ConfigError(
+                f"drafters are trained for families of forerun's own decoder, {config.family} runs"
+                " on transformers: draft with suffix, recycle, retrieval or a draft model"
+            )
         longest = longest_context(config)
         if self.tokens > longest:
             raise ConfigError(
