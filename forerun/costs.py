@@ -12,10 +12,13 @@ Costs are in seconds, or in whatever unit the engine's clock counts (joules).
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 FIRST_SHARE = 0.7  # factor applied to a first measurement, which includes cold caches
 SETTLED = 8  # number of measurements from which a size is used without smoothing
@@ -37,6 +40,8 @@ CATCH_UP_SHARE = 0.5  # maximum share of a draft's time that is subtracted as ca
 CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
 MOST_TOKENS = 1e9  # maximum number of tokens in a file
 SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
+ROUTE_BYTES = 64 << 20  # of what is remembered of the experts of tokens
+ROUTE_GAIN = 0.05  # weight of a pass in the mean ratio of effective rows to tokens
 
 
 @dataclass(slots=True)
@@ -306,6 +311,86 @@ class CostModel:
 
     def _table(self, curve: Curve) -> dict[int, float]:
         return {size: (curve.at(size) or 0.0) * self.speed_factor for size in curve.sizes}
+
+
+class ExpertLoad:
+    """Distinct experts of forward passes, in units of rows, for models with mixtures of experts.
+
+    A pass over a few tokens costs about what it takes to read the experts that they use, and tokens
+    that share experts cost less than strangers. Passes are therefore measured and predicted by
+    effective rows: the number of tokens with independent routes that would use as many distinct
+    experts, E (1 - (1 - k / E)^rows) a layer. What a drafted token will use is estimated from the
+    last time the target read it; tokens that were never read count as strangers.
+
+    Attributes:
+        ratio: mean effective rows that a further token adds.
+        error: mean relative error of recent estimates, in distinct experts.
+    """
+
+    def __init__(self, count: int, used: int, layers: int) -> None:
+        """A token uses `used` of `count` experts in each of `layers` layers."""
+        self.count, self.used, self.layers = count, used, layers
+        self.ratio = 1.0
+        self.error = 0.0
+        # token -> its experts, int16 [layers, used]
+        self._last: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._most = max(ROUTE_BYTES // (2 * self.layers * self.used), 1)
+        self._all_layers = np.arange(self.layers)[:, None]
+
+    def rows(self, distinct: float) -> float:
+        """Return the effective rows of a pass that uses `distinct` experts, all layers together."""
+        if self.used >= self.count:
+            return 1.0
+        free = max(1 - distinct / self.layers / self.count, 0.5 / self.count)
+        return math.log(free) / math.log(1 - self.used / self.count)
+
+    def observe(self, tokens: Sequence[int], choices: np.ndarray) -> float:
+        """Remember the experts of the tokens of a pass, int16 [T, layers, used].
+
+        Returns the effective rows of the pass."""
+        expected = self.distinct(tokens)[-1]
+        found = np.zeros((self.layers, self.count), bool)
+        found[self._all_layers, choices.transpose(1, 0, 2).reshape(self.layers, -1)] = True
+        distinct = int(found.sum())
+        self.error += ROUTE_GAIN * (abs(expected - distinct) / distinct - self.error)
+        self.remember(tokens, choices)
+        rows = self.rows(distinct)
+        if len(tokens) > 1:
+            self.ratio += ROUTE_GAIN * ((rows - 1) / (len(tokens) - 1) - self.ratio)
+        return rows
+
+    def remember(self, tokens: Sequence[int], choices: np.ndarray) -> None:
+        """Remember the experts of tokens, int16 [T, layers, used]."""
+        for token, own in zip(tokens, choices, strict=True):
+            self._last[token] = own.copy()
+            self._last.move_to_end(token)
+        while len(self._last) > self._most:
+            self._last.popitem(last=False)
+
+    def distinct(self, tokens: Sequence[int]) -> list[float]:
+        """Return the number of distinct experts expected of the first 1, 2, .. tokens."""
+        used = np.zeros((self.layers, self.count), bool)
+        known, strange, found = 0, 0, []
+        for token in tokens:
+            own = self._last.get(token)
+            if own is None:
+                strange += 1
+            else:
+                used[self._all_layers, own] = True
+                known = int(used.sum())
+            free = self.layers * self.count - known
+            found.append(known + free * (1 - (1 - self.used / self.count) ** strange))
+        return found
+
+    def growth(self, certain: Sequence[int], drafted: Sequence[int]) -> list[float]:
+        """Return the effective rows that the first 0, 1, .. drafted tokens add to certain ones."""
+        rows = [self.rows(distinct) for distinct in self.distinct([*certain, *drafted])]
+        first = rows[len(certain) - 1]
+        return [each - first for each in rows[len(certain) - 1 :]]
+
+    def expected_rows(self, num_tokens: float) -> float:
+        """Return the effective rows expected of a pass over so many tokens."""
+        return 1 + max(num_tokens - 1, 0) * self.ratio
 
 
 def _bucket(size: int) -> int:

@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forerun.costs import CostModel
+import numpy as np
+
+from forerun.costs import CostModel, ExpertLoad
 from forerun.engine.acceptance import (
     COMPONENTS,
     Acceptance,
@@ -27,7 +29,8 @@ from forerun.engine.acceptance import (
     DraftOption,
     SourceAcceptance,
 )
-from forerun.engine.experts import ExpertLoad
+from forerun.models.families import Experts
+from forerun.types import Draft
 
 DEEPEST = 16  # levels of a draft
 FLOOR_LEVELS = 4  # levels over which the cost of one more level is averaged
@@ -298,24 +301,27 @@ class DepthPolicy:
         acceptance: Acceptance,
         copied: int,
         batch: BatchState,
-        growth: Sequence[float] | None = None,
+        draft: Draft | None = None,
     ) -> tuple[int, float]:
         """Return (how many of `copied` tokens to verify, the tokens per second expected of them).
 
         `kind` is their kind of match, `acceptance` what became of such copies for this request.
-        Computed as if all requests that may draft were alike. growth: see `num_worth_verifying`.
+        Computed as if all requests that may draft were alike. draft: as in `num_worth_verifying`.
         """
         option = DraftOption("", copied, Acceptance())
-        return self._best_alone(option, self._estimate(kind, acceptance), batch, growth)
+        return self._best_alone(
+            option, self._estimate(kind, acceptance), batch, self._growth(draft)
+        )
 
     def num_worth_verifying(
-        self, path_probs: Sequence[float], batch: BatchState, growth: Sequence[float] | None = None
+        self, path_probs: Sequence[float], batch: BatchState, draft: Draft | None = None
     ) -> int:
         """Return how many nodes to verify, given each node's probability, the likeliest first.
 
-        Computed as if all requests that may draft were alike. growth: effective rows that the first
-        0, 1, .. nodes add, if the model has experts.
+        Computed as if all requests that may draft were alike. draft: whose nodes these are, on
+        which the cost depends if the target has experts.
         """
+        growth = self._growth(draft)
         expected = itertools.accumulate(
             (batch.num_drafting * prob for prob in path_probs), initial=float(batch.num_generating)
         )
@@ -456,7 +462,7 @@ class DepthPolicy:
         self, count: int, num_drafted: float, batch: BatchState, growth: Sequence[float] | None
     ) -> float:
         """Return the cost of a pass with `num_drafted` drafted tokens, the first `count` nodes of
-        each draft; growth as in `num_worth_verifying`."""
+        each draft; growth: effective rows that the first 0, 1, .. nodes add."""
         if growth is None or batch.num_prompt_tokens:
             return self._forward(batch.num_tokens + num_drafted, batch)
         added = batch.num_drafting * growth[min(count, len(growth) - 1)]
@@ -466,7 +472,30 @@ class DepthPolicy:
         """Return the effective rows of a pass over so many tokens; see `ExpertLoad`."""
         return num_tokens if self.experts is None else self.experts.expected_rows(num_tokens)
 
+    def _growth(self, draft: Draft | None) -> list[float] | None:
+        """Return the effective rows that the first 0, 1, .. nodes of a draft add to its root, by
+        the experts that their tokens use; None if the target has none."""
+        if self.experts is None or draft is None:
+            return None
+        return self.experts.growth(draft.tokens[:1], draft.tokens[1:])
+
     # Interface of the engine
+
+    def set_experts(self, experts: Experts | None) -> None:
+        """Note the target's mixture of experts, on which the costs of its passes depend."""
+        self.experts = None
+        if experts is not None:
+            self.experts = ExpertLoad(experts.count, experts.used, sum(experts.layers))
+
+    def effective_size(self, tokens: Sequence[int], choices: np.ndarray, decodes: bool) -> int:
+        """Return the size by which a pass is recorded: its effective rows if it decodes.
+
+        choices: the experts of its tokens, int16 [T, layers, used]."""
+        if self.experts is None or not decodes:
+            if self.experts is not None:
+                self.experts.remember(tokens, choices)
+            return len(tokens)
+        return max(round(self.experts.observe(tokens, choices)), 1)
 
     def room(self, num_decoding: int, stretch: float) -> int:
         """Return the most tokens of a pass that reads prompts beside decoding requests.

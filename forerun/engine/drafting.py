@@ -23,7 +23,6 @@ from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
 from forerun.engine.acceptance import Acceptance, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, PROBE_DEPTH, BatchState, DepthPolicy
 from forerun.engine.error_isolation import isolate_errors, run_isolated
-from forerun.engine.experts import ExpertLoad
 from forerun.engine.guard import Guard, GuardSample, RequestGuard
 from forerun.engine.observe import take_rows
 from forerun.engine.overlap import Overlap
@@ -162,10 +161,9 @@ class Drafting:
     def set_policy(self, policy: DepthPolicy) -> None:
         """Let `policy` choose depths from now on, with a new guard."""
         self.policy = policy
-        experts = self.target.decoder.config.experts
-        policy.experts = None if experts is None else ExpertLoad(experts)
+        policy.set_experts(self.target.decoder.config.experts)
         self.guard = Guard(policy.forward_seconds)
-        self.overlap = self._new_overlap()
+        self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
 
     def state(self, request: Request) -> DraftingState:
         """Return the drafting state of a request; it is kept as long as the request exists."""
@@ -238,7 +236,7 @@ class Drafting:
         prompts = sum(s.count - s.generates for s in batch if s.count > 1)
         certain = BatchState(num_tokens, len(generating), len(generating), prompts)
         allowed = self.guard.allows()
-        self.overlap = self._new_overlap()
+        self.overlap = Overlap(self.policy, waiting_is_free=self.clock is time.thread_time)
         for scheduled in generating:
             scheduled.draft = Draft.root(scheduled.request.tokens[-1])
             self._draft_by_grammar(scheduled)
@@ -486,12 +484,10 @@ class Drafting:
         is_copy = bool(kind) and request.depth == "auto"
         speed = 0.0
         if draft.path_probs:
-            growth = self._growth(draft)
-            taken = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch, growth))
+            taken = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch, draft))
         elif kind:
-            acceptance, growth = plan.state.acceptance[kind], self._growth(draft)
-            copied = len(draft) - 1
-            count, speed = self.policy.cut_copy(kind, acceptance, copied, batch, growth)
+            acceptance = plan.state.acceptance[kind]
+            count, speed = self.policy.cut_copy(kind, acceptance, len(draft) - 1, batch, draft)
             if is_copy:
                 taken = draft.first(0 if self._is_beaten(plan, speed, batch) else count)
         if plan.proposer.merges_drafts and request.rule.coupled and not draft.path_probs:
@@ -528,16 +524,9 @@ class Drafting:
     def _cut(self, plan: _Plan, draft: Draft, batch: BatchState) -> Draft:
         """Return the part of a draft that is verified."""
         if plan.proposer.merges_drafts and draft.path_probs and plan.request.depth == "auto":
-            growth = self._growth(draft)
-            draft = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch, growth))
+            draft = draft.first(self.policy.num_worth_verifying(draft.path_probs, batch, draft))
         grammar = plan.request.state.grammar
         return grammar.prune(draft) if grammar and len(draft) > 1 else draft
-
-    def _growth(self, draft: Draft) -> list[float] | None:
-        """Return the effective rows that the first 0, 1, .. nodes of a draft add to its root, by the
-        experts that their tokens use; None if the target has no experts."""
-        experts = self.policy.experts
-        return None if experts is None else experts.growth(draft.tokens[:1], draft.tokens[1:])
 
     def _ranked(
         self, request: Request, batch: BatchState, parts: Sequence[Proposer]
@@ -661,17 +650,12 @@ class Drafting:
         emitted: Mapping[int, int],
         experts: np.ndarray | None = None,
     ) -> None:
-        """Learn costs from a step that has ended.
-
-        `emitted` tokens by request id; `experts` of the pass's tokens, see `Forward`."""
+        """Learn costs from a step; `emitted` tokens by request id, `experts` as in `Forward`."""
         num_tokens = sum(len(s.segment.tokens) for s in batch if s.segment)
         decodes = all(s.generates and s.count == 1 for s in batch)
-        if experts is not None and self.policy.experts is not None:
+        if experts is not None:
             read = [token for s in batch if s.segment for token in s.segment.tokens]
-            if decodes:
-                num_tokens = max(round(self.policy.experts.observe(read, experts)), 1)
-            else:
-                self.policy.experts.remember(read, experts)
+            num_tokens = self.policy.effective_size(read, experts, decodes)
         self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
         if not decodes or any(s.request.has_fixed_depth for s in batch):
             return
@@ -693,9 +677,6 @@ class Drafting:
         source = draft.sources[min(1, len(draft) - 1)]
         name = source if source in names else names[-1]
         return self.policy.acceptance_rate(name, state.acceptance[name])
-
-    def _new_overlap(self) -> Overlap:
-        return Overlap(self.policy, waiting_is_free=self.clock is time.thread_time)
 
 
 def _max_reach(request: Request, proposer: Proposer) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.engine import experts as module
+from forerun import costs as module
+from forerun.costs import ExpertLoad
 from forerun.engine.acceptance import Acceptance
 from forerun.engine.depth import BatchState, DepthPolicy
-from forerun.engine.experts import ExpertLoad
 from forerun.kernels import native
 from forerun.models.families import Experts
+from forerun.types import Draft
 from tests.engine import build
 
 COUNT, USED, LAYERS = 16, 4, 3
@@ -28,7 +29,7 @@ def used(*tokens: int) -> int:
 
 
 def test_tokens_that_were_read_are_counted_and_strangers_are_expected() -> None:
-    load = ExpertLoad(MIXTURE)
+    load = ExpertLoad(COUNT, USED, LAYERS)
     assert load.distinct([1])[0] == pytest.approx(LAYERS * USED)
     two = LAYERS * COUNT * (1 - (1 - USED / COUNT) ** 2)
     assert load.distinct([1, 2])[1] == pytest.approx(two)
@@ -39,16 +40,16 @@ def test_tokens_that_were_read_are_counted_and_strangers_are_expected() -> None:
 
 
 def test_rows_are_the_tokens_with_independent_routes_that_would_use_as_many() -> None:
-    load = ExpertLoad(MIXTURE)
+    load = ExpertLoad(COUNT, USED, LAYERS)
     for rows in (1, 2, 3.5, 8):
         distinct = LAYERS * COUNT * (1 - (1 - USED / COUNT) ** rows)
         assert load.rows(distinct) == pytest.approx(rows)
     assert load.rows(LAYERS * COUNT) < 20  # all of them: finite
-    assert ExpertLoad(Experts(count=4, used=4, intermediate=8, layers=(True,))).rows(4) == 1
+    assert ExpertLoad(4, 4, 1).rows(4) == 1
 
 
 def test_a_token_that_uses_what_the_root_uses_adds_no_rows() -> None:
-    load = ExpertLoad(MIXTURE)
+    load = ExpertLoad(COUNT, USED, LAYERS)
     load.observe([1, 2, 3], np.stack([routes(1), routes(1), routes(3)]))
     same, other = load.growth([1], [2]), load.growth([1], [3])
     assert same == pytest.approx([0, 0])
@@ -57,8 +58,8 @@ def test_a_token_that_uses_what_the_root_uses_adds_no_rows() -> None:
 
 
 def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TABLE_BYTES", 2 * LAYERS * USED * 5)
-    load = ExpertLoad(MIXTURE)
+    monkeypatch.setattr(module, "ROUTE_BYTES", 2 * LAYERS * USED * 5)
+    load = ExpertLoad(COUNT, USED, LAYERS)
     for token in range(20):
         load.observe([token], routes(token)[None])
     assert len(load._last) == 5
@@ -66,7 +67,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_mean_ratio_follows_what_passes_use() -> None:
-    load = ExpertLoad(MIXTURE)
+    load = ExpertLoad(COUNT, USED, LAYERS)
     for _ in range(200):
         load.observe([1, 2], np.stack([routes(1), routes(1)]))
     assert load.expected_rows(5) == pytest.approx(1, abs=0.01)
@@ -77,17 +78,21 @@ def test_drafts_that_share_experts_are_verified_further() -> None:
     """Costs that grow by half with each effective row: strangers do not pay, tokens that use the
     root's experts do."""
     policy, batch = DepthPolicy(), BatchState(num_tokens=1, num_generating=1, num_drafting=1)
-    policy.experts = load = ExpertLoad(MIXTURE)
+    policy.set_experts(MIXTURE)
+    load = policy.experts
+    assert load is not None
     for _ in range(20):
         for rows in range(1, 9):
             policy.record_forward(rows, 0.5 + 0.5 * rows)
     load.observe([1, 2, 3, 4], np.stack([routes(1), routes(1), routes(3), routes(4)]))
     probs = [0.3, 0.3]
-    assert policy.num_worth_verifying(probs, batch, load.growth([1], [2, 2])) == 2
-    assert policy.num_worth_verifying(probs, batch, load.growth([1], [3, 4])) == 0
+    near_draft = Draft.chain(1, [2, 2], "suffix")
+    far_draft = Draft.chain(1, [3, 4], "suffix")
+    assert policy.num_worth_verifying(probs, batch, near_draft) == 2
+    assert policy.num_worth_verifying(probs, batch, far_draft) == 0
     acceptance = Acceptance()
-    near, _ = policy.cut_copy("kind", acceptance, 2, batch, load.growth([1], [2, 2]))
-    far, _ = policy.cut_copy("kind", acceptance, 2, batch, load.growth([1], [3, 4]))
+    near, _ = policy.cut_copy("kind", acceptance, 2, batch, near_draft)
+    far, _ = policy.cut_copy("kind", acceptance, 2, batch, far_draft)
     assert near >= far
 
 
