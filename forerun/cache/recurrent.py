@@ -209,8 +209,20 @@ class RecurrentStates:
                     if copy is None:
                         copy = self._unnamed[slot][length + applied] = self._take_copy()
                     marks.append((applied, copy))
+            if segment.offset and self.pending[slot]:
+                self._carry_over(slot, segment.offset)
             runs.add(segment, known, marks)
         return runs
+
+    def _carry_over(self, slot: int, count: int) -> None:
+        """Copy the records of nodes that stand behind pending tokens to the half of the next pass,
+        as parents of its nodes."""
+        pending, layout = self.pending[slot], self.layout
+        halves = self.data[slot, layout.states :].reshape(2, layout.half)
+        old, new = halves[self._half[slot]], halves[self._half[slot] ^ 1]
+        for at, size in layout.records.values():
+            first = at + pending * size
+            new[at : at + count * size] = old[first : first + count * size]
 
     def _known_tokens(self, segment: Segment) -> int:
         """Return how many tokens of a segment the pass applies to the state at once."""

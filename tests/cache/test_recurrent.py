@@ -109,6 +109,24 @@ def test_nodes_of_earlier_passes_are_parents(name: str) -> None:
 
 
 @names
+def test_nodes_stay_behind_a_commit_of_the_tokens_before_them(name: str) -> None:
+    """A draft model reads missed tokens with the root behind them, commits the former, and goes on
+    from the root."""
+    run, prefix, lag = runner(name), text(9), text(5, 3)
+    read(run, 0, prefix)
+    assert run.cache.pages.grow(0, 24)
+    run.forward([Segment(0, lag, chain(5), [4])])
+    run.cache.commit(0, range(4))
+    for first, token in enumerate((6, 7, 8), 1):
+        segment = Segment(0, [token], chain(first + 1), [0], offset=first)
+        logits = run.forward([segment]).logits
+        drafted = [6, 7, 8][:first]
+        assert torch.equal(logits[0], alone(name, [*prefix, *lag, *drafted]))
+    run.cache.commit(0, [0, 1])
+    assert torch.equal(read(run, 0, [9])[0], alone(name, [*prefix, *lag, 6, 9]))
+
+
+@names
 @pytest.mark.parametrize("cut", [(30,), (5, 25), (1,) * 30], ids=["whole", "cut", "single"])
 def test_a_prefix_is_reused_behind_a_copy_of_its_state(
     name: str, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
