@@ -277,10 +277,7 @@ class ModulePass:
                 for states in (key, value)
             )
             start += count
-            if sinks is None:
-                attended = kernels.attention(q, k, v, allowed, scale, softcap)
-            else:
-                attended = attention_with_sinks(q, k, v, allowed, scale, sinks)
+            attended = kernels.attention(q, k, v, allowed, scale, softcap, sinks)
             if rows.filled is not None:
                 assert isinstance(rows.queries, Tensor)
                 out[rows.queries[rows.filled]] = attended[rows.filled]
@@ -325,21 +322,6 @@ def _joined(sources: Sequence[slice | Tensor], device: torch.device) -> Tensor:
         for source in sources
     ]
     return torch.cat(parts)
-
-
-def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
-) -> Tensor:
-    """Compute `kernels.attention` with one more logit in the softmax of each head, sinks [Hq]."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2) * scale).to(torch.promote_types(q.dtype, torch.float32))
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None], -torch.inf)
-    sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(v.dtype)
-    return (weights @ v).transpose(1, 2)
 
 
 CURRENT: ContextVar[ModulePass] = ContextVar("forerun_module_pass")

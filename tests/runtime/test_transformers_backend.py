@@ -27,6 +27,7 @@ from forerun.draft.eagle.module import save_head
 from forerun.draft.medusa import MedusaHeads, save_heads
 from forerun.draft.proposer import view_of
 from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError
+from forerun.kernels import reference as kernels
 from forerun.load import make_runner
 from forerun.models.config import load_config, make_config
 from forerun.models.local import LocalModel
@@ -34,7 +35,6 @@ from forerun.models.mixed_families import FAMILIES
 from forerun.models.transformers_config import transformers_config
 from forerun.runtime.torch_runner import Runner
 from forerun.runtime.transformers_backend import TransformersDecoder
-from forerun.runtime.transformers_pass import attention_with_sinks
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -286,7 +286,7 @@ def test_attention_with_sinks_is_a_softmax_with_one_more_logit() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 3, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
     mask, sinks = torch.ones(1, 3, 5, dtype=torch.bool).tril(2), torch.randn(4)
-    out = attention_with_sinks(q, k, v, mask, 0.3, sinks)
+    out = kernels.attention(q, k, v, mask, 0.3, None, sinks)
     scores = torch.einsum("nhd,khd->hnk", q[0], k[0].repeat_interleave(2, 1)) * 0.3
     weights = scores.masked_fill(~mask, -torch.inf).exp()
     weights = weights / (weights.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
