@@ -1,7 +1,8 @@
 """Translate GGUF metadata into the keys of config.json, from which the families are read.
 
 Many values are not stored in a file but follow from its architecture or its tensors. To add an
-architecture, add a function to `ARCHITECTURES` that returns the keys of its config.json.
+architecture, add an entry to `ARCHITECTURES`: a function that returns the keys of its config.json,
+how its rotary embedding is stored, and which of the features in `UNSUPPORTED` it has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,22 @@ OTHER_KINDS = {
     "imatrix": "an importance matrix",
     "clip": "an image projector",
 }
-# metadata of features that the decoder does not have
+# metadata of features that the decoder does not have, or only for some architectures
 UNSUPPORTED = {
     "expert_count": "a mixture of experts",
     "attention.temperature_scale": "scaled attention temperatures",
     "attention.q_lora_rank": "latent attention",
+    "attention.kv_lora_rank": "latent attention",
+    "attention.clamp_kqv": "clipped queries, keys and values",
     "ssm.state_size": "a recurrent state",
     "logit_scale": "scaled logits",
     "residual_scale": "scaled residuals",
     "embedding_scale": "scaled embeddings",
     "shortconv.l_cache": "short convolutions",
-    "router_logit_softcapping": "a mixture of experts",
+    "router_logit_softcapping": "capped router logits",
 }
-PERMUTED = ("llama", "mistral3", "smollm3")  # llama.cpp permutes their queries and keys
+# values of expert_gating_func; absent and 0 mean the architecture's own
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 TOKENS = f"{PREFIX}tokens"
 # tokens that only fill up the rows of an embedding, and differ between sizes of one family
 PADDING = re.compile(r"\[PAD[0-9]+\]")
@@ -98,13 +102,26 @@ def token_digest(metadata: Mapping[str, Any]) -> str:
 
 
 def unsupported_features(gguf: GgufFile) -> list[tuple[str, str]]:
-    """Return (key, description) of the model's features that the decoder does not have."""
-    keys = {f"{gguf.architecture}.{key}": what for key, what in UNSUPPORTED.items()}
-    return [
+    """Return (key or tensor, description) of the model's features that the decoder does not
+    have."""
+    own = ARCHITECTURES[gguf.architecture].features
+    keys = {f"{gguf.architecture}.{key}": what for key, what in UNSUPPORTED.items() if key not in own}
+    found = [
         (key, what)
         for key, what in keys.items()
         if not np.isin(gguf.metadata.get(key, 0), (0, 1)).all()
     ]
+    # a Granite without recurrent layers has their metadata all the same
+    states = [name for name in gguf.tensors if ".ssm_" in name]
+    return found + [(name, "a recurrent state") for name in states[:1]]
+
+
+def rotates_pairs(gguf: GgufFile) -> bool:
+    """Return True if the rows of queries and keys are stored so that neighbours rotate."""
+    sections = gguf.metadata.get(f"{gguf.architecture}.rope.dimension_sections", 0)
+    if gguf.architecture == "glm4" and np.any(sections):  # converted for a multimodal rotation
+        return False
+    return ARCHITECTURES[gguf.architecture].rotates_pairs
 
 
 def unsupported_reason(gguf: GgufFile) -> str:
@@ -165,8 +182,9 @@ def load_gguf_config(path: Path) -> ModelConfig:
     has = gguf.tensors.__contains__
     return replace(
         config,
-        norm="rms" if config.norm == "rms_plus_one" else config.norm,  # files hold 1 + w
+        norm=config.norm.removesuffix("_plus_one"),  # files hold 1 + w
         layout="gguf",
+        rotates_pairs=rotates_pairs(gguf),
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),
         out_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
@@ -263,12 +281,71 @@ class _Metadata:
             num_attention_heads=heads,
             num_key_value_heads=self.integer("attention.head_count_kv", "attention.head_count"),
             head_dim=head_dim,
-            intermediate_size=self.integer("feed_forward_length"),
+            intermediate_size=self.inner_size(layers),
             max_position_embeddings=context,
             bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
         )
-        return common | ARCHITECTURES[self.gguf.architecture](self, common)
+        return common | ARCHITECTURES[self.gguf.architecture].read(self, common)
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def has_experts(self, layer: int) -> bool:
+        return self.has(f"blk.{layer}.ffn_gate_inp.weight")
+
+    def inner_size(self, layers: int) -> int:
+        """Return the inner size of the dense MLPs, else that of the experts; in an array the
+        entries of layers with experts mean nothing."""
+        sizes = self.get("feed_forward_length")
+        if sizes is None:
+            return self.expert_size()
+        if isinstance(sizes, np.ndarray):
+            if len(sizes) < layers:
+                raise ValueError(f"{self.prefix}feed_forward_length, of {len(sizes)} layers")
+            dense = [int(sizes[i]) for i in range(layers) if not self.has_experts(i)]
+            if dense and len(set(dense)) == 1:
+                return dense[0]
+        return self.integer("feed_forward_length")
+
+    def expert_size(self) -> int:
+        """Return the inner size of an expert, which older files show by their tensors only."""
+        if self.get("expert_feed_forward_length"):
+            return self.integer("expert_feed_forward_length")
+        shapes = (e.shape for n, e in self.gguf.tensors.items() if "ffn_down_exps.weight" in n)
+        shape = next(shapes, None)
+        if shape is None:
+            raise LookupError(f"{self.prefix}feed_forward_length")
+        return shape[-1]
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if value not in (False, True):
+            raise TypeError(f"{self.prefix}{key} ({shown(value)})")
+        return bool(value)
+
+    def experts(
+        self, *gating: int, normalised: bool | None = True, scaled: bool = False
+    ) -> tuple[int, int]:
+        """Return the number of experts and of those that a token uses.
+
+        Args:
+            gating: the values of expert_gating_func that mean what the family computes.
+            normalised: of expert_weights_norm, what the family computes; None if it reads the key.
+            scaled: the family reads the factor on the weights and the groups of experts.
+
+        Raises ValueError if the file asks for something else."""
+        neutral: dict[str, tuple[Any, ...]] = {"expert_gating_func": (None, 0, *gating)}
+        if normalised is not None:
+            neutral["expert_weights_norm"] = (None, normalised)
+        if not scaled:
+            neutral["expert_weights_scale"] = (None, 0.0, 1.0)
+            neutral["expert_group_count"] = (None, 0, 1)
+        for key, known in neutral.items():
+            value = self.get(key)
+            if isinstance(value, np.ndarray) or value not in known:
+                raise ValueError(f"{self.prefix}{key} ({shown(value)}), which is not supported")
+        return self.integer("expert_count"), self.integer("expert_used_count")
 
     def rope(self, head_dim: int) -> Json:
         """Return rope_parameters; scalings are in keys, in a tensor of divisors (Llama 3), or in
@@ -292,7 +369,7 @@ class _Metadata:
                 rope["attention_factor"] = float(attention)
             return rope | original | {"rope_type": "longrope"}
         if kind == "yarn":
-            scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+            scale = self.yarn_attention(factor)
             return (
                 rope
                 | original
@@ -309,6 +386,15 @@ class _Metadata:
         if kind == "linear" and factor != 1.0:
             return rope | {"rope_type": "linear", "factor": factor}
         return rope
+
+    def yarn_attention(self, factor: float) -> float:
+        """Return the factor on attention that comes with YaRN."""
+        given = self.get("rope.scaling.yarn_attn_factor")
+        if given is not None:
+            return float(given)
+        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+        both = float(self.get("rope.scaling.yarn_log_multiplier", 0.0))  # mscale_all_dim
+        return (1.0 + growth) / (1.0 + both * growth)
 
     def layer_types(self, layers: int, period: int) -> list[str]:
         """Return layer_types: the file's pattern, or full attention in the last of each period."""
@@ -329,6 +415,19 @@ def _rms_eps(m: _Metadata) -> float:
 
 def _llama(m: _Metadata, c: Json, family: str = "llama") -> Json:
     return dict(model_type=family, rms_norm_eps=_rms_eps(m), rope_parameters=m.rope(c["head_dim"]))
+
+
+def _partial(m: _Metadata, c: Json, family: str) -> Json:
+    """Return the keys of a family that rotates a share of each head."""
+    fields = _llama(m, c, family)
+    share = fields["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return fields | dict(partial_rotary_factor=share)
+
+
+def _layer_norm(m: _Metadata, c: Json, family: str, key: str = "layer_norm_eps") -> Json:
+    """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
+    eps = m.number("attention.layer_norm_epsilon", 1e-5)
+    return _partial(m, c, family) | {key: eps}
 
 
 def _smollm3(m: _Metadata, c: Json) -> Json:
@@ -394,14 +493,240 @@ def _gpt2(m: _Metadata, c: Json) -> Json:
     )
 
 
-ARCHITECTURES: Mapping[str, Callable[[_Metadata, Json], Json]] = {
-    "llama": _llama,
-    "mistral3": _llama,
-    "qwen2": partial(_llama, family="qwen2"),
-    "qwen3": partial(_llama, family="qwen3"),
-    "smollm3": _smollm3,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gpt2": _gpt2,
+def _mistral3(m: _Metadata, c: Json) -> Json:
+    """Mistral Small 3, or Ministral 3, whose queries grow with their position."""
+    growth = m.number("attention.temperature_scale", 0.0)
+    if not growth:
+        return _llama(m, c)
+    fields = _llama(m, c, "ministral3")
+    key = "original_max_position_embeddings"
+    rope = fields["rope_parameters"]
+    length = rope.get(key) or c["max_position_embeddings"]
+    return fields | dict(rope_parameters=rope | {"llama_4_scaling_beta": growth, key: length})
+
+
+def _olmo2(m: _Metadata, c: Json) -> Json:
+    """OLMo 2, or OLMo 3, which has windows and scales the rope of its other layers only."""
+    window = m.get("attention.sliding_window")
+    if not window:
+        return _llama(m, c, "olmo2")
+    full = m.rope(c["head_dim"])
+    local = m.number("rope.freq_base_swa", full["rope_theta"])
+    return _llama(m, c, "olmo3") | dict(
+        sliding_window=window,
+        layer_types=m.layer_types(c["num_hidden_layers"], 4),
+        rope_parameters={
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    )
+
+
+def _exaone4(m: _Metadata, c: Json) -> Json:
+    window = m.get("attention.sliding_window") or None
+    types = m.layer_types(c["num_hidden_layers"], 4) if window else None
+    return _llama(m, c, "exaone4") | dict(sliding_window=window, layer_types=types)
+
+
+def _cohere(m: _Metadata, c: Json, family: str) -> Json:
+    fields = _layer_norm(m, c, family) | dict(
+        logit_scale=m.number("logit_scale", 1.0),
+        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
+    )
+    if family == "cohere":
+        return fields
+    return fields | dict(
+        sliding_window=m.get("attention.sliding_window", 4096),
+        layer_types=m.layer_types(c["num_hidden_layers"], 4),
+    )
+
+
+def _starcoder2(m: _Metadata, c: Json) -> Json:
+    window = m.get("attention.sliding_window", 4096)  # of all published models
+    return _layer_norm(m, c, "starcoder2", "norm_epsilon") | dict(sliding_window=window or None)
+
+
+def _stablelm(m: _Metadata, c: Json) -> Json:
+    return _layer_norm(m, c, "stablelm") | dict(
+        qk_layernorm=m.has("blk.0.attn_q_norm.weight"),
+        use_parallel_residual=not m.has("blk.0.ffn_norm.weight"),
+    )
+
+
+def _granite(m: _Metadata, c: Json) -> Json:
+    """Granite 3 and 4: dense, with experts, and with a dense MLP beside them."""
+    fields = _llama(m, c, "granite") | dict(
+        attention_multiplier=m.number("attention.scale", 0.0) or c["head_dim"] ** -0.5,
+        embedding_multiplier=m.number("embedding_scale", 1.0),
+        residual_multiplier=m.number("residual_scale", 1.0),
+        logits_scaling=m.number("logit_scale", 1.0),
+    )
+    rotates = m.flag("rope.scaling.finetuned", True)  # llama.cpp's switch for rope
+    if not m.get("expert_count"):
+        if rotates:
+            return fields
+        experts = dict(num_local_experts=0, shared_intermediate_size=c["intermediate_size"])
+    else:
+        count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
+        experts = dict(
+            num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+        )
+        shared = m.get("expert_shared_feed_forward_length")
+        if not shared and rotates:
+            return fields | experts | dict(model_type="granitemoe")
+        experts |= dict(shared_intermediate_size=shared or 0)
+    return (
+        fields
+        | experts
+        | dict(
+            model_type="granitemoehybrid",
+            layer_types=["full_attention"] * c["num_hidden_layers"],
+            position_embedding_type="rope" if rotates else None,
+        )
+    )
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def _mixtral(m: _Metadata, c: Json) -> Json:
+    """Llama and Mistral, or Mixtral, which shares their architecture."""
+    if not m.get("expert_count"):
+        return _llama(m, c)
+    count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
+    return _llama(m, c, "mixtral") | dict(
+        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    )
+
+
+def _qwen_moe(m: _Metadata, c: Json, family: str) -> Json:
+    count, used = m.experts(SOFTMAX, normalised=None)
+    shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
+    return _llama(m, c, family) | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        shared_expert_intermediate_size=shared if family == "qwen2_moe" else None,
+        norm_topk_prob=m.flag("expert_weights_norm", family == "qwen3_moe"),
+    )
+
+
+def _olmoe(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX, normalised=None)
+    return _llama(m, c, "olmoe") | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        intermediate_size=m.expert_size(),
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+    )
+
+
+def _gpt_oss(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX_OF_CHOSEN)
+    fields = _llama(m, c, "gpt_oss")
+    return fields | dict(
+        rope_parameters=fields["rope_parameters"] | {"truncate": False},
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        intermediate_size=m.expert_size(),
+        sliding_window=m.get("attention.sliding_window", 128),
+        layer_types=m.layer_types(c["num_hidden_layers"], 2),
+    )
+
+
+def _glm4_moe(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SIGMOID, normalised=None, scaled=True)
+    return _partial(m, c, "glm4_moe") | dict(
+        n_routed_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        n_shared_experts=m.get("expert_shared_count", 0),
+        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+        n_group=m.get("expert_group_count") or 1,
+        topk_group=m.get("expert_group_used_count") or 1,
+        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
+    )
+
+
+def _ernie_moe(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX)
+    return _llama(m, c, "ernie4_5_moe") | dict(
+        moe_num_experts=count,
+        moe_k=used,
+        moe_intermediate_size=m.expert_size(),
+        moe_num_shared_experts=m.get("expert_shared_count", 0),
+        moe_layer_start_index=m.get("leading_dense_block_count", 0),
+        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+    )
+
+
+def _hunyuan_moe(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX)
+    return _llama(m, c, "hunyuan_v1_moe") | dict(
+        num_experts=count, moe_topk=used, intermediate_size=m.expert_size()
+    )
+
+
+def _minimax_m2(m: _Metadata, c: Json) -> Json:
+    count, used = m.experts(SIGMOID)
+    return _partial(m, c, "minimax_m2") | dict(
+        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the models of a general.architecture are read.
+
+    Attributes:
+        read: returns the keys of config.json beyond those that all have.
+        rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
+        features: keys of `UNSUPPORTED` that `read` takes into account.
+    """
+
+    read: Callable[[_Metadata, Json], Json]
+    rotates_pairs: bool = False
+    features: tuple[str, ...] = ()
+
+
+_EXPERTS = ("expert_count",)
+_MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
+_GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(_mixtral, True, _EXPERTS),
+    "mistral3": Architecture(_mistral3, True, ("attention.temperature_scale",)),
+    "qwen2": Architecture(partial(_llama, family="qwen2")),
+    "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
+    "qwen3": Architecture(partial(_llama, family="qwen3")),
+    "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
+    "smollm3": Architecture(_smollm3, True),
+    "phi2": Architecture(partial(_layer_norm, family="phi")),
+    "phi3": Architecture(_phi3),
+    "gemma2": Architecture(_gemma2),
+    "gemma3": Architecture(_gemma3),
+    "gpt2": Architecture(_gpt2),
+    "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
+    "olmo2": Architecture(_olmo2),
+    "olmoe": Architecture(_olmoe, features=_EXPERTS),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitehybrid": _GRANITE,
+    "glm4": Architecture(partial(_partial, family="glm4"), True),
+    "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
+    "ernie4_5": Architecture(partial(_llama, family="ernie4_5"), True),
+    "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
+    "hunyuan-dense": Architecture(partial(_llama, family="hunyuan_v1_dense")),
+    "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
+    "exaone4": Architecture(_exaone4),
+    "command-r": Architecture(partial(_cohere, family="cohere"), True, ("logit_scale",)),
+    "cohere2": Architecture(partial(_cohere, family="cohere2"), True, ("logit_scale",)),
+    "starcoder2": Architecture(_starcoder2),
+    "stablelm": Architecture(_stablelm),
+    "nemotron": Architecture(partial(_layer_norm, family="nemotron", key="norm_eps")),
+    "arcee": Architecture(partial(_llama, family="arcee"), True),
+    "seed_oss": Architecture(partial(_llama, family="seed_oss")),
+    "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
 }

@@ -14,7 +14,6 @@ from torch import Tensor
 from forerun.errors import LoadError
 from forerun.models.files import joined
 from forerun.models.gguf.blocks import Blocks, Piece, floats
-from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.parameters import Matrix
 from forerun.models.tensor_names import Names
@@ -56,7 +55,7 @@ class GgufLoader(WeightLoader):
         self.gguf = open_gguf(path)
         self.taken: set[str] = set()
         self.prefix = ""
-        self.rotates_pairs = self.gguf.architecture in PERMUTED
+        self.rotates_pairs = self.config.rotates_pairs
 
         def has(stem: str) -> bool:
             layers = range(self.config.layers)
@@ -65,6 +64,8 @@ class GgufLoader(WeightLoader):
         self.names = NAMES | {
             "qkv": "attn_qkv" if has("attn_qkv") else ["attn_q", "attn_k", "attn_v"],
             "up": ["ffn_gate", "ffn_up"] if has("ffn_gate") else "ffn_up",
+            # gpt-oss, GLM-4.5 and Seed-OSS call it after what comes before it
+            "mlp_norm": "ffn_norm" if has("ffn_norm") else "post_attention_norm",
             "expert_up": "ffn_gate_up_exps"
             if has("ffn_gate_up_exps")
             else ["ffn_gate_exps", "ffn_up_exps"],
@@ -90,7 +91,8 @@ class GgufLoader(WeightLoader):
     def matrix(
         self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
     ) -> Callable[[], Matrix]:
-        if "ffn_gate_inp_shexp" in stem:  # stored as a vector
+        entry = self.gguf.tensors.get(f"{stem}.weight")
+        if entry is not None and len(entry.shape) == 1 and shape[0] == 1:  # one row is a vector
             values = self.floats(f"{stem}.weight", shape[1:])
             return lambda: values[None]
         blocks = Blocks((Piece(self.claim(f"{stem}.weight", shape)),))
@@ -121,8 +123,9 @@ class GgufLoader(WeightLoader):
         experts = self.config.experts
         assert experts is not None
         stems = self.stems(part, layer, [rows] * halves)
-        found = [self.floats(f"{stem}.bias", (experts.count, rows)) for stem, _ in stems]
-        return torch.cat([each.flatten() for each in found])
+        found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
+        parts = [part for each in found for part in each.split(rows, dim=1)]
+        return torch.cat([part.flatten() for part in parts])
 
     def head_stem(self) -> str:
         return str(self.names["head"])
