@@ -21,7 +21,7 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from forerun.models.gguf.blocks import Blocks, Piece
+from forerun.models.gguf.blocks import FORMS, Blocks, Piece
 from forerun.models.gguf.container import Entry
 from tests import families, tiny
 
@@ -33,6 +33,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 SUPER = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # blocks of 256
 TYPES = (*SIMPLE, *SUPER)
+NATIVE_TYPES = tuple(FORMS)
 # where half-precision numbers stand in a block: the scale, then the minimum with what it is of the
 # scale on average
 HALVES: dict[str, tuple[int, ...]] = {
@@ -74,6 +75,8 @@ ARCHITECTURES = {
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
+# families.py has them, and llama.cpp another name for each part
+FURTHER_NAMES = [name for name in families.MODELS if not name.startswith("gemma4")]
 NAMES = [
     *tiny.FAMILIES,
     "llama-linear",
@@ -134,6 +137,11 @@ def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
     """Random rows among which all bits are set, none is, and scales are the largest and the
     smallest there are."""
     made = random_rows(kind, rows, inputs, 0.1, seed=5)
+    if kind == "MXFP4":  # its largest byte is no number
+        blocks = made.reshape(-1, 17)
+        blocks[1:2, 1:], blocks[2:3, 1:] = 0xFF, 0
+        for number, exponent in enumerate((0, 1, 2, 127, 180), 3):
+            blocks[number : number + 1, 0] = exponent
     if kind in HALVES:
         blocks = made.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
         blocks[1:2], blocks[2:3] = 0xFF, 0

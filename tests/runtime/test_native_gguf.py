@@ -27,6 +27,9 @@ MODELS += [
     ("gemma3", "gemma"),
     ("gpt2", KINDS),
     ("phi3", KINDS),
+    ("gpt_oss", "experts"),
+    ("glm4_moe", "mxfp4_moe"),
+    ("qwen2_moe", "k_experts"),
 ]
 
 
@@ -121,6 +124,7 @@ def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: 
                 gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False
             )
             x = activations(9, inputs)
+            assert torch.equal(packed[torch.arange(outputs)], weight)
             single = torch.cat([product(packed, row[None]) for row in x])
             assert close(single, weight, x)
             for count in range(2, 10):

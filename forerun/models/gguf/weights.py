@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
+from forerun.models.gguf.architectures import rotates_pairs
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.parameters import Matrix
@@ -55,7 +56,7 @@ class GgufLoader(WeightLoader):
         self.gguf = open_gguf(path)
         self.taken: set[str] = set()
         self.prefix = ""
-        self.rotates_pairs = self.config.rotates_pairs
+        self.rotates_pairs = rotates_pairs(self.gguf)
 
         def has(stem: str) -> bool:
             layers = range(self.config.layers)
@@ -124,8 +125,8 @@ class GgufLoader(WeightLoader):
         assert experts is not None
         stems = self.stems(part, layer, [rows] * halves)
         found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
-        parts = [part for each in found for part in each.split(rows, dim=1)]
-        return torch.cat([part.flatten() for part in parts])
+        parts = [half for each in found for half in torch.split(each, rows, dim=1)]
+        return torch.cat([half.flatten() for half in parts])
 
     def head_stem(self) -> str:
         return str(self.names["head"])
