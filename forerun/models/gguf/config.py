@@ -45,6 +45,8 @@ UNSUPPORTED = {
     "shortconv.l_cache": "short convolutions",
     "router_logit_softcapping": "capped router logits",
 }
+# names of the flag of biases in config.json, where it is not attention_bias
+BIAS_FLAGS = {"starcoder2": "use_bias", "ernie4_5": "use_bias", "stablelm": "use_qkv_bias"}
 TOKENS = f"{PREFIX}tokens"
 # tokens that only fill up the rows of an embedding, and differ between sizes of one family
 PADDING = re.compile(r"\[PAD[0-9]+\]")
@@ -184,8 +186,11 @@ def hugging_face_config(config: ModelConfig) -> Json:
     raw["pad_token_id"] = None
     raw["tie_word_embeddings"] = config.tied
     if config.family != "gpt2":
-        raw["attention_bias"] = config.qkv_bias or config.out_bias
+        name = BIAS_FLAGS.get(config.family, "attention_bias")
+        raw[name] = config.qkv_bias or config.out_bias
         raw["mlp_bias"] = config.mlp_bias
+    if config.family == "seed_oss":
+        raw["attention_out_bias"] = config.out_bias
     rope = raw.get("rope_parameters") or {}
     if rope.get("rope_type") == "divided":  # the same as longrope with both of its lists equal
         raw["rope_parameters"] = {name: rope[name] for name in rope if name != "divisors"} | {
