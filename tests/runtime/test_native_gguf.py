@@ -177,7 +177,7 @@ def test_a_gate_of_another_type_lets_the_same_through(
     before: dict[str, object] = dict(activation=number)
     after: dict[str, object] = dict(combine=native.TIMES)
     if activation == "clamped_swiglu":  # it bounds both
-        before, after = {}, dict(combine=native.GATE, activation=number)
+        before, after = {}, dict(combine=native.GATED, activation=number)
     assert torch.equal(run([(first, before), (second, after)], x, inner), expected)
 
 
