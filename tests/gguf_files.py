@@ -75,8 +75,9 @@ ARCHITECTURES = {
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-# families.py has them, and llama.cpp another name for each part
-FURTHER_NAMES = [name for name in families.MODELS if not name.startswith("gemma4")]
+# families of families.py whose files are read; not those with layers of several kinds
+NOT_READ = ("gemma4", "granite4-hybrid", "lfm2", "qwen3_5", "qwen3_next")
+FURTHER_NAMES = [name for name in families.MODELS if not name.startswith(NOT_READ)]
 NAMES = [
     *tiny.FAMILIES,
     "llama-linear",

@@ -155,7 +155,7 @@ def test_a_directory_in_numbers(home: Path) -> None:
     nested = dict(model_type="mistral3", text_config=LLAMA)
     row = one(safetensors(home / "multimodal", **nested))
     assert row.runs and (row.family, row.context) == ("llama", 512)
-    mixture = dict(num_local_experts=8, num_experts_per_tok=2, **{"model_type": "mixtral"})
+    mixture = dict(num_local_experts=8, num_experts_per_tok=2, model_type="mixtral")
     assert one(safetensors(home / "mixtral", **mixture)).runs
     assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
     assert (

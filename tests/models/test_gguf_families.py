@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf.architectures import ARCHITECTURES
 from forerun.models.gguf.config import skim, unsupported_reason
+from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
 from forerun.models.weights import LinearWeights
 from forerun.runtime.native import NativeDecoder
@@ -112,6 +114,14 @@ def test_every_architecture_is_written_by_a_test() -> None:
     made = {skim(written(name, "F16").path).architecture for name in gguf_files.FURTHER_NAMES}
     older = {gguf_files.ARCHITECTURES.get(name, name) for name in tiny.FAMILIES}
     assert made | older | {"granitehybrid"} == set(ARCHITECTURES)
+
+
+def test_the_page_about_models_lists_all_of_them() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:1] == "|"]
+    cells = [[set(re.findall("`([^`]+)`", cell)) for cell in row] for row in rows[2:]]
+    assert set().union(*(row[1] for row in cells)) == FAMILIES.keys()
+    assert set().union(*(row[2] for row in cells)) == ARCHITECTURES.keys()
 
 
 # ---------------------------------------------------------------- logits
