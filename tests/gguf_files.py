@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -57,6 +58,7 @@ MIXES: dict[str, dict[str, str]] = {
 ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "mixtral": "llama",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
@@ -76,7 +78,7 @@ ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
 # families of families.py whose files are read; not those with layers of several kinds
-NOT_READ = ("gemma4", "granite4-hybrid", "lfm2", "qwen3_5", "qwen3_next")
+NOT_READ = ("granite4-hybrid", "lfm2", "qwen3_5", "qwen3_next")
 FURTHER_NAMES = [name for name in families.MODELS if not name.startswith(NOT_READ)]
 NAMES = [
     *tiny.FAMILIES,
@@ -241,6 +243,10 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed["mlp_only_layers"] = []
     if name == "glm4_moe":
         changed["routed_scaling_factor"] = 1.5
+    if name == "gemma4-moe":
+        changed["moe_intermediate_size"] = expert
+    if name == "gemma4-small":
+        changed["hidden_size_per_layer_input"] = 32
     if name == "ernie4_5_moe":
         changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
     return changed
@@ -256,7 +262,8 @@ def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none")
         model.set_experts_implementation("eager")  # others cannot multiply in float64
     for part in model.modules():
         if hasattr(part, "embed_scale"):  # which transformers rounds to float32
-            part.embed_scale = torch.tensor(model.config.hidden_size**0.5, dtype=torch.float64)
+            square = round(float(part.embed_scale) ** 2)
+            part.embed_scale = torch.tensor(square**0.5, dtype=torch.float64)
     return Written(path, model)
 
 
@@ -313,6 +320,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def metadata(c: Any) -> dict[str, Any]:
     """The keys of a model without the architecture's name, as its converter writes them."""
+    c = _flat(c)
     if c.model_type == "gpt2":
         return {
             "block_count": c.n_layer, "context_length": c.n_positions, "embedding_length": c.n_embd,
@@ -322,6 +330,9 @@ def metadata(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     rope = rope.get("full_attention", rope)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if c.model_type == "gemma4_text":
+        head_dim = c.global_head_dim
+        rope = rope | {"partial_rotary_factor": 1.0}  # a tensor says which channels turn
     found = {
         "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
         "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
@@ -339,7 +350,47 @@ def metadata(c: Any) -> dict[str, Any]:
     is_granite = c.model_type.startswith("granite")
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    return found | _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c)
+    return found | _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+
+
+def _flat(c: Any) -> Any:
+    """A configuration whose fields can be read although some differ between layers, as in
+    config.json before transformers reads it."""
+    if c.model_type != "gemma4_text":
+        return c
+    fields = c.to_dict()
+    own = next(iter(fields["per_layer_config"].values()))
+    fields["global_head_dim"] = own["head_dim"]
+    fields["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    return SimpleNamespace(**fields)
+
+
+def _gemma4(c: Any) -> dict[str, Any]:
+    if c.model_type != "gemma4_text":
+        return {}
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    found: dict[str, Any] = {
+        "attention.shared_kv_layers": c.num_kv_shared_layers, "attention.sliding_window": c.sliding_window,
+        "embedding_length_per_layer_input": c.hidden_size_per_layer_input or 0,
+        "attention.sliding_window_pattern": sliding, "attention.key_length_swa": c.head_dim,
+        "attention.value_length_swa": c.head_dim, "rope.dimension_count_swa": c.head_dim,
+        "rope.freq_base_swa": float(c.rope_parameters["sliding_attention"]["rope_theta"]),
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }  # fmt: skip
+    if c.num_global_key_value_heads is not None:
+        kv_heads = (c.num_global_key_value_heads, c.num_key_value_heads)
+        found["attention.head_count_kv"] = [kv_heads[is_local] for is_local in sliding]
+    if c.use_double_wide_mlp:
+        first = c.num_hidden_layers - c.num_kv_shared_layers
+        found["feed_forward_length"] = [
+            c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)
+        ]
+    if c.enable_moe_block:
+        found |= {
+            "expert_count": c.num_experts, "expert_used_count": c.top_k_experts,
+            "expert_feed_forward_length": c.moe_intermediate_size,
+        }  # fmt: skip
+    return found
 
 
 FURTHER = {kind for kind, _ in families.MODELS.values()}
@@ -468,7 +519,7 @@ def tensors(
         assert name is not None, key
         order = _order(model.config, architecture, key, len(stored))
         if stored.ndim == 1 or name == "position_embd.weight" or ".bias" in name:
-            plus = architecture.startswith("gemma") or architecture == "nemotron"
+            plus = architecture in ("gemma2", "gemma3", "nemotron")
             one = 1.0 if plus and key.endswith("norm.weight") else 0.0
             single = (stored[order] + one).float()
             stored[order] = single.double() - one
@@ -510,7 +561,7 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
             elif is_gpt_oss:
                 yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
                 yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
-            elif merged:
+            elif merged or config.model_type == "gemma4_text":
                 yield f"{layer}.ffn_gate_up_exps.{suffix}", value
             else:
                 yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]
@@ -523,13 +574,17 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
             else:
                 yield f"{layer}.ffn_gate{shared}.weight", value[:rows]
                 yield f"{layer}.ffn_up{shared}.weight", value[rows:]
+        elif key.endswith("router.scale"):
+            yield f"{layer}.ffn_gate_inp.scale", value
+        elif key.endswith("per_expert_scale"):
+            yield f"{layer}.ffn_down_exps.scale", value
         elif "e_score_correction_bias" in key:
             yield f"{layer}.exp_probs_b.bias", value.flatten()
         elif "shared_expert_gate" in key:
             yield key, value[0]
         else:
             key = key.replace("moe.router", "moe.router.layer")
-            key = f"{key}.weight" if key.endswith(".sinks") else key
+            key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
             yield key, value.T if turned else value
 
 
@@ -553,6 +608,11 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
     """Frequencies: the divisors of Llama 3 (LlamaModel.generate_extra_tensors), the factors of
     longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "gemma4_text":
+        pairs = _flat(config).global_head_dim // 2
+        turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        divisors = [1.0] * turning + [1e30] * (pairs - turning)
+        yield "rope_freqs.weight", np.array(divisors, np.float32), "F32"
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32), "F32"

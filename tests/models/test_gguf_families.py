@@ -318,6 +318,14 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("cohere", "residual_scale", 0.5, "scaled residuals"),
         ("ministral3", "rope.scaling.original_context_length", "1", "rope"),
         ("qwen2_moe", "feed_forward_length", [64, 64], "feed_forward_length"),
+        ("gemma4", "attention.head_count_kv", [2, 1, 2], "of 3 layers"),
+        ("gemma4", "attention.head_count_kv", [2, 1, 1, 1], "of no two kinds"),
+        ("gemma4", "attention.head_count_kv", [2, 0, 2, 0], "blk.1.attn_k.weight"),
+        ("gemma4", "attention.key_length_swa", ..., "gemma4.attention.key_length_swa"),
+        ("gemma4-small", "attention.head_count_kv", [2, 1, 2, 1], "differs between layers"),
+        ("gemma4-small", "feed_forward_length", [64, 64, 64, 128], "differs between layers"),
+        ("gemma4-small", "attention.shared_kv_layers", 4, "feed_forward_length"),
+        ("gemma4-small", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
     ],
 )
 def test_broken_fields_are_refused_in_one_line(

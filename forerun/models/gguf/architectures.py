@@ -84,25 +84,43 @@ class Metadata:
         embedding = self.gguf.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise LookupError("the tensor token_embd.weight")
+        architecture = ARCHITECTURES[self.gguf.architecture]
+        if architecture.by_layer:
+            kv_heads = self.by_layer("attention.head_count_kv", layers, heads)[0]
+            inner = self.by_layer("feed_forward_length", layers)[0]
+        else:
+            kv_heads = self.integer("attention.head_count_kv", "attention.head_count")
+            inner = self.inner_size(layers)
         common = dict(
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=self.integer("attention.head_count_kv", "attention.head_count"),
+            num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=self.inner_size(layers),
+            intermediate_size=inner,
             max_position_embeddings=context,
             bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
         )
-        return common | ARCHITECTURES[self.gguf.architecture].read(self, common)
+        return common | architecture.read(self, common)
 
     def has(self, name: str) -> bool:
         return name in self.gguf.tensors
 
     def has_experts(self, layer: int) -> bool:
         return self.has(f"blk.{layer}.ffn_gate_inp.weight")
+
+    def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """Read an integer for each layer, from one number or an array."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return [default] * layers
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key)] * layers
+        if len(value) < layers or value.dtype.kind not in "iu":
+            raise ValueError(f"{self.prefix}{key}, of {len(value)} layers")
+        return [int(v) for v in value[:layers]]
 
     def inner_size(self, layers: int) -> int:
         """Return the inner size of the dense MLPs, else that of the experts; in an array the
@@ -197,6 +215,16 @@ class Metadata:
             return rope | {"rope_type": "linear", "factor": factor}
         return rope
 
+    def proportional_rope(self) -> Json:
+        """Return the rope of Gemma 4's global layers; divisors of 1e30 are of channels that do not
+        turn."""
+        rope = {"rope_type": "proportional", "rope_theta": self.number("rope.freq_base", 1e6)}
+        divisors = self.vector("rope_freqs.weight") if self.has("rope_freqs.weight") else [1.0]
+        turning = sum(divisor == 1.0 for divisor in divisors)
+        if any(divisor not in (1.0, float(np.float32(1e30))) for divisor in divisors):
+            raise ValueError("the tensor rope_freqs.weight")
+        return rope | {"partial_rotary_factor": turning / len(divisors)}
+
     def yarn_attention(self, factor: float) -> float:
         """Return the factor on attention that comes with YaRN."""
         given = self.get("rope.scaling.yarn_attn_factor")
@@ -288,6 +316,57 @@ def _gemma3(m: Metadata, c: Json) -> Json:
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
+    )
+
+
+def _gemma4(m: Metadata, c: Json) -> Json:
+    """Gemma 4: the key of the head size means global layers, whose values may be their keys."""
+    layers = c["num_hidden_layers"]
+    types = m.layer_types(layers, 6)
+    is_global = [t == "full_attention" for t in types]
+    kv_heads = m.by_layer("attention.head_count_kv", layers, c["num_attention_heads"])
+    local = [heads for heads, g in zip(kv_heads, is_global, strict=False) if not g]
+    wide = [heads for heads, g in zip(kv_heads, is_global, strict=False) if g]
+    if len(set(local)) > 1 or len(set(wide)) > 1 or not local or not wide:
+        raise ValueError(f"{m.prefix}attention.head_count_kv, whose heads are of no two kinds")
+    shared = m.get("attention.shared_kv_layers", 0)
+    sizes = m.by_layer("feed_forward_length", layers)
+    is_wide = any(size != sizes[0] for size in sizes)
+    if is_wide and sizes != [sizes[0] * (1 + (i >= layers - shared)) for i in range(layers)]:
+        raise ValueError(f"{m.prefix}feed_forward_length, which differs between layers")
+    own = [i for i in range(layers) if is_global[i] and m.has(f"blk.{i}.attn_k.weight")]
+    fields = dict(
+        model_type="gemma4_text",
+        rms_norm_eps=_rms_eps(m),
+        layer_types=types,
+        sliding_window=m.get("attention.sliding_window", 512),
+        head_dim=m.integer("attention.key_length_swa"),
+        global_head_dim=m.integer("attention.key_length"),
+        num_key_value_heads=local[0],
+        num_global_key_value_heads=wide[0],
+        attention_k_eq_v=any(not m.has(f"blk.{i}.attn_v.weight") for i in own),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=is_wide,
+        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 0),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
+        rope_parameters={
+            "full_attention": m.proportional_rope(),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": m.number("rope.freq_base_swa", 1e4),
+            },
+        },
+    )
+    if not fields["attention_k_eq_v"] and wide[0] != local[0]:
+        raise ValueError(f"{m.prefix}attention.head_count_kv, which differs between layers")
+    if not m.get("expert_count"):
+        return fields
+    count, used = m.experts(SOFTMAX)
+    return fields | dict(
+        enable_moe_block=True,
+        num_experts=count,
+        top_k_experts=used,
+        moe_intermediate_size=m.expert_size(),
     )
 
 
@@ -494,11 +573,13 @@ class Architecture:
         read: returns the keys of config.json beyond those that all have.
         rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
         features: keys of `config.UNSUPPORTED` that `read` takes into account.
+        by_layer: `read` takes into account that heads and MLPs differ between layers.
     """
 
     read: Callable[[Metadata, Json], Json]
     rotates_pairs: bool = False
     features: tuple[str, ...] = ()
+    by_layer: bool = False
 
 
 _EXPERTS = ("expert_count",)
@@ -517,6 +598,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture(_phi3),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
     "gpt2": Architecture(_gpt2),
     "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
     "olmo2": Architecture(_olmo2),

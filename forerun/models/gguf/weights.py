@@ -38,9 +38,19 @@ NAMES: Names = {
     "router": "ffn_gate_inp",
     "choice_bias": "exp_probs_b.bias",
     "expert_down": "ffn_down_exps",
-    "shared_up": ["ffn_gate_shexp", "ffn_up_shexp"],
-    "shared_down": "ffn_down_shexp",
     "shared_gate": "ffn_gate_inp_shexp",
+    "router_scale": "ffn_gate_inp.scale",
+    "expert_scale": "ffn_down_exps.scale",
+    "expert_norm": "pre_ffw_norm_2",
+    "expert_out_norm": "post_ffw_norm_2",
+    "shared_out_norm": "post_ffw_norm_1",
+    "layer_scale": "layer_output_scale.weight",
+    "layer_gate": "inp_gate",
+    "layer_projection": "proj",
+    "layer_input_norm": "post_norm",
+    "layer_embed": "per_layer_token_embd",
+    "layer_projections": "per_layer_model_proj",
+    "layer_inputs_norm": "per_layer_proj_norm",
 }
 # rope factors are read with the configuration; image, audio and drafting modules are not used
 IGNORED = re.compile(
@@ -62,7 +72,10 @@ class GgufLoader(WeightLoader):
             layers = range(self.config.layers)
             return any(f"blk.{i}.{stem}.weight" in self.gguf.tensors for i in layers)
 
+        shared = "_shexp" if has("ffn_gate_shexp") else ""  # Gemma 4 has no suffix
         self.names = NAMES | {
+            "shared_up": [f"ffn_gate{shared}", f"ffn_up{shared}"],
+            "shared_down": f"ffn_down{shared}",
             "qkv": "attn_qkv" if has("attn_qkv") else ["attn_q", "attn_k", "attn_v"],
             "up": ["ffn_gate", "ffn_up"] if has("ffn_gate") else "ffn_up",
             # gpt-oss, GLM-4.5 and Seed-OSS call it after what comes before it
@@ -143,6 +156,10 @@ class GgufLoader(WeightLoader):
         for name in sorted(self.gguf.tensors.keys() - self.taken):
             block = re.match(r"blk\.(\d+)\.", name)
             is_extra = block is not None and int(block[1]) in extra
+            # layers that read the keys and values of others may have their own all the same
+            if block is not None and int(block[1]) < self.config.layers:
+                is_own = self.config.kv_layer(int(block[1])) == int(block[1])
+                is_extra = not is_own and bool(re.search(r"\.attn_(k|v|k_norm)\.weight", name))
             if not IGNORED.fullmatch(name) and not is_extra:
                 left.append(name)
         if left:
