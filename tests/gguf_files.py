@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -21,9 +22,9 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from forerun.models.gguf.blocks import Blocks, Piece
+from forerun.models.gguf.blocks import FORMS, Blocks, Piece
 from forerun.models.gguf.container import Entry
-from tests import tiny
+from tests import families, tiny
 
 Kinds = (
     str | tuple[str, ...]
@@ -33,6 +34,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
 SUPER = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "TQ1_0", "TQ2_0")  # blocks of 256
 TYPES = (*SIMPLE, *SUPER)
+NATIVE_TYPES = tuple(FORMS)
 # where half-precision numbers stand in a block: the scale, then the minimum with what it is of the
 # scale on average
 HALVES: dict[str, tuple[int, ...]] = {
@@ -49,12 +51,35 @@ MIXES: dict[str, dict[str, str]] = {
     "q5_k": {"token_embd": "Q5_K", "ffn_gate": "Q6_K", "": "Q5_K"},
     "q4_1": {"token_embd": "Q8_0", "": "Q4_1"},
     "gemma": {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "ffn_up": "Q5_1", "": "Q5_0"},
+    "mxfp4_moe": {"_exps": "MXFP4", "": "Q8_0"},
+    "experts": {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q5_1", "shexp": "Q4_1", "": "Q8_0"},
+    "k_experts": {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q6_K", "ffn_down_exps": "Q5_K", "": "Q4_K"},
 }  # fmt: skip
 ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "mixtral": "llama",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "cohere": "command-r",
+    "phi": "phi2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }  # where they are not called as transformers calls them
-ROTATED = ("llama", "smollm3")  # queries and keys are permuted
+# queries and keys are permuted
+ROTATED = (
+    "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
+)  # fmt: skip
+# families of families.py whose files are read; not those with layers of several kinds
+NOT_READ = ("granite4-hybrid", "lfm2", "qwen3_5", "qwen3_next")
+FURTHER_NAMES = [name for name in families.MODELS if not name.startswith(NOT_READ)]
 NAMES = [
     *tiny.FAMILIES,
     "llama-linear",
@@ -115,6 +140,11 @@ def extreme_rows(kind: str, rows: int, inputs: int) -> Rows:
     """Random rows among which all bits are set, none is, and scales are the largest and the
     smallest there are."""
     made = random_rows(kind, rows, inputs, 0.1, seed=5)
+    if kind == "MXFP4":  # its largest byte is no number
+        blocks = made.reshape(-1, 17)
+        blocks[1:2, 1:], blocks[2:3, 1:] = 0xFF, 0
+        for number, exponent in enumerate((0, 1, 2, 127, 180), 3):
+            blocks[number : number + 1, 0] = exponent
     if kind in HALVES:
         blocks = made.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
         blocks[1:2], blocks[2:3] = 0xFF, 0
@@ -168,6 +198,8 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
     hidden = 256 if wide else 96
     if name == "gpt2":
         return dict(n_embd=hidden)
+    if name in families.MODELS:
+        return _family_sizes(name, wide)
     changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=256 if wide else 160)
     if name.startswith("gemma") or name == "qwen3":
         changed["head_dim"] = 64 if wide else 8
@@ -191,15 +223,47 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
     return changed
 
 
+def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
+    hidden, inner = (256, 256) if wide else (32, 64)
+    changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner)
+    expert = 256 if wide else 32
+    if name in ("ernie4_5_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
+        changed["moe_intermediate_size"] = expert
+    if wide and "head_dim" in families.MODELS[name][1]:
+        changed["head_dim"] = 64
+    if name == "phi":
+        changed["intermediate_size"] = 4 * hidden  # which its converter assumes
+    if name == "starcoder2":
+        changed["sliding_window"] = 4096  # likewise
+    if name.startswith("granite4"):
+        changed["shared_intermediate_size"] = expert
+    if name == "qwen2_moe":
+        changed |= dict(shared_expert_intermediate_size=2 * expert, decoder_sparse_step=1)
+    if name == "qwen3_moe":
+        changed["mlp_only_layers"] = []
+    if name == "glm4_moe":
+        changed["routed_scaling_factor"] = 1.5
+    if name == "gemma4-moe":
+        changed["moe_intermediate_size"] = expert
+    if name == "gemma4-small":
+        changed["hidden_size_per_layer_input"] = 32
+    if name == "ernie4_5_moe":
+        changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
+    return changed
+
+
 @functools.cache
 def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none") -> Written:
     """The file of a family or variant with matrices of `kinds`; made once a test run."""
     model = tiny.hf_model(name, **sizes(name, kinds))
     path = new_path(name)
     write(path, model, kinds, gain, tokenizer=tokenizer)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # others cannot multiply in float64
     for part in model.modules():
         if hasattr(part, "embed_scale"):  # which transformers rounds to float32
-            part.embed_scale = torch.tensor(model.config.hidden_size**0.5, dtype=torch.float64)
+            square = round(float(part.embed_scale) ** 2)
+            part.embed_scale = torch.tensor(square**0.5, dtype=torch.float64)
     return Written(path, model)
 
 
@@ -210,20 +274,30 @@ def write(
     gain: float = 1.0,
     tokenizer: str = "none",
     changes: Mapping[str, Any] = {},
+    architecture: str | None = None,
+    merged: bool = False,
 ) -> None:
     """Write a model's file with random matrices, which are put into the model, in float64.
-    `changes` are made to the metadata; `...` leaves a key out."""
+    `changes` are made to the metadata; `...` leaves a key out. `merged` puts gates and ups of
+    experts into one tensor."""
     config = model.double().config
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = architecture or architecture_of(config)
     writer = gguf.GGUFWriter(path, architecture)
     said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(
         tokenizer
     )
     for key, value in (said | dict(changes)).items():
         set_key(writer, key, value)
-    for name, tensor, kind in tensors(model, architecture, kinds, gain):
+    for name, tensor, kind in tensors(model, architecture, kinds, gain, merged):
         writer.add_tensor(name, tensor, raw_dtype=gguf.GGMLQuantizationType[kind])
     finish(writer)
+
+
+def architecture_of(c: Any) -> str:
+    """What the converter calls the architecture of a model."""
+    if c.model_type == "granitemoehybrid":  # without recurrent layers
+        return "granitemoe" if c.num_local_experts else "granite"
+    return ARCHITECTURES.get(c.model_type, c.model_type)
 
 
 def set_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -246,6 +320,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def metadata(c: Any) -> dict[str, Any]:
     """The keys of a model without the architecture's name, as its converter writes them."""
+    c = _flat(c)
     if c.model_type == "gpt2":
         return {
             "block_count": c.n_layer, "context_length": c.n_positions, "embedding_length": c.n_embd,
@@ -255,16 +330,137 @@ def metadata(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     rope = rope.get("full_attention", rope)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if c.model_type == "gemma4_text":
+        head_dim = c.global_head_dim
+        rope = rope | {"partial_rotary_factor": 1.0}  # a tensor says which channels turn
     found = {
         "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
         "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
         "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": float(rope["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }  # fmt: skip
-    if c.model_type in ("qwen3", "gemma2", "gemma3_text"):
+    for key in ("rms_norm_eps", "norm_eps"):
+        if hasattr(c, key):
+            found["attention.layer_norm_rms_epsilon"] = getattr(c, key)
+    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if hasattr(c, key):
+            found["attention.layer_norm_epsilon"] = getattr(c, key)
+    own_heads = ("qwen3", "gemma2", "gemma3_text")
+    is_granite = c.model_type.startswith("granite")
+    if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    return found | _scaling(rope) | _windows(c)
+    return found | _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+
+
+def _flat(c: Any) -> Any:
+    """A configuration whose fields can be read although some differ between layers, as in
+    config.json before transformers reads it."""
+    if c.model_type != "gemma4_text":
+        return c
+    fields = c.to_dict()
+    own = next(iter(fields["per_layer_config"].values()))
+    fields["global_head_dim"] = own["head_dim"]
+    fields["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    return SimpleNamespace(**fields)
+
+
+def _gemma4(c: Any) -> dict[str, Any]:
+    if c.model_type != "gemma4_text":
+        return {}
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    found: dict[str, Any] = {
+        "attention.shared_kv_layers": c.num_kv_shared_layers, "attention.sliding_window": c.sliding_window,
+        "embedding_length_per_layer_input": c.hidden_size_per_layer_input or 0,
+        "attention.sliding_window_pattern": sliding, "attention.key_length_swa": c.head_dim,
+        "attention.value_length_swa": c.head_dim, "rope.dimension_count_swa": c.head_dim,
+        "rope.freq_base_swa": float(c.rope_parameters["sliding_attention"]["rope_theta"]),
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }  # fmt: skip
+    if c.num_global_key_value_heads is not None:
+        kv_heads = (c.num_global_key_value_heads, c.num_key_value_heads)
+        found["attention.head_count_kv"] = [kv_heads[is_local] for is_local in sliding]
+    if c.use_double_wide_mlp:
+        first = c.num_hidden_layers - c.num_kv_shared_layers
+        found["feed_forward_length"] = [
+            c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)
+        ]
+    if c.enable_moe_block:
+        found |= {
+            "expert_count": c.num_experts, "expert_used_count": c.top_k_experts,
+            "expert_feed_forward_length": c.moe_intermediate_size,
+        }  # fmt: skip
+    return found
+
+
+FURTHER = {kind for kind, _ in families.MODELS.values()}
+
+
+def _multipliers(c: Any) -> dict[str, Any]:
+    """Constant factors, and what a Granite has although none of its layers is recurrent."""
+    if c.model_type in ("cohere", "cohere2"):
+        return {"logit_scale": c.logit_scale, "rope.scaling.type": "none"}
+    if not c.model_type.startswith("granite"):
+        return {}
+    found = {
+        "attention.scale": c.attention_multiplier, "embedding_scale": c.embedding_multiplier,
+        "residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling,
+    }  # fmt: skip
+    if c.model_type == "granitemoehybrid":
+        found |= {"ssm.state_size": 8, "ssm.conv_kernel": 4, "rope.scaling.finetuned": True}
+        found["attention.head_count_kv"] = [c.num_key_value_heads] * c.num_hidden_layers
+        if not c.num_local_experts:
+            found |= {"feed_forward_length": c.shared_intermediate_size}
+    return found
+
+
+def _experts(c: Any) -> dict[str, Any]:
+    """The keys of a mixture of experts."""
+    if c.model_type in ("mixtral", "granitemoe", "granitemoehybrid", "gpt_oss", "minimax_m2"):
+        found = {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
+    elif c.model_type in ("olmoe", "qwen2_moe", "qwen3_moe"):
+        found = {"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok}
+    if c.model_type == "granitemoehybrid":
+        if not c.num_local_experts:
+            return {"expert_count": 0, "expert_used_count": 0}
+        return found | {"expert_shared_feed_forward_length": c.shared_intermediate_size}
+    if c.model_type in ("mixtral", "granitemoe", "olmoe"):
+        return found
+    if c.model_type == "gpt_oss":
+        return found | {"expert_feed_forward_length": c.intermediate_size}
+    if c.model_type == "minimax_m2":
+        return found | {
+            "expert_feed_forward_length": c.intermediate_size, "expert_gating_func": 2,
+        }  # fmt: skip
+    if c.model_type == "qwen3_moe":
+        return found | {"expert_feed_forward_length": c.moe_intermediate_size}
+    if c.model_type == "qwen2_moe":
+        return found | {
+            "expert_feed_forward_length": c.moe_intermediate_size,
+            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+        }  # fmt: skip
+    if c.model_type == "glm4_moe":
+        return {
+            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
+            "leading_dense_block_count": c.first_k_dense_replace, "expert_gating_func": 2,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
+            "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
+        }  # fmt: skip
+    if c.model_type == "ernie4_5_moe":
+        return {
+            "expert_count": c.moe_num_experts, "expert_used_count": c.moe_k,
+            "interleave_moe_layer_step": c.moe_layer_interval, "leading_dense_block_count": c.moe_layer_start_index,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.moe_num_shared_experts,
+            "expert_shared_feed_forward_length": c.intermediate_size // c.num_key_value_heads,
+        }  # fmt: skip
+    if c.model_type == "hunyuan_v1_moe":
+        return {
+            "expert_count": c.num_experts, "expert_used_count": c.moe_topk, "expert_shared_count": 1,
+            "expert_feed_forward_length": c.intermediate_size,
+            "expert_shared_feed_forward_length": c.intermediate_size,
+        }  # fmt: skip
+    return {}
 
 
 def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
@@ -277,6 +473,12 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
     found = {"rope.scaling.type": kind, "rope.scaling.factor": float(rope.get("factor", 1.0))}
     if kind == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        for key in ("beta_fast", "beta_slow"):
+            if key in rope:
+                found[f"rope.scaling.yarn_{key}"] = rope[key]
+    if "llama_4_scaling_beta" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return found if kind in ("linear", "yarn") else {}
 
 
@@ -288,6 +490,13 @@ def _windows(c: Any) -> dict[str, Any]:
             "attention.sliding_window": c.sliding_window, "attn_logit_softcapping": c.attn_logit_softcapping,
             "final_logit_softcapping": c.final_logit_softcapping,
         }  # fmt: skip
+    if c.model_type in ("gpt_oss", "cohere2"):
+        return {"attention.sliding_window": c.sliding_window}
+    if c.model_type in ("exaone4", "olmo3"):
+        return {
+            "attention.sliding_window": c.sliding_window,
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
+        }  # fmt: skip
     if c.model_type == "gemma3_text":
         local = float(c.rope_parameters["sliding_attention"]["rope_theta"])
         return {
@@ -298,42 +507,85 @@ def _windows(c: Any) -> dict[str, Any]:
 
 
 def tensors(
-    model: Any, architecture: str, kinds: Kinds, gain: float
+    model: Any, architecture: str, kinds: Kinds, gain: float, merged: bool = False
 ) -> Iterator[tuple[str, np.ndarray, str]]:
     """(name, data, type) of every tensor; matrices are made here and put into the model."""
     config, number = model.config, 0
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers
-    )
-    tied = config.tie_word_embeddings
-    for key, value in model.state_dict().items():
-        if tied and key == "lm_head.weight":
-            continue
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+    (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
+    for key, stored in published(model, merged):
+        is_named = key.startswith("blk.")
+        name = key if is_named else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
-        turned = architecture == "gpt2" and key.endswith(
-            ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        )
-        stored = value.T if turned else value
         order = _order(model.config, architecture, key, len(stored))
-        if value.ndim == 1 or name == "position_embd.weight":
-            plus = 1.0 if architecture.startswith("gemma") and key.endswith("norm.weight") else 0.0
-            single = (value[order] + plus).float()
-            value[order] = single.double() - plus
+        if stored.ndim == 1 or name == "position_embd.weight" or ".bias" in name:
+            plus = architecture in ("gemma2", "gemma3", "nemotron")
+            one = 1.0 if plus and key.endswith("norm.weight") else 0.0
+            single = (stored[order] + one).float()
+            stored[order] = single.double() - one
             yield name, single.numpy(), "F32"
             continue
         rms = (
             0.6
             * gain
-            * math.sqrt(32 / stored.shape[1])
+            * math.sqrt(32 / stored.shape[-1])
             * (1.2 if "embed" in key or "wte" in key else 1.0)
         )
-        kind = _kind(kinds, name, number)
-        rows = random_rows(kind, *stored.shape, rms, seed=number)
-        stored[order] = torch.from_numpy(values_of(kind, rows)).double()
+        kind = "F32" if "ffn_gate_inp" in name else _kind(kinds, name, number)
+        rows = random_rows(kind, math.prod(stored.shape[:-1]), stored.shape[-1], rms, seed=number)
+        values = torch.from_numpy(values_of(kind, rows)).double()
+        stored[order] = values.view(stored.shape)
         number += 1
-        yield name, rows, kind
+        yield name, rows if stored.ndim == 2 else rows.reshape(*stored.shape[:-1], -1), kind
     yield from _rope_tensors(config)
+
+
+def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors as [out, in], under the names that `gguf` translates or those that it
+    gives: views, for what is changed in them to change the model."""
+    config = model.config
+    for key, value in model.state_dict().items():
+        if config.tie_word_embeddings and key == "lm_head.weight":
+            continue
+        layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+        turned = config.model_type == "gpt2" and key.endswith(
+            ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        )
+        is_gpt_oss = config.model_type == "gpt_oss"
+        if ".experts." in key:
+            value = value.mT if is_gpt_oss and value.ndim == 3 else value
+            suffix = "bias" if key.endswith("_bias") else "weight"
+            rows = value.shape[1] // 2
+            if ".down_proj" in key:
+                yield f"{layer}.ffn_down_exps.{suffix}", value
+            elif is_gpt_oss:
+                yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
+                yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
+            elif merged or config.model_type == "gemma4_text":
+                yield f"{layer}.ffn_gate_up_exps.{suffix}", value
+            else:
+                yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]
+                yield f"{layer}.ffn_up_exps.{suffix}", value[:, rows:]
+        elif ".shared_mlp." in key and config.model_type == "granitemoehybrid":
+            shared = "_shexp" if config.num_local_experts else ""
+            rows = len(value) // 2
+            if "output_linear" in key:
+                yield f"{layer}.ffn_down{shared}.weight", value
+            else:
+                yield f"{layer}.ffn_gate{shared}.weight", value[:rows]
+                yield f"{layer}.ffn_up{shared}.weight", value[rows:]
+        elif key.endswith("router.scale"):
+            yield f"{layer}.ffn_gate_inp.scale", value
+        elif key.endswith("per_expert_scale"):
+            yield f"{layer}.ffn_down_exps.scale", value
+        elif "e_score_correction_bias" in key:
+            yield f"{layer}.exp_probs_b.bias", value.flatten()
+        elif "shared_expert_gate" in key:
+            yield key, value[0]
+        else:
+            key = key.replace("moe.router", "moe.router.layer")
+            key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
+            yield key, value.T if turned else value
 
 
 def _kind(kinds: Kinds, name: str, number: int) -> str:
@@ -356,6 +608,11 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
     """Frequencies: the divisors of Llama 3 (LlamaModel.generate_extra_tensors), the factors of
     longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "gemma4_text":
+        pairs = _flat(config).global_head_dim // 2
+        turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        divisors = [1.0] * turning + [1e30] * (pairs - turning)
+        yield "rope_freqs.weight", np.array(divisors, np.float32), "F32"
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32), "F32"

@@ -16,7 +16,7 @@ from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram
 from forerun.kernels import native
-from forerun.models.config import TRANSFORMERS, has_decoder, is_known_family, load_config
+from forerun.models.config import TRANSFORMERS, has_decoder, is_known_family, load_config, text_part
 from forerun.models.files import indexed_files, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim, token_digest, unsupported_reason
 from forerun.models.local import LocalModel
@@ -154,6 +154,7 @@ def _gguf_format(label: str, sizes: Counter[str]) -> str:
 
 def _survey_directory(path: Path, row: Survey) -> Survey:
     raw = read_object(path / "config.json")
+    raw = text_part(raw) if has_decoder(raw) else raw
     files = _safetensors(path)
     tensors = {name: tensor for file in files for name, tensor in read_header(file).items()}
     counts: Counter[str] = Counter()

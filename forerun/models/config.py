@@ -249,7 +249,7 @@ def load_config(path: Path) -> ModelConfig:
 
 def has_decoder(raw: Json) -> bool:
     """Return True if the family of a config.json has a decoder here, or its text part has."""
-    family = _text_part(raw).get("model_type")
+    family = text_part(raw).get("model_type")
     return isinstance(family, str) and family in FAMILIES
 
 
@@ -278,7 +278,7 @@ def make_config(
 
     Of a multimodal model the text part is read. Raises LoadError."""
     if isinstance(raw, dict):
-        raw = _text_part(raw)
+        raw = text_part(raw)
     family = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(family, str) or family not in FAMILIES:
         hint = suggest(family[:64] if isinstance(family, str) else "", FAMILIES)
@@ -303,7 +303,7 @@ def checked(config: ModelConfig, path: Path) -> ModelConfig:
     return replace(config, end_ids=_valid_end_ids(config, path))
 
 
-def _text_part(raw: Json) -> Json:
+def text_part(raw: Json) -> Json:
     """Return the configuration of the language model inside a multimodal one."""
     text, family = raw.get("text_config"), raw.get("model_type")
     if not isinstance(text, dict) or (isinstance(family, str) and family in FAMILIES):

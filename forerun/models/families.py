@@ -8,7 +8,7 @@ start from the family it resembles and override the fields that differ,
 
 and enter it under its `model_type`. A checkpoint with other tensor names needs an entry in
 `tensor_names.NAMES` and the `layout` that selects it; GGUF files need one in
-`gguf.config.ARCHITECTURES`. An operation the decoder does not have becomes a field of
+`gguf.architectures.ARCHITECTURES`. An operation the decoder does not have becomes a field of
 `config.ModelConfig`, a branch in `decoder.Decoder`, and one in `runtime.native.NativeDecoder`."""
 
 from __future__ import annotations

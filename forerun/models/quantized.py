@@ -1,7 +1,8 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors and fp8, read into integers with scales.
 
 Supported are GPTQ (4 and 8 bits, and Auto-Round in its layouts), AWQ (4 bits, gemm layout),
-compressed-tensors (packed or plain integers of 4 or 8 bits, 8-bit floats) and fp8. To add a
+compressed-tensors (packed or plain integers of 4 or 8 bits, 8-bit floats) and fp8. Experts in MXFP4
+(gpt-oss) are read by `experts.mx_matrix`, since nothing else of a model is packed so. To add a
 layout, put its tensors into `TENSORS`, its reader into `READERS`, its config.json into `METHODS`.
 
 Every kernel can dequantize a `QuantizedMatrix`; where a native format can hold the same numbers,
@@ -22,7 +23,7 @@ from forerun.models.gguf.blocks import Blocks, stack_blocks
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUPPORTED = (
     "supported are GPTQ (4 or 8 bits), AWQ (4 bits, gemm), compressed-tensors (int of 4 or 8 bits, "
-    "fp8) and fp8"
+    "fp8), fp8 and mxfp4 (experts)"
 )
 CONFIG_KEYS = ("quantization_config", "compression_config")  # of config.json
 # static scales of activations, which are not quantized here
@@ -424,12 +425,17 @@ def _compressed(c: dict[str, Any]) -> Scheme:
     return Scheme(("packed", "plain"), block=blocks.pop() if blocks else None)
 
 
+def _mxfp4(c: dict[str, Any]) -> Scheme:
+    return Scheme(())  # only stacked experts are packed
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

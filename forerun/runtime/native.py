@@ -21,8 +21,9 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.cache.recurrent import StateLayout
+from forerun.errors import LoadError
 from forerun.kernels import native
-from forerun.kernels.native import CNorm, COp
+from forerun.kernels.native import BLOCK, CNorm, COp
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import query_scale
 from forerun.models.packed_cache import PackedCache, open_cache
@@ -132,7 +133,10 @@ class NativeDecoder:
                 "recurrent_decay",
             ):  # small, and what they decide is not continuous
                 return PackedMatrix(source.weight(), bias, "float32", gated=False)
-            return pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
+            packed = pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
+            if part in ("expert_up", "expert_down"):
+                _check_experts(config, isinstance(packed, MixedMatrix), path)
+            return packed
 
         def make_embedding(source: Source) -> Tensor | PackedMatrix:
             held = source.read()
@@ -246,6 +250,19 @@ class NativeDecoder:
         recorder = _Recorder(self, aux_hidden_layers)
         self._owned.append(recorder.owned)
         return recorder.program(self.layer_ids)
+
+
+def _check_experts(config: ModelConfig, is_mixed: bool, path: Path) -> None:
+    """Raise LoadError unless experts begin with a block of outputs of their matrix.
+
+    is_mixed: gates and ups are two matrices."""
+    assert config.experts is not None
+    inner, least = config.experts.intermediate, BLOCK if is_mixed else BLOCK // 2
+    if config.hidden % BLOCK or inner % least:
+        raise LoadError(
+            f"{path}: experts of the size {config.hidden} by {inner} do not fit the native kernels,"
+            f" which need multiples of {BLOCK} and {least}; use kernels=torch"
+        )
 
 
 class _Recorder:
@@ -586,7 +603,12 @@ class _Recorder:
             own = options
             if part.is_gate or part.is_gated:
                 own = {name: value for name, value in options.items() if name != "gated"}
-            if part.is_gated:
+            bounds_both = options.get("activation") == native.ACTIVATIONS["clamped_swiglu"]
+            if part.is_gate and bounds_both:
+                own = own | {"activation": 0}
+            elif part.is_gated and bounds_both:
+                own = own | {"combine": native.GATED}
+            elif part.is_gated:
                 own = own | {"combine": native.TIMES, "activation": 0}
             op = COp(
                 kind=native.LINEAR,

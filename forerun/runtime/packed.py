@@ -294,7 +294,7 @@ def _pack_as_stored(blocks: Blocks, bias: Tensor | None, gated: bool) -> PackedM
 def note_rounded_types(path: Path) -> None:
     """Print a note if a GGUF file has matrices that no native format holds."""
     tensors = open_gguf(path).tensors.values()
-    kinds = Counter(entry.kind for entry in tensors if len(entry.shape) == 2)
+    kinds = Counter(entry.kind for entry in tensors if len(entry.shape) >= 2)
     rounded = [f"{count} in {kind}" for kind, count in kinds.items() if kind not in FORMS]
     if rounded:
         which = ", ".join(rounded)

@@ -95,7 +95,8 @@ def test_shards_count_together(home: Path) -> None:
         ({"general__architecture": None}, "family without a name"),
         ({"general__type": "adapter"}, "is an adapter (LoRA), not a model"),
         ({"general__architecture": "clip"}, "an image projector"),
-        ({"llama__expert_count": 8}, "a mixture of experts"),
+        ({"llama__attention__kv_lora_rank": 8}, "latent attention"),
+        ({"general__architecture": "qwen2", "qwen2__expert_count": 8}, "a mixture of experts"),
         ({"tokenizer__ggml__pre": "new-one"}, "the pre-tokenizer 'new-one' is not known"),
         ({"tokenizer__ggml__model": "t5"}, "tokenizer 't5'"),
         ({"tensors": {}}, "a vocabulary but no weights"),
@@ -151,6 +152,11 @@ def test_a_directory_in_numbers(home: Path) -> None:
     assert (
         "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
     )
+    nested = dict(model_type="mistral3", text_config=LLAMA)
+    row = one(safetensors(home / "multimodal", **nested))
+    assert row.runs and (row.family, row.context) == ("llama", 512)
+    mixture = dict(num_local_experts=8, num_experts_per_tok=2, model_type="mixtral")
+    assert one(safetensors(home / "mixtral", **mixture)).runs
     assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
     assert (
         "a drafter for one"

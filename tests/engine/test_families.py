@@ -20,6 +20,8 @@ CASES = [
     for i, name in enumerate(families.MODELS)
     for draft in ("suffix", "model", DRAFTS[i % len(DRAFTS)])
 ]
+# experts of several types in one file
+CASES += [("gpt_oss/experts", "suffix"), ("glm4_moe/mxfp4_moe", "model"), ("olmo2/Q8_0", "tree")]
 
 
 @functools.cache

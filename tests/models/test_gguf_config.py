@@ -97,8 +97,9 @@ def test_blocks_behind_the_layers_are_left_alone(path: Path) -> None:
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("expert_count", 8, "a mixture of experts (llama.expert_count)"),
-        ("expert_count", [0, 8], "a mixture of experts (llama.expert_count)"),
+        ("attention.q_lora_rank", 16, "latent attention (llama.attention.q_lora_rank)"),
+        ("router_logit_softcapping", 30.0, "capped router logits"),
+        ("expert_count", 8, "llama.expert_used_count"),
         ("attention.temperature_scale", 0.1, "scaled attention temperatures"),
         ("logit_scale", 2.0, "scaled logits"),
         ("ssm.state_size", 16, "a recurrent state"),

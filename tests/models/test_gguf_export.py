@@ -14,6 +14,7 @@ import transformers
 
 from forerun.cache.attention import Segment
 from forerun.config import Config
+from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.load import check_vocabulary, make_runner
 from forerun.models.config import load_config
@@ -22,6 +23,7 @@ from forerun.models.hub import default_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.train.recipes.small_lm import load_module, prune
 from tests import gguf_files, tiny
+from tests.models.test_gguf_families import HAS_EXPERTS
 from tests.models.test_gguf_weights import ids, off
 
 FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
@@ -29,6 +31,8 @@ FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
     ("qwen2", "F16"),
     ("qwen2", "q4_k_m"),
 ]
+REFUSED = {name for name in gguf_files.FURTHER_NAMES if name.startswith("gemma4")} | HAS_EXPERTS
+FILES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in REFUSED]
 MESSAGES = [{"role": "user", "content": "the end"}]
 
 
@@ -47,7 +51,14 @@ def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_pat
     assert (theirs.tied, theirs.end_ids, theirs.windows) == (ours.tied, ours.end_ids, ours.windows)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3-longrope", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4"])
+def test_families_that_are_not_written(name: str, tmp_path: Path) -> None:
+    path = gguf_files.written(name, "Q8_0").path
+    with pytest.raises(LoadError, match=f"training from GGUF files of the family {name}"):
+        to_directory(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3-longrope", "gpt2", "glm4", "olmo2"])
 def test_layers_of_a_file_are_those_of_the_model(name: str) -> None:
     """A drafter of the first and the last layer, whatever family they are of."""
     written = gguf_files.written(name, "Q8_0")

@@ -24,6 +24,7 @@ from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import (
     build_tokenizer,
     end_tokens,
+    find_pretokenizer,
     special_tokens,
 )
 from forerun.models.tokenizer import TextStream, Tokenizer
@@ -128,6 +129,28 @@ def test_tokens_are_known_by_their_texts(number: int) -> None:
     assert tokenizer.encode(asked["text"]).ids == asked["parsed"]
     tokenizer.encode_special_tokens = True
     assert tokenizer.encode(asked["text"]).ids == asked["plain"]
+
+
+# llama.cpp's names of pre-tokenizers of the architectures that are read: each splits text as one
+# whose ids were recorded
+ALIKE = {
+    "gpt-2": "phi-2 olmo exaone4",
+    "smollm": "starcoder refact command-r",
+    "smaug-bpe": "dbrx chatglm-bpe",
+    "qwen2": "stablelm2 hunyuan",
+    "gpt-4o": "minimax-m2",
+    "deepseek-v3": "hunyuan-dense",
+}
+
+
+@pytest.mark.parametrize("recorded", ALIKE)
+def test_names_that_split_alike(recorded: str) -> None:
+    pres = [entry.get("keys", {}).get("pre") for entry in fixture()["cases"]]
+    assert recorded in pres
+    for name in ALIKE[recorded].split():
+        assert find_pretokenizer(name).patterns == find_pretokenizer(recorded).patterns
+    for name in ("tekken", "seed-coder", "llama-bpe", "glm4"):
+        assert name in pres
 
 
 # ---------------------------------------------------------------- merges made of scores

@@ -262,7 +262,7 @@ def compressed(weights: dict[str, Any] | None = None, **settings: Any) -> dict[s
         (dict(quant_method="fp8", weight_block_size=[0, 1]), "block"),
         (dict(quant_method="auto-round", packing_format="auto_round:gptqmodel"), "gptqmodel"),
         (dict(quant_method="bitsandbytes", load_in_4bit=True), "'bitsandbytes'"),
-        (dict(quant_method="mxfp4"), "'mxfp4'"),
+        (dict(quant_method="mxfp8"), "'mxfp8'"),
         (dict(quant_method="torchao"), "'torchao'"),
         ({}, "method None"),
         ([4], "list"),

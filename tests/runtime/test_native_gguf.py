@@ -27,6 +27,9 @@ MODELS += [
     ("gemma3", "gemma"),
     ("gpt2", KINDS),
     ("phi3", KINDS),
+    ("gpt_oss", "experts"),
+    ("glm4_moe", "mxfp4_moe"),
+    ("qwen2_moe", "k_experts"),
 ]
 
 
@@ -80,11 +83,21 @@ def product(packed: PackedMatrix, x: torch.Tensor, **options: object) -> torch.T
     """x [m, K] times a packed matrix transposed, as a program of one operation; gated layers have
     half the outputs."""
     outputs = packed.matrix.outputs // (2 if options.get("gated") else 1)
-    op = (native.COp * 1)(
-        native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, **options)
+    return run([(packed, options)], x, outputs)
+
+
+def run(
+    products: list[tuple[PackedMatrix, dict[str, object]]], x: torch.Tensor, outputs: int
+) -> torch.Tensor:
+    """The outputs [m, outputs] of products with x, one after the other."""
+    ops = (native.COp * len(products))(
+        *(
+            native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, **options)
+            for packed, options in products
+        )
     )
     widths = np.array([x.shape[1], outputs], dtype=np.int32)
-    program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
+    program = native.CProgram(ops=ops, count=len(ops), buffers=2, widths=widths.ctypes.data)
     given, out = x.numpy().copy(), np.zeros((len(x), outputs), np.float32)
     pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
     scratch = np.zeros(
@@ -121,6 +134,7 @@ def test_products_are_those_of_the_numbers_in_the_file(kind: str, instructions: 
                 gguf_files.blocks_of([(kind, rows)]), None, FORMS[kind], gated=False
             )
             x = activations(9, inputs)
+            assert torch.equal(packed[torch.arange(outputs)], weight)
             single = torch.cat([product(packed, row[None]) for row in x])
             assert close(single, weight, x)
             for count in range(2, 10):
@@ -141,6 +155,30 @@ def test_gate_and_up_interleaved(kind: str, inner: int, instructions: str) -> No
     )
     exact = torch.nn.functional.silu(gate) * up
     assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("inner", [16, 23, 48, 70])
+def test_a_gate_of_another_type_lets_the_same_through(
+    inner: int, activation: str, instructions: str
+) -> None:
+    """Gates and ups as matrices of their own, as decoders record them, give the bits of one matrix
+    that holds both."""
+    parts = [("Q8_0", gguf_files.random_rows("Q8_0", inner, 64, 2.0, seed)) for seed in (1, 2)]
+    gate, up = (gguf_files.blocks_of([part]) for part in parts)
+    bias, x = torch.linspace(-9, 9, 2 * inner), activations(5, 64)
+    number = native.ACTIVATIONS[activation]
+    both = PackedMatrix(stack_blocks([gate, up]), bias, "q8_0", gated=True)
+    expected = product(both, x, gated=1, activation=number)[:, :inner]
+    first, second = (
+        PackedMatrix(blocks, own, "q8_0", gated=False)
+        for blocks, own in zip((gate, up), bias.split(inner), strict=True)
+    )
+    before: dict[str, object] = dict(activation=number)
+    after: dict[str, object] = dict(combine=native.TIMES)
+    if activation == "clamped_swiglu":  # it bounds both
+        before, after = {}, dict(combine=native.GATED, activation=number)
+    assert torch.equal(run([(first, before), (second, after)], x, inner), expected)
 
 
 @pytest.mark.parametrize("gated", [False, True])

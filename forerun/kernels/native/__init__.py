@@ -35,7 +35,7 @@ _FORMAT_NAMES = [
     "mxfp4",
 ]
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
-REPLACE, ADD, TIMES = range(3)
+REPLACE, ADD, TIMES, GATED = range(4)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX, CONVOLVE, RECUR, GATE = range(11)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5, "sigmoid": 6}

@@ -20,7 +20,7 @@ enum Kind : int32_t {
   EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7, CONVOLVE = 8, RECUR = 9, GATE = 10
 };
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
-enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2 };
+enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: what stands there is the gate
 enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6 };  // CLAMPED_SWIGLU: only gated
 enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
 enum Scores : int32_t { SOFTMAX = 0, SIGMOIDS = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen

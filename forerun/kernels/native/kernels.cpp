@@ -152,6 +152,14 @@ void finish_tile(const Op *op, int block, int first, int rows, float (*tile)[BLO
     }
     float *out = to[m] + (block - first) * BLOCK;
     for (int c = 0; c < 2; c++) {
+      if (op->combine == GATED) {  // the gates are the result of another matrix
+        const int left = count - c * W, n = left < 0 ? 0 : left < W ? left : W;
+        alignas(64) float there[W] = {};
+        memcpy(there, out + c * W, sizeof(float) * n);
+        store(there, gated(load(there), v[c], op->activation));
+        memcpy(out + c * W, there, sizeof(float) * n);
+        continue;
+      }
       if (op->activation) v[c] = activate(v[c], op->activation);
       if (op->scale != 0) v[c] = v[c] * op->scale;
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.families import Json
+from forerun.models.gguf.blocks import unpermuted
 from forerun.models.gguf.config import hugging_face_config
 from forerun.models.gguf.container import open_gguf
 from forerun.models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
@@ -91,6 +92,8 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
     if not config.tied:
         head: Any = weights.head
         found[f"{names['head']}.weight"] = head[0].weight
+        if config.head_bias:
+            found[f"{names['head']}.bias"] = partial(_identity, head[1])
     return found
 
 
@@ -105,6 +108,7 @@ def _layer_readers(
             found |= _norm_readers(norm, c, f"{prefix}{names[part]}")
     keys = c.kv_heads * c.head_dim
     stacked_rows = {"qkv": [c.heads * c.head_dim, keys, keys], "up": [c.intermediate] * 2}
+    orders = _row_orders(c)
     has_bias = {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
     for part, wants_bias in has_bias.items():
         source, bias = getattr(layer, part)
@@ -119,26 +123,41 @@ def _layer_readers(
             rows_of = dict(zip(stems, stacked_rows[part], strict=True))
         first = 0
         for stem, rows in rows_of.items():
-            transposed = c.layout == "gpt2"
-            found[f"{prefix}{stem}.weight"] = partial(_rows, source, first, rows, transposed)
+            transposed, order = c.layout == "gpt2", orders.get(stem)
+            found[f"{prefix}{stem}.weight"] = partial(_rows, source, first, rows, transposed, order)
             if wants_bias:  # zeros stand for a bias that the file does not have
                 own = torch.zeros(rows) if bias is None else bias[first : first + rows]
-                found[f"{prefix}{stem}.bias"] = partial(_identity, own)
+                found[f"{prefix}{stem}.bias"] = partial(
+                    _identity, own if order is None else own[order]
+                )
             first += rows
     return found
 
 
+def _row_orders(c: ModelConfig) -> dict[str, Tensor]:
+    """Return the order of the rows of queries and keys, by the name of their matrix, where
+    transformers rotates neighbours and not halves."""
+    if not (c.rotates_pairs and c.ropes):
+        return {}
+    query, key, *_ = list(NAMES[c.layout]["qkv"])
+    heads = {query: c.heads, key: c.kv_heads}
+    rotary = c.ropes[0].dim
+    halves = {stem: unpermuted(n * c.head_dim, n, rotary) for stem, n in heads.items()}
+    return {stem: order.argsort() for stem, order in halves.items()}
+
+
 def _norm_readers(norm: Norm, c: ModelConfig, name: str) -> dict[str, Reader]:
-    weight = norm.weight - 1 if c.norm == "rms_plus_one" else norm.weight
+    weight = norm.weight - 1 if c.norm.endswith("_plus_one") else norm.weight
     found: dict[str, Reader] = {f"{name}.weight": partial(_identity, weight)}
-    if norm.bias is not None:
+    if norm.bias is not None and c.norm_bias:
         found[f"{name}.bias"] = partial(_identity, norm.bias)
     return found
 
 
-def _rows(source: Source, first: int, count: int, transposed: bool) -> Tensor:
+def _rows(source: Source, first: int, count: int, transposed: bool, order: Tensor | None) -> Tensor:
     """Return rows of a linear layer [count, in], or [in, count] if transposed."""
     weight = source.weight()[first : first + count]
+    weight = weight if order is None else weight[order]
     return weight.T if transposed else weight
 
 

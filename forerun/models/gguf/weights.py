@@ -13,8 +13,8 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
+from forerun.models.gguf.architectures import rotates_pairs
 from forerun.models.gguf.blocks import Blocks, Piece, floats
-from forerun.models.gguf.config import PERMUTED
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.parameters import Matrix
 from forerun.models.tensor_names import Names
@@ -38,9 +38,19 @@ NAMES: Names = {
     "router": "ffn_gate_inp",
     "choice_bias": "exp_probs_b.bias",
     "expert_down": "ffn_down_exps",
-    "shared_up": ["ffn_gate_shexp", "ffn_up_shexp"],
-    "shared_down": "ffn_down_shexp",
     "shared_gate": "ffn_gate_inp_shexp",
+    "router_scale": "ffn_gate_inp.scale",
+    "expert_scale": "ffn_down_exps.scale",
+    "expert_norm": "pre_ffw_norm_2",
+    "expert_out_norm": "post_ffw_norm_2",
+    "shared_out_norm": "post_ffw_norm_1",
+    "layer_scale": "layer_output_scale.weight",
+    "layer_gate": "inp_gate",
+    "layer_projection": "proj",
+    "layer_input_norm": "post_norm",
+    "layer_embed": "per_layer_token_embd",
+    "layer_projections": "per_layer_model_proj",
+    "layer_inputs_norm": "per_layer_proj_norm",
 }
 # rope factors are read with the configuration; image, audio and drafting modules are not used
 IGNORED = re.compile(
@@ -56,15 +66,20 @@ class GgufLoader(WeightLoader):
         self.gguf = open_gguf(path)
         self.taken: set[str] = set()
         self.prefix = ""
-        self.rotates_pairs = self.gguf.architecture in PERMUTED
+        self.rotates_pairs = rotates_pairs(self.gguf)
 
         def has(stem: str) -> bool:
             layers = range(self.config.layers)
             return any(f"blk.{i}.{stem}.weight" in self.gguf.tensors for i in layers)
 
+        shared = "_shexp" if has("ffn_gate_shexp") else ""  # Gemma 4 has no suffix
         self.names = NAMES | {
+            "shared_up": [f"ffn_gate{shared}", f"ffn_up{shared}"],
+            "shared_down": f"ffn_down{shared}",
             "qkv": "attn_qkv" if has("attn_qkv") else ["attn_q", "attn_k", "attn_v"],
             "up": ["ffn_gate", "ffn_up"] if has("ffn_gate") else "ffn_up",
+            # gpt-oss, GLM-4.5 and Seed-OSS call it after what comes before it
+            "mlp_norm": "ffn_norm" if has("ffn_norm") else "post_attention_norm",
             "expert_up": "ffn_gate_up_exps"
             if has("ffn_gate_up_exps")
             else ["ffn_gate_exps", "ffn_up_exps"],
@@ -90,7 +105,8 @@ class GgufLoader(WeightLoader):
     def matrix(
         self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
     ) -> Callable[[], Matrix]:
-        if "ffn_gate_inp_shexp" in stem:  # stored as a vector
+        entry = self.gguf.tensors.get(f"{stem}.weight")
+        if entry is not None and len(entry.shape) == 1 and shape[0] == 1:  # one row is a vector
             values = self.floats(f"{stem}.weight", shape[1:])
             return lambda: values[None]
         blocks = Blocks((Piece(self.claim(f"{stem}.weight", shape)),))
@@ -121,8 +137,9 @@ class GgufLoader(WeightLoader):
         experts = self.config.experts
         assert experts is not None
         stems = self.stems(part, layer, [rows] * halves)
-        found = [self.floats(f"{stem}.bias", (experts.count, rows)) for stem, _ in stems]
-        return torch.cat([each.flatten() for each in found])
+        found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
+        parts = [half for each in found for half in torch.split(each, rows, dim=1)]
+        return torch.cat([half.flatten() for half in parts])
 
     def head_stem(self) -> str:
         return str(self.names["head"])
@@ -139,6 +156,10 @@ class GgufLoader(WeightLoader):
         for name in sorted(self.gguf.tensors.keys() - self.taken):
             block = re.match(r"blk\.(\d+)\.", name)
             is_extra = block is not None and int(block[1]) in extra
+            # layers that read the keys and values of others may have their own all the same
+            if block is not None and int(block[1]) < self.config.layers:
+                is_own = self.config.kv_layer(int(block[1])) == int(block[1])
+                is_extra = not is_own and bool(re.search(r"\.attn_(k|v|k_norm)\.weight", name))
             if not IGNORED.fullmatch(name) and not is_extra:
                 left.append(name)
         if left:

@@ -1,0 +1,632 @@
+"""Translate GGUF metadata into the keys of config.json, from which the families are read.
+
+Many values are not stored in a file but follow from its architecture or its tensors. To add an
+architecture, add an entry to `ARCHITECTURES`: a function that returns the keys of its config.json,
+how its rotary embedding is stored, and which of the features in `config.UNSUPPORTED` it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import shown
+from forerun.models.config import MAX_CONTEXT
+from forerun.models.families import Json
+from forerun.models.gguf.container import GgufFile
+
+# values of expert_gating_func; absent and 0 mean the architecture's own
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+
+
+class Metadata:
+    """Metadata of one file, by keys without the architecture's prefix."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self.gguf, self.prefix = gguf, f"{gguf.architecture}."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.gguf.metadata.get(self.prefix + key, default)
+
+    def number(self, key: str, default: float) -> float:
+        """Read a float and undo its rounding to 32 bits: 9.999999747378752e-06 was 1e-05."""
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(self.get(key, default))))
+
+    def integer(self, *keys: str) -> int:
+        """Read an integer, or an array that holds the same for each layer, by the first key that
+        exists."""
+        value = next((self.get(key) for key in keys if self.get(key) is not None), None)
+        if value is None:
+            raise LookupError(self.prefix + keys[0])
+        if isinstance(value, np.ndarray):
+            if not len(value) or (value != value[0]).any():
+                raise ValueError(f"{self.prefix}{keys[0]}, which differs between layers")
+            value = value[0].item()
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{self.prefix}{keys[0]} ({shown(value)})")
+        return value
+
+    def vector(self, name: str) -> list[float]:
+        """Read a tensor of one dimension, which holds positive numbers."""
+        # torch takes seconds to import, and listing models needs headers only
+        from forerun.models.gguf.blocks import FLOATS, floats
+
+        entry = self.gguf.tensors[name]
+        if entry.kind not in FLOATS or len(entry.shape) != 1:
+            raise ValueError(f"the tensor {name}")
+        values = floats(entry.kind, entry.read())[0]
+        if not ((values > 0) & values.isfinite()).all():
+            raise ValueError(f"the tensor {name}, whose numbers are not all positive")
+        return [float(v) for v in values]
+
+    def hugging_face(self) -> Json:
+        """Return the equivalent config.json. Raises LookupError, TypeError, ValueError."""
+        layers = self.integer("block_count") - int(self.get("nextn_predict_layers", 0))
+        if not 0 < layers <= len(self.gguf.tensors):
+            raise ValueError(
+                f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)"
+            )
+        hidden = self.integer("embedding_length")
+        heads = self.integer("attention.head_count")
+        context = self.integer("context_length")
+        if context > MAX_CONTEXT:
+            raise ValueError(f"{self.prefix}context_length ({context})")
+        head_dim = hidden // heads
+        if self.get("attention.key_length"):
+            head_dim = self.integer("attention.key_length")
+        if self.get("attention.value_length", head_dim) != head_dim:
+            raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise LookupError("the tensor token_embd.weight")
+        architecture = ARCHITECTURES[self.gguf.architecture]
+        if architecture.by_layer:
+            kv_heads = self.by_layer("attention.head_count_kv", layers, heads)[0]
+            inner = self.by_layer("feed_forward_length", layers)[0]
+        else:
+            kv_heads = self.integer("attention.head_count_kv", "attention.head_count")
+            inner = self.inner_size(layers)
+        common = dict(
+            vocab_size=embedding.shape[0],
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=inner,
+            max_position_embeddings=context,
+            bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
+        )
+        return common | architecture.read(self, common)
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def has_experts(self, layer: int) -> bool:
+        return self.has(f"blk.{layer}.ffn_gate_inp.weight")
+
+    def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """Read an integer for each layer, from one number or an array."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return [default] * layers
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key)] * layers
+        if len(value) < layers or value.dtype.kind not in "iu":
+            raise ValueError(f"{self.prefix}{key}, of {len(value)} layers")
+        return [int(v) for v in value[:layers]]
+
+    def inner_size(self, layers: int) -> int:
+        """Return the inner size of the dense MLPs, else that of the experts; in an array the
+        entries of layers with experts mean nothing."""
+        sizes = self.get("feed_forward_length")
+        if sizes is None:
+            return self.expert_size()
+        if isinstance(sizes, np.ndarray):
+            if len(sizes) < layers:
+                raise ValueError(f"{self.prefix}feed_forward_length, of {len(sizes)} layers")
+            dense = [int(sizes[i]) for i in range(layers) if not self.has_experts(i)]
+            if dense and len(set(dense)) == 1:
+                return dense[0]
+        return self.integer("feed_forward_length")
+
+    def expert_size(self) -> int:
+        """Return the inner size of an expert, which older files show by their tensors only."""
+        if self.get("expert_feed_forward_length"):
+            return self.integer("expert_feed_forward_length")
+        shapes = (e.shape for n, e in self.gguf.tensors.items() if "ffn_down_exps.weight" in n)
+        shape = next(shapes, None)
+        if shape is None:
+            raise LookupError(f"{self.prefix}feed_forward_length")
+        return shape[-1]
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if value not in (False, True):
+            raise TypeError(f"{self.prefix}{key} ({shown(value)})")
+        return bool(value)
+
+    def experts(
+        self, *gating: int, normalised: bool | None = True, scaled: bool = False
+    ) -> tuple[int, int]:
+        """Return the number of experts and of those that a token uses.
+
+        Args:
+            gating: the values of expert_gating_func that mean what the family computes.
+            normalised: of expert_weights_norm, what the family computes; None if it reads the key.
+            scaled: the family reads the factor on the weights and the groups of experts.
+
+        Raises ValueError if the file asks for something else."""
+        neutral: dict[str, tuple[Any, ...]] = {"expert_gating_func": (None, 0, *gating)}
+        if normalised is not None:
+            neutral["expert_weights_norm"] = (None, normalised)
+        if not scaled:
+            neutral["expert_weights_scale"] = (None, 0.0, 1.0)
+            neutral["expert_group_count"] = (None, 0, 1)
+        for key, known in neutral.items():
+            value = self.get(key)
+            if isinstance(value, np.ndarray) or value not in known:
+                raise ValueError(f"{self.prefix}{key} ({shown(value)}), which is not supported")
+        return self.integer("expert_count"), self.integer("expert_used_count")
+
+    def rope(self, head_dim: int) -> Json:
+        """Return rope_parameters; scalings are in keys, in a tensor of divisors (Llama 3), or in
+        two tensors (longrope)."""
+        rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
+        rotary = int(self.get("rope.dimension_count") or head_dim)
+        if rotary != head_dim:  # the next float up, so that the product is not below `rotary`
+            rope["partial_rotary_factor"] = math.nextafter(rotary / head_dim, 2)
+        kind = self.get("rope.scaling.type", "linear")
+        factor = float(self.get("rope.scaling.factor", self.get("rope.scale_linear", 1.0)))
+        attention = self.get("rope.scaling.attn_factor")
+        original = {
+            "original_max_position_embeddings": self.get("rope.scaling.original_context_length")
+        }
+        if "rope_freqs.weight" in self.gguf.tensors:
+            return rope | {"rope_type": "divided", "divisors": self.vector("rope_freqs.weight")}
+        if "rope_factors_long.weight" in self.gguf.tensors:
+            for length in ("long", "short"):
+                rope[f"{length}_factor"] = self.vector(f"rope_factors_{length}.weight")
+            if attention is not None:
+                rope["attention_factor"] = float(attention)
+            return rope | original | {"rope_type": "longrope"}
+        if kind == "yarn":
+            scale = self.yarn_attention(factor)
+            return (
+                rope
+                | original
+                | {
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "attention_factor": scale * float(1.0 if attention is None else attention),
+                    "beta_fast": float(self.get("rope.scaling.yarn_beta_fast", 32.0)),
+                    "beta_slow": float(self.get("rope.scaling.yarn_beta_slow", 1.0)),
+                }
+            )
+        if kind not in ("none", "linear"):
+            raise ValueError(f"{self.prefix}rope.scaling.type ({shown(kind)})")
+        if kind == "linear" and factor != 1.0:
+            return rope | {"rope_type": "linear", "factor": factor}
+        return rope
+
+    def proportional_rope(self) -> Json:
+        """Return the rope of Gemma 4's global layers; divisors of 1e30 are of channels that do not
+        turn."""
+        rope = {"rope_type": "proportional", "rope_theta": self.number("rope.freq_base", 1e6)}
+        divisors = self.vector("rope_freqs.weight") if self.has("rope_freqs.weight") else [1.0]
+        turning = sum(divisor == 1.0 for divisor in divisors)
+        if any(divisor not in (1.0, float(np.float32(1e30))) for divisor in divisors):
+            raise ValueError("the tensor rope_freqs.weight")
+        return rope | {"partial_rotary_factor": turning / len(divisors)}
+
+    def yarn_attention(self, factor: float) -> float:
+        """Return the factor on attention that comes with YaRN."""
+        given = self.get("rope.scaling.yarn_attn_factor")
+        if given is not None:
+            return float(given)
+        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+        both = float(self.get("rope.scaling.yarn_log_multiplier", 0.0))  # mscale_all_dim
+        return (1.0 + growth) / (1.0 + both * growth)
+
+    def layer_types(self, layers: int, period: int) -> list[str]:
+        """Return layer_types: the file's pattern, or full attention in the last of each period."""
+        pattern = self.get("attention.sliding_window_pattern", period)
+        if isinstance(pattern, np.ndarray):
+            is_sliding = [bool(p) for p in pattern[:layers]]
+        else:
+            is_sliding = [i % pattern < pattern - 1 for i in range(layers)]
+        return ["sliding_attention" if w else "full_attention" for w in is_sliding]
+
+
+# ---------------------------------------------------------------- architectures
+
+
+def _rms_eps(m: Metadata) -> float:
+    return m.number("attention.layer_norm_rms_epsilon", 1e-6)
+
+
+def _llama(m: Metadata, c: Json, family: str = "llama") -> Json:
+    return dict(model_type=family, rms_norm_eps=_rms_eps(m), rope_parameters=m.rope(c["head_dim"]))
+
+
+def _partial(m: Metadata, c: Json, family: str) -> Json:
+    """Return the keys of a family that rotates a share of each head."""
+    fields = _llama(m, c, family)
+    share = fields["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return fields | dict(partial_rotary_factor=share)
+
+
+def _layer_norm(m: Metadata, c: Json, family: str, key: str = "layer_norm_eps") -> Json:
+    """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
+    eps = m.number("attention.layer_norm_epsilon", 1e-5)
+    return _partial(m, c, family) | {key: eps}
+
+
+def _smollm3(m: Metadata, c: Json) -> Json:
+    return _llama(m, c, "smollm3") | dict(no_rope_layer_interval=4)
+
+
+def _phi3(m: Metadata, c: Json) -> Json:
+    fields = _llama(m, c, "phi3")
+    rope = fields["rope_parameters"]
+    fields |= dict(
+        sliding_window=m.get("attention.sliding_window") or None,
+        pad_token_id=None,
+        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+    )
+    key = "original_max_position_embeddings"
+    return fields | ({key: rope[key]} if rope.get(key) else {})
+
+
+def _gemma(m: Metadata, c: Json, layers_of_27b: int) -> Json:
+    """Keys that Gemma 2 and 3 share; the 27B model scales attention differently."""
+    is_27b = c["num_hidden_layers"] == layers_of_27b
+    wide = c["hidden_size"] / c["num_attention_heads"]
+    return dict(
+        rms_norm_eps=_rms_eps(m),
+        query_pre_attn_scalar=wide if is_27b else c["head_dim"],
+        sliding_window=m.get("attention.sliding_window", 4096),
+    )
+
+
+def _gemma2(m: Metadata, c: Json) -> Json:
+    return _gemma(m, c, layers_of_27b=46) | dict(
+        model_type="gemma2",
+        rope_parameters=m.rope(c["head_dim"]),
+        attn_logit_softcapping=m.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
+        layer_types=m.layer_types(c["num_hidden_layers"], 2),
+    )
+
+
+def _gemma3(m: Metadata, c: Json) -> Json:
+    full = m.rope(c["head_dim"])
+    full["rope_theta"] = m.number("rope.global.freq_base", m.number("rope.freq_base", 1e6))
+    local = m.number("rope.local.freq_base", m.number("rope.freq_base_swa", 10000.0))
+    return _gemma(m, c, layers_of_27b=62) | dict(
+        model_type="gemma3_text",
+        layer_types=m.layer_types(c["num_hidden_layers"], 6),
+        rope_parameters={
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    )
+
+
+def _gemma4(m: Metadata, c: Json) -> Json:
+    """Gemma 4: the key of the head size means global layers, whose values may be their keys."""
+    layers = c["num_hidden_layers"]
+    types = m.layer_types(layers, 6)
+    is_global = [t == "full_attention" for t in types]
+    kv_heads = m.by_layer("attention.head_count_kv", layers, c["num_attention_heads"])
+    local = [heads for heads, g in zip(kv_heads, is_global, strict=False) if not g]
+    wide = [heads for heads, g in zip(kv_heads, is_global, strict=False) if g]
+    if len(set(local)) > 1 or len(set(wide)) > 1 or not local or not wide:
+        raise ValueError(f"{m.prefix}attention.head_count_kv, whose heads are of no two kinds")
+    shared = m.get("attention.shared_kv_layers", 0)
+    sizes = m.by_layer("feed_forward_length", layers)
+    is_wide = any(size != sizes[0] for size in sizes)
+    if is_wide and sizes != [sizes[0] * (1 + (i >= layers - shared)) for i in range(layers)]:
+        raise ValueError(f"{m.prefix}feed_forward_length, which differs between layers")
+    own = [i for i in range(layers) if is_global[i] and m.has(f"blk.{i}.attn_k.weight")]
+    fields = dict(
+        model_type="gemma4_text",
+        rms_norm_eps=_rms_eps(m),
+        layer_types=types,
+        sliding_window=m.get("attention.sliding_window", 512),
+        head_dim=m.integer("attention.key_length_swa"),
+        global_head_dim=m.integer("attention.key_length"),
+        num_key_value_heads=local[0],
+        num_global_key_value_heads=wide[0],
+        attention_k_eq_v=any(not m.has(f"blk.{i}.attn_v.weight") for i in own),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=is_wide,
+        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 0),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
+        rope_parameters={
+            "full_attention": m.proportional_rope(),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": m.number("rope.freq_base_swa", 1e4),
+            },
+        },
+    )
+    if not fields["attention_k_eq_v"] and wide[0] != local[0]:
+        raise ValueError(f"{m.prefix}attention.head_count_kv, which differs between layers")
+    if not m.get("expert_count"):
+        return fields
+    count, used = m.experts(SOFTMAX)
+    return fields | dict(
+        enable_moe_block=True,
+        num_experts=count,
+        top_k_experts=used,
+        moe_intermediate_size=m.expert_size(),
+    )
+
+
+def _gpt2(m: Metadata, c: Json) -> Json:
+    return dict(
+        model_type="gpt2",
+        n_embd=c["hidden_size"],
+        n_head=c["num_attention_heads"],
+        n_layer=c["num_hidden_layers"],
+        n_positions=c["max_position_embeddings"],
+        n_inner=c["intermediate_size"],
+        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", 1e-5),
+    )
+
+
+def _mistral3(m: Metadata, c: Json) -> Json:
+    """Mistral Small 3, or Ministral 3, whose queries grow with their position."""
+    growth = m.number("attention.temperature_scale", 0.0)
+    if not growth:
+        return _llama(m, c)
+    fields = _llama(m, c, "ministral3")
+    key = "original_max_position_embeddings"
+    rope = fields["rope_parameters"]
+    length = rope.get(key) or c["max_position_embeddings"]
+    return fields | dict(rope_parameters=rope | {"llama_4_scaling_beta": growth, key: length})
+
+
+def _olmo2(m: Metadata, c: Json) -> Json:
+    """OLMo 2, or OLMo 3, which has windows and scales the rope of its other layers only."""
+    window = m.get("attention.sliding_window")
+    if not window:
+        return _llama(m, c, "olmo2")
+    full = m.rope(c["head_dim"])
+    local = m.number("rope.freq_base_swa", full["rope_theta"])
+    return _llama(m, c, "olmo3") | dict(
+        sliding_window=window,
+        layer_types=m.layer_types(c["num_hidden_layers"], 4),
+        rope_parameters={
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    )
+
+
+def _exaone4(m: Metadata, c: Json) -> Json:
+    window = m.get("attention.sliding_window") or None
+    types = m.layer_types(c["num_hidden_layers"], 4) if window else None
+    return _llama(m, c, "exaone4") | dict(sliding_window=window, layer_types=types)
+
+
+def _cohere(m: Metadata, c: Json, family: str) -> Json:
+    fields = _layer_norm(m, c, family) | dict(
+        logit_scale=m.number("logit_scale", 1.0),
+        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
+    )
+    if family == "cohere":
+        return fields
+    return fields | dict(
+        sliding_window=m.get("attention.sliding_window", 4096),
+        layer_types=m.layer_types(c["num_hidden_layers"], 4),
+    )
+
+
+def _starcoder2(m: Metadata, c: Json) -> Json:
+    window = m.get("attention.sliding_window", 4096)  # of all published models
+    return _layer_norm(m, c, "starcoder2", "norm_epsilon") | dict(sliding_window=window or None)
+
+
+def _stablelm(m: Metadata, c: Json) -> Json:
+    return _layer_norm(m, c, "stablelm") | dict(
+        qk_layernorm=m.has("blk.0.attn_q_norm.weight"),
+        use_parallel_residual=not m.has("blk.0.ffn_norm.weight"),
+    )
+
+
+def _granite(m: Metadata, c: Json) -> Json:
+    """Granite 3 and 4: dense, with experts, and with a dense MLP beside them."""
+    fields = _llama(m, c, "granite") | dict(
+        attention_multiplier=m.number("attention.scale", 0.0) or c["head_dim"] ** -0.5,
+        embedding_multiplier=m.number("embedding_scale", 1.0),
+        residual_multiplier=m.number("residual_scale", 1.0),
+        logits_scaling=m.number("logit_scale", 1.0),
+    )
+    rotates = m.flag("rope.scaling.finetuned", True)  # llama.cpp's switch for rope
+    if not m.get("expert_count"):
+        if rotates:
+            return fields
+        experts = dict(num_local_experts=0, shared_intermediate_size=c["intermediate_size"])
+    else:
+        count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
+        experts = dict(
+            num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+        )
+        shared = m.get("expert_shared_feed_forward_length")
+        if not shared and rotates:
+            return fields | experts | dict(model_type="granitemoe")
+        experts |= dict(shared_intermediate_size=shared or 0)
+    return (
+        fields
+        | experts
+        | dict(
+            model_type="granitemoehybrid",
+            layer_types=["full_attention"] * c["num_hidden_layers"],
+            position_embedding_type="rope" if rotates else None,
+        )
+    )
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def _mixtral(m: Metadata, c: Json) -> Json:
+    """Llama and Mistral, or Mixtral, which shares their architecture."""
+    if not m.get("expert_count"):
+        return _llama(m, c)
+    count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
+    return _llama(m, c, "mixtral") | dict(
+        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    )
+
+
+def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
+    count, used = m.experts(SOFTMAX, normalised=None)
+    shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
+    return _llama(m, c, family) | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        shared_expert_intermediate_size=shared if family == "qwen2_moe" else None,
+        norm_topk_prob=m.flag("expert_weights_norm", family == "qwen3_moe"),
+    )
+
+
+def _olmoe(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX, normalised=None)
+    return _llama(m, c, "olmoe") | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        intermediate_size=m.expert_size(),
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+    )
+
+
+def _gpt_oss(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX_OF_CHOSEN)
+    fields = _llama(m, c, "gpt_oss")
+    return fields | dict(
+        rope_parameters=fields["rope_parameters"] | {"truncate": False},
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        intermediate_size=m.expert_size(),
+        sliding_window=m.get("attention.sliding_window", 128),
+        layer_types=m.layer_types(c["num_hidden_layers"], 2),
+    )
+
+
+def _glm4_moe(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SIGMOID, normalised=None, scaled=True)
+    return _partial(m, c, "glm4_moe") | dict(
+        n_routed_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        n_shared_experts=m.get("expert_shared_count", 0),
+        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+        n_group=m.get("expert_group_count") or 1,
+        topk_group=m.get("expert_group_used_count") or 1,
+        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
+    )
+
+
+def _ernie_moe(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX)
+    return _llama(m, c, "ernie4_5_moe") | dict(
+        moe_num_experts=count,
+        moe_k=used,
+        moe_intermediate_size=m.expert_size(),
+        moe_num_shared_experts=m.get("expert_shared_count", 0),
+        moe_layer_start_index=m.get("leading_dense_block_count", 0),
+        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+    )
+
+
+def _hunyuan_moe(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SOFTMAX)
+    return _llama(m, c, "hunyuan_v1_moe") | dict(
+        num_experts=count, moe_topk=used, intermediate_size=m.expert_size()
+    )
+
+
+def _minimax_m2(m: Metadata, c: Json) -> Json:
+    count, used = m.experts(SIGMOID)
+    return _partial(m, c, "minimax_m2") | dict(
+        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Translation of the models of one general.architecture.
+
+    Attributes:
+        read: returns the keys of config.json beyond those that all have.
+        rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
+        features: keys of `config.UNSUPPORTED` that `read` takes into account.
+        by_layer: `read` takes into account that heads and MLPs differ between layers.
+    """
+
+    read: Callable[[Metadata, Json], Json]
+    rotates_pairs: bool = False
+    features: tuple[str, ...] = ()
+    by_layer: bool = False
+
+
+_EXPERTS = ("expert_count",)
+_MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
+_GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(_mixtral, True, _EXPERTS),
+    "mistral3": Architecture(_mistral3, True, ("attention.temperature_scale",)),
+    "qwen2": Architecture(partial(_llama, family="qwen2")),
+    "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
+    "qwen3": Architecture(partial(_llama, family="qwen3")),
+    "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
+    "smollm3": Architecture(_smollm3, True),
+    "phi2": Architecture(partial(_layer_norm, family="phi")),
+    "phi3": Architecture(_phi3),
+    "gemma2": Architecture(_gemma2),
+    "gemma3": Architecture(_gemma3),
+    "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
+    "gpt2": Architecture(_gpt2),
+    "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
+    "olmo2": Architecture(_olmo2),
+    "olmoe": Architecture(_olmoe, features=_EXPERTS),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitehybrid": _GRANITE,
+    "glm4": Architecture(partial(_partial, family="glm4"), True),
+    "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
+    "ernie4_5": Architecture(partial(_llama, family="ernie4_5"), True),
+    "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
+    "hunyuan-dense": Architecture(partial(_llama, family="hunyuan_v1_dense")),
+    "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
+    "exaone4": Architecture(_exaone4),
+    "command-r": Architecture(partial(_cohere, family="cohere"), True, ("logit_scale",)),
+    "cohere2": Architecture(partial(_cohere, family="cohere2"), True, ("logit_scale",)),
+    "starcoder2": Architecture(_starcoder2),
+    "stablelm": Architecture(_stablelm),
+    "nemotron": Architecture(partial(_layer_norm, family="nemotron", key="norm_eps")),
+    "arcee": Architecture(partial(_llama, family="arcee"), True),
+    "seed_oss": Architecture(partial(_llama, family="seed_oss")),
+    "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
+}
+
+
+def rotates_pairs(gguf: GgufFile) -> bool:
+    """Return True if the rows of queries and keys are stored so that neighbours rotate."""
+    sections = gguf.metadata.get(f"{gguf.architecture}.rope.dimension_sections", 0)
+    if gguf.architecture == "glm4" and np.any(sections):  # converted for a multimodal rotation
+        return False
+    return ARCHITECTURES[gguf.architecture].rotates_pairs

@@ -1,0 +1,392 @@
+"""Families beside those of test_gguf_weights.py, from GGUF files: each is the model of a directory.
+
+Protects: what metadata says of each architecture, and what it leaves out; names of tensors where
+they differ; which rows rotate as neighbours; experts of one type and of several, their biases and
+shared ones; that a chunk gives the bits of single tokens; broken fields, in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import LoadError
+from forerun.kernels import native, reference
+from forerun.models.config import ModelConfig, load_config, make_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.gguf.architectures import ARCHITECTURES
+from forerun.models.gguf.config import skim, unsupported_reason
+from forerun.models.mixed_families import FAMILIES
+from forerun.models.rope import rope_tables
+from forerun.models.weights import LinearWeights
+from forerun.runtime.native import NativeDecoder
+from tests import gguf_files, tiny
+from tests.models.test_gguf_weights import CPU, KERNELS, ids, logits, off, truth
+from tests.models.test_parity import Session, grown_tree, near
+
+GAIN = 0.5
+# a type or mix for each family, in turn
+KINDS = ("Q8_0", "Q4_0", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+MIXED = ("experts", "mxfp4_moe")
+HAS_EXPERTS = {name for name in gguf_files.FURTHER_NAMES if "moe" in name} | {
+    "gpt_oss",
+    "granite4",
+    "minimax_m2",
+    "mixtral",
+}
+QUANTIZED = [
+    (name, MIXED[i % 2] if name in HAS_EXPERTS else KINDS[i % len(KINDS)])
+    for i, name in enumerate(gguf_files.FURTHER_NAMES)
+]
+names = pytest.mark.parametrize("name", gguf_files.FURTHER_NAMES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> None:
+    if native.library() is not None:
+        native.start(2)
+
+
+def written(name: str, kinds: gguf_files.Kinds) -> gguf_files.Written:
+    return gguf_files.written(name, kinds, GAIN)
+
+
+def native_decoder(path: Path) -> NativeDecoder:
+    return NativeDecoder(load_config(path), path, "float32", 128, keep=True)
+
+
+# ---------------------------------------------------------------- configurations
+
+
+# what a directory says and a file says otherwise, or not at all
+OTHERWISE = (
+    "family",
+    "raw",
+    "layout",
+    "norm",
+    "ropes",
+    "rope_of",
+    "rotates_pairs",
+    "context",
+    "end_ids",
+)
+
+
+@names
+def test_a_file_describes_the_model_of_the_directory(name: str) -> None:
+    """Field by field; ropes by the angles they give."""
+    file = written(name, "F16")
+    ours = load_config(file.path)
+    theirs = make_config(file.model.config.to_dict(), Path("config.json"))
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in OTHERWISE:
+            assert same(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+    assert ours.norm == theirs.norm.removesuffix("_plus_one")
+    for layer in range(ours.layers):
+        for found, expected in zip(angles(ours, layer), angles(theirs, layer), strict=True):
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
+def same(found: object, expected: object) -> bool:
+    """Equal, but for the rounding of floats to 32 bits."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-6 * abs(expected)
+    if dataclasses.is_dataclass(found) and dataclasses.is_dataclass(expected):
+        values = dataclasses.astuple(found), dataclasses.astuple(expected)  # type: ignore[arg-type]
+        return all(map(same, *values))
+    return found == expected
+
+
+def angles(config: ModelConfig, layer: int) -> tuple[Tensor, ...]:
+    rope = config.rope_of[layer]
+    return () if rope is None else rope_tables(config, config.ropes[rope], 64, torch.float32)
+
+
+def test_every_architecture_is_written_by_a_test() -> None:
+    made = {skim(written(name, "F16").path).architecture for name in gguf_files.FURTHER_NAMES}
+    older = {gguf_files.ARCHITECTURES.get(name, name) for name in tiny.FAMILIES}
+    assert made | older | {"granitehybrid"} == set(ARCHITECTURES)
+
+
+def test_the_page_about_models_lists_all_of_them() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line[:1] == "|"]
+    cells = [[set(re.findall("`([^`]+)`", cell)) for cell in row] for row in rows[2:]]
+    assert set().union(*(row[1] for row in cells)) == FAMILIES.keys()
+    assert set().union(*(row[2] for row in cells)) == ARCHITECTURES.keys()
+
+
+# ---------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
+@pytest.mark.parametrize("kinds", ["F32", "F16"])
+@names
+def test_floats_give_the_logits_of_transformers(name: str, kinds: str, kernels: str) -> None:
+    file, text = written(name, kinds), ids(24)
+    load = native_decoder if kernels == "native" else load_float32
+    near(logits(load(file.path), text), truth(file.model, text))
+
+
+def load_float32(path: Path) -> Decoder:
+    return load_decoder(path, torch.float32, CPU, 128)
+
+
+@pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
+def test_quantized_files_give_the_logits_of_their_numbers(name: str, kinds: str) -> None:
+    file, text = written(name, kinds), ids(24)
+    near(logits(load_float32(file.path), text), truth(file.model, text))
+
+
+class Rounded(Decoder):
+    """The decoder on torch whose products, but for those of routers, round activations as native
+    ones do: to int8, by groups of 64."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        with mock.patch.object(reference, "linear", rounded):
+            return super().forward(*args, **options)
+
+    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
+        experts = [layer.experts for layer in self.weights.layers if layer.experts is not None]
+        if any(linear is e.router or linear is e.shared_gate for e in experts):
+            return torch.nn.functional.linear(x, linear.weight, linear.bias)
+        return reference.linear(x, linear.weight, linear.bias)
+
+
+def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    whole = ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
+    return torch.nn.functional.linear(whole, weight, bias)
+
+
+@functools.cache
+def kept(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
+    return native_decoder(written(name, kinds).path)
+
+
+@KERNELS
+@pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
+def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str) -> None:
+    """As in test_gguf_weights.py, where the rounding of one activation may go either way."""
+    path = written(name, kinds).path
+    expected = Rounded(load_config(path), path, torch.float64, CPU, 128)
+    each = [off(logits(kept(name, kinds), [t]), logits(expected, [t])) for t in ids(9)]
+    assert sorted(each)[4] < 1e-6
+
+
+@KERNELS
+@pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
+def test_a_chunk_gives_the_bits_of_single_tokens(name: str, kinds: str) -> None:
+    model, text = kept(name, kinds), ids(20)
+    single, chunked = Session(model), Session(model)
+    rows = torch.cat([single.read(0, [token]).clone() for token in text])
+    tokens, parents = grown_tree(7, 8)
+    first, _ = chunked.forward(chunked.segment(0, text), chunked.segment(1, ids(6)))
+    assert torch.equal(first, rows)
+    chunked.commit(0, text, range(20))
+    (tree,) = chunked.forward(chunked.segment(0, tokens, parents))
+    for node in (0, 3, 6):
+        path = [node]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        again = Session(model)
+        again.read(0, text)
+        for i in path[::-1]:
+            alone = again.read(0, [tokens[i]])
+        assert torch.equal(tree[node], alone[0])
+
+
+# ---------------------------------------------------------------- experts in any form
+
+
+ALL = [kind for kind in gguf_files.TYPES if kind not in ("F32", "F16")]
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
+@pytest.mark.parametrize("kind", ALL)
+def test_experts_of_every_type(kind: str, kernels: str, tmp_path: Path) -> None:
+    """One layer, gates and ups of two types; what no native format holds is rounded to bfloat16."""
+    path = tmp_path / "model.gguf"
+    sizes = dict(
+        hidden_size=256, intermediate_size=256, moe_intermediate_size=256, mlp_only_layers=[],
+        num_hidden_layers=1, num_experts=4,
+    )  # fmt: skip
+    model = tiny.hf_model("qwen3_moe", **sizes)
+    with mock.patch.dict(
+        gguf_files.MIXES, {"two": {"ffn_gate_exps": "Q4_K", "_exps": kind, "": "F32"}}
+    ):
+        gguf_files.write(path, model, "two", GAIN)
+    text = ids(12)
+    if kernels == "torch":
+        near(logits(load_float32(path), text), eager_truth(model, text))
+        return
+    expected = Rounded(load_config(path), path, torch.float64, CPU, 128)
+    expected._linear = lambda x, linear: torch.nn.functional.linear(  # type: ignore[method-assign]
+        x, linear.weight, linear.bias
+    )
+    rounds = kind == "BF16" or kind not in gguf_files.NATIVE_TYPES
+    found = [off(logits(native_decoder(path), [t]), logits(expected, [t])) for t in text]
+    assert sorted(found)[6] < (0.03 if rounds else 1e-6)
+
+
+def eager_truth(model: Any, text: list[int]) -> Tensor:
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return truth(model, text)
+
+
+@pytest.mark.parametrize("kinds", ["F32", "Q4_0"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_gates_and_ups_of_experts_in_one_tensor(name: str, kinds: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "model.gguf", ids(16)
+    model = tiny.hf_model(name, **gguf_files.sizes(name, kinds))
+    gguf_files.write(path, model, kinds, GAIN, merged=True)
+    near(logits(load_float32(path), text), eager_truth(model, text))
+
+
+@pytest.mark.parametrize("name", ["granite4", "granite4-dense"])
+def test_a_granite_without_recurrent_layers_under_the_name_of_one_with_them(
+    name: str, tmp_path: Path
+) -> None:
+    path, text = tmp_path / "model.gguf", ids(16)
+    model = tiny.hf_model(name, **gguf_files.sizes(name, "F32"))
+    gguf_files.write(path, model, "F32", GAIN, architecture="granitehybrid")
+    near(logits(load_float32(path), text), eager_truth(model, text))
+
+
+def test_a_granite_that_does_not_rotate(tmp_path: Path) -> None:
+    path, text = tmp_path / "model.gguf", ids(16)
+    changes = gguf_files.sizes("granite4", "F32") | {"position_embedding_type": None}
+    model = tiny.hf_model("granite4", **changes)
+    switch = {"granitemoe.rope.scaling.finetuned": False}
+    gguf_files.write(path, model, "F32", GAIN, changes=switch)
+    assert load_config(path).ropes == ()
+    near(logits(load_float32(path), text), eager_truth(model, text))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
+    model = tiny.hf_model(name, **gguf_files.sizes(name, "F16"))
+    gguf_files.write(path, model, "F16", changes=changes)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("qwen3_moe", "expert_count", ..., "qwen3moe.expert_count"),
+        ("qwen3_moe", "expert_count", 4, "blk.0.ffn_gate_inp.weight"),
+        ("qwen3_moe", "expert_count", 10**9, "number of experts"),
+        ("qwen3_moe", "expert_count", [8, 8, 4, 8], "differs between layers"),
+        ("qwen3_moe", "expert_count", "8", "expert_count"),
+        ("qwen3_moe", "expert_used_count", 9, "number of experts of a token"),
+        ("qwen3_moe", "expert_used_count", 0, "number of experts of a token"),
+        ("qwen3_moe", "expert_feed_forward_length", 64, "ffn_gate_exps.weight"),
+        ("qwen3_moe", "expert_gating_func", 2, "expert_gating_func"),
+        ("qwen3_moe", "expert_group_count", 4, "expert_group_count"),
+        ("qwen3_moe", "expert_weights_scale", 2.5, "expert_weights_scale"),
+        ("qwen3_moe", "expert_weights_norm", 7, "expert_weights_norm"),
+        ("mixtral", "expert_weights_norm", False, "expert_weights_norm"),
+        ("mixtral", "expert_count", 0, "blk.0.ffn_up.weight"),
+        ("gpt_oss", "expert_gating_func", 1, "expert_gating_func"),
+        ("gpt_oss", "attention.sliding_window", "8", "window"),
+        ("glm4_moe", "expert_group_count", 3, "3 groups"),
+        ("glm4_moe", "expert_group_used_count", 4, "groups of a token"),
+        ("glm4_moe", "expert_weights_scale", float("nan"), "routed_scaling_factor"),
+        ("glm4_moe", "expert_shared_count", 5, "shexp"),
+        ("glm4_moe", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
+        ("glm4_moe", "leading_dense_block_count", 99, "blk.1.ffn_gate.weight"),
+        ("ernie4_5_moe", "interleave_moe_layer_step", 0, "ernie4_5_moe"),
+        ("olmo3", "attention.sliding_window_pattern", [True, False], "layer_types"),
+        ("olmo3", "attention.sliding_window_pattern", 0, "modulo by zero"),
+        ("granite", "logit_scale", 0.0, "zero"),
+        ("granite", "residual_scale", float("inf"), "residual_scale"),
+        ("granite", "attention.scale", -1.0, "attention_scale"),
+        ("olmo2", "attention.clamp_kqv", 8.0, "clipped queries, keys and values"),
+        ("olmo2", "expert_count", 8, "a mixture of experts (olmo2.expert_count)"),
+        ("cohere", "residual_scale", 0.5, "scaled residuals"),
+        ("ministral3", "rope.scaling.original_context_length", "1", "rope"),
+        ("qwen2_moe", "feed_forward_length", [64, 64], "feed_forward_length"),
+        ("gemma4", "attention.head_count_kv", [2, 1, 2], "of 3 layers"),
+        ("gemma4", "attention.head_count_kv", [2, 1, 1, 1], "of no two kinds"),
+        ("gemma4", "attention.head_count_kv", [2, 0, 2, 0], "blk.1.attn_k.weight"),
+        ("gemma4", "attention.key_length_swa", ..., "gemma4.attention.key_length_swa"),
+        ("gemma4-small", "attention.head_count_kv", [2, 1, 2, 1], "differs between layers"),
+        ("gemma4-small", "feed_forward_length", [64, 64, 64, 128], "differs between layers"),
+        ("gemma4-small", "attention.shared_kv_layers", 4, "feed_forward_length"),
+        ("gemma4-small", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+    ],
+)
+def test_broken_fields_are_refused_in_one_line(
+    name: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    (model_type, _) = gguf_files.families.MODELS[name]
+    architecture = gguf_files.ARCHITECTURES.get(model_type, model_type)
+    path = make(tmp_path / "model.gguf", name, {f"{architecture}.{key}": value})
+    with pytest.raises(LoadError) as caught:
+        load_float32(path)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message and words in message
+    assert len(message) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "extra"),
+    [
+        ("granite", "blk.1.ssm_in.weight", "a recurrent state (blk.1.ssm_in.weight)"),
+        ("cohere", "blk.0.attn_q_norm.weight", "use_qk_norm"),
+        ("stablelm", "blk.0.attn_q_norm.weight", "qk_layernorm"),
+        ("qwen3_moe", "blk.0.exp_probs_b.bias", "fit no part"),
+    ],
+)
+def test_tensors_of_parts_that_forerun_has_not_are_named(
+    name: str, tensor: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gguf_files.tensors
+
+    def more(*args: Any) -> Any:
+        yield from real(*args)
+        yield tensor, np.ones(32, np.float32), "F32"
+
+    monkeypatch.setattr(gguf_files, "tensors", more)
+    path = make(tmp_path / "model.gguf", name, {})
+    with pytest.raises(LoadError, match=r"model\.gguf") as caught:
+        load_float32(path)
+    assert extra in str(caught.value) and "\n" not in str(caught.value)
+    if ".ssm_" in tensor:
+        assert extra in unsupported_reason(skim(path))
+
+
+@names
+def test_listing_finds_nothing_to_refuse(name: str) -> None:
+    assert unsupported_reason(skim(written(name, "F16").path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("gates", "sizes"),
+    [("Q8_0", dict(hidden_size=48)), ("Q4_0", dict(moe_intermediate_size=16))],
+)
+@KERNELS
+def test_experts_that_are_no_blocks_are_refused_on_the_native_kernels(
+    gates: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Rows of an expert must begin with a block of outputs: 32, or 16 of a gate and 16 of an up."""
+    path = tmp_path / "model.gguf"
+    model = tiny.hf_model("qwen3_moe", **(gguf_files.sizes("qwen3_moe", "F16") | sizes))
+    mix = {"ffn_gate_exps": "F32" if "hidden_size" in sizes else gates, "": "F32"}
+    with mock.patch.dict(gguf_files.MIXES, {"two": mix}):
+        gguf_files.write(path, model, "two", GAIN)
+    with pytest.raises(LoadError, match="use kernels=torch"):
+        native_decoder(path)
+    near(logits(load_float32(path), ids(9)), eager_truth(model, ids(9)))
