@@ -107,13 +107,13 @@ def _print_pair(made: Pair) -> None:
     eps = "" if made.eps is None else f", eps {made.eps:.4f}"
     print(f"{made.directory}: {sizes}{eps}")
     measured = made.agreement
-    if measured is not None:
-        print(
-            f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
-            f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at"
-            f" temperature 1 {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts"
-            " loop"
-        )
+    print(
+        f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
+        f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at"
+        f" temperature 1 {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop"
+    )
+    if made.measured_layers < made.recipe.layers:
+        print(f"measured with a target of {made.measured_layers} layers that is otherwise the same")
     if made.middle:
         with_target, with_draft = made.middle
         print(f"the middle model agrees with {with_target:.1%} of the target's greedy tokens")

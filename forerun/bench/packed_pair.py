@@ -3,17 +3,19 @@
 Matrices are random blocks of a GGUF type, or random bfloat16 values, with the standard deviations
 of `shapes`; no matrix is ever whole in memory or quantized from floats.
 
-Target and draft model are unrelated but for a table of successors. The head of each model holds,
-for every token, the embeddings of the tokens that it follows, so a model says one successor of the
-last token with a large margin, whatever its size: the layers, whose outputs add up to as much as
-the embedding, add noise to the logits. Agreement comes from two kinds of tokens:
+Target and draft model have nothing in common but a table of successors. Row t of a model's head is
+the sum of the embeddings of the tokens that t follows, so the most likely token is a successor of
+the last one with a large margin, whatever the size of the model. The layers compute as they do in
+any model; their outputs add up to as much as the embedding, and are noise in the logits. Agreement
+depends on two kinds of tokens:
 
 - Some tokens have two successors of the same weight. The target's layers choose one by the text
   before, the draft model's choose independently, and agree half of the time.
 - The draft model takes some tokens for others, and is wrong behind them.
 
-Both are chosen so that each accounts for half of the disagreement. The second share is corrected
-until the agreement on a few texts is close enough, which rewrites the draft model only.
+Each kind accounts for half of the disagreement. The second share is corrected until the agreement on
+a few texts is close enough, which rewrites the draft model only. The texts of a large target come
+from a twin of few layers: it has the same embeddings and head, and as much noise.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ from numpy.random import SFC64, Generator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.bench.pair import (
+    COMPARED_PROMPTS,
     END_IDS,
     Agreement,
     Pair,
@@ -59,6 +64,7 @@ from forerun.bench.shapes import (
     tensors_of,
 )
 from forerun.cli.progress import Tell, nothing
+from forerun.errors import ConfigError
 from forerun.models.gguf.blocks import TYPE_IDS
 from forerun.models.gguf.container import ALIGNMENT, BLOCKS
 from forerun.models.gguf.tokenizer import CONTROL, NORMAL, PREFIX, UNUSED
@@ -66,6 +72,7 @@ from forerun.models.gguf.tokenizer import CONTROL, NORMAL, PREFIX, UNUSED
 Array = np.ndarray[Any, np.dtype[Any]]
 
 COMPARED_TOKENS = 64  # greedy tokens of each prompt that are compared
+LARGEST_MEASURED, TWIN_LAYERS = 1 << 28, 2  # bytes of a target that is measured itself
 MAX_ATTEMPTS = 6  # draft models that are written until the agreement is close enough
 TRAINED_TOKENS = 4096  # tokens of a large vocabulary that come from text; the others join two
 SECOND = 0.6  # weight of a token's second successor, relative to the first
@@ -79,7 +86,8 @@ CODE_SIZE = math.sqrt((LEVELS**2 - 1) / 3)  # their root mean square
 def make_packed_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     """Write a pair into `out` completely or not at all.
 
-    Raises ConfigError unless `out` is an empty directory or does not exist.
+    Raises ConfigError unless `out` is an empty directory or does not exist, and if the disk has no
+    room for the pair.
     """
     with new_directory(out) as work:
         tell("training a tokenizer")
@@ -88,30 +96,43 @@ def make_packed_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pai
         prompts = cut_prompts(tokenizer, recipe)
         for prompt, start in zip(prompts, successors.starts(len(prompts)), strict=True):
             prompt[-1] = start  # texts after the same token would begin alike
-        shapes = recipe, recipe.draft
-        target, draft = (
-            RandomModel(shape, recipe.format, (recipe.seed, i), successors)
-            for i, shape in enumerate(shapes)
-        )
+        target = RandomModel(recipe, recipe.format, (recipe.seed, 0), successors)
+        draft = RandomModel(recipe.draft, recipe.format, (recipe.seed, 1), successors)
         suffix = "" if recipe.format == "bfloat16" else ".gguf"
-        names = f"target{suffix}", f"draft{suffix}"
-        target.write(work / names[0], tokenizer, tell)
-        wrong = (1 - recipe.agree) / (1 + recipe.agree)
-        draft.write(work / names[1], tokenizer, tell, wrong)
-        agreement = None
-        if recipe.compared:
-            rewrite = lambda wrong: draft.write(work / names[1], tokenizer, nothing, wrong)  # noqa: E731
-            paths = work / names[0], work / names[1]
-            agreement = _reach_agreement(recipe, paths, prompts, wrong, rewrite, tell)
-        sizes = [num_parameters(shape) for shape in shapes]
+        paths = work / f"target{suffix}", work / f"draft{suffix}"
+        free, needed = disk_usage(work).free, target.num_bytes + draft.num_bytes
+        if free < needed:
+            raise ConfigError(
+                f"{out} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on its disk"
+            )
+        target.write(paths[0], tokenizer, tell)
+
+        def write_draft(mistaken: float) -> Path:
+            draft.write(paths[1], tokenizer, nothing, mistaken)
+            return paths[1]
+
+        measured_layers = recipe.layers
+        if target.num_bytes <= LARGEST_MEASURED:
+            agreement = _reach_agreement(recipe, paths[0], prompts, write_draft, tell)
+        else:
+            measured_layers = TWIN_LAYERS
+            twin = RandomModel(
+                replace(recipe, layers=TWIN_LAYERS), recipe.format, target.seed, successors
+            )
+            with TemporaryDirectory(dir=work) as folder:
+                path = Path(folder) / paths[0].name
+                twin.write(path, tokenizer, nothing)
+                agreement = _reach_agreement(recipe, path, prompts, write_draft, tell)
+        sizes = num_parameters(target.shape), num_parameters(draft.shape)
         pair = Pair(
             directory=out,
             recipe=recipe,
             agreement=agreement,
+            measured_layers=measured_layers,
             parameters=(sizes[0][0], sizes[1][0]),
             active=(sizes[0][1], sizes[1][1]),
-            target=names[0],
-            draft=names[1],
+            target=paths[0].name,
+            draft=paths[1].name,
         )
         write_description(work, pair, prompts)
     return pair
@@ -119,37 +140,35 @@ def make_packed_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pai
 
 def _reach_agreement(
     recipe: PairRecipe,
-    paths: tuple[Path, Path],
+    target: Path,
     prompts: list[list[int]],
-    wrong: float,
-    rewrite: Any,
+    write_draft: Callable[[float], Path],
     tell: Tell,
 ) -> Agreement:
-    """Rewrite the draft model with other shares of wrong tokens until it agrees as asked.
+    """Write draft models with different shares of mistaken tokens until one agrees as asked.
 
-    rewrite: writes the draft model with a share.
+    write_draft: writes the draft model with a share, and returns where it is.
     """
-    prompts = prompts[: recipe.compared]
+    prompts = prompts[:COMPARED_PROMPTS]
     tell(f"generating {len(prompts)} texts")
+    mistaken = (1 - recipe.agree) / (1 + recipe.agree)  # half of tokens that branch are right
+    draft = write_draft(mistaken)
     tokens = compared_tokens(recipe, COMPARED_TOKENS)
-    comparison = PairComparison(*paths, prompts, tokens, is_packed=True)
-    tried = {wrong: comparison.agree}
+    comparison = PairComparison(target, draft, prompts, tokens, is_packed=True)
+    tried: dict[float, float] = {}
     for _ in range(MAX_ATTEMPTS):
-        tell(f"{wrong:.1%} wrong tokens: the draft model agrees with {tried[wrong]:.1%}")
-        if abs(tried[wrong] - recipe.agree) <= recipe.tolerance:
+        agree = tried[mistaken] = comparison.agree
+        tell(f"{mistaken:.1%} mistaken tokens: the draft model agrees with {agree:.1%}")
+        if abs(agree - recipe.agree) <= recipe.tolerance:
             return comparison.report()
-        wrong = min(max(wrong + tried[wrong] - recipe.agree, 0.0), 1.0)
-        if wrong in tried:
+        mistaken = min(max(mistaken + agree - recipe.agree, 0.0), 1.0)
+        if mistaken in tried:
             break
-        rewrite(wrong)
-        comparison.compare(paths[1])
-        tried[wrong] = comparison.agree
-    nearest = min(tried, key=lambda share: abs(tried[share] - recipe.agree))
-    if nearest != wrong:
-        rewrite(nearest)
-        comparison.compare(paths[1])
-    if abs(tried[nearest] - recipe.agree) > recipe.tolerance:
-        tell(f"an agreement of {recipe.agree:.0%} was not reached; the nearest is shown")
+        comparison.compare(write_draft(mistaken))
+    mistaken = min(tried, key=lambda share: abs(tried[share] - recipe.agree))
+    agree = tried[mistaken]
+    tell(f"an agreement of {recipe.agree:.0%} was not reached; the nearest is {agree:.1%}")
+    comparison.compare(write_draft(mistaken))
     return comparison.report()
 
 
@@ -165,7 +184,7 @@ class Successors:
         first, second: [V] the token whose first and second successor a token is, -1 for none.
         branches: bool [V], True for tokens whose two successors have the same weight.
         rank: float [V], uniform; a draft model mistakes the tokens whose rank is below a share.
-        mistaken: [V] the token for which it takes them.
+        others: [V] the tokens for which it takes them.
     """
 
     order: Array
@@ -173,7 +192,7 @@ class Successors:
     second: Array
     branches: Array
     rank: Array
-    mistaken: Array
+    others: Array
 
     @classmethod
     def draw(cls, recipe: PairRecipe) -> Successors:
@@ -186,10 +205,10 @@ class Successors:
             before = np.full(recipe.vocab, -1)
             before[np.roll(order, -1)] = order
             cycles.append((order, before))
-        (order, first), (_, second), (_, mistaken) = cycles
+        (order, first), (_, second), (_, others) = cycles
         branches = generator.random(recipe.vocab) < 1 - recipe.agree
         rank = generator.random(recipe.vocab)
-        return cls(order, first, second, branches, rank, mistaken)
+        return cls(order, first, second, branches, rank, others)
 
     def starts(self, count: int) -> list[int]:
         """Return tokens that are far from each other in the cycle."""
@@ -243,10 +262,10 @@ class RandomModel:
         self.embedding_unit = EMBEDDING / CODE_SIZE
         self.head_unit = logit / (share * CODE_SIZE * shape.hidden)
 
-    def write(self, path: Path, tokenizer: Tokenizer, tell: Tell, wrong: float = 0.0) -> None:
+    def write(self, path: Path, tokenizer: Tokenizer, tell: Tell, mistaken: float = 0.0) -> None:
         """Write a GGUF file, or for bfloat16 a Hugging Face directory.
 
-        wrong: share of the tokens that the model takes for others.
+        mistaken: share of the tokens that the model takes for others.
         """
         if self.form == "bfloat16":
             path.mkdir(exist_ok=True)
@@ -264,17 +283,27 @@ class RandomModel:
             file.write(header)
             for index, tensor in enumerate(self.tensors):
                 tell(f"writing {path.name}", done, total)
-                for rows in self._rows(tensor, index, wrong):
+                for rows in self._rows(tensor, index, mistaken):
                     file.write(rows.data)
                 if self.form != "bfloat16":
                     file.write(bytes(-file.tell() % ALIGNMENT))
                 done += tensor.size
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(self.stored_bytes(tensor) for tensor in self.tensors)
+
+    def stored_bytes(self, tensor: RandomTensor) -> int:
+        """Return the size of a tensor as it is stored."""
+        values, size = BLOCKS[self.kind(tensor)]
+        return tensor.size // values * size
+
     def kind(self, tensor: RandomTensor) -> str:
         """Return the GGUF type of a tensor."""
         return "BF16" if self.form == "bfloat16" else stored_type(tensor, self.shape, self.form)
 
-    def _rows(self, tensor: RandomTensor, index: int, wrong: float) -> Iterator[Array]:
+    def _rows(self, tensor: RandomTensor, index: int, mistaken: float) -> Iterator[Array]:
         """Yield a tensor's rows as they are stored, some at a time. uint8 [n, row bytes]"""
         inputs, kind = tensor.shape[-1], self.kind(tensor)
         rows, step = tensor.size // inputs, max(CHUNK_VALUES // inputs, 1)
@@ -282,18 +311,18 @@ class RandomModel:
         for start in range(0, rows, step):
             end = min(start + step, rows)
             if tensor.name == EMBEDDING_NAME:
-                yield encode(kind, self._embeddings(start, end, wrong), self.embedding_unit)
+                yield encode(kind, self._embeddings(start, end, mistaken), self.embedding_unit)
             elif tensor.name == HEAD_NAME:
                 yield encode(kind, self._head(start, end), self.head_unit)
             else:
                 yield random_rows(kind, (end - start, inputs), tensor, generator)
 
-    def _embeddings(self, start: int, end: int, wrong: float) -> Array:
+    def _embeddings(self, start: int, end: int, mistaken: float) -> Array:
         """Return the embeddings of the tokens from `start` to `end`. int8 [n, H]"""
         s = self.successors
-        mistaken = s.mistaken[start:end]
-        is_mistaken = (s.rank[start:end] < wrong) & (mistaken >= 0)
-        return self.codes.rows(np.where(is_mistaken, mistaken, np.arange(start, end)))
+        others = s.others[start:end]
+        is_mistaken = (s.rank[start:end] < mistaken) & (others >= 0)
+        return self.codes.rows(np.where(is_mistaken, others, np.arange(start, end)))
 
     def _head(self, start: int, end: int) -> Array:
         """Return the head's rows of these tokens: the embeddings of those they follow. int8"""
@@ -330,11 +359,10 @@ class RandomModel:
         at = 0
         for tensor in self.tensors:
             kind, shape = self.kind(tensor), tensor.shape[::-1]
-            values, size = BLOCKS[kind]
             parts.append(_text(tensor.name))
             parts.append(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
             parts.append(struct.pack("<IQ", TYPE_IDS[kind], at))
-            at += -(-tensor.size // values * size // ALIGNMENT) * ALIGNMENT
+            at += -(-self.stored_bytes(tensor) // ALIGNMENT) * ALIGNMENT
         header = b"".join(parts)
         return header + bytes(-len(header) % ALIGNMENT)
 

@@ -37,7 +37,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.utils import atomic_directory
 
 CHARACTERS_PER_TOKEN = 732  # of text to train the tokenizer on, per token of its vocabulary
-COMPARED_TOKENS = 128  # greedy tokens of each prompt that are compared
+COMPARED_TOKENS, COMPARED_PROMPTS = 128, 16  # greedy tokens of each prompt that are compared
 MAX_ATTEMPTS = 10  # values of eps that are tried before the nearest is taken
 DEPTHS = (1, 2, 3, 4, 5, 7)
 OVERLAP_TEXTS = 4  # texts whose distributions are compared
@@ -75,7 +75,8 @@ class Pair:
     Attributes:
         directory: contains the models, `prompts.json` and `meta.json`.
         recipe: the requested parameters.
-        agreement: as measured, if it was.
+        agreement: as measured.
+        measured_layers: number of layers of the target with which it was measured.
         parameters: numbers of parameters of target and draft model.
         active: how many of them a token's forward pass reads.
         target, draft: names of the models in the directory.
@@ -85,7 +86,8 @@ class Pair:
 
     directory: Path
     recipe: PairRecipe
-    agreement: Agreement | None
+    agreement: Agreement
+    measured_layers: int
     parameters: tuple[int, int]
     active: tuple[int, int]
     target: str = "target"
@@ -101,7 +103,8 @@ class Pair:
             "eps": self.eps,
             "parameters": {"target": self.parameters[0], "draft": self.parameters[1]},
             "active_parameters": {"target": self.active[0], "draft": self.active[1]},
-            "measured": None if self.agreement is None else asdict(self.agreement),
+            "measured": asdict(self.agreement),
+            "measured_layers": self.measured_layers,
             "middle": self.middle,
         }
 
@@ -124,7 +127,7 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
         tell("drawing weights")
         base = draw_weights(recipe)
         draft_size = _save(base, recipe, recipe.draft_layers, work / "draft")
-        compared = prompts[: recipe.compared]
+        compared = prompts[:COMPARED_PROMPTS]
         eps, agreement = _search_eps(base, recipe, work, compared, tell)
         middle = None
         if recipe.middle_layers:
@@ -141,6 +144,7 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
             directory=out,
             recipe=recipe,
             agreement=agreement,
+            measured_layers=recipe.layers,
             parameters=(target_size, draft_size),
             active=(target_size - embeddings, draft_size - embeddings),
             eps=eps,

@@ -39,8 +39,6 @@ class PairRecipe(ModelShape):
         emb: Standard deviation of the embeddings.
         prompts: Number of prompts to write.
         prompt_tokens: Number of tokens of each prompt.
-        compared: Number of prompts on whose texts the agreement is measured; 0 only writes the
-            pair, which takes little memory (only for models whose draft is not their start).
 
     Raises:
         ConfigError: a value is out of range, or two values contradict each other.
@@ -62,12 +60,11 @@ class PairRecipe(ModelShape):
     emb: float = 0.5
     prompts: int = 16
     prompt_tokens: int = 128
-    compared: int = 16
 
     def __post_init__(self) -> None:
         lowest = {field.name: 1 for field in fields(self)}
         lowest |= {"layers": 2, "seed": 0, "vocab": MIN_VOCAB, "head_dim": 2, "context": 64}
-        self.check(lowest | {"middle_layers": 0, "compared": 0})
+        self.check(lowest | {"middle_layers": 0})
         if self.format not in FORMATS:
             raise ConfigError(f"format={self.format!r}: {suggest(self.format, FORMATS)}")
         if self.agree >= 1:
@@ -120,9 +117,12 @@ class PairRecipe(ModelShape):
             raise ConfigError("format=mxfp4 is one of experts: use q4_k_m for a dense model")
         if self.format == "bfloat16" and self.architecture == "gpt-oss":
             raise ConfigError("gpt-oss is not written in bfloat16: use format=mxfp4")
+        draft = self.draft
+        if draft.architecture == "gpt-oss" and self.format == "bfloat16":
+            raise ConfigError("gpt-oss is not written in bfloat16: use another draft_shape")
         if self.format == "bfloat16":
             return
-        for shape in (self, self.draft):
+        for shape in (self, draft):
             widths = {"hidden": shape.hidden, "heads * head_dim": shape.heads * shape.head_dim}
             if shape.experts:
                 widths["expert_size"] = shape.expert_size
@@ -149,5 +149,3 @@ class PairRecipe(ModelShape):
             )
         if self.agree and not self.eps:
             raise ConfigError("eps=0 makes the models equal: give another start, or agree=0")
-        if not self.compared:
-            raise ConfigError("compared=0 is out of range: the search for eps compares texts")

@@ -35,6 +35,7 @@ EMBEDDING = 4.0  # root mean square of an embedding
 BRANCHES = 1.0  # that of the sum of all branches, relative to the embedding's
 SHARPNESS = 1.2  # of queries and keys; more makes attention sharper
 GATES, BIASES = 1.5, 0.1
+CLAMPED_SIZE = 1.44  # root mean square of gpt-oss's activation behind GATES; of SwiGLU it is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,11 @@ class ModelShape:
                 f" family={self.architecture}: qwen2moe, and it alone, has a shared expert"
             )
 
+        if self.architecture == "olmoe" and self.kv_heads != self.heads:
+            raise ConfigError(
+                f"kv_heads={self.kv_heads} contradicts heads={self.heads}: in OLMoE they are equal"
+            )
+
     @property
     def architecture(self) -> str:
         """The family, or the one that follows from the other values."""
@@ -123,7 +129,6 @@ def _shape(family: str, sizes: str, vocab: int, experts: str = "0 0 0") -> dict[
         "vocab": vocab,
         "context": 4096,
         "draft_layers": 1,
-        "compared": 8,
     }
 
 
@@ -245,6 +250,8 @@ def _mixture(s: ModelShape) -> Iterator[RandomTensor]:
     count, width, unit = s.experts, s.expert_size, s.hidden**-0.5
     # the mean of k independent outputs is smaller by the root of k
     down = branch_deviation(s) * (s.experts_per_token / width) ** 0.5
+    if s.architecture == "gpt-oss":
+        down /= CLAMPED_SIZE
     yield RandomTensor("ffn_gate_inp.weight", (count, s.hidden), GATES * unit)
     yield RandomTensor("ffn_gate_exps.weight", (count, width, s.hidden), GATES * unit)
     yield RandomTensor("ffn_up_exps.weight", (count, width, s.hidden), unit)
