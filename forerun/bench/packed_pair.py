@@ -13,9 +13,9 @@ depends on two kinds of tokens:
   before, the draft model's choose independently, and agree half of the time.
 - The draft model takes some tokens for others, and is wrong behind them.
 
-Each kind accounts for half of the disagreement. The second share is corrected until the agreement on
-a few texts is close enough, which rewrites the draft model only. The texts of a large target come
-from a twin of few layers: it has the same embeddings and head, and as much noise.
+Each kind accounts for half of the disagreement. The second share is corrected until the agreement
+on a few texts is close enough, which rewrites the draft model only. The texts of a large target
+come from a twin of few layers: it has the same embeddings and head, and as much noise.
 """
 
 from __future__ import annotations
