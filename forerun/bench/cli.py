@@ -11,6 +11,7 @@ import typer
 
 from forerun.bench.options import FLAGS, SAMPLING_FLAGS, DecodeOptions, plan_fields
 from forerun.bench.recipe import PairRecipe
+from forerun.bench.shapes import SHAPES, named_shape
 from forerun.cli.completion import model_names
 from forerun.cli.flags import (
     ENGINE,
@@ -33,6 +34,7 @@ from forerun.utils import check_integer, json_line, write_atomic
 if TYPE_CHECKING:
     from forerun.bench.decode import DecodeReport
     from forerun.bench.endpoint import Prompt
+    from forerun.bench.pair import Pair
     from forerun.bench.serve import ServeReport, ServeResult
 
 ROUNDS, SETTLE_SECONDS = 9, 120.0  # of decode, if no number of rounds is given
@@ -69,37 +71,55 @@ def _root(context: typer.Context) -> None:
     epilog=examples(
         "forerun bench pair --out pair",
         "forerun bench pair --out small --layers 4 --hidden 256",
+        "forerun bench pair --out moe --shape moe-3b --format q4_k_m",
     )
 )
 @with_flags(Group("recipe", PairRecipe, "Pair"))
 def pair(
     out: Annotated[Path, typer.Option(help="The directory to create; it must be empty or absent.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Sizes of a published model: {', '.join(SHAPES)}.", show_default=False),
+    ] = None,
     as_json: Json = False,
     *,
     recipe: dict[str, Any],
 ) -> None:
     """Write a random-weight target and a draft model with a chosen agreement."""
-    wanted = PairRecipe(**recipe)
+    wanted = PairRecipe(**(named_shape(shape) if shape else {}) | recipe)
+    from forerun.bench.packed_pair import make_packed_pair
     from forerun.bench.pair import make_pair
 
     with progress(as_json) as tell:
-        made = make_pair(out, wanted, tell)
+        made = (make_packed_pair if wanted.is_packed else make_pair)(out, wanted, tell)
     if as_json:
         print_json({"directory": str(out), **made.as_dict()})
-        return
-    measured = made.agreement
+    else:
+        _print_pair(made)
+
+
+def _print_pair(made: Pair) -> None:
+    """Print sizes, agreement and the next command."""
     target, draft = (size / 1e6 for size in made.parameters)
-    print(f"{out}: target of {target:.1f}M parameters, draft of {draft:.1f}M, eps {made.eps:.4f}")
+    sizes = f"target of {target:.1f}M parameters, draft of {draft:.1f}M"
+    if made.recipe.experts:
+        sizes += f", {made.active[0] / 1e6:.1f}M and {made.active[1] / 1e6:.1f}M a token"
+    eps = "" if made.eps is None else f", eps {made.eps:.4f}"
+    print(f"{made.directory}: {sizes}{eps}")
+    measured = made.agreement
     print(
         f"greedy agreement {measured.agree:.1%} of {measured.positions} tokens,"
         f" {measured.accepted.get(4, measured.agree):.2f} of 4 drafted accepted, overlap at"
         f" temperature 1 {measured.overlap:.1%}, {measured.looping} of {measured.texts} texts loop"
     )
+    if made.measured_layers < made.recipe.layers:
+        print(f"measured with a target of {made.measured_layers} layers that is otherwise the same")
     if made.middle:
         with_target, with_draft = made.middle
         print(f"the middle model agrees with {with_target:.1%} of the target's greedy tokens")
         print(f"the draft agrees with {with_draft:.1%} of the middle model's")
-    print(f"next: forerun bench decode --model {out}/target --drafts suffix,model:{out}/draft")
+    models = made.directory / made.target, made.directory / made.draft
+    print(f"next: forerun bench decode --model {models[0]} --drafts suffix,model:{models[1]}")
 
 
 @app.command(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from forerun import __version__
 from forerun.bench.recipe import SPECIAL, PairRecipe
+from forerun.bench.shapes import hugging_face_config
 from forerun.cache.attention import Segment
 from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError
@@ -40,6 +42,7 @@ MAX_ATTEMPTS = 10  # values of eps that are tried before the nearest is taken
 DEPTHS = (1, 2, 3, 4, 5, 7)
 OVERLAP_TEXTS = 4  # texts whose distributions are compared
 TAIL, MAX_PERIOD = 100, 50  # a text loops if its last tokens repeat with a period up to this
+END_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 Weights = dict[str, Tensor]
 
 
@@ -70,19 +73,26 @@ class Pair:
     """A pair that was written.
 
     Attributes:
-        directory: contains `target/`, `draft/`, `prompts.json` and `meta.json`.
+        directory: contains the models, `prompts.json` and `meta.json`.
         recipe: the requested parameters.
-        eps: the scale of the later layers that was chosen.
-        agreement: as measured with it.
+        agreement: as measured.
+        measured_layers: number of layers of the target with which it was measured.
         parameters: numbers of parameters of target and draft model.
+        active: how many of them a token's forward pass reads.
+        target, draft: names of the models in the directory.
+        eps: the scale of the later layers that was chosen, if the draft model lacks these.
         middle: with a middle model: its agreement with the target, and the draft model's with it.
     """
 
     directory: Path
     recipe: PairRecipe
-    eps: float
     agreement: Agreement
+    measured_layers: int
     parameters: tuple[int, int]
+    active: tuple[int, int]
+    target: str = "target"
+    draft: str = "draft"
+    eps: float | None = None
     middle: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,7 +102,9 @@ class Pair:
             "recipe": asdict(self.recipe),
             "eps": self.eps,
             "parameters": {"target": self.parameters[0], "draft": self.parameters[1]},
+            "active_parameters": {"target": self.active[0], "draft": self.active[1]},
             "measured": asdict(self.agreement),
+            "measured_layers": self.measured_layers,
             "middle": self.middle,
         }
 
@@ -100,15 +112,18 @@ class Pair:
 def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     """Write a pair into `out` completely or not at all.
 
-    Raises ConfigError unless `out` is an empty directory or does not exist.
+    Raises ConfigError unless `out` is an empty directory or does not exist, and for recipes of
+    `packed_pair`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty: give another directory, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(out) as work:
+    if recipe.is_packed:
+        raise ConfigError("this is a recipe of make_packed_pair")
+    with new_directory(out) as work:
         tell("training a tokenizer")
-        parts = ["target", "draft", *(["middle"] if recipe.middle_layers else [])]
-        prompts = _write_tokenizer(recipe, [work / part for part in parts])
+        tokenizer = train_tokenizer(recipe.vocab)
+        for part in ("target", "draft", *(["middle"] if recipe.middle_layers else [])):
+            (work / part).mkdir()
+            save_tokenizer(tokenizer, work / part, recipe.context)
+        prompts = cut_prompts(tokenizer, recipe)
         tell("drawing weights")
         base = draw_weights(recipe)
         draft_size = _save(base, recipe, recipe.draft_layers, work / "draft")
@@ -118,15 +133,49 @@ def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
         if recipe.middle_layers:
             _save(scaled(base, recipe, eps), recipe, recipe.middle_layers, work / "middle")
             tell("comparing target and middle model")
+            tokens = compared_tokens(recipe)
             middle = (
-                PairComparison(work / "target", work / "middle", compared, recipe).agree,
-                PairComparison(work / "middle", work / "draft", compared, recipe).agree,
+                PairComparison(work / "target", work / "middle", compared, tokens).agree,
+                PairComparison(work / "middle", work / "draft", compared, tokens).agree,
             )
         target_size = sum(tensor.numel() for tensor in base.values())
-        pair = Pair(out, recipe, eps, agreement, (target_size, draft_size), middle)
-        (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
-        (work / "meta.json").write_text(json.dumps(pair.as_dict(), indent=1))
+        embeddings = base["model.embed_tokens.weight"].numel()
+        pair = Pair(
+            directory=out,
+            recipe=recipe,
+            agreement=agreement,
+            measured_layers=recipe.layers,
+            parameters=(target_size, draft_size),
+            active=(target_size - embeddings, draft_size - embeddings),
+            eps=eps,
+            middle=middle,
+        )
+        write_description(work, pair, prompts)
     return pair
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory that is renamed to `out` at the end.
+
+    Raises ConfigError unless `out` is an empty directory or does not exist.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: give another directory, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(out) as work:
+        yield work
+
+
+def write_description(work: Path, pair: Pair, prompts: list[list[int]]) -> None:
+    """Write `prompts.json` and `meta.json`."""
+    (work / "prompts.json").write_text(json.dumps({"prompts": prompts}))
+    (work / "meta.json").write_text(json.dumps(pair.as_dict(), indent=1))
+
+
+def compared_tokens(recipe: PairRecipe, most: int = COMPARED_TOKENS) -> int:
+    """Return how many tokens of each text are compared: as many as the context has room for."""
+    return min(most, recipe.context - recipe.prompt_tokens)
 
 
 def _search_eps(
@@ -140,7 +189,8 @@ def _search_eps(
     def compare(eps: float) -> PairComparison:
         _save(scaled(base, recipe, eps), recipe, recipe.layers, work / "target")
         tell(f"generating {len(prompts)} texts with eps {eps:.4f}")
-        return PairComparison(work / "target", work / "draft", prompts, recipe)
+        tokens = compared_tokens(recipe)
+        return PairComparison(work / "target", work / "draft", prompts, tokens)
 
     eps = recipe.eps
     tried = {0.0: 1.0}  # without its later layers the target is the draft model
@@ -173,28 +223,43 @@ def next_eps(tried: dict[float, float], agree: float) -> float:
 class PairComparison:
     """Greedy texts of a target, and the positions where a draft model predicts the same token.
 
-    Runs with torch kernels (float32 on a CPU), since most of the work is reading whole texts.
+    Runs with torch kernels (float32 on a CPU) unless models are quantized, since most of the work
+    is reading whole texts.
     """
 
     def __init__(
-        self, target: Path, draft: Path, prompts: Sequence[list[int]], recipe: PairRecipe
+        self,
+        target: Path,
+        draft: Path,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        is_packed: bool = False,
     ) -> None:
-        """Generate a continuation of each prompt; all prompts have one length."""
-        device = pick_device("auto")
+        """Generate a continuation of each prompt; all prompts have one length.
+
+        is_packed: compute with the weights as they are stored, if there are kernels for them.
+        """
+        self.device = pick_device("auto")
         self.start = len(prompts[0]) - 1  # the position that predicts the first output token
-        tokens = min(COMPARED_TOKENS, recipe.context - recipe.prompt_tokens)
+        options: dict[str, Any] = {}
+        if not is_packed:
+            options["kernels"] = "torch"
+            options["dtype"] = "float32" if self.device.type == "cpu" else "auto"
         self.llm = LLM(
             target,
             draft="off",
-            kernels="torch",
-            dtype="float32" if device.type == "cpu" else "auto",
             context=len(prompts[0]) + tokens,
             max_rows=len(prompts),
+            **options,
         )
-        self.drafter = make_runner(replace(self.llm.config, max_rows=1), draft, device)
         params = SamplingParams.pure(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         completions = self.llm.generate(prompts, params)
         self.texts = [[*c.prompt_token_ids, *c.token_ids] for c in completions]
+        self.compare(draft)
+
+    def compare(self, draft: Path) -> None:
+        """Find the positions where this draft model predicts the target's token."""
+        self.drafter = make_runner(replace(self.llm.config, max_rows=1), draft, self.device)
         outputs = torch.tensor(self.texts)[:, self.start + 1 :]
         drafted = [self._logits(self.drafter, text).argmax(-1) for text in self.texts]
         self.same = torch.stack(drafted) == outputs  # bool [texts, tokens]
@@ -323,57 +388,46 @@ def _save(weights: Weights, recipe: PairRecipe, layers: int, directory: Path) ->
     """Write the first `layers` layers as a model without tokenizer; return its parameters."""
     later = tuple(f"model.layers.{i}." for i in range(layers, recipe.layers))
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": recipe.hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "intermediate_size": recipe.intermediate,
-        "vocab_size": recipe.vocab,
-        "max_position_embeddings": recipe.context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **ends,
-    }
+    config = hugging_face_config(recipe) | {"num_hidden_layers": layers, **END_IDS}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    (directory / "generation_config.json").write_text(json.dumps(ends))
+    (directory / "generation_config.json").write_text(json.dumps(END_IDS))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     # safetensors files are created readable only by their owner
     shutil.copymode(directory / "config.json", directory / "model.safetensors")
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def _write_tokenizer(recipe: PairRecipe, directories: list[Path]) -> list[list[int]]:
-    """Write a byte-level BPE tokenizer into each directory; return the prompts."""
+def train_tokenizer(vocab: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of `vocab` tokens, of which the first are SPECIAL."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocab,
+        vocab_size=vocab,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(library_texts(CHARACTERS_PER_TOKEN * recipe.vocab), trainer)
-    missing = recipe.vocab - tokenizer.get_vocab_size()  # if the text has too few words
+    tokenizer.train_from_iterator(library_texts(CHARACTERS_PER_TOKEN * vocab), trainer)
+    missing = vocab - tokenizer.get_vocab_size()  # if the text has too few words
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, context: int) -> None:
+    """Write a tokenizer beside a model."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": recipe.context,
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         **dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True)),
     }
-    for directory in directories:
-        directory.mkdir()
-        tokenizer.save(str(directory / "tokenizer.json"))
-        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def cut_prompts(tokenizer: Tokenizer, recipe: PairRecipe) -> list[list[int]]:
+    """Return prompts from the sources of the standard library."""
     return excerpts(
         lambda text: list(tokenizer.encode(text).ids), recipe.prompts, recipe.prompt_tokens
     )

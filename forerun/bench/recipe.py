@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from forerun.errors import ConfigError
-from forerun.utils import check_numbers
+from forerun.bench.shapes import BLOCK, FORMATS, MIXTURES, ModelShape, named_shape
+from forerun.errors import ConfigError, suggest
 
 SPECIAL = ("<s>", "</s>", "<pad>")  # tokens 0, 1 and 2
 MIN_VOCAB = 256 + len(SPECIAL)  # every byte needs a token
+# Options of pairs whose draft model is the start of the target.
+OF_SCALED_PAIRS = ("middle_layers", "eps", "beta", "nsucc", "temp", "qk", "ctx", "emb")
+DRAFT_HIDDEN, DRAFT_HEAD_DIM = 512, 64  # of the draft models of packed pairs, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairRecipe:
+class PairRecipe(ModelShape):
     """Target, draft model, agreement and prompts; the defaults are those of docs/performance.md.
 
     Args:
-        layers: Number of layers of the target.
-        draft_layers: Number of layers of the draft model, which are the target's first ones.
+        format: bfloat16 writes Hugging Face directories; q8_0, q4_k_m and mxfp4 (experts in MXFP4,
+            the rest in Q8_0) write GGUF files.
+        draft_layers: Number of layers of the draft model, which are the target's first ones if
+            that is a Llama in bfloat16.
+        draft_shape: Named shape of the draft model, with the target's vocabulary. Without it, and
+            unless it is the start of the target, the draft model is a Llama of up to 512 channels.
         middle_layers: Number of layers of a third model between the two, for cascades; 0 makes
             none.
-        hidden: Width of the residual stream.
-        heads: Number of query heads.
-        kv_heads: Number of key and value heads.
-        head_dim: Channels of a head.
-        intermediate: Width of the MLP.
-        vocab: Vocabulary size.
-        context: Maximum number of positions.
         seed: Seed of the random weights; the same seed gives the same pair.
         agree: Share of the target's greedy tokens that the draft model should predict; 0 keeps eps.
         eps: Scale of the target's later layers that is tried first.
@@ -44,16 +44,10 @@ class PairRecipe:
         ConfigError: a value is out of range, or two values contradict each other.
     """
 
-    layers: int = 24
+    format: str = "bfloat16"
     draft_layers: int = 3
+    draft_shape: str = ""
     middle_layers: int = 0
-    hidden: int = 1024
-    heads: int = 16
-    kv_heads: int = 4
-    head_dim: int = 64
-    intermediate: int = 2816
-    vocab: int = 8192
-    context: int = 2048
     seed: int = 0
     agree: float = 0.8
     eps: float = 0.19
@@ -70,7 +64,79 @@ class PairRecipe:
     def __post_init__(self) -> None:
         lowest = {field.name: 1 for field in fields(self)}
         lowest |= {"layers": 2, "seed": 0, "vocab": MIN_VOCAB, "head_dim": 2, "context": 64}
-        check_numbers(self, lowest | {"middle_layers": 0})
+        self.check(lowest | {"middle_layers": 0})
+        if self.format not in FORMATS:
+            raise ConfigError(f"format={self.format!r}: {suggest(self.format, FORMATS)}")
+        if self.agree >= 1:
+            raise ConfigError(f"agree={self.agree} is out of range: give less than 1, or 0 for eps")
+        if self.prompt_tokens >= self.context:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens} leaves no room in context={self.context}"
+            )
+        if self.is_packed:
+            self._check_packed()
+        else:
+            self._check_scaled()
+
+    @property
+    def is_packed(self) -> bool:
+        """True if weights are drawn in the form in which they are stored (`packed_pair`)."""
+        return bool(self.family or self.experts or self.draft_shape or self.format != "bfloat16")
+
+    @property
+    def draft(self) -> ModelShape:
+        """The shape of the draft model of a packed pair."""
+        if self.draft_shape:
+            named = named_shape(self.draft_shape)
+            known = {field.name for field in fields(ModelShape)}
+            sizes = {name: value for name, value in named.items() if name in known}
+            return ModelShape(**sizes | {"vocab": self.vocab, "context": self.context})
+        hidden = min(self.hidden, DRAFT_HIDDEN)
+        head_dim = min(hidden, DRAFT_HEAD_DIM)
+        return ModelShape(
+            family="llama",
+            layers=self.draft_layers,
+            hidden=hidden,
+            heads=hidden // head_dim,
+            kv_heads=1,
+            head_dim=head_dim,
+            intermediate=4 * hidden,
+            vocab=self.vocab,
+            context=self.context,
+        )
+
+    def _check_packed(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in OF_SCALED_PAIRS:
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"{name} is an option of pairs whose draft model is the start of the target:"
+                    " Llamas in bfloat16 without family, experts or draft_shape"
+                )
+        if self.format == "mxfp4" and not self.experts:
+            raise ConfigError("format=mxfp4 is one of experts: use q4_k_m for a dense model")
+        if self.format == "bfloat16" and self.architecture == "gpt-oss":
+            raise ConfigError("gpt-oss is not written in bfloat16: use format=mxfp4")
+        draft = self.draft
+        if draft.architecture == "gpt-oss" and self.format == "bfloat16":
+            raise ConfigError("gpt-oss is not written in bfloat16: use another draft_shape")
+        if self.format == "bfloat16":
+            return
+        for shape in (self, draft):
+            widths = {"hidden": shape.hidden, "heads * head_dim": shape.heads * shape.head_dim}
+            if shape.experts:
+                widths["expert_size"] = shape.expert_size
+            if shape.shared_expert_size:
+                widths["shared_expert_size"] = shape.shared_expert_size
+            if shape.architecture not in MIXTURES:
+                widths["intermediate"] = shape.intermediate
+            for name, width in widths.items():
+                if width % BLOCK:
+                    raise ConfigError(
+                        f"{name}={width} is no multiple of {BLOCK}, the size of a block"
+                    )
+
+    def _check_scaled(self) -> None:
         if self.draft_layers >= self.layers:
             raise ConfigError(
                 f"draft_layers={self.draft_layers} is not less than layers={self.layers}:"
@@ -81,15 +147,5 @@ class PairRecipe:
                 f"middle_layers={self.middle_layers} is not between"
                 f" draft_layers={self.draft_layers} and layers={self.layers}"
             )
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs")
         if self.agree and not self.eps:
             raise ConfigError("eps=0 makes the models equal: give another start, or agree=0")
-        if self.agree >= 1:
-            raise ConfigError(f"agree={self.agree} is out of range: give less than 1, or 0 for eps")
-        if self.prompt_tokens >= self.context:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens} leaves no room in context={self.context}"
-            )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.command import run as run_benchmark
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.bench.pair import Pair
 from forerun.kernels import native
 from tests import tiny
@@ -156,19 +156,6 @@ def test_python_time_is_part_of_a_step(monkeypatch, capsys: pytest.CaptureFixtur
     for line in lines:
         host, total = map(float, re.findall(r"[\d.]+(?= ms)", line))
         assert 0 < host < total
-
-
-@pytest.mark.default_model
-def test_a_synthetic_file_runs(tmp_path: Path, monkeypatch, capsys) -> None:
-    module = importlib.import_module("benchmarks.synthetic_gguf")
-    for name, size in (("HIDDEN", 256), ("INNER", 512), ("HEADS", 4), ("KEYS", 128)):
-        monkeypatch.setattr(module, name, size)
-    path = tmp_path / "made.gguf"
-    module.main(["0.001", str(path)])
-    assert "GB" in capsys.readouterr().out
-    params = SamplingParams.pure(max_tokens=3, ignore_eos=True)
-    completion = LLM(path, draft="off", context=64).generate("Hello", params)[0]
-    assert len(completion.token_ids) == 3
 
 
 @pytest.mark.default_model
