@@ -350,7 +350,7 @@ def measure_roofline(
         kernels=native.instructions() if isinstance(decoder, NativeDecoder) else "torch",
         context=context,
         repeats=repeats,
-        weight_bytes=decoder.weight_bytes,
+        weight_bytes=decoder.pass_bytes(),
         bandwidth=bandwidth,
         peaks=peak,
         balance=balance if balance <= MAX_ROWS else None,

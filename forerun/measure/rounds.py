@@ -266,8 +266,8 @@ class Rounds:
 
     def limit(self, quantization: str) -> Limit:
         """Return the bound that the measured bandwidth sets for plain decoding."""
-        size = self.llm.decoder.weight_bytes
         requests = self.setting.requests
+        size = self.llm.decoder.pass_bytes(requests)
         if not self.bandwidths:
             return Limit(quantization, requests, size, None, None, None)
         bandwidth = median(self.bandwidths)

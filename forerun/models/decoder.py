@@ -77,9 +77,20 @@ class Decoder:
         part.layer_ids = layer_ids
         return part
 
+    def pass_bytes(self, rows: int = 1) -> int:
+        """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
+        tokens with independent routes use."""
+        e = self.config.experts
+        if e is None:
+            return self.weight_bytes
+        layers = [self.weights.layers[i].experts for i in self.layer_ids]
+        matrices = [m.weight for own in layers if own for m in (own.up, own.down)]
+        size = sum(weight.numel() * weight.element_size() for weight in matrices)
+        return self.weight_bytes - round(size * (1 - e.share(rows)))
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes a forward pass reads: every matrix once, the embedding only as a tied head."""
+        """Bytes of the matrices of a forward pass, the embedding only as a tied head."""
         w = self.weights
         layers = [w.layers[i] for i in self.layer_ids]
         matrices = [matrix for layer in layers for matrix in layer.matrices]

@@ -69,6 +69,10 @@ class Experts:
     router_bias: bool = False
     separate_norms: bool = False
 
+    def share(self, rows: float) -> float:
+        """Return the share of a layer's experts that `rows` tokens with independent routes use."""
+        return float(1 - (1 - self.used / self.count) ** rows)
+
 
 # ---------------------------------------------------------------- families
 

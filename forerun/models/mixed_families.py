@@ -239,7 +239,8 @@ def _qwen3_5(c: Json) -> Json:
 
 
 def _qwen3_5_moe(c: Json) -> Json:
-    c = {"decoder_sparse_step": 1, "norm_topk_prob": True, "intermediate_size": 1} | c
+    inner = c["moe_intermediate_size"] * c["num_experts_per_tok"]
+    c = {"norm_topk_prob": True, "intermediate_size": inner} | c
     shared = c.get("shared_expert_intermediate_size") or 0
     experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
     return _delta_fields(c) | dict(layout="qwen3_5", experts=experts)

@@ -61,7 +61,20 @@ class Shard:
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the part of a model that one rank computes.
 
-    Raises ConfigError if there are more ranks than key-value heads."""
+    Raises ConfigError if there are more ranks than key-value heads, or for layers that cannot be
+    divided."""
+    if (
+        config.experts
+        or config.head_shapes
+        or config.parallel
+        or config.qk_norm == "row"
+        or config.attention_sinks
+        or config.head_bias
+    ):
+        raise ConfigError(
+            f"tensor_parallel divides dense models with layers like Llama's, and not the family"
+            f" {config.family}: leave it out"
+        )
     if shard.world_size > config.kv_heads:
         raise ConfigError(
             f"tensor_parallel={shard.world_size}: each process needs a key-value head of its own, "

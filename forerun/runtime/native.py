@@ -165,8 +165,22 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes a forward pass reads: every matrix once, scales included."""
+        """Bytes of the matrices of a forward pass, all experts and scales included."""
         return sum(m.bytes for m in self._matrices)
+
+    def pass_bytes(self, rows: int = 1) -> int:
+        """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
+        tokens with independent routes use."""
+        return self.weight_bytes - self._unused_bytes(rows)
+
+    def _unused_bytes(self, rows: int) -> int:
+        e = self.config.experts
+        if e is None:
+            return 0
+        layers = [self.weights.layers[i].experts for i in self.layer_ids]
+        matrices = [matrix for own in layers if own for matrix in (own.up, own.down)]
+        size = sum(m.bytes for m in all_packed(matrices))
+        return round(size * (1 - e.share(rows)))
 
     @property
     def weight_bits(self) -> float:

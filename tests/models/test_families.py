@@ -213,3 +213,24 @@ def test_a_tensor_of_another_shape_is_refused_by_name(
     (tmp_path / "config.json").write_text((directory(name) / "config.json").read_text())
     with pytest.raises(LoadError, match=found.split(".")[-1] if "bias" in found else "tensor"):
         load(tmp_path, "torch")
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
+def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
+    model = decoder("qwen3_moe", kernels)
+    experts = model.config.experts
+    assert experts is not None
+    all_experts = model.pass_bytes(10_000)
+    assert all_experts == model.weight_bytes
+    unused = [all_experts - model.pass_bytes(rows) for rows in (1, 2)]
+    assert unused[1] == pytest.approx(unused[0] * (1 - experts.used / experts.count), rel=0.01)
+    assert decoder("glm4", kernels).pass_bytes(1) == decoder("glm4", kernels).weight_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "cohere", "olmo2", "gpt_oss"])
+def test_layers_that_cannot_be_divided_are_refused(name: str) -> None:
+    from forerun.errors import ConfigError
+    from forerun.models.sharding import Shard, shard_config
+
+    with pytest.raises(ConfigError, match="tensor_parallel divides dense models"):
+        shard_config(load_config(directory(name)), Shard(0, 2, None))
