@@ -28,6 +28,10 @@ MULTIPLIERS = dict(
     embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=8.0
 )  # fmt: skip
 
+LATENT = dict(
+    q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=32, v_head_dim=32,
+    num_key_value_heads=4,
+)  # fmt: skip
 PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
 MROPE = dict(PARTIAL, mrope_section=[1, 1, 0], mrope_interleaved=True)
 DELTA = dict(
@@ -116,6 +120,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         dict(PADDED, **DELTA, **MIXED, **EXPERTS, shared_expert_intermediate_size=16, rope_parameters=PARTIAL),
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        dict(
+            PADDED, **ROUTED, first_k_dense_replace=1, n_shared_experts=1, n_group=2, topk_group=1,
+            topk_method="group_limited_greedy",
+        ) | LATENT,
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        dict(PADDED, **ROUTED, first_k_dense_replace=1, n_group=2, topk_group=1, rope_parameters=dict(
+            YARN, mscale=1.0, mscale_all_dim=1.0)) | LATENT,
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", dict(PADDED, **ROUTED) | LATENT | dict(q_lora_rank=None)),
     "granitemoe": ("granitemoe", dict(PADDED, **LOCAL, **MULTIPLIERS)),
     "granite4": (
         "granitemoehybrid",

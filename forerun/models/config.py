@@ -15,6 +15,7 @@ from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.families import (
     Experts,
     Json,
+    LatentAttention,
     RecurrentLayers,
     Rope,
     is_integer,
@@ -82,6 +83,8 @@ class ModelConfig:
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
         head_bias: the output head has a bias.
         experts: the mixture of experts; None if all MLPs are dense.
+        latent: latent attention, with one key-value head of its cached size; None if heads have
+            keys and values of their own.
         recurrent: the recurrent layers; None if there are none.
         attends: for each layer, True if it has attention; empty if all have.
         output_gate: the output of attention is gated, by rows beside the queries' (Qwen3-Next).
@@ -133,6 +136,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     head_bias: bool = False
     experts: Experts | None = None
+    latent: LatentAttention | None = None
     recurrent: RecurrentLayers | None = None
     attends: tuple[bool, ...] = ()
     output_gate: bool = False
@@ -160,6 +164,7 @@ class ModelConfig:
         others = (
             self.experts
             or self.recurrent
+            or self.latent
             or self.head_shapes
             or self.kv_layers
             or self.layer_input
@@ -345,6 +350,11 @@ def _check(config: ModelConfig, path: Path) -> None:
         users = [layer for layer in range(config.layers) if config.rope_of[layer] == i]
         sizes = [config.head_shape(layer)[1] for layer in users]
         _check_rope(rope, min(sizes, default=config.head_dim), path)
+    if config.latent is not None:
+        for name in ("rank", "plain", "rotary", "value"):
+            value = getattr(config.latent, name)
+            _check_integer(f"{name} of the latent attention", value, 1 << 16, path)
+        _check_integer("q_lora_rank", config.latent.query_rank, 1 << 20, path, 0)
     if config.recurrent is not None:
         _check_recurrent(config.recurrent, config, path)
     if config.experts is not None:

@@ -176,6 +176,8 @@ class Decoder:
     ) -> Tensor:
         """Return the output of the attention branch of layer `i` for its input x [T, H]."""
         c, tokens = self.config, x.shape[0]
+        if layer.latent is not None:
+            return self._latent_attention(x, i, layer, rotation, attend)
         assert layer.qkv is not None and layer.out is not None
         kv_heads, head_dim = c.head_shape(i)
         qkv = self._linear(x, layer.qkv).view(tokens, -1, head_dim)
@@ -190,6 +192,33 @@ class Decoder:
             if c.value_norm:
                 v = kernels.norm(v, torch.ones(head_dim, device=v.device), None, c.norm_eps)
             out = attend(i, q, self._qk(k, layer.k_norm, rotation), v, layer.sink_logits)
+        return self._linear(out.reshape(tokens, -1), layer.out)
+
+    def _latent_attention(
+        self,
+        x: Tensor,
+        i: int,
+        layer: LayerWeights,
+        rotation: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+    ) -> Tensor:
+        """Return the output of latent attention for its input x [T, H]; see `LatentAttention`."""
+        c, a, w, tokens = self.config, self.config.latent, layer.latent, x.shape[0]
+        assert a is not None and w is not None and layer.out is not None and rotation is not None
+        read = x if w.query_down is None else self._linear(x, w.query_down)
+        read = self._norm(read, w.query_norm)
+        plain = self._linear(read, w.query_plain).view(tokens, c.heads, a.plain)
+        key_up = w.key_up.weight.view(c.heads, a.rank, a.plain)
+        rotary = self._linear(read, w.query_rotary).view(tokens, c.heads, a.rotary)
+        q = torch.cat((rotary, torch.einsum("thp,hrp->thr", plain, key_up)), dim=-1)
+        down = self._linear(x, w.down)
+        vector = self._norm(down[:, a.rotary :], w.norm)
+        k = torch.cat((down[:, : a.rotary], vector), dim=-1)[:, None]
+        v = torch.cat((torch.zeros_like(down[:, : a.rotary]), vector), dim=-1)[:, None]
+        q, k = kernels.rotate(q, *rotation), kernels.rotate(k, *rotation)
+        out = attend(i, q, k, v, None)[..., a.rotary :]
+        value_up = w.value_up.weight.view(c.heads, a.value, a.rank)
+        out = torch.einsum("thr,hvr->thv", out, value_up)
         return self._linear(out.reshape(tokens, -1), layer.out)
 
     def _qk(self, x: Tensor, norm: Norm | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -279,7 +308,8 @@ class Decoder:
         """Normalise; without a norm x is returned."""
         if norm is None:
             return x
-        return kernels.norm(x, norm.weight, norm.bias, self.config.norm_eps)
+        eps = self.config.norm_eps if norm.eps is None else norm.eps
+        return kernels.norm(x, norm.weight, norm.bias, eps)
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         return kernels.linear(x, linear.weight, linear.bias)

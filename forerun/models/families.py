@@ -78,6 +78,29 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values are products of one latent vector a token (DeepSeek V2).
+
+    The latent vector and one rotated part of the keys, which all heads share, are cached; products
+    with the heads' matrices are moved to queries and outputs, so that the latent vectors are keys
+    and values themselves.
+
+    Attributes:
+        query_rank: size of the latent vector of queries; 0 if there is none.
+        rank: size of the cached latent vector.
+        plain: channels of a head that do not rotate.
+        rotary: channels that rotate.
+        value: channels of a head's values.
+    """
+
+    query_rank: int
+    rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentLayers:
     """The recurrent layers of a model, each with a causal convolution and, unless `kind` is "conv",
     a state that every token changes.

@@ -4,13 +4,16 @@ They are built on the dense families of `families`; its docstring says how to ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from forerun.models.families import (
     DENSE,
     Experts,
     Json,
+    LatentAttention,
     RecurrentLayers,
     ernie,
     granite,
@@ -185,6 +188,70 @@ def _minimax_m2(c: Json) -> Json:
     return llama(c | share) | dict(layout="minimax", qk_norm="row", experts=experts)
 
 
+# ---------------------------------------------------------------- latent attention
+
+
+def _latent_fields(c: Json) -> Json:
+    """Return the fields of DeepSeek V2's attention, and experts in all but the first layers."""
+    if c.get("attention_bias"):
+        raise ValueError("attention_bias: true, which is not supported with latent attention")
+    rotary, plain, rank = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["kv_lora_rank"]
+    fields = llama(c | {"head_dim": rotary, "num_key_value_heads": 1})
+    rope = fields["ropes"][0].parameters
+    scale = (plain + rotary) ** -0.5
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
+    inner, layers = c["moe_intermediate_size"], fields["layers"]
+    kinds = c.get("mlp_layer_types")
+    dense = c.get("first_k_dense_replace", 0 if kinds is None else 1)
+    sparse = [k == "sparse" for k in kinds] if kinds else [i >= dense for i in range(layers)]
+    experts = Experts(
+        count=c["n_routed_experts"],
+        used=c["num_experts_per_tok"],
+        intermediate=inner,
+        layers=tuple(sparse),
+        shared=(c.get("n_shared_experts") or 0) * inner,
+        scores="sigmoid",
+        normalised=c.get("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=c.get("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        groups=c.get("n_group") or 1,
+        used_groups=c.get("topk_group") or 1,
+    )
+    return fields | dict(
+        layout="deepseek",
+        head_dim=rotary + rank,
+        attention_scale=scale,
+        rotates_pairs=c.get("rope_interleave", True),
+        latent=LatentAttention(
+            query_rank=c.get("q_lora_rank") or 0,
+            rank=rank,
+            plain=plain,
+            rotary=rotary,
+            value=c["v_head_dim"],
+        ),
+        experts=experts,
+    )
+
+
+def _deepseek_v2(c: Json) -> Json:
+    """Experts are chosen by softmax; groups, where they count, by their best one."""
+    fields = _latent_fields(c)
+    is_grouped = c.get("topk_method", "greedy") == "group_limited_greedy"
+    groups = (c.get("n_group") or 1, c.get("topk_group") or 1) if is_grouped else (1, 1)
+    experts = replace(
+        fields["experts"],
+        scores="softmax",
+        normalised=False,
+        choice_bias=False,
+        groups=groups[0],
+        used_groups=groups[1],
+        best=1,
+    )
+    return fields | dict(experts=experts, rotates_pairs=True)
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -313,6 +380,9 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _latent_fields,
+    "glm4_moe_lite": _latent_fields,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "qwen3_5_moe_text": _qwen3_5_moe,

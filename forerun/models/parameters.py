@@ -16,10 +16,13 @@ from forerun.models.quantized import QuantizedMatrix
 
 @dataclass(slots=True)
 class Norm:
-    """Weight [H] of a norm and, for layer norms, bias [H]; float32 or wider."""
+    """Weight [H] of a norm and, for layer norms, bias [H]; float32 or wider.
+
+    eps: its epsilon if it is not the model's."""
 
     weight: Tensor
     bias: Tensor | None = None
+    eps: float | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +90,29 @@ class ExpertWeights:
 
 
 @dataclass(slots=True)
+class LatentWeights:
+    """Latent attention with n heads; the sizes are those of `LatentAttention`.
+
+    Attributes:
+        query_down, query_norm: to the latent vector of queries, if there is one.
+        query_plain: [n * plain, query rank or H]; query_rotary: [n * rotary, the same].
+        down: [rotary + rank, H], the rotated part of the keys, then the latent vector.
+        norm: of the latent vector.
+        key_up: [n * rank, plain], from a head's query to its query for latent vectors.
+        value_up: [n * value, rank], from a sum of latent vectors to a head's output.
+    """
+
+    query_plain: LinearWeights
+    query_rotary: LinearWeights
+    down: LinearWeights
+    norm: Norm
+    key_up: LinearWeights
+    value_up: LinearWeights
+    query_down: LinearWeights | None = None
+    query_norm: Norm | None = None
+
+
+@dataclass(slots=True)
 class RecurrentWeights:
     """A recurrent layer with C channels in its convolution and n value heads.
 
@@ -147,6 +173,7 @@ class LayerWeights:
     mlp_out_norm: Norm | None = None
     sink_logits: Tensor | None = None  # [heads] float32
     experts: ExpertWeights | None = None
+    latent: LatentWeights | None = None
     recurrent: RecurrentWeights | None = None
     output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
     layer_input: LayerInputWeights | None = None
@@ -156,6 +183,9 @@ class LayerWeights:
     def matrices(self) -> list[Any]:
         """All matrices of the layer that a forward pass reads, those of experts included."""
         found: list[Any] = [self.qkv, self.out, self.up, self.down, self.output_gate]
+        if self.latent is not None:
+            a = self.latent
+            found += [a.query_down, a.query_plain, a.query_rotary, a.down, a.key_up, a.value_up]
         if self.recurrent is not None:
             found += [self.recurrent.input, self.recurrent.out, self.recurrent.decay]
         if self.experts is not None:

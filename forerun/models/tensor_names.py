@@ -105,6 +105,19 @@ NAMES: dict[str, Names] = {
     | EXPERT_NAMES
     | _shared_names("shared_experts")
     | {"choice_bias": "mlp.gate.e_score_correction_bias"},
+    "deepseek": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_experts")
+    | {
+        "choice_bias": "mlp.gate.e_score_correction_bias",
+        "query": "self_attn.q_proj",
+        "query_down": "self_attn.q_a_proj",
+        "query_norm": "self_attn.q_a_layernorm",
+        "query_up": "self_attn.q_b_proj",
+        "latent_down": "self_attn.kv_a_proj_with_mqa",
+        "latent_norm": "self_attn.kv_a_layernorm",
+        "latent_up": "self_attn.kv_b_proj",
+    },
     "ernie_moe": LLAMA_NAMES
     | EXPERT_NAMES
     | _shared_names("shared_experts")

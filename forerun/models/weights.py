@@ -8,6 +8,7 @@ demand, since a packed copy may be cached."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from forerun.models.experts import StackedRows, mx_matrix, split_experts
 from forerun.models.gguf.blocks import Blocks, unpermuted
 from forerun.models.parameters import (
     ExpertWeights,
+    LatentWeights,
     LayerInputs,
     LayerInputWeights,
     LayerWeights,
@@ -44,6 +46,8 @@ from forerun.models.tensor_names import (
     TRANSPOSED_EXPERTS,
 )
 
+LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever the model's other norms have
+MOST_MTP_LAYERS = 8  # multi-token modules behind a model's layers
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]
 MakeEmbedding = Callable[[Source], Any]
@@ -107,7 +111,9 @@ class WeightLoader:
         up, down = ("shared_up", "shared_down") if c.has_experts(i) else ("up", "down")
         attends = c.has_attention(i)
         qkv, output_gate = None, None
-        if attends and c.output_gate:
+        if c.latent is not None:
+            queries = c.heads * c.latent.value
+        elif attends and c.output_gate:
             qkv, output_gate = self.gated_qkv(i, queries, keys)
         elif attends:
             rows = [queries, keys, keys] if is_own else [queries]
@@ -127,6 +133,7 @@ class WeightLoader:
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
             sink_logits=None if sinks is None else self.to(sinks, torch.float32),
             experts=self.experts(i) if c.has_experts(i) else None,
+            latent=self.latent(i) if c.latent is not None else None,
             recurrent=self.recurrent(i) if c.is_recurrent(i) else None,
             output_gate=output_gate,
             layer_input=self.layer_input(i) if c.layer_input else None,
@@ -165,6 +172,52 @@ class WeightLoader:
             f"{i}.output_gate", (queries, hidden), lambda: select_rows(read_q(), gates)
         )
         return qkv, self.make_linear("output_gate", gate, None)
+
+    def latent(self, i: int) -> LatentWeights:
+        """Load the latent attention of layer `i`."""
+        c, a = self.config, self.config.latent
+        assert a is not None
+        pairs = torch.arange(a.rotary)
+        if self.rotates_pairs:
+            pairs = torch.cat((pairs[0::2], pairs[1::2]))
+        per_head = torch.arange(c.heads * (a.plain + a.rotary)).view(c.heads, -1)
+        plain = per_head[:, : a.plain].flatten()
+        rotary = per_head[:, a.plain :][:, pairs].flatten()
+        inner, part = (a.query_rank, "query_up") if a.query_rank else (c.hidden, "query")
+        rows = per_head.numel()
+        down_order = torch.cat((a.rank + pairs, torch.arange(a.rank)))
+        found = LatentWeights(
+            query_plain=self.selected(part, i, rows, inner, plain, "query_plain"),
+            query_rotary=self.selected(part, i, rows, inner, rotary, "query_rotary"),
+            down=self.selected("latent_down", i, a.rank + a.rotary, c.hidden, down_order),
+            norm=replace(self.norm("latent_norm", i, a.rank), eps=LATENT_EPS),
+            key_up=self.heads_of_latent(i, keys=True),
+            value_up=self.heads_of_latent(i, keys=False),
+        )
+        if a.query_rank:
+            found.query_down = self.linear("query_down", i, [a.query_rank], c.hidden, False)
+            found.query_norm = replace(self.norm("query_norm", i, a.query_rank), eps=LATENT_EPS)
+        return found
+
+    def heads_of_latent(self, i: int, keys: bool) -> Any:
+        """Load the heads' matrices between latent vectors and keys or values."""
+        c, a = self.config, self.config.latent
+        assert a is not None
+        rows = torch.arange(c.heads * (a.plain + a.value)).view(c.heads, -1)
+        if not keys:
+            order = rows[:, a.plain :].flatten()
+            return self.selected("latent_up", i, rows.numel(), a.rank, order, "value_up")
+        ((stem, _),) = self.stems("latent_up", i, [rows.numel()])
+        read = self.matrix(stem, (rows.numel(), a.rank), False, False)
+
+        def transposed() -> Matrix:
+            held = read()
+            floats = held if isinstance(held, Tensor) else held.dequantize()
+            own = floats[rows[:, : a.plain].flatten()].view(c.heads, a.plain, a.rank)
+            return own.transpose(1, 2).reshape(c.heads * a.rank, a.plain).contiguous()
+
+        shape = (c.heads * a.rank, a.plain)
+        return self.make_linear("key_up", self.source(f"{i}.key_up", shape, transposed), None)
 
     def recurrent(self, i: int) -> RecurrentWeights:
         """Load the recurrent part of layer `i`."""
@@ -499,7 +552,12 @@ class WeightLoader:
         """Raise LoadError if the checkpoint has tensors that were not used."""
         ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
         mtp = MTP_PREFIXES.get(self.config.family)
-        self.checkpoint.finish(ignored, OTHER_MODALITIES + ((mtp,) if mtp else ()))
+        prefixes = OTHER_MODALITIES + ((mtp,) if mtp else ())
+        # layers behind the model's own are multi-token modules (DeepSeek V3, GLM-4.5)
+        count = self.config.layers
+        layer = f"{self.prefix}{self.names['layer']}"
+        prefixes += tuple(layer.format(i=i) for i in range(count, count + MOST_MTP_LAYERS))
+        self.checkpoint.finish(ignored, prefixes)
 
 
 def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:

@@ -24,13 +24,12 @@ from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.errors import LoadError
 from forerun.kernels import native
-from forerun.kernels.native.layout import interleave, lay_out
 from forerun.load import make_runner
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.quantized import LosslessMatrix
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.packed import PackedMatrix, interleave, lay_out
 from forerun.runtime.torch_runner import Runner
 from tests import quantise, tiny
 from tests.engine import build

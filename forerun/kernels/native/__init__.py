@@ -103,6 +103,8 @@ class COp(Structure):
         ("choice_column", c_int32),
         ("spread", c_int32),
         ("count", c_int32),
+        ("in_stride", c_int32),
+        ("out_stride", c_int32),
         ("scores", c_int32),
         ("normalised", c_int32),
         ("groups", c_int32),

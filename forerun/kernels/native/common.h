@@ -41,7 +41,7 @@ struct Norm {
 
 // Buffers are float [rows][width] and named by index; `in` and `out` are buffer indices.
 struct Op {
-  int32_t kind, in, out, in_column;  // in_column: where in a row of `in` MIX begins
+  int32_t kind, in, out, in_column;  // in_column: where in a row of `in` LINEAR and MIX begin
   Norm norm, key_norm, after;    // LINEAR: norm before the product. ROTATE: query and key norms. MIX and SAVE: after
   Matrix matrix;
   int32_t activation, gated;     // LINEAR and SAVE: activation of the result; gated: gate and up interleaved by 16
@@ -62,10 +62,12 @@ struct Op {
   const float *query_scale;      // ROTATE: [context] factor on the queries of a position, or null
 
   // Experts. `choice` is a buffer that holds, from `choice_column` on, the numbers of a row's experts and then their weights.
-  // LINEAR: `matrix` holds `experts` matrices one behind the other; each row goes through `slots` of them. ROUTE: `slots`
+  // LINEAR: `matrix` holds `experts` matrices one behind the other; each row goes through `slots` of them, or through all in
+  // order where `choice` is -1 (matrices of heads). ROUTE: `slots`
   // experts of `experts`. MIX: sum of `slots` weighted parts, each `count` numbers.
   int32_t experts, slots, choice, choice_column;
   int32_t spread, count;         // LINEAR: rows of `in` have a part for each slot, as those of `out` always have
+  int32_t in_stride, out_stride; // LINEAR: floats from part to part, 0: they stand side by side
   int32_t scores, normalised, groups, used_groups, best;  // ROUTE; best: how many scores of a group are summed to rate it
   float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale
   const float *choice_bias, *expert_scale;  // ROUTE: [experts] added to scores for the choice only; factors on weights; or null

@@ -122,7 +122,8 @@ void prepare(const Program *p, const Op *op, const Batch *b, int item, int items
   const int parts = parts_of_input(op);
   for (int t = s.from; t < s.to; t++)
     for (int i = 0; i < parts; i++) {
-      normalise(at(p, b, op->in, op->wanted ? b->want[t] : t) + (int64_t)i * a.inputs, op->norm, a.inputs, row);
+      const float *in = at(p, b, op->in, op->wanted ? b->want[t] : t) + op->in_column;
+      normalise(in + (int64_t)i * (op->in_stride ? op->in_stride : a.inputs), op->norm, a.inputs, row);
       convert(row, a.inputs, a.format, scratch_row(a, b, t * parts + i));
     }
 }
@@ -200,9 +201,10 @@ void multiply(const Program *p, const Op *op, const Batch *b, int item, int item
 void multiply_experts(const Program *p, const Op *op, const Batch *b, int item, int items) {
   const Matrix &a = op->matrix;
   const int slots = op->slots, entries = b->tokens * slots, blocks = a.outputs / BLOCK / op->experts;
-  const int width = op->gated ? blocks * W : blocks * BLOCK, parts_in = parts_of_input(op);
+  const int width = op->out_stride ? op->out_stride : op->gated ? blocks * W : blocks * BLOCK, parts_in = parts_of_input(op);
   int first[op->experts + 1], next[op->experts], order[entries], present[op->experts], distinct = 0;
   auto expert_of = [&](int entry) {
+    if (op->choice < 0) return entry % slots;
     return (int)at(p, b, op->choice, entry / slots)[op->choice_column + entry % slots];
   };
   memset(first, 0, sizeof(first));

@@ -1,0 +1,486 @@
+"""Recording of a decoder as a program of native operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.recurrent import StateLayout
+from forerun.kernels import native
+from forerun.kernels.native import CNorm, COp
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import query_scale
+from forerun.models.parameters import (
+    ExpertWeights,
+    LatentWeights,
+    LayerInputWeights,
+    LayerWeights,
+    Norm,
+    RecurrentWeights,
+)
+from forerun.runtime.packed import PackedMatrix, parts_of
+from forerun.runtime.program import (
+    ATTENDED,
+    BRANCH,
+    HIDDEN,
+    LOGITS,
+    QKV,
+    Program,
+    X,
+    embed_op,
+)
+
+
+class DecoderRecorder:
+    """Records a decoder as a program.
+
+    Attributes:
+        owned: what the operations point to.
+        at: buffers behind those that every decoder has, by name.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Any,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        context: int,
+        shortlist: Tensor | None,
+        aux_hidden_layers: tuple[int, ...],
+    ) -> None:
+        """Prepare to record; arguments as in `NativeDecoder`, with packed `weights`."""
+        self.config, self.weights = config, weights
+        self.ropes, self.shortlist, self.context = ropes, shortlist, context
+        self.aux_hidden_layers = aux_hidden_layers
+        self.kv_offsets = self.config.kv_offsets()
+        recurrent = self.config.recurrent
+        self.states = None if recurrent is None else StateLayout.of(self.config)
+        self.owned: list[Any] = []
+        self.widths = self._widths()
+        self.at: dict[str, int] = {}
+        for name, width in self._further_widths().items():
+            self.at[name] = len(self.widths)
+            self.widths.append(width)
+        growth = self.config.query_growth
+        self.query_scale = None
+        if growth is not None:
+            self.query_scale = self._own(query_scale(growth, torch.arange(self.context)))
+
+    def _widths(self) -> list[int]:
+        """Return the widths of the buffers that every decoder has, and of saved hidden states."""
+        c = self.config
+        shapes = [c.head_shape(i) for i in range(c.layers)]
+        heads = max((c.heads + 2 * kv_heads) * size for kv_heads, size in shapes)
+        attended = max(c.heads * size for _, size in shapes)
+        inner = max(c.mlp_size(i) for i in range(c.layers))
+        logits = c.vocab if self.shortlist is None else len(self.shortlist)
+        widths = [c.hidden, heads, attended, max(-(-inner // 16) * 16, 1), c.hidden, logits]
+        return widths + [c.hidden] * len(self.aux_hidden_layers)
+
+    def _further_widths(self) -> dict[str, int]:
+        c, widths = self.config, dict[str, int]()
+        if c.experts is not None:
+            e = c.experts
+            sparse = sum(e.layers)
+            widths |= {
+                "scores": e.count,
+                "choice": 2 * e.used * sparse,
+                "expert_inner": e.used * e.intermediate,
+                "expert_out": e.used * c.hidden,
+                "shared": c.hidden,
+                "shared_gate": 1,
+            }
+        if c.latent is not None:
+            a = c.latent
+            widths |= {"latent_queries": max(a.query_rank, 1), "plain": c.heads * a.plain}
+            widths |= {"latent": a.rotary + a.rank, "values": c.heads * a.value}
+        if c.recurrent is not None:
+            r = c.recurrent
+            inner = 3 * r.inner if r.kind == "conv" else r.channels + r.inner
+            widths |= {"inputs": inner, "decays": max(2 * r.value_heads, 1)}
+            widths |= {"convolved": r.channels + 2 * r.value_heads, "recurrent_out": r.inner}
+        if c.layer_input:
+            every = c.layers * c.layer_input
+            widths |= {"projected": every, "stored": every}
+            widths |= {"own": c.layer_input, "own_gate": c.layer_input}
+        return widths
+
+    def program(self, layer_ids: Sequence[int]) -> Program:
+        """Record a forward pass through these layers."""
+        c, w = self.config, self.weights
+        saves = {
+            layer: COp(kind=native.SAVE, input=X, output=LOGITS + 1 + i)
+            for i, layer in enumerate(self.aux_hidden_layers)
+        }
+        positions = self._own(w.positions.float()) if w.positions is not None else None
+        ops = [self._embed(w.embed, X, c.embed_scale, positions)]
+        ops += self._layer_inputs()
+        for i in layer_ids:
+            if i in saves:
+                ops.append(saves[i])
+            ops += self._layer(i)
+        if c.layers in saves:
+            ops.append(saves[c.layers])
+        head: dict[str, Any] = dict(wanted=1, softcap=c.logit_softcap or 0)
+        ops += self._linear(w.head, X, LOGITS, w.norm, scale=_factor(c.logit_scale), **head)
+        e = c.experts
+        rows_each = {self.at["expert_inner"]: e.used} if e is not None else {}
+        if c.latent is not None:  # inputs of heads stand side by side
+            rows_each |= {self.at["plain"]: c.heads, ATTENDED: c.heads}
+        program = Program(ops, np.array(self.widths, dtype=np.int32), rows_each)
+        program.choices = self.at.get("choice", 0)
+        return program
+
+    def _embed(self, table: Any, to: int, scale: float, positions: int | None = None) -> COp:
+        table = table if isinstance(table, PackedMatrix) else table.contiguous()
+        self.owned.append(table)
+        return embed_op(table, to, scale, positions)
+
+    def _layer(self, i: int) -> list[COp]:
+        c, layer = self.config, self.weights.layers[i]
+        # parallel branches both read X: their sum is added to it behind the MLP
+        to = BRANCH if c.parallel else X
+        ops: list[COp] = []
+        if layer.recurrent is not None:
+            ops += self._recurrent(i, layer.recurrent, layer.attention_norm)
+        if layer.latent is not None:
+            ops += self._latent(i, layer, layer.latent)
+        if layer.qkv is not None:
+            ops += self._linear(layer.qkv, X, QKV, layer.attention_norm)
+            ops += [self._rotate(i, layer), self._attend(i, layer)]
+            if layer.output_gate is not None:
+                gate: dict[str, Any] = dict(
+                    activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
+                )
+                ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
+            ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
+        ops += self._mlp(i, layer)
+        if c.parallel:
+            ops.append(self._mix(BRANCH, X, c.hidden, combine=native.ADD))
+        if layer.layer_input is not None:
+            ops += self._add_layer_input(i, layer.layer_input)
+        if layer.scale != 1.0:
+            ops.append(self._mix(X, X, c.hidden, scale=layer.scale))
+        return ops
+
+    def _attend(self, i: int, layer: LayerWeights) -> COp:
+        c = self.config
+        window, sinks = c.visible_keys(i)
+        return COp(
+            kind=native.ATTEND,
+            input=QKV,
+            output=ATTENDED,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap or 0,
+            window=window or 0,
+            sinks=sinks,
+            sink_logits=None if layer.sink_logits is None else self._own(layer.sink_logits),
+            **self._heads(i),
+        )
+
+    def _latent(self, i: int, layer: LayerWeights, w: LatentWeights) -> list[COp]:
+        """Return the operations of latent attention. A head's row of QKV is its rotated part, then
+        its query for latent vectors; key and value follow."""
+        c, a = self.config, self.config.latent
+        assert a is not None
+        head = a.rotary + a.rank
+        key, value = c.heads * head, (c.heads + 1) * head
+        queries, plain, down = self.at["latent_queries"], self.at["plain"], self.at["latent"]
+        heads: dict[str, Any] = dict(experts=c.heads, slots=c.heads, choice=-1)
+        source, norm = X, layer.attention_norm
+        ops: list[COp] = []
+        if w.query_down is not None:
+            ops += self._linear(w.query_down, X, queries, norm)
+            source, norm = queries, w.query_norm
+        ops += self._linear(w.query_plain, source, plain, norm)
+        ops += self._linear(w.query_rotary, source, QKV, norm, out_stride=head, **heads)
+        up: dict[str, Any] = dict(spread=1, column=a.rotary, out_stride=head)
+        ops += self._linear(w.key_up, plain, QKV, None, **up, **heads)
+        ops += self._linear(w.down, X, down, layer.attention_norm)
+        normed = self._norm(w.norm)
+        ops += [
+            self._mix(down, QKV, a.rotary, column=key),
+            self._mix(down, QKV, a.rank, in_column=a.rotary, column=key + a.rotary, after=normed),
+            self._mix(down, QKV, a.rank, in_column=a.rotary, column=value + a.rotary, after=normed),
+            self._rotate(i, layer),
+            self._attend(i, layer),
+        ]
+        out = self.at["values"]
+        spread: dict[str, Any] = dict(spread=1, in_column=a.rotary, in_stride=head)
+        ops += self._linear(w.value_up, ATTENDED, out, None, **spread, **heads)
+        return ops + self._branch(layer.out, out, layer.attention_out_norm, X)
+
+    def _recurrent(self, i: int, w: RecurrentWeights, norm: Norm | None) -> list[COp]:
+        """Return the operations of a recurrent layer; its output is added to X."""
+        c, r, states = self.config, self.config.recurrent, self.states
+        assert r is not None and states is not None
+        inputs, decays = self.at["inputs"], self.at["decays"]
+        convolved, out = self.at["convolved"], self.at["recurrent_out"]
+        is_conv, is_delta = r.kind == "conv", r.kind == "delta"
+        keys = r.key_heads * r.key_size
+        values = r.value_heads * r.value_size
+        places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
+        common: dict[str, Any] = dict(
+            channels=r.channels,
+            taps=r.taps,
+            key_heads=r.key_heads,
+            key_size=r.key_size,
+            value_heads=r.value_heads,
+            value_size=r.value_size,
+            delta=int(is_delta),
+            gated=int(is_conv),
+            conv_in=inputs,
+            state_at=states.state_at[i],
+            half_at=states.half_at[i],
+            history_at=states.history_at[i],
+        )
+        if not is_conv:
+            common |= dict(zip(("query_at", "key_at", "value_at"), places, strict=True))
+        convolve = COp(
+            kind=native.CONVOLVE,
+            input=inputs,
+            output=convolved,
+            gate=decays,
+            activation=native.ACTIVATIONS["silu"],
+            conv_weight=self._own(w.conv_weight),
+            conv_bias=None if w.conv_bias is None else self._own(w.conv_bias),
+            **common,
+        )
+        recur = COp(kind=native.RECUR, input=convolved, output=out, **common)
+        ops = self._linear(w.input, X, inputs, norm)
+        scale: dict[str, Any] = dict(combine=native.ADD, scale=_factor(c.residual_scale))
+        if is_conv:
+            return [*ops, convolve, recur, *self._linear(w.out, convolved, X, None, **scale)]
+        assert w.decay_bias is not None and w.decay_rate is not None
+        convolve.decay_bias = self._own(w.decay_bias)
+        convolve.decay_rate = self._own(w.decay_rate)
+        gate = COp(
+            kind=native.GATE,
+            input=convolved,
+            output=out,
+            gate=inputs,
+            in_column=r.channels,
+            count=values // r.norm_groups if r.norm_groups else r.value_size,
+            gate_first=int(r.gate_first),
+            tiled_norm=int(not r.norm_groups),
+            norm=CNorm() if w.norm is None else self._rms(w.norm),
+            skip=None if w.skip is None else self._own(w.skip),
+            value_heads=r.value_heads,
+            value_size=r.value_size,
+            value_at=places[2],
+        )
+        ops += self._linear(w.decay, X, decays, norm)
+        return [*ops, convolve, recur, gate, *self._linear(w.out, out, X, None, **scale)]
+
+    def _rms(self, norm: Norm) -> CNorm:
+        """Return a norm by the root of the mean square, whatever the model's other norms are."""
+        return CNorm(self._own(norm.weight), None, self.config.norm_eps, native.NORMS["rms"])
+
+    def _heads(self, i: int) -> dict[str, int]:
+        """Return the fields of attention operations that say where a layer's keys are."""
+        kv_heads, head_dim = self.config.head_shape(i)
+        offset = self.kv_offsets[self.config.kv_layer(i)]
+        return dict(heads=self.config.heads, kv_heads=kv_heads, head_dim=head_dim, kv_width=offset)
+
+    def _rotate(self, i: int, layer: LayerWeights) -> COp:
+        c = self.config
+        op = COp(
+            kind=native.ROTATE,
+            input=QKV,
+            norm=self._norm(layer.q_norm),
+            key_norm=self._norm(layer.k_norm),
+            qk_norm=native.QK_NORMS.get(c.qk_norm, 0),
+            value_norm=int(c.value_norm),
+            epsilon=c.norm_eps,
+            query_scale=self.query_scale,
+            **self._heads(i),
+        )
+        if c.kv_layer(i) != i:
+            op.kv_heads = 0
+        rope = c.rope_of[i]
+        if rope is not None:
+            cosine, sine = self.ropes[rope]
+            op.cosine, op.sine, op.rotary = cosine.data_ptr(), sine.data_ptr(), 2 * cosine.shape[-1]
+        return op
+
+    def _mlp(self, i: int, layer: LayerWeights) -> list[COp]:
+        """Return the operations of a layer's MLP, its experts included."""
+        c, e = self.config, layer.experts
+        norm = layer.attention_norm if c.parallel else layer.mlp_norm
+        up: list[COp] = []
+        if layer.up is not None:
+            activation = native.ACTIVATIONS[c.activation]
+            up = self._linear(layer.up, X, HIDDEN, norm, gated=c.gated, activation=activation)
+        if e is None:
+            to = BRANCH if c.parallel else X
+            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to)
+        ops = self._experts(i, e, norm)
+        out, column = self.at["expert_out"], self._choice_column(i)
+        assert c.experts is not None
+        weighted: dict[str, Any] = dict(
+            slots=c.experts.used, choice=self.at["choice"], choice_column=column
+        )
+        if layer.up is None and layer.mlp_out_norm is None:
+            scale = c.residual_scale
+            return [*ops, self._mix(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
+        ops.append(self._mix(out, BRANCH, c.hidden, after=self._norm(e.out_norm), **weighted))
+        if layer.up is not None:
+            shared = self.at["shared"]
+            ops += [*up, *self._linear(layer.down, HIDDEN, shared, None)]
+            gate = -1
+            if e.shared_gate is not None:
+                gate = self.at["shared_gate"]
+                ops += self._linear(e.shared_gate, X, gate, norm)
+            after = self._norm(e.shared_out_norm)
+            ops.append(
+                self._mix(shared, BRANCH, c.hidden, combine=native.ADD, after=after, gate=gate)
+            )
+        ops.append(self._add(layer.mlp_out_norm))
+        return ops
+
+    def _experts(self, i: int, e: ExpertWeights, norm: Norm | None) -> list[COp]:
+        """Return the operations that write the outputs of each token's experts side by side."""
+        c, mixture = self.config, self.config.experts
+        assert mixture is not None
+        scores, choice = self.at["scores"], self.at["choice"]
+        inner, out = self.at["expert_inner"], self.at["expert_out"]
+        common: dict[str, Any] = dict(
+            experts=mixture.count,
+            slots=mixture.used,
+            choice=choice,
+            choice_column=self._choice_column(i),
+        )
+        route = COp(
+            kind=native.ROUTE,
+            input=scores,
+            scores=native.SCORES[mixture.scores],
+            normalised=int(mixture.normalised),
+            groups=mixture.groups,
+            used_groups=mixture.used_groups,
+            best=mixture.best,
+            epsilon=mixture.epsilon,
+            route_scale=mixture.scale,
+            choice_bias=None if e.choice_bias is None else self._own(e.choice_bias),
+            expert_scale=None if e.expert_scale is None else self._own(e.expert_scale),
+            **common,
+        )
+        activation = native.ACTIVATIONS[c.activation]
+        return [
+            *self._linear(e.router, X, scores, e.router_norm or norm),
+            route,
+            *self._linear(
+                e.up, X, inner, e.norm or norm, gated=c.gated, activation=activation, **common
+            ),
+            *self._linear(e.down, inner, out, None, spread=1, **common),
+        ]
+
+    def _choice_column(self, i: int) -> int:
+        """Return where the experts of layer `i` are in a row of the buffer of choices."""
+        e = self.config.experts
+        assert e is not None
+        return 2 * e.used * sum(e.layers[:i])
+
+    def _layer_inputs(self) -> list[COp]:
+        """Return the operations that read the layers' own embeddings of a token."""
+        c, w = self.config, self.weights.layer_inputs
+        if w is None:
+            return []
+        scale = (c.layer_input / 2) ** 0.5
+        return [
+            *self._linear(w.projection, X, self.at["projected"], None, scale=c.hidden**-0.5),
+            self._embed(w.embed, self.at["stored"], scale),
+        ]
+
+    def _add_layer_input(self, i: int, w: LayerInputWeights) -> list[COp]:
+        """Return the operations that add a layer's own embedding to the residual stream."""
+        c, own, gate = self.config, self.at["own"], self.at["own_gate"]
+        column: dict[str, Any] = dict(in_column=i * c.layer_input)
+        norm = self._norm(self.weights.layer_inputs.norm)
+        projected, stored = self.at["projected"], self.at["stored"]
+        activation = native.ACTIVATIONS[c.activation]
+        return [
+            self._mix(projected, own, c.layer_input, after=norm, scale=2**-0.5, **column),
+            self._mix(stored, own, c.layer_input, combine=native.ADD, **column),
+            *self._linear(w.gate, X, gate, None, activation=activation),
+            self._mix(own, gate, c.layer_input, combine=native.TIMES),
+            *self._linear(w.projection, gate, BRANCH, None),
+            self._add(w.norm),
+        ]
+
+    def _linear(
+        self,
+        linear: Any,
+        source: int,
+        to: int,
+        norm: Norm | None,
+        column: int = 0,
+        **options: Any,
+    ) -> list[COp]:
+        """Return one product for each matrix of a layer; a separate gate precedes the matrix it
+        gates."""
+        ops = []
+        for part in parts_of(linear):
+            own = options
+            if part.is_gate or part.is_gated:
+                own = {name: value for name, value in options.items() if name != "gated"}
+            bounds_both = options.get("activation") == native.ACTIVATIONS["clamped_swiglu"]
+            if part.is_gate and bounds_both:
+                own = own | {"activation": 0}
+            elif part.is_gated and bounds_both:
+                own = own | {"combine": native.GATED}
+            elif part.is_gated:
+                own = own | {"combine": native.TIMES, "activation": 0}
+            op = COp(
+                kind=native.LINEAR,
+                input=source,
+                output=to,
+                norm=self._norm(norm),
+                matrix=part.packed.matrix,
+                column=column + part.column,
+                **own,
+            )
+            ops.append(op)
+        return ops
+
+    def _branch(self, layer: Any, source: int, after: Norm | None, to: int) -> list[COp]:
+        """Add the output of a branch to `to`, after its norm if there is one; BRANCH, which is
+        only for parallel branches, takes the first of them as it is."""
+        c = self.config
+        if after is not None:
+            return [*self._linear(layer, source, BRANCH, None), self._add(after)]
+        combine = native.REPLACE if to == BRANCH and source == ATTENDED else native.ADD
+        scale = _factor(c.residual_scale)
+        return self._linear(layer, source, to, None, combine=combine, scale=scale)
+
+    def _add(self, after: Norm | None) -> COp:
+        """Add BRANCH to the residual stream, after a norm if there is one."""
+        c, norm = self.config, self._norm(after)
+        scale = c.residual_scale
+        return self._mix(BRANCH, X, c.hidden, combine=native.ADD, after=norm, scale=scale)
+
+    def _mix(self, source: int, to: int, count: int, scale: float = 1.0, **options: Any) -> COp:
+        fields: dict[str, Any] = dict(slots=1, choice=-1, gate=-1) | options
+        return COp(kind=native.MIX, input=source, output=to, count=count, scale=scale, **fields)
+
+    def _norm(self, norm: Norm | None) -> CNorm:
+        if norm is None:
+            return CNorm()
+        bias = None if norm.bias is None else self._own(norm.bias)
+        kind = native.NORMS[self.config.norm]
+        eps = self.config.norm_eps if norm.eps is None else norm.eps
+        return CNorm(self._own(norm.weight), bias, eps, kind)
+
+    def _own(self, tensor: Tensor) -> int:
+        """Keep a tensor alive as long as the decoder; return its address."""
+        tensor = tensor.contiguous()
+        self.owned.append(tensor)
+        return tensor.data_ptr()
+
+
+def _factor(scale: float) -> float:
+    """Return the `scale` of a product, which leaves its result as it is where it is 0."""
+    return 0.0 if scale == 1.0 else scale
