@@ -43,6 +43,13 @@ GEMMA4 = dict(
 )  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
+# transformers bounds the time steps of Nemotron-H from below where it reads several tokens, but not
+# where it reads one
+NEMOTRON = dict(
+    PADDED, time_step_min=1e-12, num_hidden_layers=None, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+    head_dim=8, ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, expand=2,
+    **ROUTED | dict(moe_intermediate_size=32), moe_shared_expert_intermediate_size=24,
+)  # fmt: skip
 UNTOUCHED = ("inv_freq", "embed_scale", "A_log")
 
 # name -> (model_type, fields)
@@ -107,6 +114,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", dict(PADDED, **CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
     "lfm2_moe": ("lfm2_moe", dict(PADDED, **CONVOLUTIONS, **EXPERTS, num_dense_layers=1)),
+    "nemotron_h": ("nemotron_h", dict(NEMOTRON, n_group=2, topk_group=1, routed_scaling_factor=2.5)),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        dict(
+            NEMOTRON, moe_latent_size=64,
+            layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        ),
+    ),
     "qwen3_5": ("qwen3_5_text", dict(PADDED, **DELTA, **MIXED, rope_parameters=MROPE)),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",

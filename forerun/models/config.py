@@ -89,7 +89,7 @@ class ModelConfig:
         kv_layers: for each layer, the layer whose keys and values it reads, if that is not itself.
         values_from_keys: for each layer, True if its values are its keys, before their norm and
             rotation.
-        mlp_sizes: for each layer, the inner size of its dense MLP if they differ.
+        mlp_sizes: for each layer, the inner size of its dense MLP if they differ; 0 if it has none.
         layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
         layer_scale: the residual stream is multiplied by a stored number behind each layer.
         end_ids: end-of-text tokens.
@@ -193,6 +193,14 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return True if a layer has a dense MLP, a mixture of experts, or both."""
+        return self.has_experts(layer) or self.mlp_size(layer) > 0
+
+    def mixes_tokens(self, layer: int) -> bool:
+        """Return True if a layer has attention, a recurrent state, or both."""
+        return self.has_attention(layer) or self.is_recurrent(layer)
 
     def kv_groups(self) -> list[tuple[int, int, list[int]]]:
         """Return (key-value heads, head size, layers) of the layers that cache keys and values of
@@ -383,7 +391,7 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
                 f"{path}: {config.heads} attention heads cannot share {kv_heads} key-value heads"
             )
     for size in config.mlp_sizes:
-        _check_integer("intermediate", size, MAX_SIZES["intermediate"], path)
+        _check_integer("intermediate", size, MAX_SIZES["intermediate"], path, 0)
     for layer, source in enumerate(config.kv_layers):
         is_own = 0 <= source <= layer and config.kv_layer(source) == source
         if not is_own or config.head_shape(source) != config.head_shape(layer):
@@ -421,6 +429,7 @@ def _check_experts(experts: Experts, layers: int, path: Path) -> None:
     _check_integer("the number of experts of a token", experts.used, most, path)
     _check_integer("the size of an expert", experts.intermediate, MAX_SIZES["hidden"], path)
     _check_integer("the size of the shared expert", experts.shared, MAX_SIZES["hidden"], path, 0)
+    _check_integer("the latent size of experts", experts.latent, MAX_SIZES["hidden"], path, 0)
     _check_integer("the number of groups of experts", experts.groups, experts.count, path)
     _check_integer("the number of groups of a token", experts.used_groups, experts.groups, path)
     size, rest = divmod(experts.count, experts.groups)

@@ -145,14 +145,18 @@ class Decoder:
                 features[i] = x
             rope = c.rope_of[i]
             rotation = None if rope is None else rotations[rope]
-            read = self._norm(x, layer.attention_norm)
-            branch = self._attention(read, i, layer, rotation, growth, attend)
-            branch = self._norm(branch, layer.attention_out_norm) * c.residual_scale
-            if not c.parallel:
-                x = x + branch
-                read = x
-            mlp = self._norm(self._mlp(read, i, layer), layer.mlp_out_norm) * c.residual_scale
-            x = x + mlp + branch if c.parallel else x + mlp
+            if c.parallel:
+                read = self._norm(x, layer.attention_norm)
+                branch = self._attention(read, i, layer, rotation, growth, attend)
+                x = x + self._mlp_branch(read, i, layer) + branch * c.residual_scale
+            else:
+                if layer.qkv is not None:
+                    read = self._norm(x, layer.attention_norm)
+                    branch = self._attention(read, i, layer, rotation, growth, attend)
+                    branch = self._norm(branch, layer.attention_out_norm)
+                    x = x + branch * c.residual_scale
+                if c.has_mlp(i):
+                    x = x + self._mlp_branch(x, i, layer)
             if inputs is not None:
                 x = self._add_layer_input(x, layer, inputs[:, i])
             if layer.scale != 1.0:
@@ -203,24 +207,30 @@ class Decoder:
             x = kernels.rotate(x, *rotation)
         return self._norm(x, norm) if norm and where == "head_after_rope" else x
 
+    def _mlp_branch(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
+        """Return what the MLP of layer `i` adds to the residual stream, for x [T, H]."""
+        return self._norm(self._mlp(x, i, layer), layer.mlp_out_norm) * self.config.residual_scale
+
     def _mlp(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
         """Return the output of the MLP branch of layer `i`, experts included, for x [T, H]."""
         read = self._norm(x, layer.mlp_norm)
         if layer.up is None or layer.down is None:
             return self._experts(x, read, layer)
         up = self._linear(read, layer.up)
-        if self.config.gated:
-            gates, ups = up.chunk(2, dim=-1)
-            up = kernels.gate(gates, ups, self.config.activation)
-        else:
-            up = kernels.activate(up, self.config.activation)
-        out = self._linear(up, layer.down)
+        inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
+        out = self._linear(inner, layer.down)
         e = layer.experts
         if e is None:
             return out
         if e.shared_gate is not None:
             out = out * self._linear(read, e.shared_gate).sigmoid()
         return self._experts(x, read, layer) + self._norm(out, e.shared_out_norm)
+
+    def _activate(self, gates: Tensor, ups: Tensor | None = None) -> Tensor:
+        """Activate the inside of an MLP; `gates` are its ups where nothing is gated."""
+        if ups is None:
+            return kernels.activate(gates, self.config.activation)
+        return kernels.gate(gates, ups, self.config.activation)
 
     def _experts(self, x: Tensor, read: Tensor, layer: LayerWeights) -> Tensor:
         """Return the weighted sum of the experts of each token.
@@ -235,26 +245,31 @@ class Decoder:
         choice, weights = route(logits.float(), mixture, e.choice_bias, e.expert_scale)
         if e.norm is not None:
             read = self._norm(x, e.norm)
-        shape = (2, mixture.count, mixture.intermediate, -1)
+        if e.latent_in is not None:
+            read = self._linear(read, e.latent_in)
+        halves = 2 if self.config.gated else 1
+        shape = (halves, mixture.count, mixture.intermediate, -1)
         up = e.up.weight.view(shape)
         up_bias = None if e.up.bias is None else e.up.bias.view(shape[:3])
         down = e.down.weight.view(mixture.count, -1, mixture.intermediate)
         down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
-        out = x.new_zeros(*choice.shape, x.shape[1])
+        out = x.new_zeros(*choice.shape, read.shape[1])
         for expert in set(choice.flatten().tolist()):
             token, slot = (choice == expert).nonzero(as_tuple=True)
-            gates, ups = (
+            parts = [
                 kernels.linear(
                     read[token],
                     up[half, expert],
                     None if up_bias is None else up_bias[half, expert],
                 )
-                for half in range(2)
-            )
-            inner = kernels.gate(gates, ups, self.config.activation)
+                for half in range(halves)
+            ]
+            inner = self._activate(*parts)
             bias = None if down_bias is None else down_bias[expert]
             out[token, slot] = kernels.linear(inner, down[expert], bias)
         total = (out * weights.to(out.dtype)[..., None]).sum(1)
+        if e.latent_out is not None:
+            total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
 
     def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:

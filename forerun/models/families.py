@@ -49,6 +49,8 @@ class Experts:
         best: number of scores of a group whose sum rates it.
         bias, router_bias: experts and router have biases (gpt-oss).
         separate_norms: experts and dense MLP have norms of their own (Gemma 4).
+        latent: width of a projection of their input that experts read and write (Nemotron 3); 0
+            if they read the input itself.
     """
 
     count: int
@@ -68,6 +70,7 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     separate_norms: bool = False
+    latent: int = 0
 
     def share(self, rows: float) -> float:
         """Return the share of a layer's experts that `rows` tokens with independent routes use."""

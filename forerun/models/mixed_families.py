@@ -4,9 +4,11 @@ They are built on the dense families of `families`; its docstring says how to ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+from forerun.errors import shown
 from forerun.models.families import (
     DENSE,
     Experts,
@@ -115,27 +117,32 @@ def _granite_hybrid(c: Json) -> Json:
     is_mamba = tuple(t in ("linear_attention", "mamba") for t in types)
     if not any(is_mamba):
         return fields
-    heads, groups, states = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    _check_mamba(c)
+    heads = c["mamba_n_heads"]
     size = c.get("mamba_d_head", "auto")
     size = c["mamba_expand"] * c["hidden_size"] // heads if size == "auto" else size
     return fields | dict(
         attends=tuple(not mamba for mamba in is_mamba),
         recurrent=_mamba(
-            is_mamba, heads, size, groups, states, c["mamba_d_conv"], c.get("mamba_conv_bias", True)
+            is_mamba,
+            heads=heads,
+            size=size,
+            groups=c["mamba_n_groups"],
+            states=c["mamba_d_state"],
+            taps=c["mamba_d_conv"],
+            bias=c.get("mamba_conv_bias", True),
         ),
     )
 
 
-def _glm4_moe(c: Json) -> Json:
-    fields = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5} | c)
-    dense, layers = c.get("first_k_dense_replace", 1), fields["layers"]
-    inner = c["moe_intermediate_size"]
-    experts = Experts(
+def _deepseek_experts(c: Json, layers: tuple[bool, ...], shared: int, **others: Any) -> Experts:
+    """Return experts that are chosen as in DeepSeek V3; `shared` is the size of the shared one."""
+    return Experts(
         count=c["n_routed_experts"],
         used=c["num_experts_per_tok"],
-        intermediate=inner,
-        layers=tuple(i >= dense for i in range(layers)),
-        shared=c.get("n_shared_experts", 1) * inner,
+        intermediate=c["moe_intermediate_size"],
+        layers=layers,
+        shared=shared,
         scores="sigmoid",
         normalised=c.get("norm_topk_prob", True),
         epsilon=1e-20,
@@ -143,7 +150,15 @@ def _glm4_moe(c: Json) -> Json:
         choice_bias=True,
         groups=c.get("n_group") or 1,
         used_groups=c.get("topk_group") or 1,
+        **others,
     )
+
+
+def _glm4_moe(c: Json) -> Json:
+    fields = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5} | c)
+    dense, layers = c.get("first_k_dense_replace", 1), range(fields["layers"])
+    shared = c.get("n_shared_experts", 1) * c["moe_intermediate_size"]
+    experts = _deepseek_experts(c, tuple(i >= dense for i in layers), shared)
     qk_norm = "head" if c.get("use_qk_norm") else ""
     return fields | dict(layout="glm4_moe", qk_norm=qk_norm, out_bias=False, experts=experts)
 
@@ -189,10 +204,18 @@ def _minimax_m2(c: Json) -> Json:
 
 
 def _mamba(
-    layers: tuple[bool, ...], heads: int, size: int, groups: int, states: int, taps: int, bias: bool
+    layers: tuple[bool, ...],
+    *,
+    heads: int,
+    size: int,
+    groups: int,
+    states: int,
+    taps: int,
+    bias: bool,
+    **others: Any,
 ) -> RecurrentLayers:
     """Return Mamba-2 layers (2405.21060) whose output is gated, then normalised by group."""
-    return RecurrentLayers(
+    fields: Json = dict(
         kind="mamba",
         layers=layers,
         taps=taps,
@@ -204,6 +227,69 @@ def _mamba(
         conv_bias=bias,
         gate_first=True,
         norm_groups=groups,
+    )
+    return RecurrentLayers(**fields | others)
+
+
+def _check_mamba(c: Json) -> None:
+    """Raise ValueError for features of Mamba-2 layers that are not supported."""
+    for name in ("mamba_proj_bias", "use_bias", "projectors_bias"):
+        if c.get(name):
+            raise ValueError(f"{name}: true, which is not supported")
+    low, high = c.get("time_step_limit") or (0.0, math.inf)
+    if low > 0 or high not in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        raise ValueError("time_step_limit, which is not supported")
+
+
+NEMOTRON_MIXERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+# their names in newer versions of transformers
+NEWER_MIXERS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def _nemotron_h(c: Json) -> Json:
+    """Nemotron-H: each layer is one mixer, Mamba-2, attention, an MLP or a mixture of experts."""
+    _check_mamba(c)
+    given = c.get("layers_block_type") or c.get("layer_types")
+    if given is None:
+        given = [NEMOTRON_MIXERS[letter] for letter in c["hybrid_override_pattern"]]
+    mixers = [NEWER_MIXERS.get(mixer, mixer) for mixer in given]
+    unknown = set(mixers) - set(NEMOTRON_MIXERS.values())
+    if unknown:
+        raise ValueError(f"layers_block_type {shown(min(unknown))}")
+    fields = llama(
+        {"head_dim": c.get("attention_head_dim") or 128}
+        | c
+        | {
+            "num_hidden_layers": len(mixers),
+            "rms_norm_eps": c.get("layer_norm_epsilon", 1e-5),
+            "hidden_act": c.get("mlp_hidden_act", "relu2"),
+        }
+    )
+    is_sparse = tuple(mixer == "moe" for mixer in mixers)
+    experts = None
+    if any(is_sparse):
+        shared, latent = c["moe_shared_expert_intermediate_size"], c.get("moe_latent_size") or 0
+        experts = _deepseek_experts(c, is_sparse, shared, latent=latent)
+    recurrent = None
+    if "mamba" in mixers:
+        recurrent = _mamba(
+            tuple(mixer == "mamba" for mixer in mixers),
+            heads=c["mamba_num_heads"],
+            size=c["mamba_head_dim"],
+            groups=c["n_groups"],
+            states=c["ssm_state_size"],
+            taps=c.get("conv_kernel", 4),
+            bias=c.get("use_conv_bias", True),
+        )
+    return fields | dict(
+        layout="nemotron_h",
+        gated=False,
+        ropes=(),
+        rope_of=(None,) * len(mixers),
+        attends=tuple(mixer == "attention" for mixer in mixers),
+        mlp_sizes=tuple(fields["intermediate"] if mixer == "mlp" else 0 for mixer in mixers),
+        experts=experts,
+        recurrent=recurrent,
     )
 
 
@@ -315,6 +401,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "qwen3_moe": _qwen3_moe,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,
     "qwen3_next": _qwen3_next,

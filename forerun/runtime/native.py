@@ -326,10 +326,12 @@ class _Recorder:
                 "scores": e.count,
                 "choice": 2 * e.used * sparse,
                 "expert_inner": e.used * e.intermediate,
-                "expert_out": e.used * c.hidden,
+                "expert_out": e.used * (e.latent or c.hidden),
                 "shared": c.hidden,
                 "shared_gate": 1,
             }
+            if e.latent:
+                widths |= {"latent_in": e.latent, "latent_out": e.latent}
         if c.recurrent is not None:
             r = c.recurrent
             inner = 3 * r.inner if r.kind == "conv" else r.channels + r.inner
@@ -386,7 +388,8 @@ class _Recorder:
                 )
                 ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
             ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
-        ops += self._mlp(i, layer)
+        if c.has_mlp(i):
+            ops += self._mlp(i, layer)
         if c.parallel:
             ops.append(self._mix(BRANCH, X, c.hidden, combine=native.ADD))
         if layer.layer_input is not None:
@@ -520,10 +523,16 @@ class _Recorder:
         weighted: dict[str, Any] = dict(
             slots=c.experts.used, choice=self.at["choice"], choice_column=column
         )
-        if layer.up is None and layer.mlp_out_norm is None:
+        if e.latent_out is not None:
+            total = self.at["latent_out"]
+            ops.append(self._mix(out, total, c.experts.latent, **weighted))
+            ops += self._linear(e.latent_out, total, BRANCH, None)
+        elif layer.up is None and layer.mlp_out_norm is None:
             scale = c.residual_scale
             return [*ops, self._mix(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
-        ops.append(self._mix(out, BRANCH, c.hidden, after=self._norm(e.out_norm), **weighted))
+        else:
+            after = self._norm(e.out_norm)
+            ops.append(self._mix(out, BRANCH, c.hidden, after=after, **weighted))
         if layer.up is not None:
             shared = self.at["shared"]
             ops += [*up, *self._linear(layer.down, HIDDEN, shared, None)]
@@ -564,15 +573,15 @@ class _Recorder:
             expert_scale=None if e.expert_scale is None else self._own(e.expert_scale),
             **common,
         )
-        activation = native.ACTIVATIONS[c.activation]
-        return [
-            *self._linear(e.router, X, scores, e.router_norm or norm),
-            route,
-            *self._linear(
-                e.up, X, inner, e.norm or norm, gated=c.gated, activation=activation, **common
-            ),
-            *self._linear(e.down, inner, out, None, spread=1, **common),
-        ]
+        ops = [*self._linear(e.router, X, scores, e.router_norm or norm), route]
+        source, own_norm = X, e.norm or norm
+        if e.latent_in is not None:
+            source = self.at["latent_in"]
+            ops += self._linear(e.latent_in, X, source, own_norm)
+            own_norm = None
+        up: dict[str, Any] = dict(gated=c.gated, activation=native.ACTIVATIONS[c.activation])
+        ops += self._linear(e.up, source, inner, own_norm, **up, **common)
+        return ops + self._linear(e.down, inner, out, None, spread=1, **common)
 
     def _choice_column(self, i: int) -> int:
         """Return where the experts of layer `i` are in a row of the buffer of choices."""
