@@ -36,6 +36,9 @@ FACTOR_RANGES = dict.fromkeys(
         "embed_scale",
         "residual_scale",
         "logit_scale",
+        "attention_out_scale",
+        "mlp_gate_scale",
+        "mlp_out_scale",
         "attention_softcap",
         "logit_softcap",
     ),
@@ -80,6 +83,8 @@ class ModelConfig:
         query_growth: (beta, n): the query of position t is multiplied by
             1 + beta * log(1 + floor(t / n)).
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
+        attention_out_scale, mlp_out_scale: further factors on the outputs of attention and MLP.
+        mlp_gate_scale: factor on the gates of the MLP, before their activation (Falcon-H1).
         head_bias: the output head has a bias.
         experts: the mixture of experts; None if all MLPs are dense.
         recurrent: the recurrent layers; None if there are none.
@@ -131,6 +136,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     head_bias: bool = False
     experts: Experts | None = None
     recurrent: RecurrentLayers | None = None
@@ -416,6 +424,10 @@ def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path
         )
     if recurrent.norm_groups and recurrent.inner % recurrent.norm_groups:
         raise LoadError(f"{path}: {recurrent.inner} channels in {recurrent.norm_groups} groups")
+    scales = [recurrent.gate_scale, recurrent.decay_scale, recurrent.out_scale]
+    for scale in (*scales, *recurrent.channel_scales):
+        if not is_positive(scale) or not 1e-6 <= scale <= 1e6:
+            raise LoadError(f"{path}: a factor of the recurrent layers is {shown(scale)}")
     if len(recurrent.layers) != config.layers:
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
     if config.attends and not any(config.attends):

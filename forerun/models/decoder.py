@@ -194,7 +194,7 @@ class Decoder:
             if c.value_norm:
                 v = kernels.norm(v, torch.ones(head_dim, device=v.device), None, c.norm_eps)
             out = attend(i, q, self._qk(k, layer.k_norm, rotation), v, layer.sink_logits)
-        return self._linear(out.reshape(tokens, -1), layer.out)
+        return self._linear(out.reshape(tokens, -1), layer.out) * c.attention_out_scale
 
     def _qk(self, x: Tensor, norm: Norm | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate queries or keys x [T, heads, D]."""
@@ -218,7 +218,7 @@ class Decoder:
             return self._experts(x, read, layer)
         up = self._linear(read, layer.up)
         inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
-        out = self._linear(inner, layer.down)
+        out = self._linear(inner, layer.down) * self.config.mlp_out_scale
         e = layer.experts
         if e is None:
             return out
@@ -230,7 +230,7 @@ class Decoder:
         """Activate the inside of an MLP; `gates` are its ups where nothing is gated."""
         if ups is None:
             return kernels.activate(gates, self.config.activation)
-        return kernels.gate(gates, ups, self.config.activation)
+        return kernels.gate(gates * self.config.mlp_gate_scale, ups, self.config.activation)
 
     def _experts(self, x: Tensor, read: Tensor, layer: LayerWeights) -> Tensor:
         """Return the weighted sum of the experts of each token.

@@ -94,9 +94,12 @@ class RecurrentLayers:
         key_heads, key_size: heads of keys and queries; groups and size of the state in Mamba-2.
         value_heads, value_size: heads of values.
         conv_bias: the convolution has a bias.
-        norm: the output is normalised: "" for not at all.
+        norm: the output is normalised.
         gate_first: the output is gated before it is normalised, not after.
         norm_groups: groups of channels that are normalised together; 0 for one a value head.
+        channel_scales: factors on values, keys and queries before the convolution of Mamba-2.
+        gate_scale, decay_scale, out_scale: factors on the gates of the output, on what decays
+            depend on, and on the output of the layer.
     """
 
     kind: str
@@ -111,6 +114,10 @@ class RecurrentLayers:
     norm: bool = True
     gate_first: bool = False
     norm_groups: int = 0
+    channel_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    gate_scale: float = 1.0
+    decay_scale: float = 1.0
+    out_scale: float = 1.0
 
     @property
     def inner(self) -> int:

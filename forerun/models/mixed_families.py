@@ -236,6 +236,9 @@ def _check_mamba(c: Json) -> None:
     for name in ("mamba_proj_bias", "use_bias", "projectors_bias"):
         if c.get(name):
             raise ValueError(f"{name}: true, which is not supported")
+    activation = c.get("mamba_hidden_act", c.get("hidden_act", "silu"))
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"activation {shown(activation)} of Mamba layers, which is not supported")
     low, high = c.get("time_step_limit") or (0.0, math.inf)
     if low > 0 or high not in (math.inf, "Infinity", {"__float__": "Infinity"}):
         raise ValueError("time_step_limit, which is not supported")
@@ -289,6 +292,52 @@ def _nemotron_h(c: Json) -> Json:
         attends=tuple(mixer == "attention" for mixer in mixers),
         mlp_sizes=tuple(fields["intermediate"] if mixer == "mlp" else 0 for mixer in mixers),
         experts=experts,
+        recurrent=recurrent,
+    )
+
+
+def _falcon_h1(c: Json) -> Json:
+    """Falcon-H1: Mamba-2 and attention side by side in each layer, and factors on everything."""
+    _check_mamba(c)
+    if c.get("attention_bias"):
+        raise ValueError("attention_bias: true, which is not supported")
+    fields = llama({"rms_norm_eps": 1e-5} | c)
+    heads, groups, states = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    inner = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
+    if inner % heads:
+        raise ValueError(
+            f"mamba_n_heads {shown(heads)}, which cannot share {shown(inner)} channels"
+        )
+    scale_in = c.get("attention_in_multiplier", 1.0)
+    mlp_gate_scale, mlp_out_scale = c.get("mlp_multipliers") or (1.0, 1.0)
+    given = c.get("ssm_multipliers") or (1.0,) * 5
+    gates, values, keys, queries, decays = (
+        c.get("ssm_in_multiplier", 1.0) * factor for factor in given
+    )
+    recurrent = _mamba(
+        (True,) * fields["layers"],
+        heads=heads,
+        size=inner // heads,
+        groups=groups,
+        states=states,
+        taps=c["mamba_d_conv"],
+        bias=c.get("mamba_conv_bias", True),
+        norm=c.get("mamba_rms_norm", False),
+        gate_first=not c.get("mamba_norm_before_gate", True),
+        channel_scales=(values, keys, queries),
+        gate_scale=gates,
+        decay_scale=decays,
+        out_scale=c.get("ssm_out_multiplier", 1.0),
+    )
+    return fields | dict(
+        layout="falcon_h1",
+        # queries and keys are products of the scaled input, and so are values
+        attention_scale=fields["attention_scale"] * scale_in**2 * c.get("key_multiplier", 1.0),
+        attention_out_scale=scale_in * c.get("attention_out_multiplier", 1.0),
+        embed_scale=c.get("embedding_multiplier", 1.0),
+        logit_scale=c.get("lm_head_multiplier", 1.0),
+        mlp_gate_scale=mlp_gate_scale,
+        mlp_out_scale=mlp_out_scale,
         recurrent=recurrent,
     )
 
@@ -389,6 +438,7 @@ def _lfm2_moe(c: Json) -> Json:
 
 FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "ernie4_5_moe": _ernie_moe,
+    "falcon_h1": _falcon_h1,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite_moe,

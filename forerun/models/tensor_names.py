@@ -192,6 +192,14 @@ NAMES: dict[str, Names] = {
         "convolution": "conv.conv",
     },
     "nemotron_h": NEMOTRON_NAMES | _mamba_names("mixer"),
+    "falcon_h1": LLAMA_NAMES
+    | _mamba_names("mamba")
+    | {
+        "norm": "final_layernorm",
+        "mlp_norm": "pre_ff_layernorm",
+        "up": ["feed_forward.gate_proj", "feed_forward.up_proj"],
+        "down": "feed_forward.down_proj",
+    },
     "gpt_oss": LLAMA_NAMES
     | {
         "router": "mlp.router",

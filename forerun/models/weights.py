@@ -176,7 +176,7 @@ class WeightLoader:
             return self.to(self.tensor(part, i, "", (r.value_heads,)), torch.float32)
 
         heads, inner, hidden = r.value_heads, r.inner, c.hidden
-        convolution = self.convolution(i, r.channels, r.taps)
+        convolution = self.convolution(i, r.channels, r.taps) * self.channel_scales()
         out = self.linear("recurrent_out", i, [hidden], inner, False)
         bias = None
         if r.conv_bias:
@@ -213,6 +213,17 @@ class WeightLoader:
             skip=vector("skip") if r.kind == "mamba" else None,
             norm=norm,
         )
+
+    def channel_scales(self) -> Tensor:
+        """Return factors on the inputs of a convolution, [C, 1], which its weights take over."""
+        r = self.config.recurrent
+        assert r is not None
+        scales, keys = torch.ones(r.channels, 1, device=self.device), r.key_heads * r.key_size
+        if r.kind == "mamba":
+            parts = torch.split(scales, [r.inner, keys, keys])
+            for part, scale in zip(parts, r.channel_scales, strict=True):
+                part.fill_(scale)
+        return scales
 
     def norm_size(self) -> int:
         """Return the number of weights of the norm behind a recurrent layer."""

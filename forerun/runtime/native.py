@@ -377,8 +377,11 @@ class _Recorder:
         # parallel branches both read X: their sum is added to it behind the MLP
         to = BRANCH if c.parallel else X
         ops: list[COp] = []
+        outputs: list[COp] = []  # what changes X comes behind all that reads it
         if layer.recurrent is not None:
-            ops += self._recurrent(i, layer.recurrent, layer.attention_norm)
+            recurrence, output = self._recurrent(i, layer.recurrent, layer.attention_norm)
+            ops += recurrence
+            outputs += output
         if layer.qkv is not None:
             ops += self._linear(layer.qkv, X, QKV, layer.attention_norm)
             ops += [self._rotate(i, layer), self._attend(i, layer)]
@@ -387,7 +390,9 @@ class _Recorder:
                     activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
                 )
                 ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
-            ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
+            scale, after = c.attention_out_scale, layer.attention_out_norm
+            outputs += self._branch(layer.out, ATTENDED, after, to, scale)
+        ops += outputs
         if c.has_mlp(i):
             ops += self._mlp(i, layer)
         if c.parallel:
@@ -413,8 +418,10 @@ class _Recorder:
             **self._heads(i),
         )
 
-    def _recurrent(self, i: int, w: RecurrentWeights, norm: Norm | None) -> list[COp]:
-        """Return the operations of a recurrent layer; its output is added to X."""
+    def _recurrent(
+        self, i: int, w: RecurrentWeights, norm: Norm | None
+    ) -> tuple[list[COp], list[COp]]:
+        """Return the operations of a recurrent layer, and those that add its output to X."""
         c, r, states = self.config, self.config.recurrent, self.states
         assert r is not None and states is not None
         inputs, decays = self.at["inputs"], self.at["decays"]
@@ -451,9 +458,9 @@ class _Recorder:
         )
         recur = COp(kind=native.RECUR, input=convolved, output=out, **common)
         ops = self._linear(w.input, X, inputs, norm)
-        scale = dict(combine=native.ADD, scale=_factor(c.residual_scale))
+        scale = dict(combine=native.ADD, scale=_factor(c.residual_scale * r.out_scale))
         if is_conv:
-            return [*ops, convolve, recur, *self._linear(w.out, convolved, X, None, **scale)]
+            return [*ops, convolve, recur], self._linear(w.out, convolved, X, None, **scale)
         assert w.decay_bias is not None and w.decay_rate is not None
         convolve.decay_bias = self._own(w.decay_bias)
         convolve.decay_rate = self._own(w.decay_rate)
@@ -471,9 +478,10 @@ class _Recorder:
             value_heads=r.value_heads,
             value_size=r.value_size,
             value_at=places[2],
+            scale=_factor(r.gate_scale),
         )
-        ops += self._linear(w.decay, X, decays, norm)
-        return [*ops, convolve, recur, gate, *self._linear(w.out, out, X, None, **scale)]
+        ops += self._linear(w.decay, X, decays, norm, scale=_factor(r.decay_scale))
+        return [*ops, convolve, recur, gate], self._linear(w.out, out, X, None, **scale)
 
     def _rms(self, norm: Norm) -> CNorm:
         """Return a norm by the root of the mean square, whatever the model's other norms are."""
@@ -512,11 +520,10 @@ class _Recorder:
         norm = layer.attention_norm if c.parallel else layer.mlp_norm
         up: list[COp] = []
         if layer.up is not None:
-            activation = native.ACTIVATIONS[c.activation]
-            up = self._linear(layer.up, X, HIDDEN, norm, gated=c.gated, activation=activation)
+            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation())
         if e is None:
             to = BRANCH if c.parallel else X
-            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to)
+            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)
         ops = self._experts(i, e, norm)
         out, column = self.at["expert_out"], self._choice_column(i)
         assert c.experts is not None
@@ -549,7 +556,7 @@ class _Recorder:
 
     def _experts(self, i: int, e: ExpertWeights, norm: Norm | None) -> list[COp]:
         """Return the operations that write the outputs of each token's experts side by side."""
-        c, mixture = self.config, self.config.experts
+        mixture = self.config.experts
         assert mixture is not None
         scores, choice = self.at["scores"], self.at["choice"]
         inner, out = self.at["expert_inner"], self.at["expert_out"]
@@ -579,9 +586,14 @@ class _Recorder:
             source = self.at["latent_in"]
             ops += self._linear(e.latent_in, X, source, own_norm)
             own_norm = None
-        up: dict[str, Any] = dict(gated=c.gated, activation=native.ACTIVATIONS[c.activation])
-        ops += self._linear(e.up, source, inner, own_norm, **up, **common)
+        ops += self._linear(e.up, source, inner, own_norm, **self._activation(), **common)
         return ops + self._linear(e.down, inner, out, None, spread=1, **common)
+
+    def _activation(self) -> dict[str, Any]:
+        """Return the fields of a product that gives the inside of an MLP."""
+        c = self.config
+        scale = _factor(c.mlp_gate_scale) if c.gated else 0.0
+        return dict(gated=c.gated, activation=native.ACTIVATIONS[c.activation], scale=scale)
 
     def _choice_column(self, i: int) -> int:
         """Return where the experts of layer `i` are in a row of the buffer of choices."""
@@ -645,15 +657,17 @@ class _Recorder:
             ops.append(op)
         return ops
 
-    def _branch(self, layer: Any, source: int, after: Norm | None, to: int) -> list[COp]:
-        """Add the output of a branch to `to`, after its norm if there is one; BRANCH, which is
-        only for parallel branches, takes the first of them as it is."""
-        c = self.config
+    def _branch(
+        self, layer: Any, source: int, after: Norm | None, to: int, scale: float
+    ) -> list[COp]:
+        """Add the output of a branch times `scale` to `to`, after its norm if there is one; BRANCH,
+        which is only for parallel branches, takes the first of them as it is."""
         if after is not None:
-            return [*self._linear(layer, source, BRANCH, None), self._add(after)]
+            product = self._linear(layer, source, BRANCH, None, scale=_factor(scale))
+            return [*product, self._add(after)]
         combine = native.REPLACE if to == BRANCH and source == ATTENDED else native.ADD
-        scale = _factor(c.residual_scale)
-        return self._linear(layer, source, to, None, combine=combine, scale=scale)
+        factor = _factor(self.config.residual_scale * scale)
+        return self._linear(layer, source, to, None, combine=combine, scale=factor)
 
     def _add(self, after: Norm | None) -> COp:
         """Add BRANCH to the residual stream, after a norm if there is one."""

@@ -19,7 +19,7 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h"]
+NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1"]
 names = pytest.mark.parametrize("name", NAMES)
 PAGE = 4
 
