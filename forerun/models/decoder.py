@@ -18,7 +18,7 @@ from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.families import Experts
-from forerun.models.parameters import LayerWeights, LinearWeights, Norm, Weights
+from forerun.models.parameters import LayerWeights, LinearWeights, Norm, RecurrentWeights, Weights
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import load_weights
@@ -27,6 +27,9 @@ from forerun.types import Forward
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];
 # k and v are None if the layer reads the keys and values of an earlier one
 Attend = Callable[..., Tensor]
+# (layer, inputs of the convolution [T, C], inputs of the decays [T, n or 2n], weights of the layer)
+# -> [T, inner] before gate and norm; all float32
+Recur = Callable[[int, Tensor, Tensor, RecurrentWeights], Tensor]
 
 
 class Decoder:
@@ -50,10 +53,10 @@ class Decoder:
 
         shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
         Raises LoadError."""
-        if config.recurrent is not None:
+        if config.recurrent is not None and device.type != "cpu":
             raise LoadError(
-                f"{path}: models with recurrent layers ({config.family}) run on the native kernels "
-                "only: use the CPU, and float32, bfloat16, int8 or int4"
+                f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
+                "device=cpu"
             )
         self.config = config
         self.dtype = dtype
@@ -115,6 +118,7 @@ class Decoder:
         attend: Attend,
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
+        recur: Recur | None = None,
     ) -> Forward:
         """Run one forward pass over flat tokens.
 
@@ -125,6 +129,7 @@ class Decoder:
             want: [M] int64 indices in T whose logits are needed.
             aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
                 the output of the last layer.
+            recur: the recurrent layers, of a model that has some.
 
         Returns:
             logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
@@ -145,18 +150,20 @@ class Decoder:
                 features[i] = x
             rope = c.rope_of[i]
             rotation = None if rope is None else rotations[rope]
-            if c.parallel:
-                read = self._norm(x, layer.attention_norm)
+            read = self._norm(x, layer.attention_norm)
+            branches = []
+            if layer.recurrent is not None:
+                assert recur is not None
+                branches.append(self._recurrence(read, i, layer.recurrent, recur))
+            if layer.qkv is not None:
                 branch = self._attention(read, i, layer, rotation, growth, attend)
-                x = x + self._mlp_branch(read, i, layer) + branch * c.residual_scale
-            else:
-                if layer.qkv is not None:
-                    read = self._norm(x, layer.attention_norm)
-                    branch = self._attention(read, i, layer, rotation, growth, attend)
-                    branch = self._norm(branch, layer.attention_out_norm)
-                    x = x + branch * c.residual_scale
-                if c.has_mlp(i):
-                    x = x + self._mlp_branch(x, i, layer)
+                branches.append(self._norm(branch, layer.attention_out_norm))
+            if c.parallel:
+                branches.insert(0, self._mlp_branch(read, i, layer))
+            for branch in branches:
+                x = x + branch * c.residual_scale
+            if c.has_mlp(i) and not c.parallel:
+                x = x + self._mlp_branch(x, i, layer) * c.residual_scale
             if inputs is not None:
                 x = self._add_layer_input(x, layer, inputs[:, i])
             if layer.scale != 1.0:
@@ -194,7 +201,31 @@ class Decoder:
             if c.value_norm:
                 v = kernels.norm(v, torch.ones(head_dim, device=v.device), None, c.norm_eps)
             out = attend(i, q, self._qk(k, layer.k_norm, rotation), v, layer.sink_logits)
-        return self._linear(out.reshape(tokens, -1), layer.out) * c.attention_out_scale
+        out = out.reshape(tokens, -1)
+        if layer.output_gate is not None:
+            out = out * self._linear(x, layer.output_gate).sigmoid()
+        return self._linear(out, layer.out) * c.attention_out_scale
+
+    def _recurrence(self, x: Tensor, i: int, w: RecurrentWeights, recur: Recur) -> Tensor:
+        """Return the output of the recurrent branch of layer `i` for its input x [T, H]."""
+        r = self.config.recurrent
+        assert r is not None
+        inputs = self._linear(x, w.input).float()
+        if w.decay is None:  # a gated short convolution
+            before, after, channels = inputs.chunk(3, dim=-1)
+            out = recur(i, before * channels, inputs[:, :0], w) * after
+            return self._linear(out.to(x.dtype), w.out) * r.out_scale
+        channels, gates = torch.split(inputs, [r.channels, r.inner], dim=-1)
+        decays = self._linear(x, w.decay).float() * r.decay_scale
+        out, gates = recur(i, channels, decays, w), kernels.activate(gates * r.gate_scale, "silu")
+        if r.gate_first:
+            out = out * gates
+        if w.norm is not None:
+            size = r.inner // (r.norm_groups or r.value_heads)
+            out = kernels.group_norm(out, w.norm.weight, size, self.config.norm_eps)
+        if not r.gate_first:
+            out = out * gates
+        return self._linear(out.to(x.dtype), w.out) * r.out_scale
 
     def _qk(self, x: Tensor, norm: Norm | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate queries or keys x [T, heads, D]."""
@@ -208,8 +239,8 @@ class Decoder:
         return self._norm(x, norm) if norm and where == "head_after_rope" else x
 
     def _mlp_branch(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
-        """Return what the MLP of layer `i` adds to the residual stream, for x [T, H]."""
-        return self._norm(self._mlp(x, i, layer), layer.mlp_out_norm) * self.config.residual_scale
+        """Return the output of the MLP branch of layer `i` after its norm, for x [T, H]."""
+        return self._norm(self._mlp(x, i, layer), layer.mlp_out_norm)
 
     def _mlp(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
         """Return the output of the MLP branch of layer `i`, experts included, for x [T, H]."""

@@ -41,7 +41,7 @@ RECURRENT = [
 names = pytest.mark.parametrize("name", families.MODELS)
 with_kernels = pytest.mark.parametrize(
     ("name", "kernels"),
-    [(name, "torch") for name in families.MODELS if name not in RECURRENT]
+    [(name, "torch") for name in families.MODELS]
     + [pytest.param(name, "native", marks=compiled) for name in families.MODELS],
 )
 CPU = torch.device("cpu")
@@ -204,6 +204,13 @@ def test_a_broken_configuration_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_recurrent_layers_are_refused_on_other_devices() -> None:
+    path = directory("qwen3_5")
+    with pytest.raises(LoadError, match="use device=cpu") as caught:
+        load_decoder(path, torch.float32, torch.device("cuda"), 64)
+    assert "\n" not in str(caught.value)
+
+
 def test_older_spellings_of_the_mixers_of_nemotron_h() -> None:
     raw = json.loads((directory("nemotron_h") / "config.json").read_text())
     newer = make_config(dict(raw), Path("config.json"))
@@ -248,7 +255,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
     assert decoder("glm4", kernels).pass_bytes(1) == decoder("glm4", kernels).weight_bytes
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "cohere", "olmo2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5", "gemma4", "cohere", "olmo2", "gpt_oss"])
 def test_layers_that_cannot_be_divided_are_refused(name: str) -> None:
     from forerun.errors import ConfigError
     from forerun.models.sharding import Shard, shard_config
