@@ -47,7 +47,20 @@ GEMMA4 = dict(
 )  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
-UNTOUCHED = ("inv_freq", "embed_scale", "A_log")
+# transformers bounds the time steps of Nemotron-H from below where it reads several tokens, but not
+# where it reads one
+NEMOTRON = dict(
+    PADDED, time_step_min=1e-12, num_hidden_layers=None, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+    head_dim=8, ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, expand=2,
+    **ROUTED | dict(moe_intermediate_size=32), moe_shared_expert_intermediate_size=24,
+)  # fmt: skip
+FALCON = dict(
+    PADDED, num_hidden_layers=3, mamba_d_ssm=64, mamba_n_heads=8, mamba_n_groups=2, mamba_d_head=8, mamba_d_state=8,
+    mamba_d_conv=4, mamba_chunk_size=8, mamba_rms_norm=False, mlp_multipliers=[0.8, 1.3],
+    embedding_multiplier=2.0, lm_head_multiplier=0.7, key_multiplier=0.6, attention_in_multiplier=1.2,
+    attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
+)  # fmt: skip
+UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector")
 
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -109,8 +122,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             mamba_d_head=8, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8, **MIXED,
         ),
     ),
+    "falcon_h1": ("falcon_h1", FALCON),
+    "falcon_h1-norm": ("falcon_h1", dict(FALCON, mamba_rms_norm=True, mamba_norm_before_gate=True)),
+    "falcon_h1-gated-norm": ("falcon_h1", dict(FALCON, mamba_rms_norm=True, mamba_norm_before_gate=False)),
     "lfm2": ("lfm2", dict(PADDED, **CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
     "lfm2_moe": ("lfm2_moe", dict(PADDED, **CONVOLUTIONS, **EXPERTS, num_dense_layers=1)),
+    "nemotron_h": ("nemotron_h", dict(NEMOTRON, n_group=2, topk_group=1, routed_scaling_factor=2.5)),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        dict(
+            NEMOTRON, moe_latent_size=64,
+            layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        ),
+    ),
     "qwen3_5": ("qwen3_5_text", dict(PADDED, **DELTA, **MIXED, rope_parameters=MROPE)),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",

@@ -1,4 +1,4 @@
-"""Recurrent states of slots, with the verbs of the KV cache.
+"""Recurrent states of slots, with the verbs of the KV cache, and the layers that use them in torch.
 
 A slot's state stands behind its committed tokens but for the last few, which are pending: of each
 there is a record, the small inputs of its change, and the next forward pass applies them first,
@@ -19,10 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from forerun.errors import CapacityError, StateError
+from forerun.kernels import reference as kernels
 from forerun.kernels.native import CRecurrent, address
 from forerun.models.config import ModelConfig
+from forerun.models.parameters import RecurrentWeights
 
 if TYPE_CHECKING:
     from forerun.cache.attention import Segment
@@ -190,12 +195,12 @@ class RecurrentStates:
 
     # Forward passes
 
-    def plan(self, segments: Sequence[Segment], lengths: Sequence[int]) -> _Pass:
+    def plan(self, segments: Sequence[Segment], lengths: Sequence[int]) -> RecurrentPass:
         """Prepare a forward pass over segments, at most one a slot.
 
         lengths: by slot, its committed tokens. Raises StateError for a segment that cannot be
         processed: tokens that the state has already were not committed, or too many nodes."""
-        runs = _Pass(self)
+        plan = RecurrentPass(self)
         for segment in segments:
             slot = segment.slot
             if self._known[slot]:
@@ -211,8 +216,8 @@ class RecurrentStates:
                     marks.append((applied, copy))
             if segment.offset and self.pending[slot]:
                 self._carry_over(slot, segment.offset)
-            runs.add(segment, known, marks)
-        return runs
+            plan.add(SlotRun(segment, known, self.pending[slot], marks))
+        return plan
 
     def _carry_over(self, slot: int, count: int) -> None:
         """Copy the records of nodes that stand behind pending tokens to the half of the next pass,
@@ -257,52 +262,73 @@ class RecurrentStates:
             self._half[slot] ^= 1
         self.pending[slot], self._known[slot] = 0, known
 
-    def half_of(self, slot: int, following: bool) -> int:
-        """Return the address of a slot's half: that of pending records, or the one that a pass
-        writes if it applies something."""
+    def half_at(self, slot: int, following: bool) -> int:
+        """Return where a slot's half begins in its memory: that of pending records, or the one that
+        a pass writes if it applies something."""
         half = self._half[slot] ^ int(following)
-        return self.address_of(slot) + 4 * (self.layout.states + half * self.layout.half)
+        return self.layout.states + half * self.layout.half
 
     def address_of(self, slot: int) -> int:
         """Return the address of a slot's states."""
         return int(self.data.ctypes.data + slot * self.data.strides[0])
 
 
-class _Pass:
-    """The runs of one forward pass, as the C code reads them."""
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """The tokens of one slot in a forward pass.
+
+    Attributes:
+        known: how many of the first tokens are applied to the state at once.
+        pending: how many committed tokens are applied before them.
+        marks: copies to make, as (behind so many applied tokens, to this array).
+    """
+
+    segment: Segment
+    known: int
+    pending: int
+    marks: Sequence[tuple[int, np.ndarray]]
+
+    @property
+    def applies(self) -> bool:
+        """True if the state changes."""
+        return self.pending + self.known > 0
+
+
+class RecurrentPass:
+    """The runs of one forward pass, also as the C code reads them."""
 
     def __init__(self, states: RecurrentStates) -> None:
         self.states = states
-        self.slots: list[tuple[int, int]] = []  # (slot, known tokens)
+        self.runs: list[SlotRun] = []
         names = ("first", "count", "known", "offset", "pending", "parents_at", "parents", "marks")
         self.ints = {name: array("i") for name in names}
         self.marks_at = array("i", [0])
         self.pointers = {name: array("Q") for name in ("state", "old_half", "new_half", "mark_to")}
         self._tokens = 0
 
-    def add(self, segment: Segment, known: int, marks: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Add a segment; marks: copy the state to an array behind so many applied tokens."""
-        states, slot = self.states, segment.slot
+    def add(self, run: SlotRun) -> None:
+        """Add a run."""
+        states, segment, slot = self.states, run.segment, run.segment.slot
         values = {
             "first": self._tokens,
             "count": len(segment.tokens),
-            "known": known,
+            "known": run.known,
             "offset": segment.offset,
-            "pending": states.pending[slot],
+            "pending": run.pending,
             "parents_at": len(self.ints["parents"]),
         }
         for name, value in values.items():
             self.ints[name].append(value)
         self.ints["parents"].extend(segment.parents)
-        applies = states.pending[slot] + known > 0
-        self.pointers["state"].append(states.address_of(slot))
-        self.pointers["old_half"].append(states.half_of(slot, following=False))
-        self.pointers["new_half"].append(states.half_of(slot, following=applies))
-        for applied, copy in marks:
+        start = states.address_of(slot)
+        self.pointers["state"].append(start)
+        self.pointers["old_half"].append(start + 4 * states.half_at(slot, following=False))
+        self.pointers["new_half"].append(start + 4 * states.half_at(slot, following=run.applies))
+        for applied, copy in run.marks:
             self.ints["marks"].append(applied)
             self.pointers["mark_to"].append(copy.ctypes.data)
         self.marks_at.append(len(self.ints["marks"]))
-        self.slots.append((slot, known))
+        self.runs.append(run)
         self._tokens += len(segment.tokens)
 
     def structure(self) -> CRecurrent:
@@ -310,9 +336,187 @@ class _Pass:
         fields = {name: address(values) for name, values in self.ints.items()}
         fields |= {name: address(values) for name, values in self.pointers.items()}
         fields["marks_at"] = address(self.marks_at)
-        return CRecurrent(runs=len(self.slots), history_at=self.states.layout.states, **fields)
+        return CRecurrent(runs=len(self.runs), history_at=self.states.layout.states, **fields)
 
     def settle(self) -> None:
         """Note that the pass was run."""
-        for slot, known in self.slots:
-            self.states.settle(slot, known)
+        for run in self.runs:
+            self.states.settle(run.segment.slot, run.known)
+
+
+# ---------------------------------------------------------------- the reference in plain torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The state of a layer behind a token.
+
+    Attributes:
+        state: [n, key size, value size] of n value heads.
+        window: the last inputs of the convolution, [taps - 1, C], the oldest first.
+    """
+
+    state: Tensor
+    window: Tensor
+
+
+class Recurrence:
+    """The recurrent layers of one forward pass in plain torch; a `decoder.Recur`.
+
+    It is the reference for the native kernels. Tokens are computed one after the other, in float32,
+    with the sequential form of the recurrence. The pass reads and writes what it does on the native
+    kernels: it applies pending and known tokens to the state, and leaves a record of each further
+    node."""
+
+    def __init__(self, plan: RecurrentPass, config: ModelConfig) -> None:
+        r = config.recurrent
+        assert r is not None
+        self.plan, self.states, self.shape = plan, plan.states, r
+        self.memory = torch.from_numpy(self.states.data)
+        self.key_of = torch.arange(r.value_heads) // max(r.value_heads // r.key_heads, 1)
+
+    def __call__(self, layer: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights) -> Tensor:
+        """Process the tokens of a pass in one layer.
+
+        Args:
+            inputs: [T, C] float32, of the convolution.
+            decays: what decays depend on, [T, n] float32, behind it beta for the delta rule; [T, 0]
+                for a short convolution.
+
+        Returns:
+            the output before its gate and norm, float32 [T, inner].
+        """
+        outputs: list[Tensor] = []
+        for run in self.plan.runs:
+            own = slice(len(outputs), len(outputs) + len(run.segment.tokens))
+            outputs += self._run(run, layer, inputs[own], decays[own], w)
+        return torch.stack(outputs)
+
+    def _run(
+        self, run: SlotRun, layer: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights
+    ) -> list[Tensor]:
+        """Process the tokens of one slot; return the output of each, [inner]."""
+        outputs = list[Tensor]()
+        history, records = self._half(run, layer, following=False)
+        new_history, new_records = self._half(run, layer, following=run.applies)
+        memory = self.memory[run.segment.slot]
+        at = _Point(self._read_state(memory, layer), history.clone())
+        for i in range(run.pending):
+            at = self._replay(at, records[i])
+            self._copy(run, layer, i + 1, at)
+        for i in range(run.known):
+            at, output, _ = self._advance(at, inputs[i], decays[i], w)
+            self._copy(run, layer, run.pending + i + 1, at)
+            outputs.append(output)
+        if run.applies:
+            self._write_state(memory, layer, at)
+            new_history[:] = at.window
+        nodes: list[_Point] = []
+        for node, parent in list(enumerate(run.segment.parents))[run.known :]:
+            before = nodes[parent - run.known] if parent >= run.known else at
+            record, i = new_records[node - run.known], node - run.segment.offset
+            if i < 0:  # a node of an earlier pass
+                nodes.append(self._replay(before, record))
+                continue
+            after, output, record[:] = self._advance(before, inputs[i], decays[i], w)
+            nodes.append(after)
+            outputs.append(output)
+        return outputs
+
+    # One token
+
+    def _advance(
+        self, at: _Point, inputs: Tensor, decays: Tensor, w: RecurrentWeights
+    ) -> tuple[_Point, Tensor, Tensor]:
+        """Read a token, of which the convolution's inputs [C] are given.
+
+        Returns the point behind it, its output [inner] and its record."""
+        r, heads = self.shape, self.shape.value_heads
+        rows = torch.cat((at.window, inputs[None]))
+        convolved = kernels.convolve(rows, w.conv_weight, w.conv_bias)
+        if r.kind == "conv":
+            record = F.pad(inputs, (0, r.key_heads * r.key_size))
+            return _Point(at.state, rows[1:]), convolved, record
+        assert w.decay_bias is not None and w.decay_rate is not None
+        q, k, v = self._heads(F.silu(convolved))
+        step = F.softplus(decays[:heads] + w.decay_bias)
+        decay, factor = torch.exp(w.decay_rate * step), step
+        if r.kind == "delta":
+            q, k = kernels.unit(q) * r.key_size**-0.5, kernels.unit(k)
+            factor = torch.sigmoid(decays[heads:])
+        key = self._key(k, factor)
+        change = v
+        if r.kind == "delta":
+            change = kernels.delta_change(at.state, key, v, decay, factor)
+        state = kernels.update_state(at.state, key, change, decay)
+        output = kernels.read_state(state, q[self.key_of])
+        if w.skip is not None:
+            output = output + w.skip[:, None] * v
+        record = torch.cat((inputs, k.flatten(), change.flatten(), decay, factor))
+        return _Point(state, rows[1:]), output.flatten(), record
+
+    def _replay(self, at: _Point, record: Tensor) -> _Point:
+        """Apply the change that a token made, from its record."""
+        r, n = self.shape, self.shape.value_heads
+        sizes = [r.channels, r.key_heads * r.key_size, n * r.value_size, n, n]
+        inputs, k, change, decay, factor = torch.split(record, sizes)
+        window = torch.cat((at.window[1:], inputs[None]))
+        if r.kind == "conv":
+            return _Point(at.state, window)
+        key = self._key(k.view(-1, r.key_size), factor)
+        change = change.view(-1, r.value_size)
+        return _Point(kernels.update_state(at.state, key, change, decay), window)
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split channels [C] into queries and keys [key heads, key size] and values [n, size]."""
+        r = self.shape
+        keys, values = r.key_heads * r.key_size, r.value_heads * r.value_size
+        if r.kind == "delta":
+            q, k, v = torch.split(convolved, [keys, keys, values])
+        else:
+            v, k, q = torch.split(convolved, [values, keys, keys])
+        return q.view(-1, r.key_size), k.view(-1, r.key_size), v.view(-1, r.value_size)
+
+    def _key(self, k: Tensor, factor: Tensor) -> Tensor:
+        """Return the key of each value head, [n, key size], which Mamba-2 scales."""
+        key = k[self.key_of]
+        return key if self.shape.kind == "delta" else key * factor[:, None]
+
+    # Memory, in the layout of the native kernels
+
+    def _half(self, run: SlotRun, layer: int, following: bool) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the convolution before the first record of a half, and its records.
+
+        following: of the half that the pass writes, not of the one with pending records."""
+        layout, r = self.states.layout, self.shape
+        first = self.states.half_at(run.segment.slot, following)
+        own = self.memory[run.segment.slot, first : first + layout.half]
+        (at, size), history_at = layout.records[layer], layout.half_at[layer]
+        history = own[history_at:at].view(r.taps - 1, r.channels)
+        return history, own[at : at + MAX_NODES * size].view(MAX_NODES, size)
+
+    def _blocks(self, memory: Tensor, layer: int) -> Tensor:
+        """Return a view of a state in memory, [n, blocks of columns, key size, LANES]."""
+        r, at = self.shape, self.states.layout.state_at[layer]
+        shape = (r.value_heads, -(-r.value_size // LANES), r.key_size, LANES)
+        size = shape[0] * shape[1] * shape[2] * shape[3]
+        return memory[at : at + size].view(shape)
+
+    def _read_state(self, memory: Tensor, layer: int) -> Tensor:
+        blocks = self._blocks(memory, layer)
+        return blocks.transpose(1, 2).flatten(2)[..., : self.shape.value_size]
+
+    def _write_state(self, memory: Tensor, layer: int, at: _Point) -> None:
+        blocks = self._blocks(memory, layer)
+        padded = F.pad(at.state, (0, -at.state.shape[2] % LANES))
+        blocks[:] = padded.view(*blocks.transpose(1, 2).shape).transpose(1, 2)
+
+    def _copy(self, run: SlotRun, layer: int, applied: int, at: _Point) -> None:
+        """Write the copies of the state that are asked for behind `applied` tokens."""
+        layout = self.states.layout
+        for count, copy in run.marks:
+            if count == applied:
+                memory = torch.from_numpy(copy)
+                self._write_state(memory, layer, at)
+                first = layout.states + layout.history_at[layer]
+                memory[first : first + at.window.numel()] = at.window.flatten()

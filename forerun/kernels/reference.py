@@ -23,6 +23,12 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(wide, weight.shape, weight, bias, eps).to(x.dtype)
 
 
+def group_norm(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
+    """RMS norm of each `size` channels of x [T, C]; weight [C], or [size] for all groups alike."""
+    groups = x.view(len(x), -1, size)
+    return (F.rms_norm(groups, (size,), None, eps) * weight.view(-1, size)).flatten(-2)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply a rotary embedding to the first 2 * R channels of each head.
 
@@ -47,6 +53,36 @@ def gate(gates: Tensor, ups: Tensor, kind: str) -> Tensor:
         return activate(gates, kind) * ups
     gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
     return (ups + 1) * gates * torch.sigmoid(1.702 * gates)
+
+
+def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve the last inputs of each channel, rows [taps, C] with the oldest first, with weight
+    [C, taps]. -> [C]"""
+    out = (rows.T * weight).sum(1)
+    return out if bias is None else out + bias
+
+
+def unit(x: Tensor) -> Tensor:
+    """Divide x [heads, D] by the norm of each head."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def update_state(state: Tensor, key: Tensor, change: Tensor, decay: Tensor) -> Tensor:
+    """Decay recurrent states [n, K, V] by decay [n] and add the outer product of key [n, K] and
+    change [n, V]."""
+    return state * decay[:, None, None] + key[:, :, None] * change[:, None, :]
+
+
+def read_state(state: Tensor, query: Tensor) -> Tensor:
+    """Read states [n, K, V] with a query [n, K]. -> [n, V]"""
+    return (state * query[:, :, None]).sum(1)
+
+
+def delta_change(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Return the change that moves what decayed states give for a key [n, K] towards value [n, V],
+    by the share beta [n] (gated delta rule, 2412.06464)."""
+    known = read_state(state * decay[:, None, None], key)
+    return beta[:, None] * (value - known)
 
 
 def attention(

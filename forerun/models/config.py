@@ -37,6 +37,9 @@ FACTOR_RANGES = dict.fromkeys(
         "embed_scale",
         "residual_scale",
         "logit_scale",
+        "attention_out_scale",
+        "mlp_gate_scale",
+        "mlp_out_scale",
         "attention_softcap",
         "logit_softcap",
     ),
@@ -81,6 +84,8 @@ class ModelConfig:
         query_growth: (beta, n): the query of position t is multiplied by
             1 + beta * log(1 + floor(t / n)).
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
+        attention_out_scale, mlp_out_scale: further factors on the outputs of attention and MLP.
+        mlp_gate_scale: factor on the gates of the MLP, before their activation (Falcon-H1).
         head_bias: the output head has a bias.
         experts: the mixture of experts; None if all MLPs are dense.
         latent: latent attention, with one key-value head of its cached size; None if heads have
@@ -92,7 +97,7 @@ class ModelConfig:
         kv_layers: for each layer, the layer whose keys and values it reads, if that is not itself.
         values_from_keys: for each layer, True if its values are its keys, before their norm and
             rotation.
-        mlp_sizes: for each layer, the inner size of its dense MLP if they differ.
+        mlp_sizes: for each layer, the inner size of its dense MLP if they differ; 0 if it has none.
         layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
         layer_scale: the residual stream is multiplied by a stored number behind each layer.
         end_ids: end-of-text tokens.
@@ -134,6 +139,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     head_bias: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -198,6 +206,14 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return True if a layer has a dense MLP, a mixture of experts, or both."""
+        return self.has_experts(layer) or self.mlp_size(layer) > 0
+
+    def mixes_tokens(self, layer: int) -> bool:
+        """Return True if a layer has attention, a recurrent state, or both."""
+        return self.has_attention(layer) or self.is_recurrent(layer)
 
     def kv_groups(self) -> list[tuple[int, int, list[int]]]:
         """Return (key-value heads, head size, layers) of the layers that cache keys and values of
@@ -393,7 +409,7 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
                 f"{path}: {config.heads} attention heads cannot share {kv_heads} key-value heads"
             )
     for size in config.mlp_sizes:
-        _check_integer("intermediate", size, MAX_SIZES["intermediate"], path)
+        _check_integer("intermediate", size, MAX_SIZES["intermediate"], path, 0)
     for layer, source in enumerate(config.kv_layers):
         is_own = 0 <= source <= layer and config.kv_layer(source) == source
         if not is_own or config.head_shape(source) != config.head_shape(layer):
@@ -418,6 +434,10 @@ def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path
         )
     if recurrent.norm_groups and recurrent.inner % recurrent.norm_groups:
         raise LoadError(f"{path}: {recurrent.inner} channels in {recurrent.norm_groups} groups")
+    scales = [recurrent.gate_scale, recurrent.decay_scale, recurrent.out_scale]
+    for scale in (*scales, *recurrent.channel_scales):
+        if not is_positive(scale) or not 1e-6 <= scale <= 1e6:
+            raise LoadError(f"{path}: a factor of the recurrent layers is {shown(scale)}")
     if len(recurrent.layers) != config.layers:
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
     if config.attends and not any(config.attends):
@@ -431,6 +451,7 @@ def _check_experts(experts: Experts, layers: int, path: Path) -> None:
     _check_integer("the number of experts of a token", experts.used, most, path)
     _check_integer("the size of an expert", experts.intermediate, MAX_SIZES["hidden"], path)
     _check_integer("the size of the shared expert", experts.shared, MAX_SIZES["hidden"], path, 0)
+    _check_integer("the latent size of experts", experts.latent, MAX_SIZES["hidden"], path, 0)
     _check_integer("the number of groups of experts", experts.groups, experts.count, path)
     _check_integer("the number of groups of a token", experts.used_groups, experts.groups, path)
     size, rest = divmod(experts.count, experts.groups)

@@ -18,7 +18,7 @@ from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.families import Experts
-from forerun.models.parameters import LayerWeights, LinearWeights, Norm, Weights
+from forerun.models.parameters import LayerWeights, LinearWeights, Norm, RecurrentWeights, Weights
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import load_weights
@@ -27,6 +27,9 @@ from forerun.types import Forward
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];
 # k and v are None if the layer reads the keys and values of an earlier one
 Attend = Callable[..., Tensor]
+# (layer, inputs of the convolution [T, C], inputs of the decays [T, n or 2n], weights of the layer)
+# -> [T, inner] before gate and norm; all float32
+Recur = Callable[[int, Tensor, Tensor, RecurrentWeights], Tensor]
 
 
 class Decoder:
@@ -50,10 +53,10 @@ class Decoder:
 
         shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
         Raises LoadError."""
-        if config.recurrent is not None:
+        if config.recurrent is not None and device.type != "cpu":
             raise LoadError(
-                f"{path}: models with recurrent layers ({config.family}) run on the native kernels "
-                "only: use the CPU, and float32, bfloat16, int8 or int4"
+                f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
+                "device=cpu"
             )
         self.config = config
         self.dtype = dtype
@@ -115,6 +118,7 @@ class Decoder:
         attend: Attend,
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
+        recur: Recur | None = None,
     ) -> Forward:
         """Run one forward pass over flat tokens.
 
@@ -125,6 +129,7 @@ class Decoder:
             want: [M] int64 indices in T whose logits are needed.
             aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
                 the output of the last layer.
+            recur: the recurrent layers, of a model that has some.
 
         Returns:
             logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
@@ -146,13 +151,19 @@ class Decoder:
             rope = c.rope_of[i]
             rotation = None if rope is None else rotations[rope]
             read = self._norm(x, layer.attention_norm)
-            branch = self._attention(read, i, layer, rotation, growth, attend)
-            branch = self._norm(branch, layer.attention_out_norm) * c.residual_scale
-            if not c.parallel:
-                x = x + branch
-                read = x
-            mlp = self._norm(self._mlp(read, i, layer), layer.mlp_out_norm) * c.residual_scale
-            x = x + mlp + branch if c.parallel else x + mlp
+            branches = []
+            if layer.recurrent is not None:
+                assert recur is not None
+                branches.append(self._recurrence(read, i, layer.recurrent, recur))
+            if c.has_attention(i):
+                branch = self._attention(read, i, layer, rotation, growth, attend)
+                branches.append(self._norm(branch, layer.attention_out_norm))
+            if c.parallel:
+                branches.insert(0, self._mlp_branch(read, i, layer))
+            for branch in branches:
+                x = x + branch * c.residual_scale
+            if c.has_mlp(i) and not c.parallel:
+                x = x + self._mlp_branch(x, i, layer) * c.residual_scale
             if inputs is not None:
                 x = self._add_layer_input(x, layer, inputs[:, i])
             if layer.scale != 1.0:
@@ -192,7 +203,31 @@ class Decoder:
             if c.value_norm:
                 v = kernels.norm(v, torch.ones(head_dim, device=v.device), None, c.norm_eps)
             out = attend(i, q, self._qk(k, layer.k_norm, rotation), v, layer.sink_logits)
-        return self._linear(out.reshape(tokens, -1), layer.out)
+        out = out.reshape(tokens, -1)
+        if layer.output_gate is not None:
+            out = out * self._linear(x, layer.output_gate).sigmoid()
+        return self._linear(out, layer.out) * c.attention_out_scale
+
+    def _recurrence(self, x: Tensor, i: int, w: RecurrentWeights, recur: Recur) -> Tensor:
+        """Return the output of the recurrent branch of layer `i` for its input x [T, H]."""
+        r = self.config.recurrent
+        assert r is not None
+        inputs = self._linear(x, w.input).float()
+        if w.decay is None:  # a gated short convolution
+            before, after, channels = inputs.chunk(3, dim=-1)
+            out = recur(i, before * channels, inputs[:, :0], w) * after
+            return self._linear(out.to(x.dtype), w.out) * r.out_scale
+        channels, gates = torch.split(inputs, [r.channels, r.inner], dim=-1)
+        decays = self._linear(x, w.decay).float() * r.decay_scale
+        out, gates = recur(i, channels, decays, w), kernels.activate(gates * r.gate_scale, "silu")
+        if r.gate_first:
+            out = out * gates
+        if w.norm is not None:
+            size = r.inner // (r.norm_groups or r.value_heads)
+            out = kernels.group_norm(out, w.norm.weight, size, self.config.norm_eps)
+        if not r.gate_first:
+            out = out * gates
+        return self._linear(out.to(x.dtype), w.out) * r.out_scale
 
     def _latent_attention(
         self,
@@ -232,24 +267,30 @@ class Decoder:
             x = kernels.rotate(x, *rotation)
         return self._norm(x, norm) if norm and where == "head_after_rope" else x
 
+    def _mlp_branch(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
+        """Return the output of the MLP branch of layer `i` after its norm, for x [T, H]."""
+        return self._norm(self._mlp(x, i, layer), layer.mlp_out_norm)
+
     def _mlp(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
         """Return the output of the MLP branch of layer `i`, experts included, for x [T, H]."""
         read = self._norm(x, layer.mlp_norm)
         if layer.up is None or layer.down is None:
             return self._experts(x, read, layer)
         up = self._linear(read, layer.up)
-        if self.config.gated:
-            gates, ups = up.chunk(2, dim=-1)
-            up = kernels.gate(gates, ups, self.config.activation)
-        else:
-            up = kernels.activate(up, self.config.activation)
-        out = self._linear(up, layer.down)
+        inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
+        out = self._linear(inner, layer.down) * self.config.mlp_out_scale
         e = layer.experts
         if e is None:
             return out
         if e.shared_gate is not None:
             out = out * self._linear(read, e.shared_gate).sigmoid()
         return self._experts(x, read, layer) + self._norm(out, e.shared_out_norm)
+
+    def _activate(self, gates: Tensor, ups: Tensor | None = None) -> Tensor:
+        """Activate the inside of an MLP; `gates` are its ups where nothing is gated."""
+        if ups is None:
+            return kernels.activate(gates, self.config.activation)
+        return kernels.gate(gates * self.config.mlp_gate_scale, ups, self.config.activation)
 
     def _experts(self, x: Tensor, read: Tensor, layer: LayerWeights) -> Tensor:
         """Return the weighted sum of the experts of each token.
@@ -264,26 +305,31 @@ class Decoder:
         choice, weights = route(logits.float(), mixture, e.choice_bias, e.expert_scale)
         if e.norm is not None:
             read = self._norm(x, e.norm)
-        shape = (2, mixture.count, mixture.intermediate, -1)
+        if e.latent_in is not None:
+            read = self._linear(read, e.latent_in)
+        halves = 2 if self.config.gated else 1
+        shape = (halves, mixture.count, mixture.intermediate, -1)
         up = e.up.weight.view(shape)
         up_bias = None if e.up.bias is None else e.up.bias.view(shape[:3])
         down = e.down.weight.view(mixture.count, -1, mixture.intermediate)
         down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
-        out = x.new_zeros(*choice.shape, x.shape[1])
+        out = x.new_zeros(*choice.shape, read.shape[1])
         for expert in set(choice.flatten().tolist()):
             token, slot = (choice == expert).nonzero(as_tuple=True)
-            gates, ups = (
+            parts = [
                 kernels.linear(
                     read[token],
                     up[half, expert],
                     None if up_bias is None else up_bias[half, expert],
                 )
-                for half in range(2)
-            )
-            inner = kernels.gate(gates, ups, self.config.activation)
+                for half in range(halves)
+            ]
+            inner = self._activate(*parts)
             bias = None if down_bias is None else down_bias[expert]
             out[token, slot] = kernels.linear(inner, down[expert], bias)
         total = (out * weights.to(out.dtype)[..., None]).sum(1)
+        if e.latent_out is not None:
+            total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
 
     def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:

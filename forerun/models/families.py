@@ -49,6 +49,8 @@ class Experts:
         best: number of scores of a group whose sum rates it.
         bias, router_bias: experts and router have biases (gpt-oss).
         separate_norms: experts and dense MLP have norms of their own (Gemma 4).
+        latent: width of a projection of their input that experts read and write (Nemotron 3); 0
+            if they read the input itself.
     """
 
     count: int
@@ -68,6 +70,7 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     separate_norms: bool = False
+    latent: int = 0
 
     def share(self, rows: float) -> float:
         """Return the share of a layer's experts that `rows` tokens with independent routes use."""
@@ -114,9 +117,12 @@ class RecurrentLayers:
         key_heads, key_size: heads of keys and queries; groups and size of the state in Mamba-2.
         value_heads, value_size: heads of values.
         conv_bias: the convolution has a bias.
-        norm: the output is normalised: "" for not at all.
+        norm: the output is normalised.
         gate_first: the output is gated before it is normalised, not after.
         norm_groups: groups of channels that are normalised together; 0 for one a value head.
+        channel_scales: factors on values, keys and queries before the convolution of Mamba-2.
+        gate_scale, decay_scale, out_scale: factors on the gates of the output, on what decays
+            depend on, and on the output of the layer.
     """
 
     kind: str
@@ -131,6 +137,10 @@ class RecurrentLayers:
     norm: bool = True
     gate_first: bool = False
     norm_groups: int = 0
+    channel_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    gate_scale: float = 1.0
+    decay_scale: float = 1.0
+    out_scale: float = 1.0
 
     @property
     def inner(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from forerun.errors import shown
 from forerun.models.families import (
     DENSE,
     Experts,
@@ -118,27 +119,32 @@ def _granite_hybrid(c: Json) -> Json:
     is_mamba = tuple(t in ("linear_attention", "mamba") for t in types)
     if not any(is_mamba):
         return fields
-    heads, groups, states = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    _check_mamba(c)
+    heads = c["mamba_n_heads"]
     size = c.get("mamba_d_head", "auto")
     size = c["mamba_expand"] * c["hidden_size"] // heads if size == "auto" else size
     return fields | dict(
         attends=tuple(not mamba for mamba in is_mamba),
         recurrent=_mamba(
-            is_mamba, heads, size, groups, states, c["mamba_d_conv"], c.get("mamba_conv_bias", True)
+            is_mamba,
+            heads=heads,
+            size=size,
+            groups=c["mamba_n_groups"],
+            states=c["mamba_d_state"],
+            taps=c["mamba_d_conv"],
+            bias=c.get("mamba_conv_bias", True),
         ),
     )
 
 
-def _glm4_moe(c: Json) -> Json:
-    fields = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5} | c)
-    dense, layers = c.get("first_k_dense_replace", 1), fields["layers"]
-    inner = c["moe_intermediate_size"]
-    experts = Experts(
+def _deepseek_experts(c: Json, layers: tuple[bool, ...], shared: int, **others: Any) -> Experts:
+    """Return experts that are chosen as in DeepSeek V3; `shared` is the size of the shared one."""
+    return Experts(
         count=c["n_routed_experts"],
         used=c["num_experts_per_tok"],
-        intermediate=inner,
-        layers=tuple(i >= dense for i in range(layers)),
-        shared=c.get("n_shared_experts", 1) * inner,
+        intermediate=c["moe_intermediate_size"],
+        layers=layers,
+        shared=shared,
         scores="sigmoid",
         normalised=c.get("norm_topk_prob", True),
         epsilon=1e-20,
@@ -146,7 +152,15 @@ def _glm4_moe(c: Json) -> Json:
         choice_bias=True,
         groups=c.get("n_group") or 1,
         used_groups=c.get("topk_group") or 1,
+        **others,
     )
+
+
+def _glm4_moe(c: Json) -> Json:
+    fields = llama({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5} | c)
+    dense, layers = c.get("first_k_dense_replace", 1), range(fields["layers"])
+    shared = c.get("n_shared_experts", 1) * c["moe_intermediate_size"]
+    experts = _deepseek_experts(c, tuple(i >= dense for i in layers), shared)
     qk_norm = "head" if c.get("use_qk_norm") else ""
     return fields | dict(layout="glm4_moe", qk_norm=qk_norm, out_bias=False, experts=experts)
 
@@ -256,10 +270,18 @@ def _deepseek_v2(c: Json) -> Json:
 
 
 def _mamba(
-    layers: tuple[bool, ...], heads: int, size: int, groups: int, states: int, taps: int, bias: bool
+    layers: tuple[bool, ...],
+    *,
+    heads: int,
+    size: int,
+    groups: int,
+    states: int,
+    taps: int,
+    bias: bool,
+    **others: Any,
 ) -> RecurrentLayers:
     """Return Mamba-2 layers (2405.21060) whose output is gated, then normalised by group."""
-    return RecurrentLayers(
+    fields: Json = dict(
         kind="mamba",
         layers=layers,
         taps=taps,
@@ -271,6 +293,118 @@ def _mamba(
         conv_bias=bias,
         gate_first=True,
         norm_groups=groups,
+    )
+    return RecurrentLayers(**fields | others)
+
+
+def _check_mamba(c: Json) -> None:
+    """Raise ValueError for features of Mamba-2 layers that are not supported."""
+    for name in ("mamba_proj_bias", "use_bias", "projectors_bias"):
+        if c.get(name):
+            raise ValueError(f"{name}: true, which is not supported")
+    activation = c.get("mamba_hidden_act", c.get("hidden_act", "silu"))
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"activation {shown(activation)} of Mamba layers, which is not supported")
+    low, high = c.get("time_step_limit") or (0.0, math.inf)
+    if low > 0 or high not in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        raise ValueError("time_step_limit, which is not supported")
+
+
+NEMOTRON_MIXERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+# their names in newer versions of transformers
+NEWER_MIXERS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def _nemotron_h(c: Json) -> Json:
+    """Nemotron-H: each layer is one mixer, Mamba-2, attention, an MLP or a mixture of experts."""
+    _check_mamba(c)
+    given = c.get("layers_block_type") or c.get("layer_types")
+    if given is None:
+        given = [NEMOTRON_MIXERS[letter] for letter in c["hybrid_override_pattern"]]
+    mixers = [NEWER_MIXERS.get(mixer, mixer) for mixer in given]
+    unknown = set(mixers) - set(NEMOTRON_MIXERS.values())
+    if unknown:
+        raise ValueError(f"layers_block_type {shown(min(unknown))}")
+    fields = llama(
+        {"head_dim": c.get("attention_head_dim") or 128}
+        | c
+        | {
+            "num_hidden_layers": len(mixers),
+            "rms_norm_eps": c.get("layer_norm_epsilon", 1e-5),
+            "hidden_act": c.get("mlp_hidden_act", "relu2"),
+        }
+    )
+    is_sparse = tuple(mixer == "moe" for mixer in mixers)
+    experts = None
+    if any(is_sparse):
+        shared, latent = c["moe_shared_expert_intermediate_size"], c.get("moe_latent_size") or 0
+        experts = _deepseek_experts(c, is_sparse, shared, latent=latent)
+    recurrent = None
+    if "mamba" in mixers:
+        recurrent = _mamba(
+            tuple(mixer == "mamba" for mixer in mixers),
+            heads=c["mamba_num_heads"],
+            size=c["mamba_head_dim"],
+            groups=c["n_groups"],
+            states=c["ssm_state_size"],
+            taps=c.get("conv_kernel", 4),
+            bias=c.get("use_conv_bias", True),
+        )
+    return fields | dict(
+        layout="nemotron_h",
+        gated=False,
+        ropes=(),
+        rope_of=(None,) * len(mixers),
+        attends=tuple(mixer == "attention" for mixer in mixers),
+        mlp_sizes=tuple(fields["intermediate"] if mixer == "mlp" else 0 for mixer in mixers),
+        experts=experts,
+        recurrent=recurrent,
+    )
+
+
+def _falcon_h1(c: Json) -> Json:
+    """Falcon-H1: Mamba-2 and attention side by side in each layer, and factors on everything."""
+    _check_mamba(c)
+    if c.get("attention_bias"):
+        raise ValueError("attention_bias: true, which is not supported")
+    fields = llama({"rms_norm_eps": 1e-5} | c)
+    heads, groups, states = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    inner = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
+    if inner % heads:
+        raise ValueError(
+            f"mamba_n_heads {shown(heads)}, which cannot share {shown(inner)} channels"
+        )
+    scale_in = c.get("attention_in_multiplier", 1.0)
+    mlp_gate_scale, mlp_out_scale = c.get("mlp_multipliers") or (1.0, 1.0)
+    given = c.get("ssm_multipliers") or (1.0,) * 5
+    gates, values, keys, queries, decays = (
+        c.get("ssm_in_multiplier", 1.0) * factor for factor in given
+    )
+    recurrent = _mamba(
+        (True,) * fields["layers"],
+        heads=heads,
+        size=inner // heads,
+        groups=groups,
+        states=states,
+        taps=c["mamba_d_conv"],
+        bias=c.get("mamba_conv_bias", True),
+        norm=c.get("mamba_rms_norm", False),
+        gate_first=not c.get("mamba_norm_before_gate", True),
+        channel_scales=(values, keys, queries),
+        gate_scale=gates,
+        decay_scale=decays,
+        out_scale=c.get("ssm_out_multiplier", 1.0),
+    )
+    return fields | dict(
+        layout="falcon_h1",
+        # queries and keys are products of the scaled input, and so are values
+        attention_scale=fields["attention_scale"] * scale_in**2 * c.get("key_multiplier", 1.0),
+        attention_out_scale=scale_in * c.get("attention_out_multiplier", 1.0),
+        embed_scale=c.get("embedding_multiplier", 1.0),
+        logit_scale=c.get("lm_head_multiplier", 1.0),
+        mlp_gate_scale=mlp_gate_scale,
+        mlp_out_scale=mlp_out_scale,
+        recurrent=recurrent,
     )
 
 
@@ -370,6 +504,7 @@ def _lfm2_moe(c: Json) -> Json:
 
 FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "ernie4_5_moe": _ernie_moe,
+    "falcon_h1": _falcon_h1,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite_moe,
@@ -385,6 +520,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "glm4_moe_lite": _latent_fields,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,
     "qwen3_next": _qwen3_next,

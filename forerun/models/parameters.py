@@ -68,11 +68,13 @@ class ExpertWeights:
 
     Attributes:
         router: [E, H].
-        up: [2 * E * I, H]: the gates of all experts, then their ups.
+        up: [2 * E * I, H]: the gates of all experts, then their ups; [E * I, H] without gates.
         down: [E * H, I].
         choice_bias: [E] float32, added to scores for the choice.
         expert_scale: [E] float32, factors on the weights.
         shared_gate: [1, H], gates the dense MLP that runs beside the experts.
+        latent_in, latent_out: [L, H] and [H, L], to and from what experts read and write, whose
+            width is then L in place of H.
         router_norm, norm, out_norm, shared_out_norm: norms of the inputs of router and experts if
             they do not share the MLP's, and of the outputs of experts and dense MLP.
     """
@@ -83,6 +85,8 @@ class ExpertWeights:
     choice_bias: Tensor | None = None
     expert_scale: Tensor | None = None
     shared_gate: LinearWeights | None = None
+    latent_in: LinearWeights | None = None
+    latent_out: LinearWeights | None = None
     router_norm: Norm | None = None
     norm: Norm | None = None
     out_norm: Norm | None = None
@@ -157,9 +161,8 @@ class LayerWeights:
     """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
 
     A layer that reads the keys of another has only queries in `qkv`, and one without attention has
-    none. `up` and `down` are None if
-    the MLP has nothing but experts; without `mlp_norm` the MLP reads what `attention_norm` gives,
-    or the residual stream."""
+    none. `up` and `down` are None if the MLP has nothing but experts, or if there is no MLP.
+    Without `mlp_norm` the MLP reads what `attention_norm` gives, or the residual stream."""
 
     attention_norm: Norm | None
     qkv: LinearWeights | None
@@ -190,7 +193,7 @@ class LayerWeights:
             found += [self.recurrent.input, self.recurrent.out, self.recurrent.decay]
         if self.experts is not None:
             e = self.experts
-            found += [e.router, e.up, e.down, e.shared_gate]
+            found += [e.router, e.up, e.down, e.shared_gate, e.latent_in, e.latent_out]
         if self.layer_input is not None:
             found += [self.layer_input.gate, self.layer_input.projection]
         return [matrix for matrix in found if matrix is not None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Attend, Decoder
+from forerun.models.decoder import Attend, Decoder, Recur
 from forerun.models.parameters import LinearWeights, Source
 from forerun.models.weights import load_weights
 from forerun.types import Forward
@@ -65,6 +65,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     divided."""
     if (
         config.experts
+        or config.recurrent
         or config.head_shapes
         or config.parallel
         or config.qk_norm == "row"
@@ -184,6 +185,7 @@ class ShardedDecoder(Decoder):
         attend: Attend,
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
+        recur: Recur | None = None,
     ) -> Forward:
         """Run `Decoder.forward`. Raises LostError once another rank stops answering, and from then
         on at every call."""
@@ -192,7 +194,7 @@ class ShardedDecoder(Decoder):
         self._out_of_step = True
         self.before_forward(attend)
         try:
-            result = super().forward(ids, positions, attend, want, aux_hidden_layers)
+            result = super().forward(ids, positions, attend, want, aux_hidden_layers, recur)
         except RuntimeError as error:
             why = one_line(str(error))
             raise LostError(

@@ -47,6 +47,41 @@ DELTA_NAMES: Names = {
 }
 
 
+NEMOTRON_NAMES: Names = {
+    "embed": "embeddings",
+    "norm": "norm_f",
+    "layer": "layers.{i}.",
+    "attention_norm": "norm",
+    "qkv": ["mixer.q_proj", "mixer.k_proj", "mixer.v_proj"],
+    "out": "mixer.o_proj",
+    "mlp_norm": "norm",
+    "up": "mixer.up_proj",
+    "down": "mixer.down_proj",
+    "head": "lm_head",
+    "router": "mixer.gate",
+    "choice_bias": "mixer.gate.e_score_correction_bias",
+    "expert_up": ["mixer.experts.{e}.up_proj"],
+    "expert_down": "mixer.experts.{e}.down_proj",
+    "latent_in": "mixer.fc1_latent_proj",
+    "latent_out": "mixer.fc2_latent_proj",
+    "shared_up": "mixer.shared_experts.up_proj",
+    "shared_down": "mixer.shared_experts.down_proj",
+}
+
+
+def _mamba_names(module: str) -> Names:
+    """Return the names of a Mamba-2 layer."""
+    return {
+        "recurrent_input": f"{module}.in_proj",
+        "recurrent_out": f"{module}.out_proj",
+        "convolution": f"{module}.conv1d",
+        "decay_rate": f"{module}.A_log",
+        "decay_bias": f"{module}.dt_bias",
+        "skip": f"{module}.D",
+        "recurrent_norm": f"{module}.norm",
+    }
+
+
 def _shared_names(stem: str) -> Names:
     """Return the names of a dense MLP that runs beside the experts."""
     return {
@@ -131,14 +166,8 @@ NAMES: dict[str, Names] = {
         "down": "shared_mlp.output_linear",
         "shared_up": "shared_mlp.input_linear",
         "shared_down": "shared_mlp.output_linear",
-        "recurrent_input": "mamba.in_proj",
-        "recurrent_out": "mamba.out_proj",
-        "convolution": "mamba.conv1d",
-        "decay_rate": "mamba.A_log",
-        "decay_bias": "mamba.dt_bias",
-        "skip": "mamba.D",
-        "recurrent_norm": "mamba.norm",
-    },
+    }
+    | _mamba_names("mamba"),
     "qwen3_5": LLAMA_NAMES
     | EXPERT_NAMES
     | _shared_names("shared_expert")
@@ -175,6 +204,15 @@ NAMES: dict[str, Names] = {
         "recurrent_out": "conv.out_proj",
         "convolution": "conv.conv",
     },
+    "nemotron_h": NEMOTRON_NAMES | _mamba_names("mixer"),
+    "falcon_h1": LLAMA_NAMES
+    | _mamba_names("mamba")
+    | {
+        "norm": "final_layernorm",
+        "mlp_norm": "pre_ff_layernorm",
+        "up": ["feed_forward.gate_proj", "feed_forward.up_proj"],
+        "down": "feed_forward.down_proj",
+    },
     "gpt_oss": LLAMA_NAMES
     | {
         "router": "mlp.router",
@@ -202,7 +240,14 @@ NAMES["hunyuan_moe"] = (
 )
 # gpt-oss stores the matrices of experts as [E, in, out], with gates in even columns
 TRANSPOSED_EXPERTS = ("gpt_oss",)
-PREFIXES = ("model.", "transformer.", "", "model.language_model.", "language_model.model.")
+PREFIXES = (
+    "model.",
+    "transformer.",
+    "",
+    "backbone.",
+    "model.language_model.",
+    "language_model.model.",
+)
 # prefixes of what a multimodal checkpoint has beside its language model
 OTHER_MODALITIES = tuple(
     outer + name

@@ -109,7 +109,8 @@ class WeightLoader:
         is_own = c.kv_layer(i) == i  # it has keys and values of its own
         inner, halves = c.mlp_size(i), 2 if c.gated else 1
         up, down = ("shared_up", "shared_down") if c.has_experts(i) else ("up", "down")
-        attends = c.has_attention(i)
+        attends, mixes = c.has_attention(i), c.mixes_tokens(i)
+        has_mlp_norm = c.has_mlp(i) and c.pre_norm and not c.parallel
         qkv, output_gate = None, None
         if c.latent is not None:
             queries = c.heads * c.latent.value
@@ -121,10 +122,10 @@ class WeightLoader:
         q_size, k_size = (queries, keys) if c.qk_norm == "row" else (head_dim, head_dim)
         sinks = self.tensor("sink_logits", i, "", (c.heads,)) if c.attention_sinks else None
         return LayerWeights(
-            attention_norm=self.norm("attention_norm", i) if c.pre_norm else None,
+            attention_norm=self.norm("attention_norm", i) if mixes and c.pre_norm else None,
             qkv=qkv,
             out=self.linear("out", i, [c.hidden], queries, c.out_bias) if attends else None,
-            mlp_norm=self.norm("mlp_norm", i) if c.pre_norm and not c.parallel else None,
+            mlp_norm=self.norm("mlp_norm", i) if has_mlp_norm else None,
             up=self.linear(up, i, [inner] * halves, c.hidden, c.mlp_bias) if inner else None,
             down=self.linear(down, i, [c.hidden], inner, c.mlp_bias) if inner else None,
             q_norm=self.norm("q_norm", i, q_size) if c.qk_norm and attends else None,
@@ -228,7 +229,7 @@ class WeightLoader:
             return self.to(self.tensor(part, i, "", (r.value_heads,)), torch.float32)
 
         heads, inner, hidden = r.value_heads, r.inner, c.hidden
-        convolution = self.convolution(i, r.channels, r.taps)
+        convolution = self.convolution(i, r.channels, r.taps) * self.channel_scales()
         out = self.linear("recurrent_out", i, [hidden], inner, False)
         bias = None
         if r.conv_bias:
@@ -250,7 +251,10 @@ class WeightLoader:
             decay = self.linear("recurrent_decay", i, [heads, heads], hidden, False)
         else:
             source, decay = self.grouped_by_key_head(i)
-        weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
+        norm = None
+        if r.norm:
+            weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
+            norm = Norm(self.to(weight, torch.float32))
         return RecurrentWeights(
             input=source,
             out=out,
@@ -260,8 +264,19 @@ class WeightLoader:
             decay_bias=vector("decay_bias"),
             decay_rate=self.decay_rate(vector("decay_rate")),
             skip=vector("skip") if r.kind == "mamba" else None,
-            norm=Norm(self.to(weight, torch.float32)) if r.norm else None,
+            norm=norm,
         )
+
+    def channel_scales(self) -> Tensor:
+        """Return factors on the inputs of a convolution, [C, 1], which its weights take over."""
+        r = self.config.recurrent
+        assert r is not None
+        scales, keys = torch.ones(r.channels, 1, device=self.device), r.key_heads * r.key_size
+        if r.kind == "mamba":
+            parts = torch.split(scales, [r.inner, keys, keys])
+            for part, scale in zip(parts, r.channel_scales, strict=True):
+                part.fill_(scale)
+        return scales
 
     def norm_size(self) -> int:
         """Return the number of weights of the norm behind a recurrent layer."""
@@ -299,15 +314,19 @@ class WeightLoader:
             bias = None if bias is None else self.to(bias)
             return self.make_linear(part, self.source(f"{i}.{part}", shape, read), bias)
 
+        width = e.latent or c.hidden
         found = ExpertWeights(
             router=self.linear("router", i, [e.count], c.hidden, e.router_bias),
-            up=stacked("expert_up", halves, e.intermediate, c.hidden),
-            down=stacked("expert_down", 1, c.hidden, e.intermediate),
+            up=stacked("expert_up", halves, e.intermediate, width),
+            down=stacked("expert_down", 1, width, e.intermediate),
             choice_bias=self.choice_bias(i, e.count) if e.choice_bias else None,
             shared_gate=self.linear("shared_gate", i, [1], c.hidden, False)
             if e.shared_gate
             else None,
         )
+        if e.latent:
+            found.latent_in = self.linear("latent_in", i, [e.latent], c.hidden, c.mlp_bias)
+            found.latent_out = self.linear("latent_out", i, [c.hidden], e.latent, c.mlp_bias)
         if e.separate_norms:
             scale = self.to(self.tensor("router_scale", i, "", (c.hidden,)), torch.float32)
             found.router_norm = Norm(scale * c.hidden**-0.5)

@@ -90,10 +90,12 @@ class DecoderRecorder:
                 "scores": e.count,
                 "choice": 2 * e.used * sparse,
                 "expert_inner": e.used * e.intermediate,
-                "expert_out": e.used * c.hidden,
+                "expert_out": e.used * (e.latent or c.hidden),
                 "shared": c.hidden,
                 "shared_gate": 1,
             }
+            if e.latent:
+                widths |= {"latent_in": e.latent, "latent_out": e.latent}
         if c.latent is not None:
             a = c.latent
             widths |= {"latent_queries": max(a.query_rank, 1), "plain": c.heads * a.plain}
@@ -145,8 +147,11 @@ class DecoderRecorder:
         # parallel branches both read X: their sum is added to it behind the MLP
         to = BRANCH if c.parallel else X
         ops: list[COp] = []
+        outputs: list[COp] = []  # what changes X comes behind all that reads it
         if layer.recurrent is not None:
-            ops += self._recurrent(i, layer.recurrent, layer.attention_norm)
+            recurrence, output = self._recurrent(i, layer.recurrent, layer.attention_norm)
+            ops += recurrence
+            outputs += output
         if layer.latent is not None:
             ops += self._latent(i, layer, layer.latent)
         if layer.qkv is not None:
@@ -157,8 +162,11 @@ class DecoderRecorder:
                     activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
                 )
                 ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
-            ops += self._branch(layer.out, ATTENDED, layer.attention_out_norm, to)
-        ops += self._mlp(i, layer)
+            scale, after = c.attention_out_scale, layer.attention_out_norm
+            outputs += self._branch(layer.out, ATTENDED, after, to, scale)
+        ops += outputs
+        if c.has_mlp(i):
+            ops += self._mlp(i, layer)
         if c.parallel:
             ops.append(self._mix(BRANCH, X, c.hidden, combine=native.ADD))
         if layer.layer_input is not None:
@@ -212,10 +220,12 @@ class DecoderRecorder:
         out = self.at["values"]
         spread: dict[str, Any] = dict(spread=1, in_column=a.rotary, in_stride=head)
         ops += self._linear(w.value_up, ATTENDED, out, None, **spread, **heads)
-        return ops + self._branch(layer.out, out, layer.attention_out_norm, X)
+        return ops + self._branch(layer.out, out, layer.attention_out_norm, X, 1.0)
 
-    def _recurrent(self, i: int, w: RecurrentWeights, norm: Norm | None) -> list[COp]:
-        """Return the operations of a recurrent layer; its output is added to X."""
+    def _recurrent(
+        self, i: int, w: RecurrentWeights, norm: Norm | None
+    ) -> tuple[list[COp], list[COp]]:
+        """Return the operations of a recurrent layer, and those that add its output to X."""
         c, r, states = self.config, self.config.recurrent, self.states
         assert r is not None and states is not None
         inputs, decays = self.at["inputs"], self.at["decays"]
@@ -252,9 +262,10 @@ class DecoderRecorder:
         )
         recur = COp(kind=native.RECUR, input=convolved, output=out, **common)
         ops = self._linear(w.input, X, inputs, norm)
-        scale: dict[str, Any] = dict(combine=native.ADD, scale=_factor(c.residual_scale))
+        factor = _factor(c.residual_scale * r.out_scale)
+        scale: dict[str, Any] = dict(combine=native.ADD, scale=factor)
         if is_conv:
-            return [*ops, convolve, recur, *self._linear(w.out, convolved, X, None, **scale)]
+            return [*ops, convolve, recur], self._linear(w.out, convolved, X, None, **scale)
         assert w.decay_bias is not None and w.decay_rate is not None
         convolve.decay_bias = self._own(w.decay_bias)
         convolve.decay_rate = self._own(w.decay_rate)
@@ -272,9 +283,10 @@ class DecoderRecorder:
             value_heads=r.value_heads,
             value_size=r.value_size,
             value_at=places[2],
+            scale=_factor(r.gate_scale),
         )
-        ops += self._linear(w.decay, X, decays, norm)
-        return [*ops, convolve, recur, gate, *self._linear(w.out, out, X, None, **scale)]
+        ops += self._linear(w.decay, X, decays, norm, scale=_factor(r.decay_scale))
+        return [*ops, convolve, recur, gate], self._linear(w.out, out, X, None, **scale)
 
     def _rms(self, norm: Norm) -> CNorm:
         """Return a norm by the root of the mean square, whatever the model's other norms are."""
@@ -313,21 +325,26 @@ class DecoderRecorder:
         norm = layer.attention_norm if c.parallel else layer.mlp_norm
         up: list[COp] = []
         if layer.up is not None:
-            activation = native.ACTIVATIONS[c.activation]
-            up = self._linear(layer.up, X, HIDDEN, norm, gated=c.gated, activation=activation)
+            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation())
         if e is None:
             to = BRANCH if c.parallel else X
-            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to)
+            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)
         ops = self._experts(i, e, norm)
         out, column = self.at["expert_out"], self._choice_column(i)
         assert c.experts is not None
         weighted: dict[str, Any] = dict(
             slots=c.experts.used, choice=self.at["choice"], choice_column=column
         )
-        if layer.up is None and layer.mlp_out_norm is None:
+        if e.latent_out is not None:
+            total = self.at["latent_out"]
+            ops.append(self._mix(out, total, c.experts.latent, **weighted))
+            ops += self._linear(e.latent_out, total, BRANCH, None)
+        elif layer.up is None and layer.mlp_out_norm is None:
             scale = c.residual_scale
             return [*ops, self._mix(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
-        ops.append(self._mix(out, BRANCH, c.hidden, after=self._norm(e.out_norm), **weighted))
+        else:
+            after = self._norm(e.out_norm)
+            ops.append(self._mix(out, BRANCH, c.hidden, after=after, **weighted))
         if layer.up is not None:
             shared = self.at["shared"]
             ops += [*up, *self._linear(layer.down, HIDDEN, shared, None)]
@@ -344,7 +361,7 @@ class DecoderRecorder:
 
     def _experts(self, i: int, e: ExpertWeights, norm: Norm | None) -> list[COp]:
         """Return the operations that write the outputs of each token's experts side by side."""
-        c, mixture = self.config, self.config.experts
+        mixture = self.config.experts
         assert mixture is not None
         scores, choice = self.at["scores"], self.at["choice"]
         inner, out = self.at["expert_inner"], self.at["expert_out"]
@@ -368,15 +385,20 @@ class DecoderRecorder:
             expert_scale=None if e.expert_scale is None else self._own(e.expert_scale),
             **common,
         )
-        activation = native.ACTIVATIONS[c.activation]
-        return [
-            *self._linear(e.router, X, scores, e.router_norm or norm),
-            route,
-            *self._linear(
-                e.up, X, inner, e.norm or norm, gated=c.gated, activation=activation, **common
-            ),
-            *self._linear(e.down, inner, out, None, spread=1, **common),
-        ]
+        ops = [*self._linear(e.router, X, scores, e.router_norm or norm), route]
+        source, own_norm = X, e.norm or norm
+        if e.latent_in is not None:
+            source = self.at["latent_in"]
+            ops += self._linear(e.latent_in, X, source, own_norm)
+            own_norm = None
+        ops += self._linear(e.up, source, inner, own_norm, **self._activation(), **common)
+        return ops + self._linear(e.down, inner, out, None, spread=1, **common)
+
+    def _activation(self) -> dict[str, Any]:
+        """Return the fields of a product that gives the inside of an MLP."""
+        c = self.config
+        scale = _factor(c.mlp_gate_scale) if c.gated else 0.0
+        return dict(gated=c.gated, activation=native.ACTIVATIONS[c.activation], scale=scale)
 
     def _choice_column(self, i: int) -> int:
         """Return where the experts of layer `i` are in a row of the buffer of choices."""
@@ -446,15 +468,17 @@ class DecoderRecorder:
             ops.append(op)
         return ops
 
-    def _branch(self, layer: Any, source: int, after: Norm | None, to: int) -> list[COp]:
-        """Add the output of a branch to `to`, after its norm if there is one; BRANCH, which is
-        only for parallel branches, takes the first of them as it is."""
-        c = self.config
+    def _branch(
+        self, layer: Any, source: int, after: Norm | None, to: int, scale: float
+    ) -> list[COp]:
+        """Add the output of a branch times `scale` to `to`, after its norm if there is one; BRANCH,
+        which is only for parallel branches, takes the first of them as it is."""
         if after is not None:
-            return [*self._linear(layer, source, BRANCH, None), self._add(after)]
+            product = self._linear(layer, source, BRANCH, None, scale=_factor(scale))
+            return [*product, self._add(after)]
         combine = native.REPLACE if to == BRANCH and source == ATTENDED else native.ADD
-        scale = _factor(c.residual_scale)
-        return self._linear(layer, source, to, None, combine=combine, scale=scale)
+        factor = _factor(self.config.residual_scale * scale)
+        return self._linear(layer, source, to, None, combine=combine, scale=factor)
 
     def _add(self, after: Norm | None) -> COp:
         """Add BRANCH to the residual stream, after a norm if there is one."""

@@ -8,6 +8,7 @@ import torch
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
+from forerun.cache.recurrent import Recurrence
 from forerun.errors import ConfigError
 from forerun.models.config import TRANSFORMERS
 from forerun.models.decoder import Decoder
@@ -95,7 +96,13 @@ class Runner:
             want += [start + i for i in segment.want]
             start += len(segment.tokens)
         wanted = torch.tensor(want, dtype=torch.int64, device=device)
-        return decoder.forward(ids, attention.positions, attention, wanted, aux_hidden_layers)
+        args = ids, attention.positions, attention, wanted, aux_hidden_layers
+        if self.cache.recurrent is None:
+            return decoder.forward(*args)
+        plan = self.cache.recurrent.plan(segments, self.cache.length)
+        result = decoder.forward(*args, Recurrence(plan, decoder.config))
+        plan.settle()
+        return result
 
 
 class _PartRunner(Runner):

@@ -26,7 +26,7 @@ from forerun.errors import CapacityError, ConfigError, LoadError, one_line
 from forerun.hardware import free_ram
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, note
-from forerun.models.decoder import Attend, Decoder
+from forerun.models.decoder import Attend, Decoder, Recur
 from forerun.models.files import read_object
 from forerun.models.quantized import is_quantized
 from forerun.models.transformers_config import own_model, quiet
@@ -154,11 +154,13 @@ class TransformersDecoder(Decoder):
         attend: Attend,
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
+        recur: Recur | None = None,
         past: int = 0,
     ) -> Forward:
         """Run one forward pass over flat tokens, as `Decoder.forward` does.
 
-        `attend` is an `Attention` over a `TransformersCache`; `past` as in `PassCache`."""
+        `attend` is an `Attention` over a `TransformersCache`; `recur` is not used, and `past` is as
+        in `PassCache`."""
         assert isinstance(attend, Attention)
         current = ModulePass(attend)
         cache = PassCache(self.config.layers, current, past)

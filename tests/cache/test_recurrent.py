@@ -14,12 +14,13 @@ from forerun.cache.attention import Segment
 from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.models.config import load_config
+from forerun.models.decoder import load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe"]
+NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1"]
 names = pytest.mark.parametrize("name", NAMES)
 PAGE = 4
 
@@ -59,6 +60,31 @@ def alone(name: str, tokens: list[int]) -> Tensor:
     return [read(run, 0, [token])[0] for token in tokens][-1]
 
 
+def random_pass(texts: list[list[int]], chance: random.Random, *runs: Runner) -> list[Segment]:
+    """Trees beside known tokens, in several slots, for which there is room."""
+    segments, slots = [], chance.sample(range(3), chance.randint(1, 3))
+    for slot in slots:
+        known, nodes = chance.choice([1, 1, 2, 9]), chance.randint(0, 6)
+        parents = chain(known)
+        parents += [
+            chance.randint(max(known - 1, i - 3), i - 1) for i in range(known, known + nodes)
+        ]
+        tokens = text(known + nodes, chance.randrange(99))
+        assert all(run.cache.pages.grow(slot, len(texts[slot]) + len(tokens)) for run in runs)
+        certain = chance.choice([0, known - 1, known])
+        segments.append(Segment(slot, tokens, parents, list(range(len(tokens))), known=certain))
+    return segments
+
+
+def random_path(segment: Segment, chance: random.Random) -> list[int]:
+    """Some nodes on the way to the last one, at least the known ones."""
+    node, path = len(segment.tokens) - 1, list[int]()
+    while node >= 0:
+        path.insert(0, node)
+        node = segment.parents[node]
+    return path[: max(segment.known, chance.randint(1, len(path)))]
+
+
 @names
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, seed: int) -> None:
@@ -66,29 +92,51 @@ def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, see
     chance, run = random.Random(seed), runner(name)
     texts: list[list[int]] = [[], [], []]
     for _ in range(7):
-        segments, slots = [], chance.sample(range(3), chance.randint(1, 3))
-        for slot in slots:
-            known, nodes = chance.choice([1, 1, 2, 9]), chance.randint(0, 6)
-            parents = chain(known)
-            parents += [
-                chance.randint(max(known - 1, i - 3), i - 1) for i in range(known, known + nodes)
-            ]
-            tokens = text(known + nodes, chance.randrange(99))
-            assert run.cache.pages.grow(slot, len(texts[slot]) + len(tokens))
-            wants = list(range(len(tokens)))
-            certain = chance.choice([0, known - 1, known])
-            segments.append(Segment(slot, tokens, parents, wants, known=certain))
+        segments = random_pass(texts, chance, run)
         logits = run.forward(segments).logits.split([len(s.tokens) for s in segments])
         for segment, rows in zip(segments, logits, strict=True):
-            node = len(segment.tokens) - 1
-            path = []
-            while node >= 0:
-                path.append(node)
-                node = segment.parents[node]
-            path = path[::-1][: max(segment.known, chance.randint(1, len(path)))]
+            path = random_path(segment, chance)
             texts[segment.slot] += [segment.tokens[i] for i in path]
             run.cache.commit(segment.slot, path)
             assert torch.equal(rows[path[-1]], alone(name, texts[segment.slot]))
+
+
+@names
+def test_kernels_agree_with_the_reference_in_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In logits, and in all that they leave in memory: states, records, histories and copies."""
+    monkeypatch.setattr(recurrent, "INTERVAL", 8)
+    path = tiny.family(name, gain=0.6)
+    compiled = NativeDecoder(load_config(path), path, "float32", 256)
+    plain = load_decoder(path, torch.float32, torch.device("cpu"), 256)
+    runs = [Runner(model, tokens=1024, page=PAGE, slots=3) for model in (compiled, plain)]
+    states = [run.cache.recurrent for run in runs]
+    texts: list[list[int]] = [[], [], []]
+    chance = random.Random(2)
+    for _ in range(12):
+        segments = random_pass(texts, chance, *runs)
+        paths = [random_path(segment, chance) for segment in segments]
+        close(*(run.forward(segments).logits for run in runs))
+        for segment, path in zip(segments, paths, strict=True):
+            texts[segment.slot] += [segment.tokens[i] for i in path]
+            for run in runs:
+                run.cache.commit(segment.slot, path)
+        close(*(torch.from_numpy(each.data) for each in states))
+    for slot, written in enumerate(texts):
+        for run in runs:
+            run.cache.pages.seal(slot, written, len(written))
+            run.cache.close(slot)
+    ours, theirs = (each._copies for each in states)
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    for digest, copy in ours.items():
+        close(torch.from_numpy(copy), torch.from_numpy(theirs[digest]))
+    assert [run.cache.open(0, texts[0]) for run in runs] == [len(texts[0]) // 8 * 8] * 2
+    close(*(read(run, 0, texts[0][run.cache.length[0] :]) for run in runs))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @names

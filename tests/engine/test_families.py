@@ -25,8 +25,8 @@ CASES += [("gpt_oss/experts", "suffix"), ("glm4_moe/mxfp4_moe", "model"), ("olmo
 
 
 @functools.cache
-def plain(name: str, i: int) -> list[int]:
-    engine = build.engine(name, [], form="float32")
+def plain(name: str, i: int, form: str | None = "float32") -> list[int]:
+    engine = build.engine(name, [], form=form)
     request = engine.add(build.prompts()[i], build.params(i, BOTH), draft="off")
     build.finish(engine)
     return list(request.output)
@@ -39,4 +39,14 @@ def test_small_chunks_and_preemption(name: str, draft: str) -> None:
     requests = build.run(engine, draft, BOTH, depth=4, length=LENGTH, count=4)
     for i, request in enumerate(requests):
         assert list(request.output) == plain(name, i)[: request.params.max_tokens]
+    assert sum(request.stats.drafted for request in requests) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2"])
+def test_recurrent_layers_in_torch(name: str) -> None:
+    """Texts of `kernels=torch`, whose products are in float64 here."""
+    engine = build.engine(name, ["tree"], chunk=3, tokens=build.SMALL)
+    requests = build.run(engine, "tree", BOTH, depth=4, length=LENGTH, count=2)
+    for i, request in enumerate(requests):
+        assert list(request.output) == plain(name, i, None)[: request.params.max_tokens]
     assert sum(request.stats.drafted for request in requests) > 0

@@ -3,6 +3,7 @@ and on the native kernels, for prompts, single tokens and draft trees."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -34,12 +35,13 @@ compiled = pytest.mark.skipif(native.library() is None, reason="not compiled")
 RECURRENT = [
     name
     for name in families.MODELS
-    if name.startswith(("lfm2", "qwen3_5", "qwen3_next")) or "hybrid" in name
+    if name.startswith(("falcon", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"))
+    or "hybrid" in name
 ]
 names = pytest.mark.parametrize("name", families.MODELS)
 with_kernels = pytest.mark.parametrize(
     ("name", "kernels"),
-    [(name, "torch") for name in families.MODELS if name not in RECURRENT]
+    [(name, "torch") for name in families.MODELS]
     + [pytest.param(name, "native", marks=compiled) for name in families.MODELS],
 )
 CPU = torch.device("cpu")
@@ -179,6 +181,17 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("granite", "logits_scaling", "8"),
         ("gpt_oss", "swiglu_limit", 5.0),
         ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}),
+        ("falcon_h1", "attention_in_multiplier", 0.0),
+        ("falcon_h1", "hidden_act", "gelu"),
+        ("falcon_h1", "mamba_n_heads", 7),
+        ("falcon_h1", "mlp_multipliers", [1.0]),
+        ("falcon_h1", "ssm_multipliers", [1.0, 1.0, float("nan"), 1.0, 1.0]),
+        ("falcon_h1", "ssm_out_multiplier", "1"),
+        ("nemotron_h", "layers_block_type", ["linear_attention", "rwkv"]),
+        ("nemotron_h", "layers_block_type", ["linear_attention", "mlp"]),
+        ("nemotron_h", "moe_latent_size", -64),
+        ("nemotron_h", "time_step_limit", [0.1, 1.0]),
+        ("nemotron_h", "use_bias", True),
     ],
 )
 def test_a_broken_configuration_is_refused_in_one_line(
@@ -189,6 +202,21 @@ def test_a_broken_configuration_is_refused_in_one_line(
     with pytest.raises(LoadError) as caught:
         make_config(raw | {field: value}, Path("config.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_recurrent_layers_are_refused_on_other_devices() -> None:
+    path = directory("qwen3_5")
+    with pytest.raises(LoadError, match="use device=cpu") as caught:
+        load_decoder(path, torch.float32, torch.device("cuda"), 64)
+    assert "\n" not in str(caught.value)
+
+
+def test_older_spellings_of_the_mixers_of_nemotron_h() -> None:
+    raw = json.loads((directory("nemotron_h") / "config.json").read_text())
+    newer = make_config(dict(raw), Path("config.json"))
+    del raw["layers_block_type"]
+    older = make_config(raw | {"hybrid_override_pattern": "ME*-"}, Path("config.json"))
+    assert dataclasses.replace(older, raw=newer.raw) == newer
 
 
 @pytest.mark.parametrize(
@@ -227,7 +255,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
     assert decoder("glm4", kernels).pass_bytes(1) == decoder("glm4", kernels).weight_bytes
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "cohere", "olmo2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5", "gemma4", "cohere", "olmo2", "gpt_oss"])
 def test_layers_that_cannot_be_divided_are_refused(name: str) -> None:
     from forerun.errors import ConfigError
     from forerun.models.sharding import Shard, shard_config

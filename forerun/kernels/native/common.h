@@ -48,7 +48,8 @@ struct Op {
   int32_t combine, wanted;       // LINEAR: what is done with what stands in `out`; take only the wanted rows
   const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
   int32_t rotary, window;
-  float scale, softcap;          // ATTEND; LINEAR on its result, unless 0 (softcap: logits); MIX and EMBED: scale
+  float scale, softcap;          // ATTEND; LINEAR on its result, or on its gates, unless 0 (softcap: logits); MIX and EMBED: scale;
+                                 // GATE: scale of the gates, unless 0
   const void *table;             // EMBED: [vocab][hidden] in `format`, or null: rows of `matrix`, which is packed
   const float *positions;        // EMBED: learned positions or null
   int32_t column, sinks;         // LINEAR and EMBED: where in a row of `out` the result begins. ATTEND: 64, if the first keys are seen

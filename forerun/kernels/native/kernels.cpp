@@ -145,6 +145,7 @@ void finish_tile(const Op *op, int block, int first, int rows, float (*tile)[BLO
     if (a.bias)
       for (int c = 0; c < 2; c++) v[c] = v[c] + load(a.bias + block * BLOCK + c * W);
     if (op->gated) {  // 16 gates, then the 16 values they let through
+      if (op->scale != 0) v[0] = v[0] * op->scale;
       v[0] = gated(v[0], v[1], op->activation);
       float *out = to[m] + (block - first) * W;
       if (count == BLOCK) store(out, v[0]);

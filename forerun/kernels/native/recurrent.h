@@ -256,7 +256,7 @@ void gate_output(const Program *p, const Op *op, const Batch *b, int item, int i
     float *y = at(p, b, op->out, t);
     const float *gate = at(p, b, op->gate, t) + op->in_column, *x = at(p, b, op->in, t) + op->value_at;
     float opened[n];
-    memcpy(opened, gate, sizeof(float) * n);
+    for (int i = 0; i < n; i++) opened[i] = op->scale != 0 ? gate[i] * op->scale : gate[i];
     activate_row(opened, SILU, n);
     for (int i = 0; op->skip && i < n; i++) y[i] += op->skip[i / op->value_size] * x[i];
     if (op->gate_first)
