@@ -71,7 +71,8 @@ def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
 
 
 class SelfAttention(nn.Module):
-    """Attention over inputs of any width. Tensor names are those of Llama and Qwen3."""
+    """Attention over inputs of any width. Tensor names are those of Llama and Qwen3; what gates the
+    output, if anything does, is a product of its own."""
 
     def __init__(self, c: ModelConfig, width: int, layer: int = 0) -> None:
         """`width` is the size of the inputs, `layer` the index passed to `attend`."""
@@ -82,6 +83,7 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=c.qkv_bias)
         self.v_proj = nn.Linear(width, keys, bias=c.qkv_bias)
         self.o_proj = nn.Linear(queries, c.hidden, bias=False)
+        self.gate_proj = nn.Linear(width, queries, bias=False) if c.output_gate else None
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
@@ -99,7 +101,10 @@ class SelfAttention(nn.Module):
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (product(x).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
         q, k = kernels.rotate(self.q_norm(q), *rotation), kernels.rotate(self.k_norm(k), *rotation)
-        out: Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        attended = attend(self.layer, q, k, v).flatten(-2)
+        if self.gate_proj is not None:
+            attended = attended * self.gate_proj(x).sigmoid()
+        out: Tensor = self.o_proj(attended)
         return out
 
 
@@ -460,8 +465,13 @@ class Operations:
         offset = c.kv_offsets()[layer]
         return dict(heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, kv_width=offset)
 
-    def attention_and_mlp(self, layer: HeadLayer, index: int) -> list[COp]:
-        """Run a layer from its attention on, added to X; `index` is its index in the cache."""
+    def attention_and_mlp(
+        self, layer: HeadLayer, index: int, norm: nn.Module | None = None
+    ) -> list[COp]:
+        """Run a layer from its attention on, added to X; `index` is its index in the cache.
+
+        `norm` is the one between X and the attention, which a gate of its output needs.
+        """
         c, mlp = self.config, layer.mlp
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
         activation = native.ACTIVATIONS[c.activation]
@@ -473,11 +483,17 @@ class Operations:
             scale=c.attention_scale,
             window=c.windows[index] or 0,
         )
-        norm = layer.post_attention_layernorm
+        ops, attention = [attend], layer.self_attn
+        if attention.gate_proj is not None:
+            gate: dict[str, Any] = dict(
+                activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
+            )
+            ops.append(self.product(attention.gate_proj.weight, X, ATTENDED, norm, **gate))
+        mlp_norm = layer.post_attention_layernorm
         return [
-            attend,
-            self.product(layer.self_attn.o_proj.weight, ATTENDED, X, combine=native.ADD),
-            self.product(gate_up, X, HIDDEN, norm, gated=1, activation=activation),
+            *ops,
+            self.product(attention.o_proj.weight, ATTENDED, X, combine=native.ADD),
+            self.product(gate_up, X, HIDDEN, mlp_norm, gated=1, activation=activation),
             self.product(mlp.down_proj.weight, HIDDEN, X, combine=native.ADD),
         ]
 

@@ -110,7 +110,8 @@ class NativeEagle(NativeRounds):
                 build.product(join[:, hidden:], STATE, X, parts.state_norm, combine=native.ADD),
                 build.product(qkv, X, QKV, parts.attention_norm, bias),
             ]
-        return [*ops, build.rotate(attention, 0), *build.attention_and_mlp(parts.layer, 0)]
+        run = build.attention_and_mlp(parts.layer, 0, parts.attention_norm)
+        return [*ops, build.rotate(attention, 0), *run]
 
     def _drafting(
         self, head: EagleModule, layer: list[COp], lm_head: PackedMatrix, softcap: float
