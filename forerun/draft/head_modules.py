@@ -376,6 +376,15 @@ def with_native_products(module: M, form: str, skip: str | None = None) -> M:
     return packed
 
 
+def release_weights(module: nn.Module, prefix: str) -> None:
+    """Drop the weights of linear layers whose names begin with `prefix`; they cannot be called
+    then. A native program has packed copies of them."""
+    for name, part in module.named_modules():
+        if name.startswith(prefix) and isinstance(part, nn.Linear):
+            part.register_parameter("weight", None)
+            part.register_parameter("bias", None)
+
+
 class Operations:
     """Builder of native operations for layers of one shape. Keep it as long as the program: the
     operations point to memory that it owns."""

@@ -19,6 +19,7 @@ from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.catalog.facts import facts_at
 from forerun.catalog.fit import refusal
+from forerun.catalog.search import find_local
 from forerun.catalog.survey import survey
 from forerun.draft import kinds
 from forerun.draft.eagle.mtp import load_own_module
@@ -140,6 +141,14 @@ def test_it_is_found_without_being_named(
             assert [c.token_ids for c in found] == texts
         assert all(c.stats.by_source["mtp"].drafted > 20 for c in found)
     assert row.draft == "suffix+mtp", "forerun models names what serve drafts with"
+
+
+def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
+    found, _ = find_local(str(model()))
+    own = [one for one in found if one.origin == "checkpoint"]
+    assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model()}", "")]
+    found, _ = find_local(str(model("qwen3_5_moe")))
+    assert "checkpoint" not in {one.origin for one in found}
 
 
 def test_where_auto_uses_it() -> None:

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.eagle.module import EagleModule
-from forerun.draft.head_modules import Operations, Rotation, run_program, with_native_products
+from forerun.draft.head_modules import (
+    Operations,
+    Rotation,
+    release_weights,
+    run_program,
+    with_native_products,
+)
 from forerun.draft.hidden_states import HiddenStateProposer, NativeRounds
 from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree, grow, grow_all
@@ -177,7 +183,9 @@ class EagleProposer(HiddenStateProposer):
     def _make_native(self, head: EagleModule, form: str) -> tuple[EagleModule, NativeEagle | None]:
         """Return the head with native products, and its layer as native programs."""
         packed = with_native_products(head, form, head.program_prefix)
-        return packed, NativeEagle(head, form, self.rotation, *packed.packed_lm_head())
+        program = NativeEagle(head, form, self.rotation, *packed.packed_lm_head())
+        release_weights(packed, head.program_prefix)
+        return packed, program
 
     def reset(self) -> None:
         super().reset()
