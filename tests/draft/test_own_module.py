@@ -17,8 +17,6 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.catalog.facts import facts_at
-from forerun.catalog.fit import refusal
 from forerun.catalog.search import find_local
 from forerun.catalog.survey import survey
 from forerun.draft import kinds
@@ -37,6 +35,8 @@ from tests.draft.heads import ROOM
 from tests.draft.twins import QwenMtpTwin
 
 compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+families = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8]
 
 
@@ -70,9 +70,9 @@ def decoder(family: str = "qwen3_5") -> NativeDecoder:
     return tiny.native_decoder(model(family), form="float32")
 
 
-def last_states(tokens: list[int]) -> dict[int, Tensor]:
+def last_states(tokens: list[int], family: str) -> dict[int, Tensor]:
     """The target's states of all tokens but the last."""
-    target = decoder()
+    target = decoder(family)
     runner = Runner(target, tokens=64, page=64, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
@@ -80,17 +80,18 @@ def last_states(tokens: list[int]) -> dict[int, Tensor]:
 
 
 @compiled
+@families
 @pytest.mark.parametrize("form", [None, "float32"])
-def test_a_module_computes_the_published_formula(form: str | None) -> None:
+def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
     """In torch and on the native kernels: the hidden states, and the logits after them."""
-    states, target = last_states(TOKENS), decoder()
+    states, target = last_states(TOKENS, family), decoder(family)
     view = replace(view_of(target), form=form)
-    drafter = EagleProposer("mtp", load_own_module(model(), view), view, **ROOM)
+    drafter = EagleProposer("mtp", load_own_module(model(family), view), view, **ROOM)
     drafter.open(0, TOKENS)
     drafter.observe(0, 0, states)
     request = DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1, branching=False)
     (draft,) = drafter.propose([request])
-    twin = QwenMtpTwin(model(), target.config)
+    twin = QwenMtpTwin(model(family), target.config)
     expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
     output = drafter._last[0][None]
     assert torch.allclose(drafter.head.next_state(output)[0].double(), expected, atol=1e-4)
@@ -100,16 +101,17 @@ def test_a_module_computes_the_published_formula(form: str | None) -> None:
 
 
 @compiled
-def test_drafts_on_the_native_kernels_are_those_of_torch() -> None:
+@families
+def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
     """Several steps deep, and after drafts of which nothing was kept."""
     drafts = []
     for form in (None, "float32"):
-        view = replace(view_of(decoder()), form=form)
-        drafter = EagleProposer("mtp", load_own_module(model(), view), view, **ROOM)
+        view = replace(view_of(decoder(family)), form=form)
+        drafter = EagleProposer("mtp", load_own_module(model(family), view), view, **ROOM)
         drafter.open(0, TOKENS)
         found = []
         for count in (4, 6, len(TOKENS)):
-            states = last_states(TOKENS[:count])
+            states = last_states(TOKENS[:count], family)
             drafter.observe(0, 0, states)
             request = DraftRequest(0, TOKENS[:count], SamplingParams(), Noise(1, 5), 5)
             found += [drafter.propose([request])[0].tokens for _ in range(2)]
@@ -121,20 +123,21 @@ def test_drafts_on_the_native_kernels_are_those_of_torch() -> None:
 
 
 @compiled
+@families
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_is_found_without_being_named(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+    temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind copies with auto and alone with mtp, and the text is that of plain decoding."""
     monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
-    plain = LLM(tiny.family("qwen3_5"), kv_tokens=1024)
+    plain = LLM(tiny.family(family), kv_tokens=1024)
     assert plain.draft == "suffix", "a checkpoint without a module"
     texts = [c.token_ids for c in plain.generate(prompts, params, draft="off")]
-    (row,) = survey([LocalModel("x", model(), "here")])
+    (row,) = survey([LocalModel("x", model(family), "here")])
     for draft, name in (("auto", "suffix+mtp"), ("mtp", "mtp"), ("suffix&mtp", "suffix&mtp")):
-        llm = LLM(model(), draft=draft, kv_tokens=1024)
+        llm = LLM(model(family), draft=draft, kv_tokens=1024)
         assert llm.draft == name
         for how in ({}, {"depth": 3}, {"draft": "mtp", "depth": 3}):
             found = llm.generate(prompts, params, **how)
@@ -147,7 +150,7 @@ def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
     found, _ = find_local(str(model()))
     own = [one for one in found if one.origin == "checkpoint"]
     assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model()}", "")]
-    found, _ = find_local(str(model("qwen3_5_moe")))
+    found, _ = find_local(str(tiny.family("qwen3_5")))
     assert "checkpoint" not in {one.origin for one in found}
 
 
@@ -157,7 +160,6 @@ def test_where_auto_uses_it() -> None:
     assert automatic("auto", model(), "avx2", 5.0) == "suffix", "short weights save little there"
     assert automatic("auto", model(), "", 16.0) == "suffix", "a head does not pay in torch"
     assert automatic("auto", tiny.family("qwen3_5"), "avx512", 16.0) == "suffix"
-    assert automatic("auto", model("qwen3_next"), "avx512", 16.0) == "suffix"
 
 
 # ---------------------------------------------------------------- what cannot be used
@@ -205,13 +207,6 @@ def test_a_module_that_cannot_be_used_is_one_line(
     assert automatic("auto", directory, "avx512", 16.0) == "suffix"
 
 
-def test_experts_in_a_module_are_refused() -> None:
-    says = "mixture of experts"
-    for family in ("qwen3_5_moe", "qwen3_next"):
-        assert says in refusal(facts_at(model(family), "x"))
-        assert not has_own_module(model(family))
-
-
 def test_mtp_of_a_target_without_a_module_is_an_error_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="family 'llama' are not read") as error:
         LLM(tiny.family("llama"), draft="mtp", kv_tokens=256)
@@ -234,5 +229,11 @@ def test_latent_attention_is_named() -> None:
 def test_every_layout_is_that_of_a_family_with_a_decoder() -> None:
     for family, layout in OWN_LAYOUTS.items():
         assert refuse_own_module({"model_type": family}, layout.names().values()) == ""
+        mixed = {*layout.names(True).values(), *layout.expert_names("up", 2)}
+        for count in (None, 0, "8", 1 << 40):
+            raw = {"model_type": family, "num_experts": count}
+            assert "num_experts in config.json is" in refuse_own_module(raw, mixed)
+        raw = {"model_type": family, "num_experts": 3}
+        assert "experts.0.down_proj.weight" in refuse_own_module(raw, mixed)
         nested = {"model_type": "outer", "text_config": {"model_type": family}}
         assert refuse_own_module(nested, layout.names().values()) == ""

@@ -308,6 +308,22 @@ class QwenMtpTwin:
         return self.product(torch.cat(heads, 1), f"{at}o_proj")
 
     def mlp(self, x: Tensor, at: str) -> Tensor:
+        if self.c.experts is None:
+            return self.dense(x, at)
+        scores = self.product(x, f"{at}gate").softmax(-1)
+        shared = self.dense(x, f"{at}shared_expert.")
+        gate = self.product(x, f"{at}shared_expert_gate")
+        rows = []
+        for token in range(len(x)):
+            chosen = scores[token].topk(self.c.experts.used)
+            weights = chosen.values / chosen.values.sum()
+            row = shared[token] / (1 + (-gate[token]).exp())
+            for weight, expert in zip(weights, chosen.indices.tolist(), strict=True):
+                row = row + weight * self.dense(x[token], f"{at}experts.{expert}.")
+            rows.append(row)
+        return torch.stack(rows)
+
+    def dense(self, x: Tensor, at: str) -> Tensor:
         gate, up = (self.product(x, f"{at}{n}_proj") for n in ("gate", "up"))
         return self.product(gate / (1 + (-gate).exp()) * up, f"{at}down_proj")
 

@@ -13,6 +13,7 @@ first; Qwen3-Next and Qwen3.5 have them as `mtp.*`, with gated attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from forerun.draft.eagle.formats import read_draft_vocab
 from forerun.draft.eagle.module import EagleModule, HeadParts
-from forerun.draft.eagle.mtp_formats import own_layout, refuse_own_module, text_config
+from forerun.draft.eagle.mtp_formats import PARTS, own_layout, refuse_own_module, text_config
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import (
     Tensors,
@@ -32,11 +33,12 @@ from forerun.draft.head_files import (
     size_of,
     write,
 )
-from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
+from forerun.draft.head_modules import LM_HEAD, JoinedLayer, MixtureMlp, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
+from forerun.models.experts import StackedRows
 from forerun.models.families import Json
 
 MTP = "MTP module"
@@ -150,7 +152,8 @@ def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModu
     text = text_config(raw)
     if (text.get("hidden_size"), text.get("num_hidden_layers")) != (target.hidden, target.layers):
         raise LoadError("its multi-token layers are for this model alone, the target is another")
-    stored = layout.names().items()
+    mixed = layout.is_mixed(checkpoint.where)
+    stored = layout.names(mixed).items()
     tensors = {PREFIX + name: checkpoint.floats(place).float() for name, place in stored}
     if layout.state_first:
         state, embedding = tensors[JOIN].chunk(2, 1)
@@ -174,7 +177,31 @@ def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModu
         recurrent=None,
         attends=(),
     )
-    return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
+    if not mixed:
+        return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
+    if c.experts is None or not c.experts.shared_gate:
+        raise LoadError("its multi-token layer has a mixture of experts, its target has none")
+    e = replace(c.experts, layers=(True,))
+    layer = replace(layer, experts=e, intermediate=e.shared)
+    module = assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
+    mlp = module.joined.mlp
+    assert isinstance(mlp, MixtureMlp)
+    gates, ups, downs = (layout.expert_names(part, e.count) for part in PARTS)
+    mlp.experts_up = _rows_of(checkpoint, [*gates, *ups], e.intermediate, c.hidden)
+    mlp.experts_down = _rows_of(checkpoint, downs, c.hidden, e.intermediate)
+    return module
+
+
+def _rows_of(checkpoint: Checkpoint, names: Sequence[str], rows: int, inputs: int) -> StackedRows:
+    """Return the matrix that these tensors [rows, inputs] make up, read when it is packed."""
+    for name in names:
+        checkpoint.claim(name, (rows, inputs))
+    readers = [_reader(checkpoint, name) for name in names]
+    return StackedRows(readers, rows, inputs)
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
+    return lambda: checkpoint.floats(name)
 
 
 def _separate_gates(tensors: Tensors, c: ModelConfig) -> None:

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import MTP_PREFIXES
+from forerun.models.config import MAX_EXPERTS, MTP_PREFIXES
 from forerun.models.families import Json
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
 
-LINEARS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+PARTS = ("gate", "up", "down")
+EXPERTS = "mlp.experts."
+DENSE_MLP = {f"mlp.{part}_proj": f"mlp.{part}_proj" for part in PARTS}
+MIXED_MLP = {f"mlp.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in PARTS} | {
+    "mlp.router": "mlp.gate",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
 QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -30,7 +34,7 @@ class OwnLayout:
         prefix: how the names of the module's tensors begin.
         layer: what follows before the names of the decoder layer.
         outside: names of the parts outside of the layer, by their names in `MtpModule`.
-        further: tensors of the layer besides `LINEARS` and `NORMS`.
+        further: tensors of the layer besides `ATTENTION`, `MLP` and `NORMS`.
         state_first: the product that joins a pair has the columns of the state first.
     """
 
@@ -40,13 +44,28 @@ class OwnLayout:
     further: tuple[str, ...]
     state_first: bool = False
 
-    def names(self) -> dict[str, str]:
-        """Return the stored name of each tensor of a dense module, by its name in `MtpModule`."""
-        inside = (*(f"{name}.weight" for name in (*LINEARS, *NORMS)), *self.further)
-        found = {name: f"{self.prefix}{self.layer}{name}" for name in inside}
+    def names(self, mixed: bool = False) -> dict[str, str]:
+        """Return the stored name of each tensor of a module, by its name in `MtpModule`.
+
+        `mixed` is True for a module with a mixture of experts; `expert_names` has the experts'.
+        """
+        linears, at = (*ATTENTION, *NORMS), f"{self.prefix}{self.layer}"
+        inside = {name: name for name in linears} | (MIXED_MLP if mixed else DENSE_MLP)
+        found = {f"{name}.weight": f"{at}{stored}.weight" for name, stored in inside.items()}
+        found |= {name: f"{at}{name}" for name in self.further}
         for name, stored in self.outside.items():
             found[f"{name}.weight"] = f"{self.prefix}{stored}.weight"
         return found
+
+    def expert_names(self, part: str, count: int) -> list[str]:
+        """Return the names of a matrix of each expert: `part` is gate, up or down."""
+        at = f"{self.prefix}{self.layer}{EXPERTS}"
+        return [f"{at}{expert}.{part}_proj.weight" for expert in range(count)]
+
+    def is_mixed(self, tensors: Collection[str]) -> bool:
+        """Return True if the module in a checkpoint with these tensors has experts."""
+        at = f"{self.prefix}{self.layer}{EXPERTS}"
+        return any(name.startswith(at) for name in tensors)
 
 
 MIMO_NAMES = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -106,9 +125,13 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     held = {name for name in tensors if name.startswith(layout.prefix)}
     if not held:
         return "its checkpoint has no multi-token layers; some copies leave them out"
-    if any(".mlp.experts." in name for name in held):
-        return "its multi-token layer has a mixture of experts, which is not supported"
-    wanted = set(layout.names().values())
+    mixed = layout.is_mixed(held)
+    wanted = set(layout.names(mixed).values())
+    if mixed:
+        count = text_config(raw).get("num_experts")
+        if not isinstance(count, int) or not 0 < count <= MAX_EXPERTS:
+            return f"it has experts, but num_experts in config.json is {shown(count)}"
+        wanted |= {name for part in PARTS for name in layout.expert_names(part, count)}
     if missing := sorted(wanted - held):
         names = joined((name.removeprefix("model.") for name in missing), 3)
         return f"its checkpoint has no {names}: it is incomplete, or quantized"

@@ -58,22 +58,24 @@ class NativeEagle(NativeRounds):
         ids = head.tokens()
         self._ids = None if ids is None else ids.numpy()
         self._vocab = head.target.vocab
-        layer = self._layer(head)
         fusion = head.fusion_products() if lm_head else []
+        self.features = range(FEATURES, FEATURES + len(fusion))
+        self._build.experts_at = self.features.stop
+        layer = self._layer(head)
         num_logits = lm_head.matrix.outputs if lm_head else 1
-        widths = self._build.widths(
-            num_logits, c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)
-        )
-        self.features = range(FEATURES, len(widths))
-        self._pass = Program(layer, widths)
+        others = [c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)]
+        widths = self._build.widths(num_logits, *others, *self._build.expert_widths())
+        parts = self._build.parts()
+        self._pass = Program(layer, widths, parts)
         self._step: Program | None = None
         self._fused_step: Program | None = None
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
-            self._step = Program(step, widths)
+            self._step = Program(step, widths, parts)
             self.drafts, self.fuses = True, bool(fusion)
             if fusion:
-                self._fused_step = Program([*self._fusion(head, fusion), *step], widths)
+                fused = [*self._fusion(head, fusion), *step]
+                self._fused_step = Program(fused, widths, parts)
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
