@@ -207,6 +207,20 @@ def test_a_module_that_cannot_be_used_is_one_line(
     assert automatic("auto", directory, "avx512", 16.0) == "suffix"
 
 
+@compiled
+def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names are right, numbers are not."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    bad = {"mtp.fc.weight": torch.full((32, 64), torch.inf)}
+    directory = changed(tmp_path, {}, lambda stored: stored | bad)
+    with pytest.raises(LoadError, match="not finite"):
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert LLM(directory, kv_tokens=256).draft == "suffix"
+    assert "auto goes on without it" in capfd.readouterr().err
+
+
 def test_mtp_of_a_target_without_a_module_is_an_error_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="family 'llama' are not read") as error:
         LLM(tiny.family("llama"), draft="mtp", kv_tokens=256)
