@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from forerun.draft.eagle.formats import read_draft_vocab
 from forerun.draft.eagle.module import EagleModule, HeadParts
-from forerun.draft.eagle.mtp_formats import PARTS, own_layout, refuse_own_module, text_config
+from forerun.draft.eagle.mtp_formats import PARTS, own_layout, refuse_own_module
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import (
     Tensors,
@@ -37,7 +37,7 @@ from forerun.draft.head_modules import LM_HEAD, JoinedLayer, MixtureMlp, normali
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import ModelConfig
+from forerun.models.config import ModelConfig, text_part
 from forerun.models.experts import StackedRows
 from forerun.models.families import Json
 
@@ -149,7 +149,7 @@ def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModu
     if reason := refuse_own_module(raw, checkpoint.where):
         raise LoadError(reason)
     assert layout is not None
-    text = text_config(raw)
+    text = text_part(raw)
     if (text.get("hidden_size"), text.get("num_hidden_layers")) != (target.hidden, target.layers):
         raise LoadError("its multi-token layers are for this model alone, the target is another")
     mixed = layout.is_mixed(checkpoint.where)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import MAX_EXPERTS, MTP_PREFIXES
+from forerun.models.config import MAX_EXPERTS, MTP_PREFIXES, text_part
 from forerun.models.families import Json
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
 
@@ -93,16 +93,10 @@ OWN_LAYOUTS = {
 }
 
 
-def text_config(raw: Json) -> Json:
-    """Return the configuration of the language model, which may be inside a multimodal one."""
-    text = raw.get("text_config")
-    return raw | text if isinstance(text, dict) else raw
-
-
 def own_layout(raw: Json) -> OwnLayout | None:
     """Return how a model with this config.json stores its multi-token module; None if such modules
     are not read of its family."""
-    family = text_config(raw).get("model_type")
+    family = text_part(raw).get("model_type")
     return OWN_LAYOUTS.get(family) if isinstance(family, str) else None
 
 
@@ -115,7 +109,7 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     if layout is None:
         if any(LATENT in name for name in tensors or ()):
             return "its layers have latent attention, which is not supported"
-        family = shown(text_config(raw).get("model_type"))
+        family = shown(text_part(raw).get("model_type"))
         return (
             f"multi-token layers of the family {family} are not read: only those of MiMo,"
             " Qwen3-Next and Qwen3.5 are"
@@ -128,7 +122,7 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     mixed = layout.is_mixed(held)
     wanted = set(layout.names(mixed).values())
     if mixed:
-        count = text_config(raw).get("num_experts")
+        count = text_part(raw).get("num_experts")
         if not isinstance(count, int) or not 0 < count <= MAX_EXPERTS:
             return f"it has experts, but num_experts in config.json is {shown(count)}"
         wanted |= {name for part in PARTS for name in layout.expert_names(part, count)}
