@@ -21,6 +21,7 @@ from forerun.errors import ConfigError, shorten, shown, suggest
 COPYING = ("ngram", "suffix", "retrieval")  # drafters that copy text
 SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # drafters that need no argument
 LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafters with weights
+OWN = "mtp"  # the one that may be in the target's own checkpoint, and then needs no argument
 AHEAD = "ahead"  # the function that overlaps drafting and verification
 SIGNS = "+?&>"  # operators, the loosest first
 SPELLINGS = (("+", "|"), ("?",), ("&",), (">",))  # the same as users may write them
@@ -291,7 +292,7 @@ def _check_once(names: Sequence[str], spec: str) -> None:
 
 def _check_leaf(name: str, argument: str, place: str) -> None:
     """Raise ConfigError unless there is such a drafter and it takes this argument."""
-    if name in LOADED and not argument:
+    if name in LOADED and name != OWN and not argument:
         raise ConfigError(
             f"draft {name!r} needs to be told where it is: write {name}:DIRECTORY or"
             f" {name}:HUB_ID{place}"
@@ -308,7 +309,7 @@ def _check_leaf(name: str, argument: str, place: str) -> None:
             f" self:layers=auto (as is found to pay), or self:window=1024 (of its keys){place}"
         )
     if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
-        known = [*SIMPLE, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
+        known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
         raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")
     if name in ("off", "auto", "ngram", "suffix") and argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{place}")

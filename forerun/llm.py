@@ -27,11 +27,12 @@ from forerun.engine.depth import DepthPolicy
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.stats import RequestStats
-from forerun.errors import ConfigError, RequestError, StateError, shorten
+from forerun.errors import ConfigError, LoadError, RequestError, StateError, shorten
 from forerun.kernels import native
 from forerun.load import load_tokenizer, make_runner, pick_device, within_machine
 from forerun.measure.energy import JoulesClock
 from forerun.models.chat_template import recommended
+from forerun.models.config import note
 from forerun.models.decoder import Decoder
 from forerun.models.hub import find_model
 from forerun.models.tokenizer import Message, Tokenizer
@@ -173,9 +174,19 @@ class LLM:
         instructions = native.instructions() if view.form else ""
         spec = automatic(config.draft, directory, instructions, target.decoder.weight_bits)
         load = Loader(config, directory, self.tokenizer, target, draft_device)
-        proposers = make_proposers(
-            read_draft(spec), load, view, target.cache, config.width, config.draft_threshold
-        )
+
+        def make(spec: str) -> dict[str, Proposer]:
+            drafts = (config.width, config.draft_threshold)
+            return make_proposers(read_draft(spec), load, view, target.cache, *drafts)
+
+        try:
+            proposers = make(spec)
+        except LoadError as error:
+            if config.draft != "auto" or spec == "suffix":
+                raise
+            note(f"{error}; --draft auto goes on without it")
+            spec = "suffix"
+            proposers = make(spec)
         if config.kv_tokens is None:
             share_memory(config, target, proposers.values())
         policy = DepthPolicy(config.objective, config.slo_ms / 1e3)

@@ -208,7 +208,7 @@ def record_results(model: str | None, results: Sequence[Result]) -> None:
         if name in LOADED and not others and comparable:
             measurement = Measurement(
                 model or DEFAULT,
-                argument,
+                argument or model or DEFAULT,
                 name,
                 r.category or "all",
                 r.accepted_length,

@@ -58,7 +58,8 @@ class LocalDrafter:
 
     Attributes:
         facts: what it is.
-        origin: bundled, directory, hub, or the program whose model it is.
+        origin: bundled, directory, hub, checkpoint if it is in the target's own, or the program
+            whose model it is.
         draft: its argument for `--draft`, "" where forerun cannot draft with it.
         reason: why forerun cannot draft with it.
         measured: its measurements, the fastest first.
@@ -126,13 +127,16 @@ def find_local(
                 f"{target} is not here: forerun models lists local models, and forerun drafters"
                 " search searches the Hub"
             )
-        sizes = sizes_of(facts_at(path, target))
+        own = facts_at(path, target)
+        sizes = sizes_of(own)
         found = [
             (facts, origin)
             for facts, origin in found
             if same_model(facts.made_for, target)
             or (not facts.made_for and fits(checks(facts, sizes)[:-1]))
         ]
+        if own.kind.family == "mtp" and not refusal(own):  # its checkpoint has a drafter in it
+            found.append((own, "checkpoint"))
         found += _smaller_models(target, path, folders)
     stored = load()
     drafters = [_with_measurements(facts, origin, target, stored) for facts, origin in found]

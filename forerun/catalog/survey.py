@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from forerun.draft.kinds import Look, automatic, bundled_for, recognise
+from forerun.draft.kinds import Look, automatic, has_drafter, recognise
 from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
 from forerun.hardware import free_ram
@@ -221,7 +221,7 @@ def tokenizer_digest(path: Path) -> str:
 def _automatic_draft(row: Survey) -> str:
     """Return the drafter that `--draft auto` uses for a model, as the server names it."""
     path = Path(row.path)
-    instructions = _native_instructions() if bundled_for(path) else ""
+    instructions = _native_instructions() if has_drafter(path) else ""
     bits = 8 * row.bytes / row.parameters if row.parameters else 0.0
     return draft_name(automatic("auto", path, instructions, bits))
 

@@ -16,6 +16,7 @@ DRAFTS = (
         "ngram",
         "suffix",
         "recycle",
+        "mtp",
         "suffix+recycle",
         "suffix&recycle",
         "retrieval:",

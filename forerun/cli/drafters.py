@@ -74,8 +74,8 @@ def list_(
     """List the drafters on this machine, for one target model or for all.
 
     The list includes drafters that come with forerun, those in the Hub's cache and in directories
-    below the current one, and, for a target, smaller models with the same vocabulary. Nothing is
-    downloaded; only headers are read.
+    below the current one, and, for a target, the multi-token module in its own checkpoint and
+    smaller models with the same vocabulary. Nothing is downloaded; only headers are read.
     """
     from forerun.catalog.search import find_local
 

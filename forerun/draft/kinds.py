@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.eagle.mtp_formats import has_own_module, refuse_own_module
 from forerun.errors import LoadError, one_line
-from forerun.models.config import MTP_PREFIXES
 from forerun.models.files import read_header, read_object, weight_files
 from forerun.models.hub import DEFAULT
 
@@ -54,7 +54,7 @@ TITLES = {
 MEDUSA = "set of Medusa heads"
 OWN_MTP = "model with multi-token layers of its own"
 NOT_READ = "forerun does not read this kind of drafter"
-OWN_LAYERS = "layers that draft for their own model are read of MiMo only"
+OWN_LAYERS = "DSpark layers that draft for their own model are not read"
 LATENT = "its layer has latent attention, which is not supported"
 
 
@@ -200,6 +200,11 @@ def _is_native(look: Look) -> bool:
     return look.holds("eh_proj") or any(name.startswith("mtp.") for name in look.tensors)
 
 
+def _own_mtp(look: Look) -> Kind:
+    why = refuse_own_module(look.raw, look.tensors or None)
+    return Kind("mtp", "native", OWN_MTP, "" if why else "mtp", why)
+
+
 def _eagle3(dialect: str) -> Kind:
     return Kind("eagle3", dialect, TITLES["eagle3"], "eagle3")
 
@@ -260,8 +265,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
         lambda k: _is_native(k) and k.has("dspark_block_size"),
         Kind("dspark", "native", "model with DSpark layers of its own", "", OWN_LAYERS),
     ),
-    (lambda k: _is_native(k) and k.type in MTP_PREFIXES, Kind("mtp", "native", OWN_MTP, "mtp")),
-    (_is_native, Kind("mtp", "native", OWN_MTP, "", OWN_LAYERS)),
+    (_is_native, _own_mtp),
     (lambda k: True, Kind("lm", "", "language model", "model")),
 )
 
@@ -269,7 +273,8 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
 def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
     """Resolve the draft option `auto` for a model; other options are returned as is.
 
-    It is copying, followed by the bundled drafter of the model where that was measured to pay.
+    It is copying, followed by the bundled drafter of the model, or by the multi-token module in its
+    own checkpoint, where such drafters were measured to pay.
 
     Args:
         instructions: those of the native kernels; "" in torch, where a head costs more than it
@@ -278,12 +283,19 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
     """
     if spec != "auto":
         return spec
-    found = bundled_for(model) if bits >= MIN_BITS.get(instructions, math.inf) else None
-    if found is None:
+    if bits < MIN_BITS.get(instructions, math.inf):
         return "suffix"
+    found = bundled_for(model)
+    if found is None:
+        return "suffix+mtp" if has_own_module(model) else "suffix"
     tensors = [name for file in weight_files(found) for name in read_header(file)]
     kind = recognise(Look(read_object(found / "config.json"), tensors, tokenizer=True))
     return f"suffix+{kind.draft or 'model'}:{found}"
+
+
+def has_drafter(model: Path) -> bool:
+    """Return True if a drafter with weights comes with a model, or with forerun for it."""
+    return bundled_for(model) is not None or has_own_module(model)
 
 
 def bundled_for(model: Path) -> Path | None:

@@ -10,7 +10,7 @@ from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
-from forerun.draft.eagle.mtp import load_module
+from forerun.draft.eagle.mtp import load_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
 from forerun.draft.ngram import NGram
@@ -68,7 +68,10 @@ def make_proposers(
             heads = MEDUSA_LOADERS[kind](find_model(argument, pickled=True))
             return MedusaProposer(name, heads, target, width)
         if kind in EAGLE_LOADERS:
-            head = EAGLE_LOADERS[kind](find_model(argument, pickled=True), target)
+            if argument:
+                head = EAGLE_LOADERS[kind](find_model(argument, pickled=True), target)
+            else:
+                head = load_own_module(load.directory, target)
             eagle = EagleProposer if head.mask_token is None else ParallelEagleProposer
             return eagle(name, head, target, **room, width=width)
         if kind == "block":

@@ -52,7 +52,12 @@ MAX_TAPS = 8  # of a convolution
 MAX_STATE_SIZE = 512
 SINKS = 64  # attention sinks of a restricted window; the native kernels read as many keys at once
 # prefixes of the tensors of a drafter (multi-token prediction) inside the model's own checkpoint
-MTP_PREFIXES = {"mimo": "model.mtp_layers."}
+MTP_PREFIXES = {
+    "mimo": "model.mtp_layers.",
+    "qwen3_5_text": "mtp.",
+    "qwen3_5_moe_text": "mtp.",
+    "qwen3_next": "mtp.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

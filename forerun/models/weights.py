@@ -19,6 +19,7 @@ from forerun.errors import LoadError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import MTP_PREFIXES, ModelConfig
 from forerun.models.experts import StackedRows, mx_matrix, split_experts
+from forerun.models.families import is_integer
 from forerun.models.gguf.blocks import Blocks, unpermuted
 from forerun.models.parameters import (
     ExpertWeights,
@@ -572,10 +573,12 @@ class WeightLoader:
         ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
         mtp = MTP_PREFIXES.get(self.config.family)
         prefixes = OTHER_MODALITIES + ((mtp,) if mtp else ())
-        # layers behind the model's own are multi-token modules (DeepSeek V3, GLM-4.5)
-        count = self.config.layers
-        layer = f"{self.prefix}{self.names['layer']}"
-        prefixes += tuple(layer.format(i=i) for i in range(count, count + MOST_MTP_LAYERS))
+        # DeepSeek V3 and GLM-4.5 store their multi-token modules as layers behind the model's own
+        count, extra = self.config.layers, self.config.raw.get("num_nextn_predict_layers")
+        if isinstance(extra, int) and is_integer(extra):
+            layer = f"{self.prefix}{self.names['layer']}"
+            last = count + min(extra, MOST_MTP_LAYERS)
+            prefixes += tuple(layer.format(i=i) for i in range(count, last))
         self.checkpoint.finish(ignored, prefixes)
 
 

@@ -7,9 +7,11 @@ drafts, only worse: so logits are compared with these, node by node."""
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.cache.attention import Segment
@@ -247,6 +249,87 @@ class MtpTwin(PairTwin):
 
     def lm_head(self, outputs: Tensor) -> Tensor:
         return outputs @ self.w.get("lm_head.weight", self.target_head).T
+
+
+class QwenMtpTwin:
+    """The multi-token module in a Qwen3-Next or Qwen3.5 checkpoint, from its own tensors: norms
+    multiply by 1 + w, each head's queries stand before its gates, and a quarter of the channels
+    rotates."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        stored = load_file(path / "model.safetensors")
+        self.w = {name: tensor.double() for name, tensor in stored.items()}
+        self.c = config
+        self.cos, self.sin = rope_tables(config, config.ropes[0], 300, torch.float64)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return norm(x, 1 + self.w[f"{name}.weight"], self.c.norm_eps)
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.w[f"{name}.weight"].T
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """[T, heads, D]"""
+        cos, sin = self.cos[: len(x)], self.sin[: len(x)]
+        half = cos.shape[-1]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    def outputs(self, ids: list[int], states: Tensor) -> Tensor:
+        """Run pairs of these tokens and the target's last states, before its norm. [T, H]"""
+        embedded = self.w["model.embed_tokens.weight"][ids]
+        states = self.norm(states.double(), "model.norm")
+        pair = (
+            self.norm(embedded, "mtp.pre_fc_norm_embedding"),
+            self.norm(states, "mtp.pre_fc_norm_hidden"),
+        )
+        return self.run(torch.cat(pair, -1))
+
+    def run(self, pairs: Tensor) -> Tensor:
+        at = "mtp.layers.0."
+        x = self.product(pairs, "mtp.fc")
+        x = x + self.attention(self.norm(x, f"{at}input_layernorm"), f"{at}self_attn.")
+        x = x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), f"{at}mlp.")
+        return self.norm(x, "mtp.norm")
+
+    def attention(self, x: Tensor, at: str) -> Tensor:
+        c, count = self.c, len(x)
+        both = self.product(x, f"{at}q_proj").view(count, c.heads, 2 * c.head_dim)
+        q, gate = both.chunk(2, -1)
+        k, v = (self.product(x, f"{at}{n}_proj").view(count, -1, c.head_dim) for n in "kv")
+        q = self.rotate(self.norm(q, f"{at}q_norm"))
+        k = self.rotate(self.norm(k, f"{at}k_norm"))
+        later, heads = torch.ones(count, count).triu(1) > 0, []
+        for h in range(c.heads):
+            shared = h // (c.heads // c.kv_heads)
+            scores = q[:, h] @ k[:, shared].T / c.head_dim**0.5
+            seen = scores.masked_fill(later, -torch.inf).softmax(-1)
+            heads.append(seen @ v[:, shared] / (1 + (-gate[:, h]).exp()))
+        return self.product(torch.cat(heads, 1), f"{at}o_proj")
+
+    def mlp(self, x: Tensor, at: str) -> Tensor:
+        if self.c.experts is None:
+            return self.dense(x, at)
+        scores = self.product(x, f"{at}gate").softmax(-1)
+        shared = self.dense(x, f"{at}shared_expert.")
+        gate = self.product(x, f"{at}shared_expert_gate")
+        rows = []
+        for token in range(len(x)):
+            chosen = scores[token].topk(self.c.experts.used)
+            weights = chosen.values / chosen.values.sum()
+            row = shared[token] / (1 + (-gate[token]).exp())
+            for weight, expert in zip(weights, chosen.indices.tolist(), strict=True):
+                row = row + weight * self.dense(x[token], f"{at}experts.{expert}.")
+            rows.append(row)
+        return torch.stack(rows)
+
+    def dense(self, x: Tensor, at: str) -> Tensor:
+        gate, up = (self.product(x, f"{at}{n}_proj") for n in ("gate", "up"))
+        return self.product(gate / (1 + (-gate).exp()) * up, f"{at}down_proj")
+
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        head = "model.embed_tokens" if self.c.tied else "lm_head"
+        return self.product(outputs, head)
 
 
 class BlockTwin(Twin):

@@ -332,3 +332,17 @@ def test_a_wrong_index(tmp_path: Path) -> None:
     for content in INDEXES:
         (tmp_path / "model.safetensors.index.json").write_text(content)
         refused(tmp_path, str(tmp_path))
+
+
+def test_multi_token_layers_behind_the_last_layer_are_left_alone(copy: Copy) -> None:
+    """GLM-4.5's checkpoints have them as further layers; only as many as config.json says."""
+    directory, says = copy("glm4_moe"), "fit no part of this model"
+    layers = load_config(directory).layers
+    extra = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(4, 8)}
+    set_tensors(directory, lambda stored: stored | extra)
+    for number in (0, ..., None, "1", -1, True, 1.5):
+        refused(set_config(directory, num_nextn_predict_layers=number), says)
+    load(set_config(directory, num_nextn_predict_layers=1))
+    set_tensors(directory, lambda stored: stored | {f"model.layers.{layers + 1}.x": torch.zeros(1)})
+    refused(directory, f"model.layers.{layers + 1}.x")
+    load(set_config(directory, num_nextn_predict_layers=1 << 70))

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.eagle.module import EagleModule
-from forerun.draft.head_modules import Operations, Rotation, run_program, with_native_products
+from forerun.draft.head_modules import (
+    Operations,
+    Rotation,
+    release_weights,
+    run_program,
+    with_native_products,
+)
 from forerun.draft.hidden_states import HiddenStateProposer, NativeRounds
 from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree, grow, grow_all
@@ -52,22 +58,24 @@ class NativeEagle(NativeRounds):
         ids = head.tokens()
         self._ids = None if ids is None else ids.numpy()
         self._vocab = head.target.vocab
-        layer = self._layer(head)
         fusion = head.fusion_products() if lm_head else []
+        self.features = range(FEATURES, FEATURES + len(fusion))
+        self._build.experts_at = self.features.stop
+        layer = self._layer(head)
         num_logits = lm_head.matrix.outputs if lm_head else 1
-        widths = self._build.widths(
-            num_logits, c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)
-        )
-        self.features = range(FEATURES, len(widths))
-        self._pass = Program(layer, widths)
+        others = [c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)]
+        widths = self._build.widths(num_logits, *others, *self._build.expert_widths())
+        parts = self._build.parts()
+        self._pass = Program(layer, widths, parts)
         self._step: Program | None = None
         self._fused_step: Program | None = None
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
-            self._step = Program(step, widths)
+            self._step = Program(step, widths, parts)
             self.drafts, self.fuses = True, bool(fusion)
             if fusion:
-                self._fused_step = Program([*self._fusion(head, fusion), *step], widths)
+                fused = [*self._fusion(head, fusion), *step]
+                self._fused_step = Program(fused, widths, parts)
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
@@ -110,7 +118,8 @@ class NativeEagle(NativeRounds):
                 build.product(join[:, hidden:], STATE, X, parts.state_norm, combine=native.ADD),
                 build.product(qkv, X, QKV, parts.attention_norm, bias),
             ]
-        return [*ops, build.rotate(attention, 0), *build.attention_and_mlp(parts.layer, 0)]
+        run = build.attention_and_mlp(parts.layer, 0, parts.attention_norm)
+        return [*ops, build.rotate(attention, 0), *run]
 
     def _drafting(
         self, head: EagleModule, layer: list[COp], lm_head: PackedMatrix, softcap: float
@@ -176,7 +185,9 @@ class EagleProposer(HiddenStateProposer):
     def _make_native(self, head: EagleModule, form: str) -> tuple[EagleModule, NativeEagle | None]:
         """Return the head with native products, and its layer as native programs."""
         packed = with_native_products(head, form, head.program_prefix)
-        return packed, NativeEagle(head, form, self.rotation, *packed.packed_lm_head())
+        program = NativeEagle(head, form, self.rotation, *packed.packed_lm_head())
+        release_weights(packed, head.program_prefix)
+        return packed, program
 
     def reset(self) -> None:
         super().reset()

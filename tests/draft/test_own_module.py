@@ -1,0 +1,253 @@
+"""Multi-token modules in the checkpoints of their own targets: what they compute, how they are
+found, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun import LLM, LoadError, SamplingParams
+from forerun.cache.attention import Segment
+from forerun.catalog.search import find_local
+from forerun.catalog.survey import survey
+from forerun.draft import kinds
+from forerun.draft.eagle.mtp import load_own_module
+from forerun.draft.eagle.mtp_formats import OWN_LAYOUTS, has_own_module, refuse_own_module
+from forerun.draft.eagle.proposer import EagleProposer
+from forerun.draft.kinds import automatic
+from forerun.draft.proposer import DraftRequest, view_of
+from forerun.kernels import native
+from forerun.models.local import LocalModel
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from forerun.verify import Noise
+from tests import tiny
+from tests.draft.heads import ROOM
+from tests.draft.twins import QwenMtpTwin
+
+compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+families = pytest.mark.parametrize("family", FAMILIES)
+TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8]
+
+
+def append_module(directory: Path) -> None:
+    """Append a random multi-token module to a model of Qwen's families."""
+    stored = load_file(directory / "model.safetensors")
+    attention = next(n for n in stored if n.endswith("self_attn.q_proj.weight"))
+    layer = attention.removesuffix("self_attn.q_proj.weight")
+    hidden = stored["model.embed_tokens.weight"].shape[1]
+    torch.manual_seed(5)
+    for name in [name for name in stored if name.startswith(layer)]:
+        copied = "mtp.layers.0." + name.removeprefix(layer)
+        size = 0.1 if stored[name].ndim == 1 else 0.4
+        stored[copied] = torch.randn_like(stored[name]) * size
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        stored[f"mtp.{name}.weight"] = torch.randn(hidden) * 0.1
+    stored["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * 0.4
+    save_file(stored, directory / "model.safetensors")
+
+
+@functools.cache
+def model(family: str = "qwen3_5") -> Path:
+    directory = tiny.new_directory(f"{family}-mtp-") / "model"
+    shutil.copytree(tiny.family(family), directory)
+    append_module(directory)
+    return directory
+
+
+@functools.cache
+def decoder(family: str = "qwen3_5") -> NativeDecoder:
+    return tiny.native_decoder(model(family), form="float32")
+
+
+def last_states(tokens: list[int], family: str) -> dict[int, Tensor]:
+    """The target's states of all tokens but the last."""
+    target = decoder(family)
+    runner = Runner(target, tokens=64, page=64, slots=1)
+    runner.cache.pages.grow(0, len(tokens))
+    segment = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
+    return runner.forward([segment], (target.config.layers,)).features
+
+
+@compiled
+@families
+@pytest.mark.parametrize("form", [None, "float32"])
+def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
+    """In torch and on the native kernels: the hidden states, and the logits after them."""
+    states, target = last_states(TOKENS, family), decoder(family)
+    view = replace(view_of(target), form=form)
+    drafter = EagleProposer("mtp", load_own_module(model(family), view), view, **ROOM)
+    drafter.open(0, TOKENS)
+    drafter.observe(0, 0, states)
+    request = DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1, branching=False)
+    (draft,) = drafter.propose([request])
+    twin = QwenMtpTwin(model(family), target.config)
+    expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
+    output = drafter._last[0][None]
+    assert torch.allclose(drafter.head.next_state(output)[0].double(), expected, atol=1e-4)
+    logits = twin.lm_head(expected)
+    assert torch.allclose(drafter.head.logits(output)[0].double(), logits, atol=1e-4)
+    assert draft.tokens[1] == int(logits.argmax())
+
+
+@compiled
+@families
+def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
+    """Several steps deep, and after drafts of which nothing was kept."""
+    drafts = []
+    for form in (None, "float32"):
+        view = replace(view_of(decoder(family)), form=form)
+        drafter = EagleProposer("mtp", load_own_module(model(family), view), view, **ROOM)
+        drafter.open(0, TOKENS)
+        found = []
+        for count in (4, 6, len(TOKENS)):
+            states = last_states(TOKENS[:count], family)
+            drafter.observe(0, 0, states)
+            request = DraftRequest(0, TOKENS[:count], SamplingParams(), Noise(1, 5), 5)
+            found += [drafter.propose([request])[0].tokens for _ in range(2)]
+        drafts.append(found)
+    assert drafts[0] == drafts[1] and [len(tokens) for tokens in drafts[0]] == [6] * 6
+
+
+# ---------------------------------------------------------------- finding it
+
+
+@compiled
+@families
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_it_is_found_without_being_named(
+    temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind copies with auto and alone with mtp, and the text is that of plain decoding."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
+    plain = LLM(tiny.family(family), kv_tokens=1024)
+    assert plain.draft == "suffix", "a checkpoint without a module"
+    texts = [c.token_ids for c in plain.generate(prompts, params, draft="off")]
+    (row,) = survey([LocalModel("x", model(family), "here")])
+    for draft, name in (("auto", "suffix+mtp"), ("mtp", "mtp"), ("suffix&mtp", "suffix&mtp")):
+        llm = LLM(model(family), draft=draft, kv_tokens=1024)
+        assert llm.draft == name
+        for how in ({}, {"depth": 3}, {"draft": "mtp", "depth": 3}):
+            found = llm.generate(prompts, params, **how)
+            assert [c.token_ids for c in found] == texts
+        assert all(c.stats.by_source["mtp"].drafted > 20 for c in found)
+    assert row.draft == "suffix+mtp", "forerun models names what serve drafts with"
+
+
+def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
+    found, _ = find_local(str(model()))
+    own = [one for one in found if one.origin == "checkpoint"]
+    assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model()}", "")]
+    found, _ = find_local(str(tiny.family("qwen3_5")))
+    assert "checkpoint" not in {one.origin for one in found}
+
+
+def test_where_auto_uses_it() -> None:
+    """Where heads pay, as for the bundled one."""
+    assert automatic("auto", model(), "avx512", 5.0) == "suffix+mtp"
+    assert automatic("auto", model(), "avx2", 5.0) == "suffix", "short weights save little there"
+    assert automatic("auto", model(), "", 16.0) == "suffix", "a head does not pay in torch"
+    assert automatic("auto", tiny.family("qwen3_5"), "avx512", 16.0) == "suffix"
+
+
+# ---------------------------------------------------------------- what cannot be used
+
+
+def changed(tmp_path: Path, raw: dict[str, Any], edit: Any = None) -> Path:
+    """A copy of the model with other fields in its config.json, and other tensors."""
+    shutil.copytree(model(), directory := tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | raw))
+    if edit is not None:
+        save_file(edit(load_file(model() / "model.safetensors")), directory / "model.safetensors")
+    return directory
+
+
+def without(part: str) -> Any:
+    return lambda stored: {n: t for n, t in stored.items() if part not in n}
+
+
+def quantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As fp8 checkpoints are: scales beside the weight."""
+    return stored | {"mtp.fc.weight_scale_inv": torch.ones(1, 1)}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("raw", "edit", "says"),
+    [
+        ({}, without("mtp."), "no multi-token layers"),
+        ({}, without("mtp.norm"), "no mtp.norm.weight"),
+        ({}, quantized, "mtp.fc.weight_scale_inv, which is not supported"),
+        ({"model_type": "glm4_moe"}, None, "family 'glm4_moe' are not read"),
+        ({"model_type": None}, None, "family None are not read"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_one_line(
+    raw: dict[str, Any], edit: Any, says: str, tmp_path: Path
+) -> None:
+    """And auto goes on without it."""
+    directory = changed(tmp_path, raw, edit)
+    with pytest.raises(LoadError, match=says) as error:
+        load_own_module(directory, view_of(decoder()))
+    assert "\n" not in str(error.value)
+    assert not has_own_module(directory)
+    assert automatic("auto", directory, "avx512", 16.0) == "suffix"
+
+
+@compiled
+def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Names are right, numbers are not."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    bad = {"mtp.fc.weight": torch.full((32, 64), torch.inf)}
+    directory = changed(tmp_path, {}, lambda stored: stored | bad)
+    with pytest.raises(LoadError, match="not finite"):
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert LLM(directory, kv_tokens=256).draft == "suffix"
+    assert "auto goes on without it" in capfd.readouterr().err
+
+
+def test_mtp_of_a_target_without_a_module_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="family 'llama' are not read") as error:
+        LLM(tiny.family("llama"), draft="mtp", kv_tokens=256)
+    assert "\n" not in str(error.value)
+    with pytest.raises(LoadError, match="GGUF file"):
+        LLM(tiny.family("llama/q4_k_m"), draft="suffix+mtp", kv_tokens=256)
+    (tmp_path / "model").mkdir()
+    assert not has_own_module(tmp_path / "model") and not has_own_module(tmp_path / "a.gguf")
+
+
+def test_latent_attention_is_named() -> None:
+    names = [
+        "model.layers.61.eh_proj.weight",
+        "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
+    ]
+    assert "latent attention" in refuse_own_module({"model_type": "deepseek_v3"}, names)
+
+
+@compiled
+def test_every_layout_is_that_of_a_family_with_a_decoder() -> None:
+    for family, layout in OWN_LAYOUTS.items():
+        assert refuse_own_module({"model_type": family}, layout.names().values()) == ""
+        mixed = {*layout.names(True).values(), *layout.expert_names("up", 2)}
+        for count in (None, 0, "8", 1 << 40):
+            raw = {"model_type": family, "num_experts": count}
+            assert "num_experts in config.json is" in refuse_own_module(raw, mixed)
+        raw = {"model_type": family, "num_experts": 3}
+        assert "experts.0.down_proj.weight" in refuse_own_module(raw, mixed)
+        nested = {"model_type": "outer", "text_config": {"model_type": family}}
+        assert refuse_own_module(nested, layout.names().values()) == ""
