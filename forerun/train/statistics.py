@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from forerun.cli.progress import Tell
-from forerun.draft.recycle import TABLE, SuccessorTable
+from forerun.draft.recycle import TABLE, SuccessorTable, predecessors
 from forerun.draft.suffix import Suffix
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.load import load_tokenizer
@@ -30,6 +30,7 @@ from forerun.train.options import Training
 from forerun.train.stream import seed_of
 from forerun.train.synthesis import GROUP, TIME_SHARE, write
 from forerun.train.target import Target
+from forerun.types import Draft
 from forerun.utils import atomic_directory
 
 MAX_ENTRIES = 1 << 18  # of the table while it is made
@@ -59,11 +60,9 @@ class TableBuilder(Suffix):
         self.table = SuccessorTable(MAX_ENTRIES)
         self.positions = 0
 
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        self.table.learn(before, tokens, logits)
-        self.positions += len(tokens)
+    def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
+        self.table.learn(predecessors(tokens, draft), draft.tokens, logits)
+        self.positions += len(draft)
 
 
 def make_table(
