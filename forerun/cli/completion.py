@@ -18,6 +18,7 @@ DRAFTS = (
         "recycle",
         "suffix+recycle",
         "suffix&recycle",
+        "lookahead",
         "retrieval:",
         "self:int4",
     ),
