@@ -19,7 +19,7 @@ from typing import TypeAlias
 from forerun.errors import ConfigError, shorten, shown, suggest
 
 COPYING = ("ngram", "suffix", "retrieval")  # drafters that copy text
-SIMPLE = ("off", "auto", "ngram", "suffix", "recycle")  # drafters that need no argument
+SIMPLE = ("off", "auto", "ngram", "suffix", "recycle", "lookahead")  # they need no argument
 LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafters with weights
 OWN = "mtp"  # the one that may be in the target's own checkpoint, and then needs no argument
 AHEAD = "ahead"  # the function that overlaps drafting and verification
@@ -27,6 +27,7 @@ SIGNS = "+?&>"  # operators, the loosest first
 SPELLINGS = (("+", "|"), ("?",), ("&",), (">",))  # the same as users may write them
 MAX_NESTING = 8  # parentheses within one another
 MAX_LENGTH = 200  # characters of a draft that a request asks for
+LOOKAHEAD_RANGES = {"window": (1, 64), "ngram": (2, 16), "pool": (1, 64)}  # least, most
 
 _SELF = re.compile(  # arguments of `self`
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
@@ -36,7 +37,7 @@ _WORD = re.compile(r"[^:+|?&>()]*")
 _ARGUMENT_END = re.compile(rf"[+|?&>](?=\(*{_START})")
 _PATH_END = re.compile(rf"[|?&>](?=\(*{_START})")  # a directory may be called "a+suffix"
 # Drafters whose argument may be a list, separated by commas.
-_LIST_ARGUMENT = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=)[^+|?&>]*$")
+_LIST_ARGUMENT = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=|lookahead:)[^+|?&>]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,27 @@ def parse_draft(spec: str) -> tuple[tuple[str, str], ...]:
 def draft_name(spec: str) -> str:
     """Return the name of an option's proposer in the engine. Raises ConfigError."""
     return str(read_draft(spec))
+
+
+def lookahead_options(argument: str) -> dict[str, int]:
+    """Return the options in `window=8,ngram=4,pool=6`, any of which may be left out.
+
+    Raises:
+        ConfigError: an option is unknown, given twice or out of range.
+    """
+    options: dict[str, int] = {}
+    for part in argument.split(",") if argument else []:
+        name, _, number = part.partition("=")
+        least, most = LOOKAHEAD_RANGES.get(name, (1, 0))
+        is_number = re.fullmatch(r"\d{1,3}", number, re.ASCII) is not None
+        if name in options or not is_number or not least <= int(number) <= most:
+            ranges = ", ".join(f"{n} ({a} to {b})" for n, (a, b) in LOOKAHEAD_RANGES.items())
+            raise ConfigError(
+                f"draft 'lookahead' does not take {shown(part)}: give each of {ranges} at most"
+                " once, as in lookahead:window=8,ngram=4,pool=6"
+            )
+        options[name] = int(number)
+    return options
 
 
 def names_in(name: str) -> list[str]:
@@ -308,6 +330,8 @@ def _check_leaf(name: str, argument: str, place: str) -> None:
             " (rounded), self:layers=12 (its first layers), self:layers=0-9,20-29 (these) or"
             f" self:layers=auto (as is found to pay), or self:window=1024 (of its keys){place}"
         )
+    if name == "lookahead":
+        lookahead_options(argument)
     if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
         known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
         raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")

@@ -172,4 +172,4 @@ def drafts_to_check(llm: LLM, draft: str | None) -> tuple[str, ...]:
     if draft:
         return (draft,)
     loaded = [name for name in names_in(llm.draft) if name in llm.engine.proposers]
-    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", *loaded]))
+    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", "lookahead", *loaded]))

@@ -19,6 +19,7 @@ DRAFTS = (
         "mtp",
         "suffix+recycle",
         "suffix&recycle",
+        "lookahead",
         "retrieval:",
         "self:int4",
     ),

@@ -182,14 +182,11 @@ class Proposer:
         but not for tokens of a cached prefix.
         """
 
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        """Read the target's raw logits [N, V] behind each of `tokens`, the root and what was
-        drafted.
+    def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
+        """Read the target's raw logits [N, V] after each node of a verified draft, accepted or not.
 
-        `before` has each token's predecessor, -1 where there is none. The next forward pass
-        overwrites the logits.
+        `tokens` is the committed text, which ends with the draft's root; the draft may be that of
+        another proposer. The next forward pass overwrites the logits.
         """
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> None:
@@ -270,12 +267,10 @@ class CompositeProposer(Proposer):
                     slot, start, {layer: features[layer] for layer in part.aux_hidden_layers}
                 )
 
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
+    def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
         for part in self.told:
             if part.wants_logits:
-                part.learn(slot, before, tokens, logits)
+                part.learn(slot, tokens, draft, logits)
 
     def forget(self) -> None:
         for part in self.told:

@@ -185,6 +185,12 @@ def _is_sound(tensors: dict[str, np.ndarray]) -> bool:
     return entries > 0 and bool(tensors["tokens"].min() >= NONE)
 
 
+def predecessors(tokens: Sequence[int], draft: Draft) -> list[int]:
+    """Return the token before each node of a draft behind `tokens`, NONE if there is none."""
+    first = tokens[-2] if len(tokens) > 1 else NONE
+    return [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+
+
 def pair_key(before: int, token: int) -> int:
     """Return the key of two tokens, or of one alone with NONE before it."""
     return (before + 2) << 32 | token
@@ -344,10 +350,9 @@ class Recycle(PerSlotProposer[str]):
         for oldest in idle[: max(len(self.tables) - MAX_TENANTS, 0)]:
             del self.tables[oldest]
 
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
-        self.tables[self.slots[slot]].learn(before, tokens, logits)
+    def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
+        table = self.tables[self.slots[slot]]
+        table.learn(predecessors(tokens, draft), draft.tokens, logits)
 
     def forget(self) -> None:
         for tenant in self.tables:

@@ -12,6 +12,7 @@ from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.mtp import load_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import Proposer, TargetView
@@ -20,7 +21,7 @@ from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
 from forerun.draft.suffix import Suffix
 from forerun.draft_loading import Loader
-from forerun.draft_spec import Composite, DraftSpec, Leaf, plugins
+from forerun.draft_spec import Composite, DraftSpec, Leaf, lookahead_options, plugins
 from forerun.errors import LoadError
 from forerun.models.hub import find_model
 from forerun.types import RETRIEVAL
@@ -58,6 +59,8 @@ def make_proposers(
         if kind == "recycle" and argument:
             table = SuccessorTable.load(Path(argument).expanduser(), target.vocab)
             return Recycle(table, max(width, 2))
+        if kind == "lookahead" and argument:
+            return Lookahead(**lookahead_options(argument))
         if kind == "retrieval":
             return Retrieval({place: load.index(place) for place in argument.split(",")})
         if kind == "model":
@@ -87,6 +90,7 @@ def make_proposers(
         "ngram": NGram(),
         "suffix": Suffix(),
         "recycle": Recycle(width=max(width, 2)),
+        "lookahead": Lookahead(),
         RETRIEVAL: Retrieval(),
     }
     for leaf in spec.leaves():

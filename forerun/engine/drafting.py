@@ -611,9 +611,7 @@ class Drafting:
         """
         if not self._has_state(request) or not self.proposers[request.draft].wants_logits:
             return
-        first = request.tokens[-2] if len(request.tokens) > 1 else -1
-        before = [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
-        self.proposers[request.draft].learn(request.slot, before, draft.tokens, logits())
+        self.proposers[request.draft].learn(request.slot, request.tokens, draft, logits())
 
     def _has_state(self, request: Request) -> bool:
         """Return True if a proposer keeps something of the request."""

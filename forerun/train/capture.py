@@ -21,7 +21,7 @@ from forerun.draft.proposer import Reference
 from forerun.draft.suffix import Suffix
 from forerun.train.data import Example
 from forerun.train.losses import Distribution, concatenate, distribution_of, token_log_probs
-from forerun.types import States
+from forerun.types import Draft, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +240,14 @@ class Recorder(Suffix):
             states = [as_tensor(features[layer]).bfloat16() for layer in self._layers]
             text.states.append(torch.stack(states))
 
-    def learn(
-        self, slot: int, before: Sequence[int], tokens: Sequence[int], logits: Tensor
-    ) -> None:
+    def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
         text = self._texts[slot]
         count = text.end - text.root  # accepted nodes of the chain, its root included
         rows = logits[:count, : self.vocab].float()
         probs = distribution_of(rows, self.top)
-        text.append_token(tokens[0])
+        text.append_token(draft.tokens[0])
         if count > 1:
-            following = torch.tensor(tokens[1:count], device=rows.device)
+            following = torch.tensor(draft.tokens[1:count], device=rows.device)
             inner = probs.at(slice(count - 1))
             text.token_probs.append(token_log_probs(inner, rows[:-1], following))
         text.probs.append(probs)

@@ -111,6 +111,7 @@ def complete(home: Path, *words: str, shell: str = "bash") -> list[str]:
         (["check", "ollama", ":", "qwen3", ":"], ["0.6b"]),
         (["tune", "ollama", ":", "qwen3", ":", "0"], ["0.6b"]),
         (["generate", "--draft", "s"], ["suffix", "suffix+recycle", "suffix&recycle", "self:int4"]),
+        (["generate", "--draft", "lo"], ["lookahead"]),
         (["generate", "--draft", "model", ":", "ollama", ":", "q"], ["qwen3:0.6b"]),
         (["generate", "-m", "nothing"], []),
     ],

@@ -208,6 +208,7 @@ PROMPTS = [
     "spec",
     [
         *("suffix&model:{}", "(suffix|ngram)&model:{}", "ngram|suffix&recycle&model:{}"),
+        "suffix|lookahead&model:{}",
         *("ngram?model:{}", "model:{}?model:{}", "ngram>model:{}|recycle", "model:{}>model:{}"),
         *("ahead(model:{})", "ahead(suffix>model:{})", "ahead(model:{})&recycle"),
     ],

@@ -24,6 +24,7 @@ from forerun.draft.recycle import (
     grow_tree_twin,
     pair_key,
 )
+from forerun.types import Draft
 from forerun.verify import Noise
 from tests import tiny
 
@@ -169,7 +170,7 @@ def test_a_tenants_thoughts_are_its_own() -> None:
     recycle = Recycle()
     recycle.open(0, [1, 2], tenant="a")
     recycle.open(1, [1, 2], tenant="b")
-    recycle.learn(0, [1], [2], logits_of(1))
+    recycle.learn(0, [1, 2], Draft.root(2), logits_of(1))
     own, other = recycle.propose([row_of(0, [1, 2]), row_of(1, [1, 2])])
     assert len(own) > 1 and len(other) == 1
     recycle.close(0, [1, 2])

@@ -15,6 +15,7 @@ from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel, Pard
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads
 from forerun.draft.ngram import NGram
 from forerun.draft.overlap import OverlapProposer
@@ -39,7 +40,7 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,
 }  # fmt: skip
 PROPOSERS = (
-    "ngram", "suffix", "recycle", "model", "listed", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
+    "ngram", "suffix", "recycle", "lookahead", "model", "listed", "tree", "medusa", "mlp", "eagle", "eagle1", "parallel",
     "pard", "mtp", "block", "both", "cascade", "ahead",
 )  # fmt: skip
 
@@ -118,6 +119,7 @@ def engine(
         "ngram": lambda: NGram(longest=3, shortest=1),
         "suffix": lambda: Suffix(shortest=1),
         "recycle": lambda: Recycle(width=3 if wide else 1),
+        "lookahead": lambda: Lookahead(window=6, ngram=3, pool=4),
         "model": model,
         "listed": lambda: model(tiny.LISTED),
         "tree": lambda: model(width=3 if wide else 1),

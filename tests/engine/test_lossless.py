@@ -25,6 +25,7 @@ GGUF = [
     "llama/Q5_0",
     "qwen2/q4_k_m",
 ]  # Q4_1 with an embedding in Q8_0; Q4_K with Q6_K, gate and up apart
+COPIES = ("ngram", "suffix", "recycle", "lookahead", "both", "cascade", "off")
 BOTH = None  # half of the requests greedily, half at 0.8, side by side
 without = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 FILES = [pytest.param(name, marks=without) for name in GGUF]
@@ -41,7 +42,7 @@ def plain(family: str, temperature: float | None, i: int) -> list[int]:
 
 def length(draft: str) -> int:
     """Tokens of a text: those who copy are right where it repeats itself, others soon enough."""
-    return 20 if draft in ("ngram", "suffix", "recycle", "both", "cascade", "off") else 16
+    return 20 if draft in COPIES else 16
 
 
 def run(
