@@ -85,6 +85,17 @@ inline __m512 dpbf16(__m512 acc, __m512bh a, __m512bh b) {  // the odd product f
   });
 }
 
+inline __m512i repeated(__m128i a) {
+  __m128i four[4] = {a, a, a, a};
+  return bits<__m512i>(four);
+}
+inline __m512i shuffle(__m512i table, __m512i places) {  // within 16 bytes
+  __m128i t[4], p[4];
+  memcpy(t, &table, 64), memcpy(p, &places, 64);
+  for (int i = 0; i < 4; i++) t[i] = _mm_shuffle_epi8(t[i], p[i]);
+  return bits<__m512i>(t);
+}
+
 template <class Byte>
 inline __m512i from_8(__m128i a) {
   typedef Byte bytes __attribute__((vector_size(16)));
@@ -112,4 +123,6 @@ inline __m512i from_8(__m128i a) {
 #define _mm512_setzero_ps() ((__m512)emulated::fill(0))
 #define _mm512_dpbusd_epi32 emulated::dpbusd
 #define _mm512_dpbf16_ps emulated::dpbf16
+#define _mm512_broadcast_i32x4 emulated::repeated
+#define _mm512_shuffle_epi8 emulated::shuffle
 #endif
