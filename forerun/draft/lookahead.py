@@ -1,7 +1,7 @@
-"""Lookahead decoding (Fu et al., ICML 2024, 2402.02057): the target's predictions behind guessed
-tokens are the next guesses, and n-grams found in this way are drafted where they begin again.
+"""Lookahead decoding (2402.02057): the target's predictions after guesses are the next guesses, and
+the n-grams found in this way are drafted.
 
-The target reads a window of guesses behind the text in every forward pass, and what it predicts
+The target reads a window of guesses after the text in every forward pass, and what it predicts
 after each of them replaces the guess of the next position: parallel Jacobi iteration. The tokens by
 which a guess came about, each predicted from the one before, are its trail. A trail of n tokens is
 an n-gram of text as the target would write it, though it may belong somewhere else; it is kept in a
@@ -86,7 +86,7 @@ class _LookaheadState:
 
     Attributes:
         pool: n-grams of its text and of trails.
-        trails: by position behind the text, the guess for it at the end of its trail.
+        trails: by position after the text, the guess for it at the end of its trail.
         num_read: committed tokens whose n-grams are in the pool.
         seed: the seed of the noise that the target draws with; None before the first draft.
         temperature: the temperature at which guesses are drawn.
