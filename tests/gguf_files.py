@@ -78,7 +78,7 @@ ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
 # families of families.py whose files are read; not those with layers of several kinds
-NOT_READ = ("granite4-hybrid", "lfm2", "qwen3_5", "qwen3_next")
+NOT_READ = ("falcon_h1", "granite4-hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
 FURTHER_NAMES = [name for name in families.MODELS if not name.startswith(NOT_READ)]
 NAMES = [
     *tiny.FAMILIES,

@@ -261,11 +261,13 @@ def _check_experts(config: ModelConfig, is_mixed: bool, path: Path) -> None:
     """Raise LoadError unless experts begin with a block of outputs of their matrix.
 
     is_mixed: gates and ups are two matrices."""
-    assert config.experts is not None
-    inner, least = config.experts.intermediate, BLOCK if is_mixed else BLOCK // 2
-    if config.hidden % BLOCK or inner % least:
+    e = config.experts
+    assert e is not None
+    width, inner = e.latent or config.hidden, e.intermediate
+    least = BLOCK // 2 if config.gated and not is_mixed else BLOCK
+    if width % BLOCK or inner % least:
         raise LoadError(
-            f"{path}: experts of the size {config.hidden} by {inner} do not fit the native kernels,"
+            f"{path}: experts of the size {width} by {inner} do not fit the native kernels,"
             f" which need multiples of {BLOCK} and {least}; use kernels=torch"
         )
 

@@ -450,10 +450,11 @@ class DecoderRecorder:
             if part.is_gate or part.is_gated:
                 own = {name: value for name, value in options.items() if name != "gated"}
             bounds_both = options.get("activation") == native.ACTIVATIONS["clamped_swiglu"]
-            if part.is_gate and bounds_both:
+            is_late = bounds_both or bool(options.get("scale"))  # the activation, not of the gate
+            if part.is_gate and is_late:
                 own = own | {"activation": 0}
-            elif part.is_gated and bounds_both:
-                own = own | {"combine": native.GATED}
+            elif part.is_gated and is_late:
+                own = own | {"combine": native.GATED, "scale": 0.0}
             elif part.is_gated:
                 own = own | {"combine": native.TIMES, "activation": 0}
             op = COp(
