@@ -6,242 +6,61 @@ how its rotary embedding is stored, and which of the features in `config.UNSUPPO
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from forerun.errors import shown
 from forerun.models.config import MAX_CONTEXT
 from forerun.models.families import Json
 from forerun.models.gguf.container import GgufFile
+from forerun.models.gguf.metadata import Metadata
 
 # values of expert_gating_func; absent and 0 mean the architecture's own
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 
 
-class Metadata:
-    """Metadata of one file, by keys without the architecture's prefix."""
-
-    def __init__(self, gguf: GgufFile) -> None:
-        self.gguf, self.prefix = gguf, f"{gguf.architecture}."
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.gguf.metadata.get(self.prefix + key, default)
-
-    def number(self, key: str, default: float) -> float:
-        """Read a float and undo its rounding to 32 bits: 9.999999747378752e-06 was 1e-05."""
-        with np.errstate(over="ignore"):
-            return float(str(np.float32(self.get(key, default))))
-
-    def integer(self, *keys: str) -> int:
-        """Read an integer, or an array that holds the same for each layer, by the first key that
-        exists."""
-        value = next((self.get(key) for key in keys if self.get(key) is not None), None)
-        if value is None:
-            raise LookupError(self.prefix + keys[0])
-        if isinstance(value, np.ndarray):
-            if not len(value) or (value != value[0]).any():
-                raise ValueError(f"{self.prefix}{keys[0]}, which differs between layers")
-            value = value[0].item()
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{self.prefix}{keys[0]} ({shown(value)})")
-        return value
-
-    def vector(self, name: str) -> list[float]:
-        """Read a tensor of one dimension, which holds positive numbers."""
-        # torch takes seconds to import, and listing models needs headers only
-        from forerun.models.gguf.blocks import FLOATS, floats
-
-        entry = self.gguf.tensors[name]
-        if entry.kind not in FLOATS or len(entry.shape) != 1:
-            raise ValueError(f"the tensor {name}")
-        values = floats(entry.kind, entry.read())[0]
-        if not ((values > 0) & values.isfinite()).all():
-            raise ValueError(f"the tensor {name}, whose numbers are not all positive")
-        return [float(v) for v in values]
-
-    def hugging_face(self) -> Json:
-        """Return the equivalent config.json. Raises LookupError, TypeError, ValueError."""
-        layers = self.integer("block_count") - int(self.get("nextn_predict_layers", 0))
-        if not 0 < layers <= len(self.gguf.tensors):
-            raise ValueError(
-                f"{self.prefix}block_count ({layers} layers of {len(self.gguf.tensors)} tensors)"
-            )
-        hidden = self.integer("embedding_length")
-        heads = self.integer("attention.head_count")
-        context = self.integer("context_length")
-        if context > MAX_CONTEXT:
-            raise ValueError(f"{self.prefix}context_length ({context})")
-        head_dim = hidden // heads
-        if self.get("attention.key_length"):
-            head_dim = self.integer("attention.key_length")
-        if self.get("attention.value_length", head_dim) != head_dim:
-            raise ValueError(f"{self.prefix}attention.value_length, which differs from the keys'")
-        embedding = self.gguf.tensors.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise LookupError("the tensor token_embd.weight")
-        architecture = ARCHITECTURES[self.gguf.architecture]
-        if architecture.by_layer:
-            kv_heads = self.by_layer("attention.head_count_kv", layers, heads)[0]
-            inner = self.by_layer("feed_forward_length", layers)[0]
-        else:
-            kv_heads = self.integer("attention.head_count_kv", "attention.head_count")
-            inner = self.inner_size(layers)
-        common = dict(
-            vocab_size=embedding.shape[0],
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=inner,
-            max_position_embeddings=context,
-            bos_token_id=self.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_id=self.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
+def hugging_face(m: Metadata) -> Json:
+    """Return the equivalent config.json. Raises LookupError, TypeError, ValueError."""
+    layers = m.integer("block_count") - int(m.get("nextn_predict_layers", 0))
+    if not 0 < layers <= len(m.gguf.tensors):
+        raise ValueError(
+            f"{m.prefix}block_count ({layers} layers of {len(m.gguf.tensors)} tensors)"
         )
-        return common | architecture.read(self, common)
-
-    def has(self, name: str) -> bool:
-        return name in self.gguf.tensors
-
-    def has_experts(self, layer: int) -> bool:
-        return self.has(f"blk.{layer}.ffn_gate_inp.weight")
-
-    def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
-        """Read an integer for each layer, from one number or an array."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return [default] * layers
-        if not isinstance(value, np.ndarray):
-            return [self.integer(key)] * layers
-        if len(value) < layers or value.dtype.kind not in "iu":
-            raise ValueError(f"{self.prefix}{key}, of {len(value)} layers")
-        return [int(v) for v in value[:layers]]
-
-    def inner_size(self, layers: int) -> int:
-        """Return the inner size of the dense MLPs, else that of the experts; in an array the
-        entries of layers with experts mean nothing."""
-        sizes = self.get("feed_forward_length")
-        if sizes is None:
-            return self.expert_size()
-        if isinstance(sizes, np.ndarray):
-            if len(sizes) < layers:
-                raise ValueError(f"{self.prefix}feed_forward_length, of {len(sizes)} layers")
-            dense = [int(sizes[i]) for i in range(layers) if not self.has_experts(i)]
-            if dense and len(set(dense)) == 1:
-                return dense[0]
-        return self.integer("feed_forward_length")
-
-    def expert_size(self) -> int:
-        """Return the inner size of an expert, which older files show by their tensors only."""
-        if self.get("expert_feed_forward_length"):
-            return self.integer("expert_feed_forward_length")
-        shapes = (e.shape for n, e in self.gguf.tensors.items() if "ffn_down_exps.weight" in n)
-        shape = next(shapes, None)
-        if shape is None:
-            raise LookupError(f"{self.prefix}feed_forward_length")
-        return shape[-1]
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if value not in (False, True):
-            raise TypeError(f"{self.prefix}{key} ({shown(value)})")
-        return bool(value)
-
-    def experts(
-        self, *gating: int, normalised: bool | None = True, scaled: bool = False
-    ) -> tuple[int, int]:
-        """Return the number of experts and of those that a token uses.
-
-        Args:
-            gating: the values of expert_gating_func that mean what the family computes.
-            normalised: of expert_weights_norm, what the family computes; None if it reads the key.
-            scaled: the family reads the factor on the weights and the groups of experts.
-
-        Raises ValueError if the file asks for something else."""
-        neutral: dict[str, tuple[Any, ...]] = {"expert_gating_func": (None, 0, *gating)}
-        if normalised is not None:
-            neutral["expert_weights_norm"] = (None, normalised)
-        if not scaled:
-            neutral["expert_weights_scale"] = (None, 0.0, 1.0)
-            neutral["expert_group_count"] = (None, 0, 1)
-        for key, known in neutral.items():
-            value = self.get(key)
-            if isinstance(value, np.ndarray) or value not in known:
-                raise ValueError(f"{self.prefix}{key} ({shown(value)}), which is not supported")
-        return self.integer("expert_count"), self.integer("expert_used_count")
-
-    def rope(self, head_dim: int) -> Json:
-        """Return rope_parameters; scalings are in keys, in a tensor of divisors (Llama 3), or in
-        two tensors (longrope)."""
-        rope: Json = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
-        rotary = int(self.get("rope.dimension_count") or head_dim)
-        if rotary != head_dim:  # the next float up, so that the product is not below `rotary`
-            rope["partial_rotary_factor"] = math.nextafter(rotary / head_dim, 2)
-        kind = self.get("rope.scaling.type", "linear")
-        factor = float(self.get("rope.scaling.factor", self.get("rope.scale_linear", 1.0)))
-        attention = self.get("rope.scaling.attn_factor")
-        original = {
-            "original_max_position_embeddings": self.get("rope.scaling.original_context_length")
-        }
-        if "rope_freqs.weight" in self.gguf.tensors:
-            return rope | {"rope_type": "divided", "divisors": self.vector("rope_freqs.weight")}
-        if "rope_factors_long.weight" in self.gguf.tensors:
-            for length in ("long", "short"):
-                rope[f"{length}_factor"] = self.vector(f"rope_factors_{length}.weight")
-            if attention is not None:
-                rope["attention_factor"] = float(attention)
-            return rope | original | {"rope_type": "longrope"}
-        if kind == "yarn":
-            scale = self.yarn_attention(factor)
-            return (
-                rope
-                | original
-                | {
-                    "rope_type": "yarn",
-                    "factor": factor,
-                    "attention_factor": scale * float(1.0 if attention is None else attention),
-                    "beta_fast": float(self.get("rope.scaling.yarn_beta_fast", 32.0)),
-                    "beta_slow": float(self.get("rope.scaling.yarn_beta_slow", 1.0)),
-                }
-            )
-        if kind not in ("none", "linear"):
-            raise ValueError(f"{self.prefix}rope.scaling.type ({shown(kind)})")
-        if kind == "linear" and factor != 1.0:
-            return rope | {"rope_type": "linear", "factor": factor}
-        return rope
-
-    def proportional_rope(self) -> Json:
-        """Return the rope of Gemma 4's global layers; divisors of 1e30 are of channels that do not
-        turn."""
-        rope = {"rope_type": "proportional", "rope_theta": self.number("rope.freq_base", 1e6)}
-        divisors = self.vector("rope_freqs.weight") if self.has("rope_freqs.weight") else [1.0]
-        turning = sum(divisor == 1.0 for divisor in divisors)
-        if any(divisor not in (1.0, float(np.float32(1e30))) for divisor in divisors):
-            raise ValueError("the tensor rope_freqs.weight")
-        return rope | {"partial_rotary_factor": turning / len(divisors)}
-
-    def yarn_attention(self, factor: float) -> float:
-        """Return the factor on attention that comes with YaRN."""
-        given = self.get("rope.scaling.yarn_attn_factor")
-        if given is not None:
-            return float(given)
-        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-        both = float(self.get("rope.scaling.yarn_log_multiplier", 0.0))  # mscale_all_dim
-        return (1.0 + growth) / (1.0 + both * growth)
-
-    def layer_types(self, layers: int, period: int) -> list[str]:
-        """Return layer_types: the file's pattern, or full attention in the last of each period."""
-        pattern = self.get("attention.sliding_window_pattern", period)
-        if isinstance(pattern, np.ndarray):
-            is_sliding = [bool(p) for p in pattern[:layers]]
-        else:
-            is_sliding = [i % pattern < pattern - 1 for i in range(layers)]
-        return ["sliding_attention" if w else "full_attention" for w in is_sliding]
+    hidden = m.integer("embedding_length")
+    heads = m.integer("attention.head_count")
+    context = m.integer("context_length")
+    if context > MAX_CONTEXT:
+        raise ValueError(f"{m.prefix}context_length ({context})")
+    head_dim = hidden // heads
+    if m.get("attention.key_length"):
+        head_dim = m.integer("attention.key_length")
+    if m.get("attention.value_length", head_dim) != head_dim:
+        raise ValueError(f"{m.prefix}attention.value_length, which differs from the keys'")
+    embedding = m.gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise LookupError("the tensor token_embd.weight")
+    architecture = ARCHITECTURES[m.gguf.architecture]
+    if architecture.by_layer:
+        kv_heads = m.by_layer("attention.head_count_kv", layers, heads)[0]
+        inner = m.by_layer("feed_forward_length", layers)[0]
+    else:
+        kv_heads = m.integer("attention.head_count_kv", "attention.head_count")
+        inner = m.inner_size(layers)
+    common = dict(
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        max_position_embeddings=context,
+        bos_token_id=m.gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=m.gguf.metadata.get("tokenizer.ggml.eos_token_id"),
+    )
+    return common | architecture.read(m, common)
 
 
 # ---------------------------------------------------------------- architectures

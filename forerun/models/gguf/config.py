@@ -15,8 +15,9 @@ from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json
 from forerun.models.files import parts_of
-from forerun.models.gguf.architectures import ARCHITECTURES, Metadata
+from forerun.models.gguf.architectures import ARCHITECTURES, hugging_face
 from forerun.models.gguf.container import GgufFile, HeaderReader, StringArray, mapped, open_gguf
+from forerun.models.gguf.metadata import Metadata
 from forerun.models.gguf.tokenizer import (
     NO_TOKENIZER,
     PREFIX,
@@ -156,7 +157,7 @@ def load_gguf_config(path: Path) -> ModelConfig:
     for key, what in unsupported_features(gguf):
         raise LoadError(f"{path}: the model has {what} ({key}), which is not supported")
     try:
-        raw = Metadata(gguf).hugging_face()
+        raw = hugging_face(Metadata(gguf))
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise LoadError(f"{path}: its metadata lacks or misstates {one_line(str(error))}") from None
     kinds = {entry.kind for entry in gguf.tensors.values() if len(entry.shape) > 1} - {"F32"}
