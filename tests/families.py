@@ -122,12 +122,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             mamba_d_head=8, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8, **MIXED,
         ),
     ),
+    "granite4-hybrid-dense": (
+        "granitemoehybrid",
+        dict(
+            PADDED, **MULTIPLIERS, num_local_experts=0, shared_intermediate_size=24, mamba_n_heads=8, mamba_n_groups=1,
+            mamba_d_head=8, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=8, **MIXED,
+        ),
+    ),
     "falcon_h1": ("falcon_h1", FALCON),
     "falcon_h1-norm": ("falcon_h1", dict(FALCON, mamba_rms_norm=True, mamba_norm_before_gate=True)),
     "falcon_h1-gated-norm": ("falcon_h1", dict(FALCON, mamba_rms_norm=True, mamba_norm_before_gate=False)),
     "lfm2": ("lfm2", dict(PADDED, **CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
     "lfm2_moe": ("lfm2_moe", dict(PADDED, **CONVOLUTIONS, **EXPERTS, num_dense_layers=1)),
     "nemotron_h": ("nemotron_h", dict(NEMOTRON, n_group=2, topk_group=1, routed_scaling_factor=2.5)),
+    "nemotron_h-dense": (
+        "nemotron_h", dict(NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
+    ),
     "nemotron_h-latent": (
         "nemotron_h",
         dict(
@@ -180,6 +190,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
 }  # fmt: skip
+
+
+# beginnings of the names of models with recurrent layers
+RECURRENT = ("falcon_h1", "granite4-hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
 
 
 def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:

@@ -72,14 +72,19 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "falcon_h1": "falcon-h1",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }  # where they are not called as transformers calls them
 # queries and keys are permuted
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-# families of families.py whose files are read; not those with layers of several kinds
-NOT_READ = ("falcon_h1", "granite4-hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
-FURTHER_NAMES = [name for name in families.MODELS if not name.startswith(NOT_READ)]
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind
+FURTHER_NAMES = [name for name in families.MODELS if name != "falcon_h1-norm"]
+RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
     *tiny.FAMILIES,
     "llama-linear",
@@ -249,6 +254,12 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed["hidden_size_per_layer_input"] = 32
     if name == "ernie4_5_moe":
         changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
+    if name in ("lfm2_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h-latent"):
+        changed["moe_intermediate_size"] = expert
+    if name in ("qwen3_5_moe", "qwen3_next"):
+        changed["shared_expert_intermediate_size"] = 2 * expert
+    if name in ("nemotron_h", "nemotron_h-latent"):
+        changed |= dict(moe_shared_expert_intermediate_size=2 * expert, n_group=1)
     return changed
 
 
@@ -295,8 +306,12 @@ def write(
 
 def architecture_of(c: Any) -> str:
     """What the converter calls the architecture of a model."""
-    if c.model_type == "granitemoehybrid":  # without recurrent layers
+    if c.model_type == "granitemoehybrid":
+        if "linear_attention" in c.layer_types:
+            return "granitehybrid"
         return "granitemoe" if c.num_local_experts else "granite"
+    if c.model_type == "nemotron_h":
+        return "nemotron_h_moe" if "moe" in c.layer_types else "nemotron_h"
     return ARCHITECTURES.get(c.model_type, c.model_type)
 
 
@@ -327,7 +342,7 @@ def metadata(c: Any) -> dict[str, Any]:
             "feed_forward_length": 4 * c.n_embd, "attention.head_count": c.n_head,
             "attention.layer_norm_epsilon": c.layer_norm_epsilon,
         }  # fmt: skip
-    rope = c.rope_parameters
+    rope = getattr(c, "rope_parameters", None) or {"rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if c.model_type == "gemma4_text":
@@ -343,14 +358,15 @@ def metadata(c: Any) -> dict[str, Any]:
     for key in ("rms_norm_eps", "norm_eps"):
         if hasattr(c, key):
             found["attention.layer_norm_rms_epsilon"] = getattr(c, key)
-    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"):
         if hasattr(c, key):
             found["attention.layer_norm_epsilon"] = getattr(c, key)
     own_heads = ("qwen3", "gemma2", "gemma3_text")
     is_granite = c.model_type.startswith("granite")
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    return found | _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+    found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+    return found | _recurrent(c)
 
 
 def _flat(c: Any) -> Any:
@@ -390,6 +406,41 @@ def _gemma4(c: Any) -> dict[str, Any]:
             "expert_count": c.num_experts, "expert_used_count": c.top_k_experts,
             "expert_feed_forward_length": c.moe_intermediate_size,
         }  # fmt: skip
+    return found
+
+
+def _recurrent(c: Any) -> dict[str, Any]:
+    """The keys of recurrent layers, and which layers have keys and MLPs."""
+    layers = range(c.num_hidden_layers)
+    types = getattr(c, "layer_types", None) or ["full_attention"] * len(layers)
+    heads = [c.num_key_value_heads if types[i] == "full_attention" else 0 for i in layers]
+    if c.model_type.startswith("lfm2"):
+        return {"shortconv.l_cache": c.conv_L_cache, "attention.head_count_kv": heads}
+    if c.model_type.startswith(("qwen3_5", "qwen3_next")):
+        return {
+            "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim,
+            "ssm.group_count": c.linear_num_key_heads, "ssm.time_step_rank": c.linear_num_value_heads,
+            "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
+            "full_attention_interval": 2, "rope.dimension_sections": [1, 1, 0, 0],
+        }  # fmt: skip
+    if c.model_type == "nemotron_h":
+        has_mlp = "moe" if "moe" in types else "mlp"
+        inner = c.moe_intermediate_size if "moe" in types else c.intermediate_size
+        return {
+            "ssm.conv_kernel": c.conv_kernel, "ssm.state_size": c.ssm_state_size, "ssm.group_count": c.n_groups,
+            "ssm.time_step_rank": c.mamba_num_heads, "ssm.inner_size": c.mamba_num_heads * c.mamba_head_dim,
+            "attention.head_count_kv": heads, "feed_forward_length": [inner if t == has_mlp else 0 for t in types],
+        }  # fmt: skip
+    if c.model_type not in ("granitemoehybrid", "falcon_h1"):
+        return {}
+    if c.model_type == "granitemoehybrid" and "linear_attention" not in types:
+        return {}
+    found = {
+        "ssm.conv_kernel": c.mamba_d_conv, "ssm.state_size": c.mamba_d_state, "ssm.group_count": c.mamba_n_groups,
+        "ssm.time_step_rank": c.mamba_n_heads, "ssm.inner_size": c.mamba_n_heads * c.mamba_d_head,
+    }  # fmt: skip
+    if c.model_type == "granitemoehybrid":
+        found |= {"rope.scaling.finetuned": False, "attention.head_count_kv": heads}
     return found
 
 
@@ -439,6 +490,27 @@ def _experts(c: Any) -> dict[str, Any]:
             "expert_feed_forward_length": c.moe_intermediate_size,
             "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
         }  # fmt: skip
+    if c.model_type in ("qwen3_5_moe_text", "qwen3_next"):
+        return {
+            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size,
+            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+        }  # fmt: skip
+    if c.model_type == "lfm2_moe":
+        return {
+            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_gating_func": 2,
+            "leading_dense_block_count": c.num_dense_layers,
+        }  # fmt: skip
+    if c.model_type == "nemotron_h" and "moe" in c.layer_types:
+        found = {
+            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
+            "expert_shared_feed_forward_length": c.moe_shared_expert_intermediate_size,
+            "expert_weights_norm": c.norm_topk_prob, "expert_weights_scale": c.routed_scaling_factor,
+            "expert_group_count": c.n_group,
+        }  # fmt: skip
+        return found | ({"moe_latent_size": c.moe_latent_size} if c.moe_latent_size else {})
     if c.model_type == "glm4_moe":
         return {
             "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
@@ -513,31 +585,60 @@ def tensors(
     config, number = model.config, 0
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
-    for key, stored in published(model, merged):
+    for key, value in published(model, merged):
         is_named = key.startswith("blk.")
         name = key if is_named else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
-        order = _order(model.config, architecture, key, len(stored))
-        if stored.ndim == 1 or name == "position_embd.weight" or ".bias" in name:
-            plus = architecture in ("gemma2", "gemma3", "nemotron")
-            one = 1.0 if plus and key.endswith("norm.weight") else 0.0
-            single = (stored[order] + one).float()
-            stored[order] = single.double() - one
+        change = _change(model.config, architecture, key, value)
+        is_vector = value.ndim == 1 or name == "position_embd.weight" or ".bias" in name
+        if is_vector or ".conv1d." in key or ".conv.conv." in key:
+            single = change.made_of(value).float()
+            change.put(single.double(), value)
             yield name, single.numpy(), "F32"
             continue
         rms = (
             0.6
             * gain
-            * math.sqrt(32 / stored.shape[-1])
+            * math.sqrt(32 / value.shape[-1])
             * (1.2 if "embed" in key or "wte" in key else 1.0)
         )
         kind = "F32" if "ffn_gate_inp" in name else _kind(kinds, name, number)
-        rows = random_rows(kind, math.prod(stored.shape[:-1]), stored.shape[-1], rms, seed=number)
-        values = torch.from_numpy(values_of(kind, rows)).double()
-        stored[order] = values.view(stored.shape)
+        *outer, inputs = (len(change.rows), *value.shape[1:])
+        rows = random_rows(kind, math.prod(outer), inputs, rms, seed=number)
+        change.put(torch.from_numpy(values_of(kind, rows)).double(), value)
         number += 1
-        yield name, rows if stored.ndim == 2 else rows.reshape(*stored.shape[:-1], -1), kind
+        yield name, rows if value.ndim == 2 else rows.reshape(*outer, -1), kind
     yield from _rope_tensors(config)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the converter makes of a tensor.
+
+    `rows` and `columns` are which ones of transformers' tensor those of the file are. Then numbers
+    become rates of decay if `decays`, are multiplied by `factor`, and get `plus` added."""
+
+    rows: Tensor
+    columns: Tensor | None = None
+    decays: bool = False
+    factor: Tensor | float = 1.0
+    plus: float = 0.0
+    shape: tuple[int, ...] = (-1,)  # of what is no matrix
+
+    def made_of(self, value: Tensor) -> Tensor:
+        """The file's numbers, of the model's."""
+        found = value[self.rows]
+        found = -found.exp() if self.decays else found
+        return (found * self.factor + self.plus).reshape(self.shape)
+
+    def put(self, stored: Tensor, value: Tensor) -> None:
+        """Write what the file's numbers stand for into the model."""
+        shape = (len(self.rows), *value.shape[1:])
+        found = (stored.reshape(shape) - self.plus) / self.factor
+        found = (-found).log() if self.decays else found
+        if self.columns is not None:
+            found[:, self.columns] = found.clone()
+        value[self.rows] = found
 
 
 def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
@@ -547,45 +648,65 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
     for key, value in model.state_dict().items():
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
-        layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
-        turned = config.model_type == "gpt2" and key.endswith(
+        if ".experts." in key:
+            yield from _published_experts(key, value, config, merged)
+        else:
+            yield from _published_others(key, value, config)
+
+
+def _published_experts(
+    key: str, value: Tensor, config: Any, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
+    layer, is_gpt_oss = f"blk.{key.split('.')[2]}", config.model_type == "gpt_oss"
+    value = value.mT if is_gpt_oss and value.ndim == 3 else value
+    suffix = "bias" if key.endswith("_bias") else "weight"
+    rows = value.shape[1] // 2
+    if ".down_proj" in key:
+        yield f"{layer}.ffn_down_exps.{suffix}", value
+    elif ".up_proj" in key:
+        yield f"{layer}.ffn_up_exps.{suffix}", value
+    elif is_gpt_oss:
+        yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
+        yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
+    elif merged or config.model_type == "gemma4_text":
+        yield f"{layer}.ffn_gate_up_exps.{suffix}", value
+    else:
+        yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]
+        yield f"{layer}.ffn_up_exps.{suffix}", value[:, rows:]
+
+
+def _published_others(key: str, value: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+    if ".shared_mlp." in key and config.model_type == "granitemoehybrid":
+        shared = "_shexp" if config.num_local_experts else ""
+        rows = len(value) // 2
+        if "output_linear" in key:
+            yield f"{layer}.ffn_down{shared}.weight", value
+        else:
+            yield f"{layer}.ffn_gate{shared}.weight", value[:rows]
+            yield f"{layer}.ffn_up{shared}.weight", value[rows:]
+    elif key.endswith("router.scale"):
+        yield f"{layer}.ffn_gate_inp.scale", value
+    elif key.endswith("per_expert_scale"):
+        yield f"{layer}.ffn_down_exps.scale", value
+    elif "e_score_correction_bias" in key:
+        yield f"{layer}.exp_probs_b.bias", value.flatten()
+    elif "shared_expert_gate" in key:
+        yield key, value[0]
+    elif key.endswith("in_proj_qkvz.weight"):
+        # q, k, v and z of each key head; the order of their rows is that of `_change`
+        yield f"{layer}.attn_qkv.weight", value
+        yield f"{layer}.attn_gate.weight", value
+    else:
+        key = key.replace("moe.router", "moe.router.layer").replace(".dt_bias", ".dt_proj.bias")
+        if config.model_type == "nemotron_h":
+            key = key.replace("model.", "backbone.", 1)
+        key = f"{key}.bias" if key.endswith(".expert_bias") else key
+        key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
+        is_turned = config.model_type == "gpt2" and key.endswith(
             ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         )
-        is_gpt_oss = config.model_type == "gpt_oss"
-        if ".experts." in key:
-            value = value.mT if is_gpt_oss and value.ndim == 3 else value
-            suffix = "bias" if key.endswith("_bias") else "weight"
-            rows = value.shape[1] // 2
-            if ".down_proj" in key:
-                yield f"{layer}.ffn_down_exps.{suffix}", value
-            elif is_gpt_oss:
-                yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
-                yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
-            elif merged or config.model_type == "gemma4_text":
-                yield f"{layer}.ffn_gate_up_exps.{suffix}", value
-            else:
-                yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]
-                yield f"{layer}.ffn_up_exps.{suffix}", value[:, rows:]
-        elif ".shared_mlp." in key and config.model_type == "granitemoehybrid":
-            shared = "_shexp" if config.num_local_experts else ""
-            rows = len(value) // 2
-            if "output_linear" in key:
-                yield f"{layer}.ffn_down{shared}.weight", value
-            else:
-                yield f"{layer}.ffn_gate{shared}.weight", value[:rows]
-                yield f"{layer}.ffn_up{shared}.weight", value[rows:]
-        elif key.endswith("router.scale"):
-            yield f"{layer}.ffn_gate_inp.scale", value
-        elif key.endswith("per_expert_scale"):
-            yield f"{layer}.ffn_down_exps.scale", value
-        elif "e_score_correction_bias" in key:
-            yield f"{layer}.exp_probs_b.bias", value.flatten()
-        elif "shared_expert_gate" in key:
-            yield key, value[0]
-        else:
-            key = key.replace("moe.router", "moe.router.layer")
-            key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
-            yield key, value.T if turned else value
+        yield key, value.T if is_turned else value
 
 
 def _kind(kinds: Kinds, name: str, number: int) -> str:
@@ -594,14 +715,72 @@ def _kind(kinds: Kinds, name: str, number: int) -> str:
     return next(kind for part, kind in MIXES.get(kinds, {"": kinds}).items() if part in name)
 
 
-def _order(config: Any, architecture: str, key: str, rows: int) -> Tensor:
-    """Which row of transformers' tensor each row of the file is: LlamaModel.permute of
-    convert_hf_to_gguf."""
-    order = torch.arange(rows)
-    if architecture not in ROTATED or not (".q_proj." in key or ".k_proj." in key):
-        return order
-    heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-    return order.reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(rows)
+def _change(c: Any, architecture: str, key: str, value: Tensor) -> Change:
+    """LlamaModel.permute of the converter, and what it makes of norms, decays, convolutions, value
+    heads and multipliers."""
+    rows, factor = torch.arange(len(value)), 1.0
+    if architecture in ROTATED and (".q_proj." in key or ".k_proj." in key):
+        heads = c.num_attention_heads if ".q_proj." in key else c.num_key_value_heads
+        rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    is_qwen = architecture.startswith(("qwen35", "qwen3next"))
+    plus = is_qwen or architecture in ("gemma2", "gemma3", "nemotron")
+    one = 1.0 if plus and key.endswith("norm.weight") and ".linear_attn." not in key else 0.0
+    if is_qwen:
+        return _delta_change(c, architecture, key, value, rows, one)
+    if architecture == "falcon-h1":
+        factor = _falcon_factor(c, key, len(value))
+    shape: tuple[int, ...] = tuple(value.shape)
+    if key.endswith((".A_log", ".D")):
+        shape = (-1, 1)
+    elif ".conv" in key and value.ndim == 3:
+        shape = (len(value), -1)
+    elif key.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        shape = (getattr(c, "mamba_n_groups", None) or c.n_groups, -1)
+    return Change(rows, None, key.endswith(".A_log"), factor, one, shape)
+
+
+def _delta_change(
+    c: Any, architecture: str, key: str, value: Tensor, rows: Tensor, plus: float
+) -> Change:
+    """What becomes of the tensors of Qwen3-Next, and of Qwen3.5, whose value heads are reordered:
+    one of each key head, then another of each."""
+    keys, key_size = c.linear_num_key_heads, c.linear_key_head_dim
+    share, size = c.linear_num_value_heads // keys, c.linear_value_head_dim
+    columns = None
+    if architecture == "qwen3next" and key.endswith(("attn_qkv.weight", "attn_gate.weight")):
+        each = [key_size, key_size, share * size, share * size]
+        q, k, v, z = (part.flatten() for part in rows.view(keys, -1).split(each, dim=1))
+        rows = torch.cat((q, k, v)) if "qkv" in key else z
+    elif architecture != "qwen3next" and ".linear_attn." in key:
+
+        def tiled(order: Tensor) -> Tensor:
+            return order.view(keys, share, -1).transpose(0, 1).flatten()
+
+        if "in_proj_qkv." in key or "conv1d" in key:
+            first = 2 * keys * key_size
+            rows = torch.cat((rows[:first], tiled(rows[first:])))
+        elif "out_proj" in key:
+            columns = tiled(torch.arange(value.shape[1]))
+        elif "norm" not in key:
+            rows = tiled(rows)
+    shape = (len(rows), -1) if "conv1d" in key else tuple(value.shape)
+    return Change(rows, columns, key.endswith(".A_log"), 1.0, plus, shape)
+
+
+def _falcon_factor(c: Any, key: str, rows: int) -> Tensor | float:
+    """The multipliers of FalconH1Model of the converter."""
+    if "mamba.in_proj" in key:
+        inner, keys = c.mamba_d_ssm, c.mamba_n_groups * c.mamba_d_state
+        sizes = [inner, inner, keys, keys, c.mamba_n_heads]
+        parts = [torch.full((n, 1), m) for n, m in zip(sizes, c.ssm_multipliers, strict=True)]
+        return torch.cat(parts).double() * c.ssm_in_multiplier
+    known = {
+        "down_proj": c.mlp_multipliers[1], "gate_proj": c.mlp_multipliers[0], "q_proj": c.attention_in_multiplier,
+        "k_proj": c.key_multiplier * c.attention_in_multiplier, "v_proj": c.attention_in_multiplier,
+        "o_proj": c.attention_out_multiplier, "out_proj": c.ssm_out_multiplier, "lm_head": c.lm_head_multiplier,
+        "embed_tokens": c.embedding_multiplier,
+    }  # fmt: skip
+    return next((m for part, m in known.items() if part in key.split(".")), 1.0)
 
 
 def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:

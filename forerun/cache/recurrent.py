@@ -373,7 +373,9 @@ class Recurrence:
         assert r is not None
         self.plan, self.states, self.shape = plan, plan.states, r
         self.memory = torch.from_numpy(self.states.data)
-        self.key_of = torch.arange(r.value_heads) // max(r.value_heads // r.key_heads, 1)
+        heads = torch.arange(r.value_heads)
+        share = max(r.value_heads // r.key_heads, 1)
+        self.key_of = heads % r.key_heads if r.tiled else heads // share
 
     def __call__(self, layer: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights) -> Tensor:
         """Process the tokens of a pass in one layer.

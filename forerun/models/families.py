@@ -120,6 +120,7 @@ class RecurrentLayers:
         norm: the output is normalised.
         gate_first: the output is gated before it is normalised, not after.
         norm_groups: groups of channels that are normalised together; 0 for one a value head.
+        tiled: value head h uses key head h mod key heads, not h div (value heads / key heads).
         channel_scales: factors on values, keys and queries before the convolution of Mamba-2.
         gate_scale, decay_scale, out_scale: factors on the gates of the output, on what decays
             depend on, and on the output of the layer.
@@ -137,6 +138,7 @@ class RecurrentLayers:
     norm: bool = True
     gate_first: bool = False
     norm_groups: int = 0
+    tiled: bool = False
     channel_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     gate_scale: float = 1.0
     decay_scale: float = 1.0

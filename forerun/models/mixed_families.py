@@ -380,6 +380,7 @@ def _falcon_h1(c: Json) -> Json:
     gates, values, keys, queries, decays = (
         c.get("ssm_in_multiplier", 1.0) * factor for factor in given
     )
+    norm = c.get("mamba_rms_norm", False)
     recurrent = _mamba(
         (True,) * fields["layers"],
         heads=heads,
@@ -388,8 +389,8 @@ def _falcon_h1(c: Json) -> Json:
         states=states,
         taps=c["mamba_d_conv"],
         bias=c.get("mamba_conv_bias", True),
-        norm=c.get("mamba_rms_norm", False),
-        gate_first=not c.get("mamba_norm_before_gate", True),
+        norm=norm,
+        gate_first=not (norm and c.get("mamba_norm_before_gate", True)),
         channel_scales=(values, keys, queries),
         gate_scale=gates,
         decay_scale=decays,

@@ -156,6 +156,8 @@ class WeightLoader:
         """Load queries, keys and values, and the gates that stand behind each head's queries."""
         hidden, heads = self.config.hidden, self.config.heads
         stems = [stem for stem, _ in self.stems("qkv", i, [2 * queries, keys, keys])]
+        if len(stems) == 1:
+            raise LoadError(f"{stems[0]} is fused, which is not supported for this family")
         sizes = [2 * queries, keys, keys]
         read_q, *others = (
             self.matrix(stem, (rows, hidden), False, False)
@@ -247,11 +249,9 @@ class WeightLoader:
             ordered = torch.cat((channels, order[:inner]))
             source = self.selected(part, i, rows, hidden, ordered)
             decay = self.selected(part, i, rows, hidden, order[-heads:], "recurrent_decay")
-        elif len(self.names["recurrent_input"]) == 2:
-            source = self.linear("recurrent_input", i, [r.channels, inner], hidden, False)
-            decay = self.linear("recurrent_decay", i, [heads, heads], hidden, False)
         else:
-            source, decay = self.grouped_by_key_head(i)
+            source = self.delta_part("recurrent_input", i, [r.channels, inner])
+            decay = self.delta_part("recurrent_decay", i, [heads, heads])
         norm = None
         if r.norm:
             weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
@@ -285,19 +285,24 @@ class WeightLoader:
         assert r is not None
         return r.inner if r.norm_groups else r.value_size
 
-    def grouped_by_key_head(self, i: int) -> tuple[Any, Any]:
-        """Load Qwen3-Next's inputs: for each key head its query, key, values and gates, and beta
-        before the decay."""
+    def delta_part(self, part: str, i: int, sizes: list[int]) -> Any:
+        """Load the inputs of a layer with the delta rule, or of its decays, as one linear layer.
+
+        Qwen3-Next stores them in one tensor: for each key head its query, key, values and gates, or
+        its betas and decays."""
         c, r = self.config, self.config.recurrent
         assert r is not None
+        if isinstance(self.names[part], list):
+            return self.linear(part, i, sizes, c.hidden, False)
         share = r.value_heads // r.key_heads
-        each = [r.key_size, r.key_size, share * r.value_size, share * r.value_size]
-        rows = torch.arange(r.key_heads * sum(each)).view(r.key_heads, -1)
-        order = torch.cat([part.flatten() for part in torch.split(rows, each, dim=1)])
-        source = self.selected("recurrent_input", i, rows.numel(), c.hidden, order)
-        rows = torch.arange(2 * r.value_heads).view(r.key_heads, 2, share)
-        order = torch.cat((rows[:, 1].flatten(), rows[:, 0].flatten()))
-        return source, self.selected("recurrent_decay", i, rows.numel(), c.hidden, order)
+        values = share * r.value_size
+        is_input = part == "recurrent_input"
+        each = [r.key_size, r.key_size, values, values] if is_input else [share, share]
+        rows = torch.arange(sum(sizes)).view(r.key_heads, -1)
+        parts = [own.flatten() for own in torch.split(rows, each, dim=1)]
+        return self.selected(
+            part, i, sum(sizes), c.hidden, torch.cat(parts if is_input else parts[::-1])
+        )
 
     def experts(self, i: int) -> ExpertWeights:
         """Load the mixture of experts of layer `i`."""

@@ -24,6 +24,7 @@ from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import BLOCK
 from forerun.models.config import ModelConfig
+from forerun.models.gguf.blocks import Blocks
 from forerun.models.packed_cache import PackedCache, open_cache
 from forerun.models.parameters import (
     Source,
@@ -121,7 +122,7 @@ class NativeDecoder:
                 "shared_gate",
                 "recurrent_decay",
             ):  # small, and what they decide is not continuous
-                return PackedMatrix(source.weight(), bias, "float32", gated=False)
+                return PackedMatrix(_exact(source), bias, "float32", gated=False)
             packed = pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
             if part in ("expert_up", "expert_down"):
                 _check_experts(config, isinstance(packed, MixedMatrix), path)
@@ -255,6 +256,12 @@ class NativeDecoder:
         )
         self._owned.append(recorder.owned)
         return recorder.program(self.layer_ids)
+
+
+def _exact(source: Source) -> Tensor:
+    """Read the weight of a matrix that runs in float32: of a GGUF file without rounding."""
+    held = source.read()
+    return held.dequantize() if isinstance(held, Blocks) else source.weight()
 
 
 def _check_experts(config: ModelConfig, is_mixed: bool, path: Path) -> None:

@@ -242,6 +242,7 @@ class DecoderRecorder:
             value_heads=r.value_heads,
             value_size=r.value_size,
             delta=int(is_delta),
+            tiled=int(r.tiled),
             gated=int(is_conv),
             conv_in=inputs,
             state_at=states.state_at[i],

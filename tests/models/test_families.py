@@ -32,12 +32,7 @@ from tests.models.test_parity import (
 )
 
 compiled = pytest.mark.skipif(native.library() is None, reason="not compiled")
-RECURRENT = [
-    name
-    for name in families.MODELS
-    if name.startswith(("falcon", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"))
-    or "hybrid" in name
-]
+RECURRENT = [name for name in families.MODELS if name.startswith(families.RECURRENT)]
 names = pytest.mark.parametrize("name", families.MODELS)
 with_kernels = pytest.mark.parametrize(
     ("name", "kernels"),

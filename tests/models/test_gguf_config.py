@@ -137,7 +137,7 @@ def rope_freqs(values: list[float]) -> tuple[str, np.ndarray, str]:
 
 
 @pytest.mark.parametrize(
-    "name, words", [("lama", "'llama'"), ("qwen35moe", "'qwen35moe'"), ("mamba", "known")]
+    "name, words", [("lama", "'llama'"), ("qwen4exp", "'qwen4exp'"), ("mamba", "known")]
 )
 def test_unknown_architectures_are_named(name: str, words: str, path: Path) -> None:
     refused(make(path, {"general.architecture": name}), words, "not supported")

@@ -32,6 +32,7 @@ FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
     ("qwen2", "q4_k_m"),
 ]
 REFUSED = {name for name in gguf_files.FURTHER_NAMES if name.startswith("gemma4")} | HAS_EXPERTS
+REFUSED |= set(gguf_files.RECURRENT)
 FILES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in REFUSED]
 MESSAGES = [{"role": "user", "content": "the end"}]
 
@@ -51,7 +52,7 @@ def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_pat
     assert (theirs.tied, theirs.end_ids, theirs.windows) == (ours.tied, ours.end_ids, ours.windows)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4", "qwen3_5"])
 def test_families_that_are_not_written(name: str, tmp_path: Path) -> None:
     path = gguf_files.written(name, "Q8_0").path
     with pytest.raises(LoadError, match=f"training from GGUF files of the family {name}"):

@@ -30,6 +30,9 @@ MODELS += [
     ("gpt_oss", "experts"),
     ("glm4_moe", "mxfp4_moe"),
     ("qwen2_moe", "k_experts"),
+    ("qwen3_5", "Q5_1"),
+    ("nemotron_h", "experts"),
+    ("falcon_h1", "Q4_0"),
 ]
 
 

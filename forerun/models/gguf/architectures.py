@@ -7,7 +7,7 @@ how its rotary embedding is stored, and which of the features in `config.UNSUPPO
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -45,6 +45,8 @@ def hugging_face(m: Metadata) -> Json:
     if architecture.by_layer:
         kv_heads = m.by_layer("attention.head_count_kv", layers, heads)[0]
         inner = m.by_layer("feed_forward_length", layers)[0]
+    elif architecture.recurrent:
+        kv_heads, inner = m.kv_heads(layers, heads), m.inner_size(layers)
     else:
         kv_heads = m.integer("attention.head_count_kv", "attention.head_count")
         inner = m.inner_size(layers)
@@ -262,7 +264,7 @@ def _stablelm(m: Metadata, c: Json) -> Json:
 
 
 def _granite(m: Metadata, c: Json) -> Json:
-    """Granite 3 and 4: dense, with experts, and with a dense MLP beside them."""
+    """Granite 3 and 4: dense, with experts, with a dense MLP beside them, and with Mamba-2."""
     fields = _llama(m, c, "granite") | dict(
         attention_multiplier=m.number("attention.scale", 0.0) or c["head_dim"] ** -0.5,
         embedding_multiplier=m.number("embedding_scale", 1.0),
@@ -270,8 +272,10 @@ def _granite(m: Metadata, c: Json) -> Json:
         logits_scaling=m.number("logit_scale", 1.0),
     )
     rotates = m.flag("rope.scaling.finetuned", True)  # llama.cpp's switch for rope
+    is_mamba = m.layers_with("ssm_", c["num_hidden_layers"])
+    is_plain = rotates and not any(is_mamba)
     if not m.get("expert_count"):
-        if rotates:
+        if is_plain:
             return fields
         experts = dict(num_local_experts=0, shared_intermediate_size=c["intermediate_size"])
     else:
@@ -280,7 +284,7 @@ def _granite(m: Metadata, c: Json) -> Json:
             num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
         )
         shared = m.get("expert_shared_feed_forward_length")
-        if not shared and rotates:
+        if not shared and is_plain:
             return fields | experts | dict(model_type="granitemoe")
         experts |= dict(shared_intermediate_size=shared or 0)
     return (
@@ -288,9 +292,10 @@ def _granite(m: Metadata, c: Json) -> Json:
         | experts
         | dict(
             model_type="granitemoehybrid",
-            layer_types=["full_attention"] * c["num_hidden_layers"],
+            layer_types=["linear_attention" if mamba else "full_attention" for mamba in is_mamba],
             position_embedding_type="rope" if rotates else None,
         )
+        | (_mamba(m) if any(is_mamba) else {})
     )
 
 
@@ -384,6 +389,123 @@ def _minimax_m2(m: Metadata, c: Json) -> Json:
     )
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _mamba(m: Metadata) -> Json:
+    """Return the keys of Mamba-2 layers, which most families call alike."""
+    heads = m.integer("ssm.time_step_rank")
+    return dict(
+        mamba_n_heads=heads,
+        mamba_d_head=m.integer("ssm.inner_size") // heads,
+        mamba_n_groups=m.integer("ssm.group_count"),
+        mamba_d_state=m.integer("ssm.state_size"),
+        mamba_d_conv=m.integer("ssm.conv_kernel"),
+        mamba_conv_bias=any(name.endswith("ssm_conv1d.bias") for name in m.gguf.tensors),
+    )
+
+
+def _falcon_h1(m: Metadata, c: Json) -> Json:
+    """Falcon-H1: the factors are a part of the weights, and gates precede norms."""
+    return (
+        _llama(m, c, "falcon_h1")
+        | _mamba(m)
+        | dict(
+            mamba_d_ssm=m.integer("ssm.inner_size"),
+            mamba_rms_norm=m.has("blk.0.ssm_norm.weight"),
+            mamba_norm_before_gate=False,
+        )
+    )
+
+
+def _nemotron_h(m: Metadata, c: Json) -> Json:
+    layers = c["num_hidden_layers"]
+    mixers = ["mlp"] * layers
+    for mixer, tensor in {
+        "linear_attention": "ssm_",
+        "full_attention": "attn_output.",
+        "moe": "ffn_gate_inp.",
+    }.items():
+        for i, has in enumerate(m.layers_with(tensor, layers)):
+            mixers[i] = mixer if has else mixers[i]
+    dense = [i for i, mixer in enumerate(mixers) if mixer == "mlp"]
+    up = m.gguf.tensors[f"blk.{dense[0]}.ffn_up.weight"].shape if dense else ()
+    keys = _mamba(m)
+    eps = m.get("attention.layer_norm_rms_epsilon") or m.get("attention.layer_norm_epsilon", 1e-5)
+    fields = dict(
+        model_type="nemotron_h",
+        layers_block_type=mixers,
+        intermediate_size=up[0] if dense else c["intermediate_size"],
+        layer_norm_epsilon=float(str(np.float32(eps))),
+        mamba_num_heads=keys["mamba_n_heads"],
+        mamba_head_dim=keys["mamba_d_head"],
+        n_groups=keys["mamba_n_groups"],
+        ssm_state_size=keys["mamba_d_state"],
+        conv_kernel=keys["mamba_d_conv"],
+        use_conv_bias=keys["mamba_conv_bias"],
+    )
+    if "moe" not in mixers:
+        return fields
+    count, used = m.experts(SIGMOID, normalised=None, scaled=True)
+    return fields | dict(
+        n_routed_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        moe_shared_expert_intermediate_size=m.integer("expert_shared_feed_forward_length"),
+        moe_latent_size=m.get("moe_latent_size"),
+        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm", True),
+        n_group=m.get("expert_group_count") or 1,
+        topk_group=m.get("expert_group_used_count") or 1,
+    )
+
+
+def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
+    """Qwen3-Next and Qwen3.5: gated delta rule in most layers."""
+    heads = m.integer("ssm.time_step_rank")
+    is_delta = m.layers_with("ssm_", c["num_hidden_layers"])
+    fields = _partial(m, c, family) | dict(
+        layer_types=["linear_attention" if delta else "full_attention" for delta in is_delta],
+        linear_num_value_heads=heads,
+        linear_value_head_dim=m.integer("ssm.inner_size") // heads,
+        linear_num_key_heads=m.integer("ssm.group_count"),
+        linear_key_head_dim=m.integer("ssm.state_size"),
+        linear_conv_kernel_dim=m.integer("ssm.conv_kernel"),
+    )
+    if family == "qwen3_5_text":
+        return fields
+    count, used = m.experts(SOFTMAX, normalised=None)
+    return fields | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        shared_expert_intermediate_size=m.get("expert_shared_feed_forward_length")
+        or c["intermediate_size"],
+        norm_topk_prob=m.flag("expert_weights_norm", True),
+        mlp_only_layers=[],
+    )
+
+
+def _lfm2(m: Metadata, c: Json, family: str) -> Json:
+    is_conv = m.layers_with("shortconv.", c["num_hidden_layers"])
+    fields = _llama(m, c, family) | dict(
+        layer_types=["conv" if conv else "full_attention" for conv in is_conv],
+        norm_eps=m.number("attention.layer_norm_rms_epsilon", 1e-5),
+        conv_L_cache=m.integer("shortconv.l_cache"),
+        block_auto_adjust_ff_dim=False,
+    )
+    if family == "lfm2":
+        return fields
+    count, used = m.experts(SIGMOID)
+    return fields | dict(
+        num_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        num_dense_layers=m.get("leading_dense_block_count", 0),
+        use_expert_bias=any(".exp_probs_b." in name for name in m.gguf.tensors),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """Translation of the models of one general.architecture.
@@ -393,17 +515,31 @@ class Architecture:
         rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
         features: keys of `config.UNSUPPORTED` that `read` takes into account.
         by_layer: `read` takes into account that heads and MLPs differ between layers.
+        recurrent: layers may be recurrent; those have no key-value heads.
+        tiled: value heads of recurrent layers are stored in another order: head h uses key head
+            h mod key heads.
     """
 
     read: Callable[[Metadata, Json], Json]
     rotates_pairs: bool = False
     features: tuple[str, ...] = ()
     by_layer: bool = False
+    recurrent: bool = False
+    tiled: bool = False
 
 
 _EXPERTS = ("expert_count",)
 _MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
 _GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
+
+
+def _hybrid(
+    read: Callable[..., Json], family: str | None = None, tiled: bool = False
+) -> Architecture:
+    """Return the translation of an architecture with recurrent layers."""
+    read = read if family is None else partial(read, family=family)
+    return Architecture(read, features=_EXPERTS, recurrent=True, tiled=tiled)
+
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(_mixtral, True, _EXPERTS),
@@ -424,7 +560,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmoe": Architecture(_olmoe, features=_EXPERTS),
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
-    "granitehybrid": _GRANITE,
+    "granitehybrid": replace(_GRANITE, recurrent=True),
     "glm4": Architecture(partial(_partial, family="glm4"), True),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
     "ernie4_5": Architecture(partial(_llama, family="ernie4_5"), True),
@@ -440,6 +576,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": Architecture(partial(_llama, family="arcee"), True),
     "seed_oss": Architecture(partial(_llama, family="seed_oss")),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
+    "falcon-h1": _hybrid(_falcon_h1),
+    "lfm2": _hybrid(_lfm2, "lfm2"),
+    "lfm2moe": _hybrid(_lfm2, "lfm2_moe"),
+    "nemotron_h": _hybrid(_nemotron_h),
+    "nemotron_h_moe": _hybrid(_nemotron_h),
+    "qwen35": _hybrid(_qwen_delta, "qwen3_5_text", tiled=True),
+    "qwen35moe": _hybrid(_qwen_delta, "qwen3_5_moe_text", tiled=True),
+    "qwen3next": _hybrid(_qwen_delta, "qwen3_next"),
 }
 
 

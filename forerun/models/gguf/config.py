@@ -46,6 +46,7 @@ UNSUPPORTED = {
     "shortconv.l_cache": "short convolutions",
     "router_logit_softcapping": "capped router logits",
 }
+RECURRENT = ("ssm.state_size", "shortconv.l_cache")  # those of architectures that may be recurrent
 # names of the flag of biases in config.json, where it is not attention_bias
 BIAS_FLAGS = {"starcoder2": "use_bias", "ernie4_5": "use_bias", "stablelm": "use_qkv_bias"}
 TOKENS = f"{PREFIX}tokens"
@@ -99,7 +100,8 @@ def token_digest(metadata: Mapping[str, Any]) -> str:
 def unsupported_features(gguf: GgufFile) -> list[tuple[str, str]]:
     """Return (key or tensor, description) of the model's features that the decoder does not
     have."""
-    own = ARCHITECTURES[gguf.architecture].features
+    architecture = ARCHITECTURES[gguf.architecture]
+    own = architecture.features + (RECURRENT if architecture.recurrent else ())
     keys = {
         f"{gguf.architecture}.{key}": what for key, what in UNSUPPORTED.items() if key not in own
     }
@@ -108,6 +110,8 @@ def unsupported_features(gguf: GgufFile) -> list[tuple[str, str]]:
         for key, what in keys.items()
         if not np.isin(gguf.metadata.get(key, 0), (0, 1)).all()
     ]
+    if architecture.recurrent:
+        return found
     # a Granite without recurrent layers has their metadata all the same
     states = [name for name in gguf.tensors if ".ssm_" in name]
     return found + [(name, "a recurrent state") for name in states[:1]]
@@ -169,8 +173,12 @@ def load_gguf_config(path: Path) -> ModelConfig:
     except LoadError as error:
         raise LoadError(f"{path}: {one_line(str(error).removeprefix(f'{path}: '))}") from None
     has = gguf.tensors.__contains__
+    recurrent = config.recurrent
+    if recurrent is not None:
+        recurrent = replace(recurrent, tiled=ARCHITECTURES[gguf.architecture].tiled)
     return replace(
         config,
+        recurrent=recurrent,
         norm=config.norm.removesuffix("_plus_one"),  # files hold 1 + w
         layout="gguf",
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),

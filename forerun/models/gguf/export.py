@@ -76,7 +76,7 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
         make_linear=lambda _, source, bias: (source, bias),
         make_embedding=lambda source: source,
     )
-    if config.experts is not None or config.head_shapes or config.layer_input:
+    if config.experts or config.recurrent or config.head_shapes or config.layer_input:
         raise LoadError(
             f"{path}: training from GGUF files of the family {config.family} is not supported"
         )

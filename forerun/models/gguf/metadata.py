@@ -72,17 +72,30 @@ class Metadata:
 
     def inner_size(self, layers: int) -> int:
         """Return the inner size of the dense MLPs, else that of the experts; in an array the
-        entries of layers with experts mean nothing."""
+        entries of layers with experts mean nothing, and 0 is a layer without an MLP."""
         sizes = self.get("feed_forward_length")
         if sizes is None:
             return self.expert_size()
         if isinstance(sizes, np.ndarray):
             if len(sizes) < layers:
                 raise ValueError(f"{self.prefix}feed_forward_length, of {len(sizes)} layers")
-            dense = [int(sizes[i]) for i in range(layers) if not self.has_experts(i)]
-            if dense and len(set(dense)) == 1:
-                return dense[0]
+            dense = {int(sizes[i]) for i in range(layers) if not self.has_experts(i)} - {0}
+            found = dense or {int(size) for size in sizes[:layers]} - {0}
+            if len(found) == 1:
+                return found.pop()
         return self.integer("feed_forward_length")
+
+    def kv_heads(self, layers: int, heads: int) -> int:
+        """Return the number of key-value heads of the layers with attention; the others have 0."""
+        found = set(self.by_layer("attention.head_count_kv", layers, heads)) - {0}
+        if len(found) != 1:
+            raise ValueError(f"{self.prefix}attention.head_count_kv, which differs between layers")
+        return found.pop()
+
+    def layers_with(self, beginning: str, layers: int) -> list[bool]:
+        """Return for each layer whether it has a tensor whose name begins so."""
+        found = {name.split(".")[1] for name in self.gguf.tensors if f".{beginning}" in name}
+        return [str(i) in found for i in range(layers)]
 
     def expert_size(self) -> int:
         """Return the inner size of an expert, which older files show by their tensors only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +52,30 @@ NAMES: Names = {
     "layer_embed": "per_layer_token_embd",
     "layer_projections": "per_layer_model_proj",
     "layer_inputs_norm": "per_layer_proj_norm",
+    "latent_in": "ffn_latent_down",
+    "latent_out": "ffn_latent_up",
+    "recurrent_out": "ssm_out",
+    "convolution": "ssm_conv1d",
+    "decay_rate": "ssm_a",
+    "decay_bias": "ssm_dt.bias",
+    "skip": "ssm_d",
+    "recurrent_norm": "ssm_norm",
 }
+RECURRENT_NAMES: dict[str, Names] = {
+    "conv": {
+        "recurrent_input": "shortconv.in_proj",
+        "recurrent_out": "shortconv.out_proj",
+        "convolution": "shortconv.conv",
+    },
+    "mamba": {"recurrent_input": "ssm_in"},
+    "delta": {
+        "recurrent_input": ["attn_qkv", "attn_gate"],
+        "recurrent_decay": ["ssm_alpha", "ssm_beta"],
+    },
+}
+# vectors of recurrent layers are stored as [n, 1] or [groups, n / groups], their convolutions
+# without an axis
+RESHAPED = re.compile(r"\.(ssm_(a|d|norm\.weight|conv1d\.weight)|shortconv\.conv\.weight)$")
 # rope factors are read with the configuration; image, audio and drafting modules are not used
 IGNORED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|(v|mm|a|s|mtp|blk\.\d+\.nextn)\..*"
@@ -68,25 +92,45 @@ class GgufLoader(WeightLoader):
         self.prefix = ""
         self.rotates_pairs = rotates_pairs(self.gguf)
 
-        def has(stem: str) -> bool:
-            layers = range(self.config.layers)
-            return any(f"blk.{i}.{stem}.weight" in self.gguf.tensors for i in layers)
+        config = self.config
 
-        shared = "_shexp" if has("ffn_gate_shexp") else ""  # Gemma 4 has no suffix
+        def has(stem: str) -> bool:
+            layers = [f"blk.{i}.{stem}" for i in range(config.layers)]
+            return any(f"{name}.weight" in self.gguf.tensors for name in layers)
+
+        def gated(gate: str, up: str) -> str | list[str]:
+            return [gate, up] if has(gate) else up
+
+        attends = [i for i in range(config.layers) if config.has_attention(i)]
+        is_fused = any(f"blk.{i}.attn_qkv.weight" in self.gguf.tensors for i in attends)
+        shared = "_shexp" if has("ffn_up_shexp") else ""  # Gemma 4 has no suffix
+        # gpt-oss, GLM-4.5 and Seed-OSS call it after what comes before it
+        norms = [name for name in ("ffn_norm", "post_attention_norm", "attn_norm") if has(name)]
+        if "blk.0.ffn_norm" in self.gguf.tensors:  # Falcon-H1 leaves the suffix out
+            norms.insert(0, "ffn_norm")
         self.names = NAMES | {
-            "shared_up": [f"ffn_gate{shared}", f"ffn_up{shared}"],
+            "shared_up": gated(f"ffn_gate{shared}", f"ffn_up{shared}"),
             "shared_down": f"ffn_down{shared}",
-            "qkv": "attn_qkv" if has("attn_qkv") else ["attn_q", "attn_k", "attn_v"],
-            "up": ["ffn_gate", "ffn_up"] if has("ffn_gate") else "ffn_up",
-            # gpt-oss, GLM-4.5 and Seed-OSS call it after what comes before it
-            "mlp_norm": "ffn_norm" if has("ffn_norm") else "post_attention_norm",
+            "qkv": "attn_qkv" if is_fused else ["attn_q", "attn_k", "attn_v"],
+            "up": gated("ffn_gate", "ffn_up"),
+            "mlp_norm": norms[0] if norms else "ffn_norm",
             "expert_up": "ffn_gate_up_exps"
             if has("ffn_gate_up_exps")
-            else ["ffn_gate_exps", "ffn_up_exps"],
+            else gated("ffn_gate_exps", "ffn_up_exps"),
         }
+        if "token_embd_norm.weight" in self.gguf.tensors:  # LFM2 normalises no embedding
+            self.names["norm"] = "token_embd_norm"
+        if config.recurrent is not None:
+            self.names |= RECURRENT_NAMES[config.recurrent.kind]
+            if has("ssm_ba"):  # Qwen3-Next
+                self.names["recurrent_decay"] = "ssm_ba"
+            if config.recurrent.kind == "delta" and has("ssm_in"):  # of older files
+                self.names["recurrent_input"] = "ssm_in"
 
     def claim(self, name: str, shape: tuple[int, ...]) -> Entry:
         """Return a tensor and mark it as used. Raises LoadError if it is missing or misshapen."""
+        if name.removesuffix(".weight") in self.gguf.tensors:
+            name = name.removesuffix(".weight")
         entry = self.gguf.tensors.get(name)
         if entry is None:
             raise LoadError(f"{self.gguf.path}: the file lacks tensor {name}; it is incomplete")
@@ -99,7 +143,12 @@ class GgufLoader(WeightLoader):
         return entry
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        entry = self.claim(name, shape)
+        stored = self.gguf.tensors.get(name)
+        is_same = stored is not None and math.prod(stored.shape) == math.prod(shape)
+        if stored is not None and is_same and RESHAPED.search(name):
+            entry = self.claim(name, stored.shape)
+        else:
+            entry = self.claim(name, shape)
         return floats(entry.kind, entry.read()).reshape(shape)
 
     def matrix(
@@ -140,6 +189,9 @@ class GgufLoader(WeightLoader):
         found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
         parts = [half for each in found for half in torch.split(each, rows, dim=1)]
         return torch.cat([half.flatten() for half in parts])
+
+    def decay_rate(self, stored: Tensor) -> Tensor:
+        return stored
 
     def head_stem(self) -> str:
         return str(self.names["head"])
