@@ -82,8 +82,10 @@ ARCHITECTURES = {
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind
-FURTHER_NAMES = [name for name in families.MODELS if name != "falcon_h1-norm"]
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
+# attention is not read
+NOT_READ = ("falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
     *tiny.FAMILIES,

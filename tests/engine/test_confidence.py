@@ -129,7 +129,7 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(
     prompts = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5]]
     llm.engine.policy.min_chain_prob = lambda *_: 0.3  # type: ignore[method-assign]
     llm.engine.policy.choose = lambda options, _: [2] * len(options)  # type: ignore[method-assign]
-    llm.engine.policy.num_worth_verifying = lambda chances, _: len(chances)  # type: ignore[method-assign]
+    llm.engine.policy.num_worth_verifying = lambda chances, *_: len(chances)  # type: ignore[method-assign]
     llm.engine.guard.allows = lambda: True  # type: ignore[method-assign]
     said = llm.generate(prompts, params)
     drafted = {depth for completion in said for depth in completion.stats.depths}
