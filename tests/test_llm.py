@@ -581,7 +581,7 @@ def greedy() -> SamplingParams:
 def test_a_drafter_of_ones_own(greedy: SamplingParams) -> None:
     """It drafts alone, behind others and with references, and the text stays the same."""
     prompt = "import os\nimport sys\n" * 3
-    with LLM(tiny.spoken(), draft=Repeating(), kv_tokens=2048) as llm:
+    with LLM(tiny.spoken(), draft=Repeating(), depth=4, kv_tokens=2048) as llm:
         assert llm.draft == "custom" and "draft='custom'" in repr(llm)
         llm.add_drafter("mine", Repeating())
         plain = llm.generate(prompt, greedy, draft="off")[0]
