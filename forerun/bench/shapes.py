@@ -101,7 +101,6 @@ class ModelShape:
                 f"shared_expert_size={self.shared_expert_size} contradicts"
                 f" family={self.architecture}: qwen2moe, and it alone, has a shared expert"
             )
-
         if self.architecture == "olmoe" and self.kv_heads != self.heads:
             raise ConfigError(
                 f"kv_heads={self.kv_heads} contradicts heads={self.heads}: in OLMoE they are equal"

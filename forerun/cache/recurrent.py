@@ -123,16 +123,6 @@ class RecurrentStates:
         self._unnamed: list[dict[int, np.ndarray]] = [{} for _ in range(slots)]  # by length
         self._free: list[np.ndarray] = []
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the state of a slot, without the records of drafts."""
-        return 4 * self.layout.copy
-
-    @property
-    def node_bytes(self) -> int:
-        """Bytes that each node of a draft takes until the next pass."""
-        return 4 * sum(size for _, size in self.layout.records.values())
-
     # Slots
 
     def open(self, slot: int, chain: Sequence[bytes]) -> int:

@@ -39,6 +39,8 @@ from forerun.runtime.program import (
     Program,
     X,
     embed_op,
+    mix_op,
+    route_op,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -576,18 +578,6 @@ class Operations:
         scores, choice, inner, out, shared, gate = range(self.experts_at, self.experts_at + 6)
         chosen: dict[str, Any] = dict(slots=e.used, choice=choice, choice_column=0)
         common: dict[str, Any] = dict(experts=e.count, **chosen)
-        route_op = COp(
-            kind=native.ROUTE,
-            input=scores,
-            scores=native.SCORES[e.scores],
-            normalised=int(e.normalised),
-            groups=e.groups,
-            used_groups=e.used_groups,
-            best=e.best,
-            epsilon=e.epsilon,
-            route_scale=e.scale,
-            **common,
-        )
         activation = native.ACTIVATIONS[self.config.activation]
         # what they decide is not continuous, and they are small
         router = PackedMatrix(mlp.router.weight.detach(), None, "float32", gated=False)
@@ -596,14 +586,14 @@ class Operations:
         down = PackedMatrix(mlp.experts_down, None, self.form, gated=False)
         return [
             self.product(router, X, scores, norm),
-            route_op,
+            route_op(e, scores, choice),
             self.product(up, X, inner, norm, gated=1, activation=activation, **common),
             self.product(down, inner, out, spread=1, **common),
-            _mix(out, BRANCH, hidden, **chosen),
+            mix_op(out, BRANCH, hidden, **chosen),
             self.product(mlp.down_proj.weight, HIDDEN, shared),
             self.product(shared_gate, X, gate, norm),
-            _mix(shared, BRANCH, hidden, combine=native.ADD, gate=gate),
-            _mix(BRANCH, X, hidden, combine=native.ADD),
+            mix_op(shared, BRANCH, hidden, combine=native.ADD, gate=gate),
+            mix_op(BRANCH, X, hidden, combine=native.ADD),
         ]
 
     def widths(self, num_logits: int, *others: int) -> np.ndarray:
@@ -624,11 +614,6 @@ class Operations:
             pointers.append(None if tensor is None else tensor.data_ptr())
         eps = getattr(norm, "eps", None) or self.config.norm_eps
         return CNorm(*pointers, eps, native.NORMS["rms"])
-
-
-def _mix(source: int, to: int, count: int, **options: Any) -> COp:
-    fields: dict[str, Any] = dict(slots=1, choice=-1, gate=-1, scale=1.0) | options
-    return COp(kind=native.MIX, input=source, output=to, count=count, **fields)
 
 
 def run_program(

@@ -274,7 +274,7 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
     """Resolve the draft option `auto` for a model; other options are returned as is.
 
     It is copying, followed by the bundled drafter of the model, or by the multi-token module in its
-    own checkpoint, where such drafters were measured to pay.
+    own checkpoint, where the bundled one was measured to pay.
 
     Args:
         instructions: those of the native kernels; "" in torch, where a head costs more than it

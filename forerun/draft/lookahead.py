@@ -9,8 +9,8 @@ pool, together with those of the text itself, and drafted when its first token i
 the text. The window and the n-grams are one tree, so that any verification rule applies.
 
 The paper reads a window of two dimensions, the guesses of the last n - 1 iterations. Here a pass
-reads the latest ones only: a fraction of the nodes, for about the same accepted length with the
-default model. N-grams are continued by others that begin with their last tokens.
+reads the latest ones only, a fraction of the nodes. N-grams are continued by others that begin with
+their last tokens.
 """
 
 from __future__ import annotations

@@ -491,11 +491,12 @@ class DepthPolicy:
         """Return the size by which a pass is recorded: its effective rows if it decodes.
 
         choices: the experts of its tokens, int16 [T, layers, used]."""
-        if self.experts is None or not decodes:
-            if self.experts is not None:
-                self.experts.remember(tokens, choices)
+        if self.experts is None:
             return len(tokens)
-        return max(round(self.experts.observe(tokens, choices)), 1)
+        if decodes:
+            return max(round(self.experts.observe(tokens, choices)), 1)
+        self.experts.remember(tokens, choices)
+        return len(tokens)
 
     def room(self, num_decoding: int, stretch: float) -> int:
         """Return the most tokens of a pass that reads prompts beside decoding requests.

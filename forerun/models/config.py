@@ -1,7 +1,8 @@
 """`ModelConfig`, the description of a decoder, and how it is read from config.json.
 
-What families produce it is in `families`; others run on transformers' own modules
-(`transformers_config`). Every value is checked before anything is allocated from it."""
+`families` and `mixed_families` describe the families that the decoder computes; others run on
+transformers' own modules (`transformers_config`). Every value is checked before anything is
+allocated from it."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class ModelConfig:
         windows: for each layer, the number of most recent keys it attends to; None for all.
         sinks: for each layer, how many of the first keys it attends to besides its window: 0 or
             `SINKS`. Empty if no layer has any.
-        layout: naming scheme of the checkpoint's tensors, a key of `weights.NAMES` or "gguf";
+        layout: naming scheme of the checkpoint's tensors, a key of `tensor_names.NAMES` or
+            "gguf";
             `TRANSFORMERS` for a model that runs on transformers' own module, of which only sizes,
             the context and `end_ids` are described.
         norm: "rms" or "layer"; with "_plus_one" weights are stored less one.

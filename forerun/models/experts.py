@@ -1,8 +1,8 @@
 """Weights of experts in checkpoints: one tensor an expert, or one for all of a layer.
 
 A layer's experts become two matrices: the gates of all experts and then their ups, [2 * E * I, H],
-and the downs of all experts, [E * H, I]. They are as large as the model, so rows are read while
-they are packed, and no layer is ever whole in memory as floats."""
+and the downs of all experts, [E * H, I]. They are nearly as large as the model, so the native
+kernels pack them while their rows are read."""
 
 from __future__ import annotations
 

@@ -44,9 +44,14 @@ def _qwen_experts(c: Json, **others: Any) -> Experts:
     )
 
 
-def _qwen2_moe(c: Json) -> Json:
+def _gated_qwen_experts(c: Json) -> Experts:
+    """Return experts beside a shared one with a gate, if the model has one."""
     shared = c.get("shared_expert_intermediate_size") or 0
-    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
+    return _qwen_experts(c, shared=shared, shared_gate=shared > 0)
+
+
+def _qwen2_moe(c: Json) -> Json:
+    experts = _gated_qwen_experts(c)
     return qwen2(c) | dict(layout="qwen_moe", experts=experts, qkv_bias=c.get("qkv_bias", True))
 
 
@@ -215,24 +220,10 @@ def _latent_fields(c: Json) -> Json:
     scale = (plain + rotary) ** -0.5
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
         scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
-    inner, layers = c["moe_intermediate_size"], fields["layers"]
-    kinds = c.get("mlp_layer_types")
+    layers, kinds = fields["layers"], c.get("mlp_layer_types")
     dense = c.get("first_k_dense_replace", 0 if kinds is None else 1)
     sparse = [k == "sparse" for k in kinds] if kinds else [i >= dense for i in range(layers)]
-    experts = Experts(
-        count=c["n_routed_experts"],
-        used=c["num_experts_per_tok"],
-        intermediate=inner,
-        layers=tuple(sparse),
-        shared=(c.get("n_shared_experts") or 0) * inner,
-        scores="sigmoid",
-        normalised=c.get("norm_topk_prob", True),
-        epsilon=1e-20,
-        scale=c.get("routed_scaling_factor", 1.0),
-        choice_bias=True,
-        groups=c.get("n_group") or 1,
-        used_groups=c.get("topk_group") or 1,
-    )
+    shared = (c.get("n_shared_experts") or 0) * c["moe_intermediate_size"]
     return fields | dict(
         layout="deepseek",
         head_dim=rotary + rank,
@@ -245,7 +236,7 @@ def _latent_fields(c: Json) -> Json:
             rotary=rotary,
             value=c["v_head_dim"],
         ),
-        experts=experts,
+        experts=_deepseek_experts(c, tuple(sparse), shared),
     )
 
 
@@ -443,16 +434,12 @@ def _qwen3_5(c: Json) -> Json:
 def _qwen3_5_moe(c: Json) -> Json:
     inner = c["moe_intermediate_size"] * c["num_experts_per_tok"]
     c = {"norm_topk_prob": True, "intermediate_size": inner} | c
-    shared = c.get("shared_expert_intermediate_size") or 0
-    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
-    return _delta_fields(c) | dict(layout="qwen3_5", experts=experts)
+    return _delta_fields(c) | dict(layout="qwen3_5", experts=_gated_qwen_experts(c))
 
 
 def _qwen3_next(c: Json) -> Json:
     c = {"norm_topk_prob": True} | c
-    shared = c.get("shared_expert_intermediate_size") or 0
-    experts = _qwen_experts(c, shared=shared, shared_gate=shared > 0)
-    return _delta_fields(c) | dict(layout="qwen3_next", experts=experts)
+    return _delta_fields(c) | dict(layout="qwen3_next", experts=_gated_qwen_experts(c))
 
 
 def _lfm2(c: Json) -> Json:

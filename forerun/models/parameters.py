@@ -33,9 +33,8 @@ class LinearWeights:
     bias: Tensor | None = None
 
 
-Matrix = (
-    Tensor | QuantizedMatrix | Blocks | StackedRows
-)  # weight of a linear layer or of an embedding
+# the weight of a linear layer or of an embedding, as it is stored
+Matrix = Tensor | QuantizedMatrix | Blocks | StackedRows
 
 
 @dataclass(slots=True)

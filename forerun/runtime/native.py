@@ -26,9 +26,7 @@ from forerun.kernels.native import BLOCK
 from forerun.models.config import ModelConfig
 from forerun.models.gguf.blocks import Blocks
 from forerun.models.packed_cache import PackedCache, open_cache
-from forerun.models.parameters import (
-    Source,
-)
+from forerun.models.parameters import Source
 from forerun.models.quantized import is_quantized
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
@@ -51,6 +49,9 @@ from forerun.runtime.program import (
 )
 from forerun.runtime.recorder import DecoderRecorder
 from forerun.types import Forward
+
+# matrices that run in float32: they are small, and what they decide is not continuous
+EXACT_PARTS = ("router", "shared_gate", "recurrent_decay")
 
 
 class NativeDecoder:
@@ -117,11 +118,7 @@ class NativeDecoder:
                 return tables[0]
             is_partial = part == "head" and shortlist is not None  # the cache holds all its rows
             is_gated = part in ("up", "shared_up", "expert_up") and config.gated
-            if part in (
-                "router",
-                "shared_gate",
-                "recurrent_decay",
-            ):  # small, and what they decide is not continuous
+            if part in EXACT_PARTS:
                 return PackedMatrix(_exact(source), bias, "float32", gated=False)
             packed = pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
             if part in ("expert_up", "expert_down"):

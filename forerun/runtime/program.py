@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CChain, CMatrix, COp, CProgram, address
+from forerun.models.families import Experts
 from forerun.runtime.packed import PackedMatrix
 from forerun.types import BESIDE
 
@@ -509,3 +511,32 @@ def embed_op(
         matrix=matrix,
         table=dense,
     )
+
+
+def route_op(experts: Experts, scores: int, choice: int, column: int = 0, **options: Any) -> COp:
+    """Return the operation that chooses the experts of each row.
+
+    scores: buffer of the router's outputs; choice, column: where the chosen ones go."""
+    return COp(
+        kind=native.ROUTE,
+        input=scores,
+        experts=experts.count,
+        slots=experts.used,
+        choice=choice,
+        choice_column=column,
+        scores=native.SCORES[experts.scores],
+        normalised=int(experts.normalised),
+        groups=experts.groups,
+        used_groups=experts.used_groups,
+        best=experts.best,
+        epsilon=experts.epsilon,
+        route_scale=experts.scale,
+        **options,
+    )
+
+
+def mix_op(source: int, to: int, count: int, scale: float = 1.0, **options: Any) -> COp:
+    """Return the operation that writes `count` columns of a buffer, or the weighted sum of the
+    experts' outputs that stand there, to another."""
+    fields: dict[str, Any] = dict(slots=1, choice=-1, gate=-1) | options
+    return COp(kind=native.MIX, input=source, output=to, count=count, scale=scale, **fields)

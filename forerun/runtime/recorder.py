@@ -32,6 +32,8 @@ from forerun.runtime.program import (
     Program,
     X,
     embed_op,
+    mix_op,
+    route_op,
 )
 
 
@@ -168,11 +170,11 @@ class DecoderRecorder:
         if c.has_mlp(i):
             ops += self._mlp(i, layer)
         if c.parallel:
-            ops.append(self._mix(BRANCH, X, c.hidden, combine=native.ADD))
+            ops.append(mix_op(BRANCH, X, c.hidden, combine=native.ADD))
         if layer.layer_input is not None:
             ops += self._add_layer_input(i, layer.layer_input)
         if layer.scale != 1.0:
-            ops.append(self._mix(X, X, c.hidden, scale=layer.scale))
+            ops.append(mix_op(X, X, c.hidden, scale=layer.scale))
         return ops
 
     def _attend(self, i: int, layer: LayerWeights) -> COp:
@@ -211,9 +213,9 @@ class DecoderRecorder:
         ops += self._linear(w.down, X, down, layer.attention_norm)
         normed = self._norm(w.norm)
         ops += [
-            self._mix(down, QKV, a.rotary, column=key),
-            self._mix(down, QKV, a.rank, in_column=a.rotary, column=key + a.rotary, after=normed),
-            self._mix(down, QKV, a.rank, in_column=a.rotary, column=value + a.rotary, after=normed),
+            mix_op(down, QKV, a.rotary, column=key),
+            mix_op(down, QKV, a.rank, in_column=a.rotary, column=key + a.rotary, after=normed),
+            mix_op(down, QKV, a.rank, in_column=a.rotary, column=value + a.rotary, after=normed),
             self._rotate(i, layer),
             self._attend(i, layer),
         ]
@@ -338,14 +340,14 @@ class DecoderRecorder:
         )
         if e.latent_out is not None:
             total = self.at["latent_out"]
-            ops.append(self._mix(out, total, c.experts.latent, **weighted))
+            ops.append(mix_op(out, total, c.experts.latent, **weighted))
             ops += self._linear(e.latent_out, total, BRANCH, None)
         elif layer.up is None and layer.mlp_out_norm is None:
             scale = c.residual_scale
-            return [*ops, self._mix(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
+            return [*ops, mix_op(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
         else:
             after = self._norm(e.out_norm)
-            ops.append(self._mix(out, BRANCH, c.hidden, after=after, **weighted))
+            ops.append(mix_op(out, BRANCH, c.hidden, after=after, **weighted))
         if layer.up is not None:
             shared = self.at["shared"]
             ops += [*up, *self._linear(layer.down, HIDDEN, shared, None)]
@@ -354,9 +356,7 @@ class DecoderRecorder:
                 gate = self.at["shared_gate"]
                 ops += self._linear(e.shared_gate, X, gate, norm)
             after = self._norm(e.shared_out_norm)
-            ops.append(
-                self._mix(shared, BRANCH, c.hidden, combine=native.ADD, after=after, gate=gate)
-            )
+            ops.append(mix_op(shared, BRANCH, c.hidden, combine=native.ADD, after=after, gate=gate))
         ops.append(self._add(layer.mlp_out_norm))
         return ops
 
@@ -366,25 +366,17 @@ class DecoderRecorder:
         assert mixture is not None
         scores, choice = self.at["scores"], self.at["choice"]
         inner, out = self.at["expert_inner"], self.at["expert_out"]
+        column = self._choice_column(i)
         common: dict[str, Any] = dict(
-            experts=mixture.count,
-            slots=mixture.used,
-            choice=choice,
-            choice_column=self._choice_column(i),
+            experts=mixture.count, slots=mixture.used, choice=choice, choice_column=column
         )
-        route = COp(
-            kind=native.ROUTE,
-            input=scores,
-            scores=native.SCORES[mixture.scores],
-            normalised=int(mixture.normalised),
-            groups=mixture.groups,
-            used_groups=mixture.used_groups,
-            best=mixture.best,
-            epsilon=mixture.epsilon,
-            route_scale=mixture.scale,
+        route = route_op(
+            mixture,
+            scores,
+            choice,
+            column,
             choice_bias=None if e.choice_bias is None else self._own(e.choice_bias),
             expert_scale=None if e.expert_scale is None else self._own(e.expert_scale),
-            **common,
         )
         ops = [*self._linear(e.router, X, scores, e.router_norm or norm), route]
         source, own_norm = X, e.norm or norm
@@ -426,10 +418,10 @@ class DecoderRecorder:
         projected, stored = self.at["projected"], self.at["stored"]
         activation = native.ACTIVATIONS[c.activation]
         return [
-            self._mix(projected, own, c.layer_input, after=norm, scale=2**-0.5, **column),
-            self._mix(stored, own, c.layer_input, combine=native.ADD, **column),
+            mix_op(projected, own, c.layer_input, after=norm, scale=2**-0.5, **column),
+            mix_op(stored, own, c.layer_input, combine=native.ADD, **column),
             *self._linear(w.gate, X, gate, None, activation=activation),
-            self._mix(own, gate, c.layer_input, combine=native.TIMES),
+            mix_op(own, gate, c.layer_input, combine=native.TIMES),
             *self._linear(w.projection, gate, BRANCH, None),
             self._add(w.norm),
         ]
@@ -486,11 +478,7 @@ class DecoderRecorder:
         """Add BRANCH to the residual stream, after a norm if there is one."""
         c, norm = self.config, self._norm(after)
         scale = c.residual_scale
-        return self._mix(BRANCH, X, c.hidden, combine=native.ADD, after=norm, scale=scale)
-
-    def _mix(self, source: int, to: int, count: int, scale: float = 1.0, **options: Any) -> COp:
-        fields: dict[str, Any] = dict(slots=1, choice=-1, gate=-1) | options
-        return COp(kind=native.MIX, input=source, output=to, count=count, scale=scale, **fields)
+        return mix_op(BRANCH, X, c.hidden, combine=native.ADD, after=norm, scale=scale)
 
     def _norm(self, norm: Norm | None) -> CNorm:
         if norm is None:

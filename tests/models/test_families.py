@@ -23,6 +23,7 @@ from forerun.runtime.native import NativeDecoder
 from tests import families, tiny
 from tests.models.test_parity import (
     Session,
+    check_bits_of_single_tokens,
     crooked_path,
     grown_tree,
     near,
@@ -121,23 +122,7 @@ def test_a_chunk_gives_the_bits_of_single_tokens(name: str, form: str) -> None:
     """What makes speculation exact: the bits of a row do not depend on what else is in a pass."""
     native.start(2)
     model = NativeDecoder(load_config(directory(name)), directory(name), form, 256)
-    text, single, chunked = text_of(24, 4), Session(model), Session(model)
-    rows = torch.cat([single.read(0, [token]).clone() for token in text])
-    tokens, parents = grown_tree(9, 8)
-    other = chunked.segment(1, text_of(6, 5))
-    (first, _) = chunked.forward(chunked.segment(0, text), other)
-    assert torch.equal(first, rows)
-    chunked.commit(0, text, range(24))
-    (tree,) = chunked.forward(chunked.segment(0, tokens, parents))
-    for node in (0, 4, 8):
-        path = [node]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        again = Session(model)
-        again.read(0, text)
-        for i in path[::-1]:
-            alone = again.read(0, [tokens[i]])
-        assert torch.equal(tree[node], alone[0])
+    check_bits_of_single_tokens(model, text_of(24, 4), text_of(6, 5), 9, (0, 4, 8))
 
 
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:

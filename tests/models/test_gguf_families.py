@@ -31,7 +31,7 @@ from forerun.models.weights import LinearWeights
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
 from tests.models.test_gguf_weights import CPU, KERNELS, Double, ids, logits, off, truth
-from tests.models.test_parity import Session, grown_tree, near
+from tests.models.test_parity import check_bits_of_single_tokens, near
 
 GAIN, SMALL_GAIN = 0.5, 0.3  # with recurrent layers, whose norms amplify rounding
 # a type or mix for each family, in turn
@@ -235,23 +235,7 @@ def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str
 @KERNELS
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
 def test_a_chunk_gives_the_bits_of_single_tokens(name: str, kinds: str) -> None:
-    model, text = kept(name, kinds), ids(20)
-    single, chunked = Session(model), Session(model)
-    rows = torch.cat([single.read(0, [token]).clone() for token in text])
-    tokens, parents = grown_tree(7, 8)
-    first, _ = chunked.forward(chunked.segment(0, text), chunked.segment(1, ids(6)))
-    assert torch.equal(first, rows)
-    chunked.commit(0, text, range(20))
-    (tree,) = chunked.forward(chunked.segment(0, tokens, parents))
-    for node in (0, 3, 6):
-        path = [node]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        again = Session(model)
-        again.read(0, text)
-        for i in path[::-1]:
-            alone = again.read(0, [tokens[i]])
-        assert torch.equal(tree[node], alone[0])
+    check_bits_of_single_tokens(kept(name, kinds), ids(20), ids(6), 7, (0, 3, 6))
 
 
 # ---------------------------------------------------------------- experts in any form

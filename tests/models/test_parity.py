@@ -146,6 +146,26 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
+def check_bits_of_single_tokens(
+    model: Any, text: list[int], other: list[int], nodes: int, checked: Sequence[int]
+) -> None:
+    """A chunk beside another request, and the `checked` nodes of a tree behind it, have the bits of
+    passes over single tokens."""
+    single, chunked = Session(model), Session(model)
+    rows = torch.cat([single.read(0, [token]).clone() for token in text])
+    tokens, parents = grown_tree(nodes, 8)
+    first, _ = chunked.forward(chunked.segment(0, text), chunked.segment(1, other))
+    assert torch.equal(first, rows)
+    chunked.commit(0, text, range(len(text)))
+    (tree,) = chunked.forward(chunked.segment(0, tokens, parents))
+    for node in checked:
+        again = Session(model)
+        again.read(0, text)
+        for i in path_to(parents, node):
+            alone = again.read(0, [tokens[i]])
+        assert torch.equal(tree[node], alone[0])
+
+
 def tree_truth(
     model: Any, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
 ) -> Tensor:

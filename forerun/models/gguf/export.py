@@ -67,6 +67,10 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
     """Return a function that reads each tensor as float32, by its name in transformers.
 
     Raises LoadError."""
+    if config.experts or config.recurrent or config.head_shapes or config.layer_input:
+        raise LoadError(
+            f"{path}: training from GGUF files of the family {config.family} is not supported"
+        )
     target = make_config(hugging_face_config(config), path)
     weights = load_weights(
         config,
@@ -76,10 +80,6 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
         make_linear=lambda _, source, bias: (source, bias),
         make_embedding=lambda source: source,
     )
-    if config.experts or config.recurrent or config.head_shapes or config.layer_input:
-        raise LoadError(
-            f"{path}: training from GGUF files of the family {config.family} is not supported"
-        )
     names = NAMES[target.layout]
     prefix = PREFIXES.get(target.layout, "model.")
     found: dict[str, Reader] = {f"{prefix}{names['embed']}.weight": weights.embed.weight}
