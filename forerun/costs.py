@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Curve:
     Attributes:
         slope: maximum growth per unit beyond the largest measured size, relative to its cost.
         share: maximum growth as a share of proportional growth.
+        trend: expected cost by size in any unit, if growth is known otherwise than by these two.
         sizes: measured sizes, ascending.
         seen: mean seconds of each size.
         count: number of measurements of each size.
@@ -58,6 +59,7 @@ class Curve:
 
     slope: float
     share: float = 1.0
+    trend: Callable[[float], float] | None = None
     sizes: list[int] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
     count: dict[int, int] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class Curve:
 
     def _growth(self, below: int, size: float) -> float:
         """Return the assumed ratio of a larger size's cost to that of `below`."""
+        if self.trend is not None:
+            return self.trend(size) / self.trend(below)
         return 1 + min(self.slope, self.share / below) * (size - below)
 
     def _own(self, i: int) -> float:
@@ -167,6 +171,10 @@ class CostModel:
         # By proposer: discounted (seconds, tokens read in them).
         self._catch_ups: dict[str, tuple[float, float]] = {}
         self._prefills = Curve(slope=1.0)  # computation grows with the tokens
+
+    def set_trend(self, trend: Callable[[float], float] | None) -> None:
+        """Expect passes to cost by their size what `trend` says, in any unit."""
+        self._forwards.trend = trend
 
     def known(self, num_tokens: int, enough: int) -> bool:
         """Return True if `enough` passes over at most `num_tokens` tokens were measured."""

@@ -11,7 +11,8 @@ a draft model, or are looked up in the text, by each engine in its own way.
 A round runs plain decoding and every depth of every engine once over the same prompts, starting
 with a different one each time; ratios are formed within rounds, and the read bandwidth is measured
 after every run. One short uncounted round comes first. An engine that fails is left out, with a
-reason.
+reason. With `--alone` an engine is loaded for its runs of a round and closed before the next one is
+loaded, for models of which memory holds only one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +51,8 @@ from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
 from forerun.measure.tables import print_columns, print_json
 from forerun.measure.workloads import choose_tasks, token_ids
+from forerun.models.config import load_config
+from forerun.models.decoder import default_context
 from forerun.models.files import tag_of
 from forerun.models.hub import find_model
 from forerun.sampling.params import SamplingParams
@@ -107,6 +111,7 @@ class Plan:
         draft_format: of the draft model's, for engines that can choose it.
         depths: drafted tokens; "auto" for this engine only.
         prefill: prompt lengths whose first token is timed.
+        alone: True to keep only one engine loaded.
         timeout: seconds for one answer of another engine.
         converted: a directory that keeps converted models, or None.
     """
@@ -125,6 +130,7 @@ class Plan:
     timeout: float = 1800.0
     converted: Path | None = None
     prefill: Sequence[int] = ()
+    alone: bool = False
 
     @property
     def own_draft(self) -> str:
@@ -198,6 +204,40 @@ class Ours:
         run = timed_run(self.llm.engine, works, params, arm)
         return Outcome(run.speed, run.outputs, run.accepted_length, run.prefill_seconds)
 
+    def close(self) -> None:
+        """Free the model."""
+        self.llm.close()
+
+
+class Alone:
+    """An engine that is loaded when it runs, and closed when another one does."""
+
+    loaded: tuple[Alone, Any] | None = None  # the one that is in memory
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        Alone.close()
+        engine = load()
+        Alone.loaded = self, engine
+        self._load, self.name, self.ready = load, engine.name, engine.ready
+
+    def _engine(self) -> Any:
+        if Alone.loaded is None or Alone.loaded[0] is not self:
+            Alone.close()
+            Alone.loaded = self, self._load()
+        return Alone.loaded[1]
+
+    def run(self, depth: Any, prompts: Prompts, tokens: int) -> Outcome:
+        """As `Engine.run`."""
+        outcome: Outcome = self._engine().run(depth, prompts, tokens)
+        return outcome
+
+    @staticmethod
+    def close() -> None:
+        """Close the engine that is in memory."""
+        if Alone.loaded is not None:
+            Alone.loaded[1].close()
+            Alone.loaded = None
+
 
 class Engines:
     """The engines that still take part, and why others were left out."""
@@ -244,12 +284,16 @@ def measure_peers(plan: Plan, loads: Sequence[Load]) -> Report:
     with converted_models(plan.converted) as folder:
         for form in plan.formats:
             with ExitStack() as stack:
-                ours = Ours(plan, form, requests)
-                options = worker_options(ours, plan, form, requests, texts, folder)
+                stack.callback(Alone.close)
+
+                make: Callable[..., Engine] = Alone if plan.alone else lambda load: load()
+                ours = make(partial(Ours, plan, form, requests))
+                options = worker_options(plan, form, requests, texts, folder)
                 engines = Engines([ours], report.failures)
                 for name in plan.peers:
+                    start = partial(start_worker, name, form, options, plan, stack)
                     try:
-                        worker = start_worker(name, form, options, plan, stack)
+                        worker = make(start)
                     except PeerError as error:
                         report.failures.append({"engine": name, "format": form, "why": str(error)})
                     else:
@@ -272,11 +316,11 @@ def measure_peers(plan: Plan, loads: Sequence[Load]) -> Report:
 
 
 def worker_options(
-    ours: Ours, plan: Plan, form: str, requests: int, texts: Prompts, folder: Path
+    plan: Plan, form: str, requests: int, texts: Prompts, folder: Path
 ) -> dict[str, Any]:
     """Return what every worker is told. Raises RequestError if an output would be cut short."""
     longest = max(map(len, texts))
-    context = ours.llm.decoder.context
+    context = default_context(load_config(plan.target))
     for prompt, more in ((longest, plan.tokens), (max(plan.prefill, default=0), 1)):
         if prompt + more > context:
             raise RequestError(
@@ -460,6 +504,7 @@ def make_plan(given: Any) -> Plan:
         timeout=given.timeout,
         converted=given.converted,
         prefill=prefill,
+        alone=given.alone,
     )
 
 
@@ -557,6 +602,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--threads", type=int, default=0, help="of every engine; 0 uses one per core")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--timeout", type=float, default=1800.0, help="seconds for one answer of an engine")
+    add("--alone", action="store_true", help="keep only one engine loaded at a time")
     add("--converted", type=Path, help="a directory that keeps converted models")
     given = options.parse_args(arguments)
     counts = dict.fromkeys(whole(count, "requests") for count in listed(given.requests))

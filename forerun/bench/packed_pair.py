@@ -440,6 +440,14 @@ def _scale_q4_k(blocks: Array, deviation: float) -> None:
     _set_half(blocks, 2, 7.5 * unit)
 
 
+def _scale_q5_k(blocks: Array, deviation: float) -> None:
+    """Give all groups scales from 32 to 63, as in Q4_K, and minima that make 15.5 the middle."""
+    _scale_q4_k(blocks, deviation)
+    unit = deviation / (_size(np.arange(32, 64)) * _size(np.arange(32) - 15.5))
+    _set_half(blocks, 0, unit)
+    _set_half(blocks, 2, 15.5 * unit)
+
+
 def _scale_q6_k(blocks: Array, deviation: float) -> None:
     """Give groups odd scales of either sign whose size is from 65 to 127."""
     scales = blocks[:, 192:208]
@@ -461,6 +469,7 @@ _SCALED = {
     "Q8_0": _scale_q8_0,
     "Q5_0": _scale_q5_0,
     "Q4_K": _scale_q4_k,
+    "Q5_K": _scale_q5_k,
     "Q6_K": _scale_q6_k,
     "MXFP4": _scale_mxfp4,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from forerun.bench.shapes import BLOCK, FORMATS, MIXTURES, ModelShape, named_shape
+from forerun.bench.shapes import BLOCK, FORMATS, GGUF_ONLY, MIXTURES, ModelShape, named_shape
 from forerun.errors import ConfigError, suggest
 
 SPECIAL = ("<s>", "</s>", "<pad>")  # tokens 0, 1 and 2
@@ -115,12 +115,13 @@ class PairRecipe(ModelShape):
                 )
         if self.format == "mxfp4" and not self.experts:
             raise ConfigError("format=mxfp4 is one of experts: use q4_k_m for a dense model")
-        if self.format == "bfloat16" and self.architecture == "gpt-oss":
-            raise ConfigError("gpt-oss is not written in bfloat16: use format=mxfp4")
         draft = self.draft
-        if draft.architecture == "gpt-oss" and self.format == "bfloat16":
-            raise ConfigError("gpt-oss is not written in bfloat16: use another draft_shape")
         if self.format == "bfloat16":
+            for shape, option in ((self, "format=q8_0"), (draft, "another draft_shape")):
+                if shape.architecture in GGUF_ONLY:
+                    raise ConfigError(
+                        f"{shape.architecture} is not written in bfloat16: use {option}"
+                    )
             return
         for shape in (self, draft):
             widths = {"hidden": shape.hidden, "heads * head_dim": shape.heads * shape.head_dim}
@@ -128,6 +129,10 @@ class PairRecipe(ModelShape):
                 widths["expert_size"] = shape.expert_size
             if shape.shared_expert_size:
                 widths["shared_expert_size"] = shape.shared_expert_size
+            if shape.linear_heads:
+                widths["linear_heads * linear_head_dim"] = (
+                    shape.linear_heads * shape.linear_head_dim
+                )
             if shape.architecture not in MIXTURES:
                 widths["intermediate"] = shape.intermediate
             for name, width in widths.items():

@@ -117,6 +117,7 @@ class RecurrentStates:
         self.pending = [0] * slots
         self._half = [0] * slots  # the half with the pending records and those of the last pass
         self._known = [0] * slots  # tokens that the last pass applied, to be committed
+        self._blank = [True] * slots  # False once a pass has used the state
         copies = COPY_BYTES // (4 * max(self.layout.copy, 1))
         self.most_copies = max(copies, MIN_COPIES)
         self._copies: OrderedDict[bytes, np.ndarray] = OrderedDict()  # by digest of a prefix
@@ -141,6 +142,9 @@ class RecurrentStates:
     def _start(self, slot: int, copy: np.ndarray | None) -> None:
         layout, data = self.layout, self.data[slot]
         self.pending[slot] = self._half[slot] = self._known[slot] = 0
+        if copy is None and self._blank[slot]:
+            return
+        self._blank[slot] = copy is None
         data[: layout.states] = 0 if copy is None else copy[: layout.states]
         for layer, at in layout.half_at.items():
             start = layout.states + at
@@ -164,9 +168,10 @@ class RecurrentStates:
                 self._copies[digest] = copy
 
     def close(self, slot: int) -> None:
-        """Forget copies of the slot's state that have no name."""
+        """Forget the slot's state, and the copies of it that have no name."""
         self._free += self._unnamed[slot].values()
         self._unnamed[slot].clear()
+        self._start(slot, None)
 
     def rewind(self, slot: int, count: int) -> bool:
         """Take back the last `count` committed tokens; returns False if the state has them."""
@@ -196,6 +201,7 @@ class RecurrentStates:
             if self._known[slot]:
                 raise StateError("tokens that a recurrent state has were not committed")
             known = self._known_tokens(segment)
+            self._blank[slot] = False
             length = lengths[slot] - self.pending[slot]  # that the state has
             marks = []
             for applied in range(1, self.pending[slot] + known + 1):

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts 
 RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
 PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
 PAUSE_BELOW = 0.7  # of the acceptance of the least likely token drafted: requests below it pause
+MIN_GAIN = 1.02  # times the speed of plain decoding that drafting must promise
 PROBE_DEPTH = 2
 PROBE_SHARE = 0.01  # share of the time that goes into probes of a proposer,
 PROBE_ALLOWANCE = 5.0  # and the number of passes that may be spent at once
@@ -95,6 +96,7 @@ class DepthPolicy:
         self.steps = 0
         self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
         self.experts: ExpertLoad | None = None
+        self._trend: Callable[[float], float] | None = None
 
     # Persistence
 
@@ -129,6 +131,7 @@ class DepthPolicy:
             loaded.sources,
             loaded.confidence,
         )
+        self.costs.set_trend(self._trend)
 
     # Choosing depths
 
@@ -185,7 +188,8 @@ class DepthPolicy:
         num_tokens, drafting, catching_up = float(batch.num_tokens), 0.0, 0.0
         expected = inverse = float(batch.num_generating)  # sum of tokens, and of 1 / tokens
         each = [1.0] * len(options)
-        best, best_speed = list(depths), batch.num_generating / self._forward(num_tokens, batch)
+        plain = batch.num_generating / self._forward(num_tokens, batch)
+        best, best_speed = list(depths), MIN_GAIN * plain
         loads: dict[str, _SourceLoad] = defaultdict(_SourceLoad)
         reach = costs.reach(batch.num_tokens)
         without_gain = 0
@@ -481,11 +485,22 @@ class DepthPolicy:
 
     # Interface of the engine
 
-    def set_experts(self, experts: Experts | None) -> None:
-        """Note the target's mixture of experts, on which the costs of its passes depend."""
-        self.experts = None
+    def set_experts(
+        self, experts: Experts | None, pass_bytes: Callable[[float], float] | None = None
+    ) -> None:
+        """Note the target's mixture of experts, on which the costs of its passes depend.
+
+        pass_bytes: bytes that a pass over effective rows reads. Until passes were measured they are
+        expected to cost by these: exploring what is sure to cost too much would cost too much.
+        """
+        self.experts = self._trend = None
         if experts is not None:
             self.experts = ExpertLoad(experts.count, experts.used, sum(experts.layers))
+            if pass_bytes is not None:
+                others = pass_bytes(0)
+                mixture = (pass_bytes(1) - others) / experts.share(1)
+                self._trend = lambda rows: others + mixture * experts.share(rows)
+        self.costs.set_trend(self._trend)
 
     def effective_size(self, tokens: Sequence[int], choices: np.ndarray, decodes: bool) -> int:
         """Return the size by which a pass is recorded: its effective rows if it decodes.

@@ -161,7 +161,8 @@ class Drafting:
     def set_policy(self, policy: DepthPolicy) -> None:
         """Let `policy` choose depths from now on, with a new guard."""
         self.policy = policy
-        policy.set_experts(self.target.decoder.config.experts)
+        decoder = self.target.decoder
+        policy.set_experts(decoder.config.experts, decoder.pass_bytes)
         self.guard = Guard(policy.forward_seconds)
         self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
 

@@ -61,6 +61,7 @@ class Run:
         stats: statistics of each request.
         step_ms: milliseconds per step in the window.
         prefill_seconds: time from the start to the last request's first token.
+        before: what `_spent` of all requests was by then: not decoding, but the reading of prompts.
     """
 
     speed: float
@@ -68,6 +69,7 @@ class Run:
     stats: list[RequestStats]
     step_ms: float
     prefill_seconds: float = 0.0
+    before: tuple[float, float, int] = (0.0, 0.0, 0)
 
     @property
     def tokens(self) -> int:
@@ -82,21 +84,34 @@ class Run:
     @property
     def draft_ms(self) -> float:
         """Milliseconds of drafting per step."""
-        return 1e3 * sum(s.draft_seconds for s in self.stats) / self._steps
+        return self._ms_per_step(0)
 
     @property
     def pass_ms(self) -> float:
         """Milliseconds of the target's forward pass with verification per step."""
-        return 1e3 * sum(s.verify_seconds for s in self.stats) / self._steps
+        return self._ms_per_step(1)
 
     @property
     def other_ms(self) -> float:
         """Milliseconds of everything else per step."""
         return max(self.step_ms - self.draft_ms - self.pass_ms, 0.0)
 
+    def _ms_per_step(self, part: int) -> float:
+        after = _spent(self.stats)
+        return 1e3 * (after[part] - self.before[part]) / max(after[2] - self.before[2], 1)
+
     @property
     def _steps(self) -> int:
         return sum(s.steps for s in self.stats)
+
+
+def _spent(stats: Sequence[RequestStats]) -> tuple[float, float, int]:
+    """Return the seconds of drafting and of verifying, and the steps, of all requests."""
+    return (
+        sum(s.draft_seconds for s in stats),
+        sum(s.verify_seconds for s in stats),
+        sum(s.steps for s in stats),
+    )
 
 
 def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm: Arm) -> Run:
@@ -117,6 +132,7 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         )
     waiting = {request.id for request in requests}
     opened = closed = time.perf_counter()
+    before = (0.0, 0.0, 0)
     tokens = steps = 0
     while engine.busy:
         events = engine.step_or_raise()
@@ -124,6 +140,7 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         if waiting:
             waiting -= {event.request_id for event in events if event.token_ids}
             opened = closed
+            before = _spent([request.stats for request in requests])
         else:
             tokens += sum(len(event.token_ids) for event in events)
             steps += 1
@@ -133,6 +150,7 @@ def timed_run(engine: Engine, works: Sequence[Work], params: SamplingParams, arm
         stats=[request.stats for request in requests],
         step_ms=1e3 * (closed - opened) / steps if steps else 0.0,
         prefill_seconds=opened - begun,
+        before=before,
     )
 
 

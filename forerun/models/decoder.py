@@ -80,7 +80,7 @@ class Decoder:
         part.layer_ids = layer_ids
         return part
 
-    def pass_bytes(self, rows: int = 1) -> int:
+    def pass_bytes(self, rows: float = 1) -> int:
         """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
         tokens with independent routes use."""
         e = self.config.experts

@@ -155,12 +155,12 @@ class NativeDecoder:
         """Bytes of the matrices of a forward pass, all experts and scales included."""
         return sum(m.bytes for m in self._matrices)
 
-    def pass_bytes(self, rows: int = 1) -> int:
+    def pass_bytes(self, rows: float = 1) -> int:
         """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
         tokens with independent routes use."""
         return self.weight_bytes - self._unused_bytes(rows)
 
-    def _unused_bytes(self, rows: int) -> int:
+    def _unused_bytes(self, rows: float) -> int:
         e = self.config.experts
         if e is None:
             return 0

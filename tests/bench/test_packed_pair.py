@@ -44,6 +44,7 @@ SMALL: dict[str, Any] = dict(
     context=256, prompts=8, prompt_tokens=24, draft_layers=1,
 )  # fmt: skip
 MIXTURE: dict[str, Any] = SMALL | dict(experts=4, experts_per_token=2, expert_size=256)
+HYBRID: dict[str, Any] = SMALL | dict(linear_heads=4, linear_key_heads=2, linear_head_dim=64)
 PAIRS: dict[str, dict[str, Any]] = {
     "llama": SMALL | dict(format="q4_k_m"),
     "qwen3": SMALL | dict(format="q8_0", family="qwen3", agree=0.6),
@@ -51,6 +52,8 @@ PAIRS: dict[str, dict[str, Any]] = {
     "qwen2moe": MIXTURE | dict(format="q8_0", shared_expert_size=64),
     "olmoe": MIXTURE | dict(format="mxfp4", family="olmoe", kv_heads=4),
     "gpt-oss": MIXTURE | dict(format="mxfp4", family="gpt-oss", heads=8),
+    "qwen35": HYBRID | dict(format="q4_k_m", family="qwen35"),
+    "qwen35moe": HYBRID | MIXTURE | dict(format="q8_0", family="qwen35moe", shared_expert_size=64),
     "bfloat16": MIXTURE,
     "shapes": SMALL | dict(format="q4_k_m", draft_shape="small"),
 }
@@ -68,7 +71,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- blocks
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "BF16", "F32"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "BF16", "F32"])
 def test_random_blocks_have_the_deviation(kind: str) -> None:
     for deviation in (0.02, 0.0031):
         tensor = RandomTensor("x", (300, 1024), deviation)
@@ -280,6 +283,9 @@ def test_a_vocabulary_larger_than_all_pairs_has_unused_tokens(monkeypatch) -> No
         ("llama-3.2-1b", 1.5, 1.2),
         ("llama-3.2-3b", 3.6, 3.2),
         ("qwen3-0.6b", 0.75, 0.6),
+        ("qwen3.5-0.8b", 1.0, 0.75),
+        ("qwen3.5-4b", 4.84, 4.2),
+        ("qwen3.6-35b-a3b", 34.7, 2.9),
     ],
 )
 def test_published_shapes(name: str, total: float, active: float) -> None:
@@ -315,8 +321,8 @@ def test_the_verb(tmp_path: Path, monkeypatch, capsys) -> None:
         ({"experts": 4, "experts_per_token": 5}, "experts_per_token=5"),
         ({"experts": 4, "experts_per_token": 2}, "expert_size=0"),
         (MIXTURE | {"family": "olmoe"}, "kv_heads=2 contradicts heads=4"),
-        (MIXTURE | {"family": "olmoe", "shared_expert_size": 64}, "qwen2moe, and it alone"),
-        (MIXTURE | {"family": "gpt-oss"}, "format=mxfp4"),
+        (MIXTURE | {"family": "olmoe", "shared_expert_size": 64}, "qwen2moe and qwen35moe, and no"),
+        (MIXTURE | {"family": "gpt-oss"}, "use format=q8_0"),
         ({"format": "q4"}, "format='q4'"),
         ({"format": "mxfp4"}, "use q4_k_m"),
         ({"format": "q8_0", "hidden": 100}, "hidden=100 is no multiple of 32"),
@@ -324,6 +330,10 @@ def test_the_verb(tmp_path: Path, monkeypatch, capsys) -> None:
         ({"format": "q8_0", "middle_layers": 5}, "middle_layers is an option"),
         ({"draft_shape": "smal"}, "did you mean 'small'"),
         ({"draft_shape": "gpt-oss-20b"}, "use another draft_shape"),
+        ({"family": "qwen3", "linear_heads": 4}, "linear_heads=4 contradicts family=qwen3"),
+        ({"family": "qwen35"}, "linear_heads=0 contradicts family=qwen35"),
+        (HYBRID | {"family": "qwen35"}, "qwen35 is not written in bfloat16"),
+        (HYBRID | {"family": "qwen35", "linear_heads": 3}, "linear_heads=3 is no multiple"),
     ],
 )
 def test_invalid_recipes(options: dict[str, Any], message: str) -> None:

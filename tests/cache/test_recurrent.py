@@ -243,6 +243,15 @@ def test_what_a_state_has_cannot_be_taken_back() -> None:
     assert torch.equal(read(run, 0, tokens)[-1], alone("qwen3_5", tokens))
 
 
+def test_a_closed_slot_has_no_state() -> None:
+    """Whoever reads a text without looking for its prefix, as embeddings do, starts from nothing."""
+    run, tokens = runner("qwen3_5"), text(12)
+    for _ in range(2):
+        assert run.cache.pages.grow(0, 12)
+        assert torch.equal(read(run, 0, tokens)[-1], alone("qwen3_5", tokens))
+        run.cache.close(0)
+
+
 def test_a_pass_that_was_not_committed_is_refused() -> None:
     run, tokens = runner("qwen3_5"), text(12)
     assert run.cache.pages.grow(0, 24)

@@ -4,6 +4,7 @@
 namespace {
 
 template <int M> struct Tile { vf v[M][2]; };
+constexpr int WIDE_ROWS = 5;  // of formats in groups: rows that take all 32 outputs at once
 
 // The next block of weights comes into the second cache while this one is multiplied: each tile of rows fetches its
 // share. Left to itself the processor looks ahead too little once rows keep it busy, and prefetching into the first cache,
@@ -155,30 +156,32 @@ template <int M> inline Tile<M> product_int8(const uint8_t *w, const Row *rows, 
   return t;
 }
 
-// Scales and minima of the groups among 32 inputs of a block.
-template <int F> struct Scales {
+// Scales and minima of the groups among 32 inputs of a block, of C times 16 outputs from half `from` on.
+template <int F, int C> struct Scales {
   static constexpr Layout L = layout(F);
   static constexpr int GROUPS = 32 / (L.group ? L.group : 32);
   const uint8_t *p, *header = nullptr;
-  int next;  // bytes to the next block, whose scales are fetched on the way
-  vf scale[GROUPS][2], minimum[2];
+  int from, next;  // bytes to the next block, whose scales are fetched on the way
+  vf scale[GROUPS][C], minimum[C];
 
   INLINE void read(int g) {  // of the g-th 32 inputs
     if (L.two_level && g % (SUPER / 32) == 0) header = forward(header_bytes(F));
     const uint8_t *own = forward(L.two_level ? 2 * BLOCK : header_bytes(F));
-    for (int c = 0; c < 2; c++)
+    for (int i = 0; i < C; i++) {
+      const int at = (from + i) * W;
       if constexpr (L.two_level) {
-        vf upper = half16((const uint16_t *)header + c * W);
+        vf upper = half16((const uint16_t *)header + at);
         if constexpr (L.group == 16) {
-          for (int i = 0; i < 2; i++) scale[i][c] = to_float(from_int8((const int8_t *)own + i * BLOCK + c * W)) * upper;
+          for (int j = 0; j < 2; j++) scale[j][i] = to_float(from_int8((const int8_t *)own + j * BLOCK + at)) * upper;
         } else {
-          scale[0][c] = to_float(from_uint8(own + c * W)) * upper;
-          minimum[c] = to_float(from_uint8(own + BLOCK + c * W)) * half16((const uint16_t *)(header + LEVEL) + c * W);
+          scale[0][i] = to_float(from_uint8(own + at)) * upper;
+          minimum[i] = to_float(from_uint8(own + BLOCK + at)) * half16((const uint16_t *)(header + LEVEL) + at);
         }
       } else {
-        scale[0][c] = L.coded ? from_bf16((const uint16_t *)own + c * W) : half16((const uint16_t *)own + c * W);
-        if constexpr (L.minimum) minimum[c] = half16((const uint16_t *)(own + LEVEL) + c * W);
+        scale[0][i] = L.coded ? from_bf16((const uint16_t *)own + at) : half16((const uint16_t *)own + at);
+        if constexpr (L.minimum) minimum[i] = half16((const uint16_t *)(own + LEVEL) + at);
       }
+    }
   }
   INLINE const uint8_t *forward(int count) {
     for (int i = 0; i < count; i += 64) _mm_prefetch(p + next + i, _MM_HINT_T1);
@@ -192,49 +195,67 @@ template <int F> INLINE inline auto grouped_row(const Row &row) {
   else return row.grouped();
 }
 
-// Two times 32 inputs, each with its scales, then the scale of the activations that both were multiplied by.
-template <int M, int F> inline Tile<M> product_groups(const uint8_t *w, const uint8_t *scale, const Row *rows, int padded, Ahead ahead) {
+// C times 16 outputs from half `from` on. Two times 32 inputs, each with its scales, then the scale of the activations that
+// both were multiplied by.
+template <int M, int F, int C>
+INLINE inline void sum_groups(const uint8_t *w, const uint8_t *scale, const Row *rows, int padded, int from, Ahead &ahead, Tile<M> &tile) {
   constexpr Layout L = layout(F);
   constexpr int FOURS = L.group / 4;  // of inputs in a group
   decltype(grouped_row<F>(*rows)) group[M];
-  Tile<M> t;
+  vf t[M][C];
   for (int m = 0; m < M; m++) {
     group[m] = grouped_row<F>(rows[m]);
-    t.v[m][0] = t.v[m][1] = vf{};
+    for (int c = 0; c < C; c++) t[m][c] = vf{};
   }
-  Scales<F> scales{scale, nullptr, scale_bytes(F, padded), {}, {}};
+  Scales<F, C> scales{scale, nullptr, from, scale_bytes(F, padded), {}, {}};
+  w += 64 * from;
   for (int g = 0; g < padded / GROUP8; g++) {
-    Tile<M> pair;
+    vf pair[M][C];
 #pragma GCC unroll 2
     for (int half_ = 0; half_ < 2; half_++, w += chunk_bytes(F)) {
-      vi acc[M][2];
+      vi acc[M][C];
 #pragma GCC unroll 2
       for (int i = 0; i < 32 / L.group; i++) {
         int which = half_ * (32 / L.group) + i;  // of the groups under one scale of activations
-        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = L.minimum ? vi{} : set1i(group[m][g].start[which]);
+        for (int m = 0; m < M; m++)
+          for (int c = 0; c < C; c++) acc[m][c] = L.minimum ? vi{} : set1i(group[m][g].start[which]);
 #pragma GCC unroll 8
         for (int t_ = i * FOURS; t_ < (i + 1) * FOURS; t_++) {
           if (L.bits == 8 || t_ % 2 == 0 || t_ / 2 < L.bits - 4) ahead.step();  // once for each line
-          for (int c = 0; c < 2; c++) {
+          for (int c = 0; c < C; c++) {
             vi v = weights<L.bits, L.coded>(w + 64 * c, t_);
             for (int m = 0; m < M; m++) acc[m][c] = dot4(acc[m][c], v, group[m][g].x + half_ * 32 + 4 * t_);
           }
         }
         if (i == 0) scales.read(2 * g + half_);
         for (int m = 0; m < M; m++)
-          for (int c = 0; c < 2; c++) {
+          for (int c = 0; c < C; c++) {
             vf x = to_float(acc[m][c]);
-            pair.v[m][c] = which ? fma(x, scales.scale[i][c], pair.v[m][c]) : x * scales.scale[i][c];
+            pair[m][c] = which ? fma(x, scales.scale[i][c], pair[m][c]) : x * scales.scale[i][c];
           }
       }
       if (L.minimum)
         for (int m = 0; m < M; m++)
-          for (int c = 0; c < 2; c++) pair.v[m][c] = fma(set1(group[m][g].sum[half_]), scales.minimum[c], pair.v[m][c]);
+          for (int c = 0; c < C; c++) pair[m][c] = fma(set1(group[m][g].sum[half_]), scales.minimum[c], pair[m][c]);
     }
     for (int m = 0; m < M; m++)
-      for (int c = 0; c < 2; c++) t.v[m][c] = fma(pair.v[m][c], set1(group[m][g].scale), t.v[m][c]);
+      for (int c = 0; c < C; c++) t[m][c] = fma(pair[m][c], set1(group[m][g].scale), t[m][c]);
   }
-  return t;
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < C; c++) tile.v[m][from + c] = t[m][c];
+}
+
+// The sums of a few rows fit into registers for all 32 outputs, those of more for 16: these read a block's even lines first,
+// which brings the odd ones into the second cache.
+template <int M, int F> inline Tile<M> product_groups(const uint8_t *w, const uint8_t *scale, const Row *rows, int padded, Ahead ahead) {
+  Tile<M> tile;
+  if constexpr (M <= WIDE_ROWS) {
+    sum_groups<M, F, 2>(w, scale, rows, padded, 0, ahead, tile);
+  } else {
+    ahead.stride /= 2;
+    for (int from = 0; from < 2; from++) sum_groups<M, F, 1>(w, scale, rows, padded, from, ahead, tile);
+  }
+  return tile;
 }
 
 template <int M, int F> void product(const Matrix &a, int block, const Row *rows, Ahead ahead, float (*out)[BLOCK]) {
@@ -254,8 +275,8 @@ template <int M, int F> void product(const Matrix &a, int block, const Row *rows
 using Product = void (*)(const Matrix &, int, const Row *, Ahead, float (*)[BLOCK]);
 constexpr int TALLEST = 8;  // rows whose sums fit into registers
 #if defined(__AVX512F__)
-constexpr int TALLEST_GROUPED = 5;
-#define GROUPED(F) {nullptr, product<1, F>, product<2, F>, product<3, F>, product<4, F>, product<5, F>}
+constexpr int TALLEST_GROUPED = 8;
+#define GROUPED(F) TALL(F)
 #else
 constexpr int TALLEST_GROUPED = 1;  // in plain C++ taller ones bring little, and take the compiler a minute
 #define GROUPED(F) {nullptr, product<1, F>}
@@ -273,7 +294,8 @@ const Product tiles_of[FORMATS][TALLEST + 1] = {
 void products(const Matrix &a, int block, const Row *rows, int count, float (*out)[BLOCK]) {
   int tallest = grouped(a.format) ? TALLEST_GROUPED : TALLEST, tiles = (count + tallest - 1) / tallest;
   int64_t size = block_bytes(a);
-  const char *first = (const char *)a.weight + block * size + (tiles == 1 ? NEAR : size);
+  const bool once = tiles == 1 && (count <= WIDE_ROWS || !grouped(a.format));  // the block's lines are read one after the other
+  const char *first = (const char *)a.weight + block * size + (once ? NEAR : size);
   bool few = count < FEW && !grouped(a.format);
   for (int i = 0; i < tiles; i++) {
     Share tile = share(count, i, tiles);
