@@ -212,6 +212,32 @@ def test_two_clients_that_alternate_share_their_system_prompt(
         run.cache.close(turn % 2)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
+    """Copies are made every 256 tokens, so at most 256 are read again; lengths of public reports
+    of lost reuse, and the rest in chunks that end on no border."""
+    native.start(2)
+    path = tiny.family(name)
+    long = NativeDecoder(load_config(path), path, "float32", 4096)
+    run = Runner(long, tokens=16384, page=16, slots=2)
+
+    def last(slot: int, prompt: list[int], start: int) -> Tensor:
+        for at in range(start, len(prompt), 700):
+            part = prompt[at : at + 700]
+            found = read(run, slot, part, known=len(part))[-1]
+        run.cache.pages.seal(slot, prompt, len(prompt))
+        run.cache.close(slot)
+        return found
+
+    for seed, length in enumerate((1072, 2000, 2144, 4000)):
+        prompt = text(length, seed)
+        assert run.cache.open(0, prompt) == 0
+        expected = last(0, prompt, 0)
+        start = run.cache.open(1, prompt)
+        assert start == (length - 1) // 256 * 256
+        assert torch.equal(last(1, prompt, start), expected)
+
+
 def test_copies_are_bounded_and_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     monkeypatch.setattr(recurrent, "COPY_BYTES", 0)
