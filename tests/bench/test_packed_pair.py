@@ -98,6 +98,7 @@ def test_codes_are_stored_exactly(kind: str) -> None:
 # ---------------------------------------------------------------- pairs
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_engine_speculates_and_agrees_as_often_as_asked(name: str, tmp_path: Path) -> None:
     recipe = PairRecipe(**PAIRS[name])

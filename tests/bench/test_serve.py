@@ -280,6 +280,7 @@ MISBEHAVIOUR: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("behaviour", "message"), MISBEHAVIOUR, ids=lambda x: str(x)[:24])
 def test_a_misbehaving_server(behaviour: Any, message: str) -> None:
     """One line before anything is measured; later the same as a failed request."""

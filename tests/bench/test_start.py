@@ -10,6 +10,7 @@ from forerun.errors import ConfigError, ForerunError
 from tests import tiny
 
 
+@pytest.mark.one_in(0)
 def test_a_text_and_a_server() -> None:
     options = ["--model", str(tiny.spoken()), "--kv-tokens", "256"]
     generate, serve = measure_starts([this_command()], options, 1)

@@ -65,6 +65,7 @@ def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0 and f"python -m benchmarks.{name}" in capsys.readouterr().out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_of_scripts(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
@@ -131,6 +132,7 @@ def test_asynchronous_drafting(pair: Pair, capsys: pytest.CaptureFixture[str]) -
     assert len(lines) == 4 and "anticipated" in lines[0] and "tokens/s" in lines[1]
 
 
+@pytest.mark.one_in(0)
 @pytest.mark.default_model
 @needs_native
 def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,7 @@ def complete(home: Path, *words: str, shell: str = "bash") -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("words", "offers"),
     [

@@ -202,6 +202,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize(

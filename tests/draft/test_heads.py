@@ -58,6 +58,7 @@ def depth_of(kind: str, head: Any) -> int:
 # ---------------------------------------------------------------- what they compute
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_node_has_the_logits_of_the_twin(
@@ -321,6 +322,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 # ---------------------------------------------------------------- in use
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize(("kind", "shape"), [
     *((kind, None) for kind in KINDS), ("eagle3", "reduced vocabulary"), ("eagle", "a head of its own"),

@@ -55,6 +55,7 @@ def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
     model.cache.commit(slot, range(len(tokens) - 1))
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "draft",

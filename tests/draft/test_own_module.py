@@ -122,6 +122,7 @@ def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
 # ---------------------------------------------------------------- finding it
 
 
+@pytest.mark.one_in(3)
 @compiled
 @families
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -41,6 +41,7 @@ def params(temperature: float) -> SamplingParams:
     return SamplingParams.pure(max_tokens=30, temperature=temperature, seed=3, ignore_eos=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["match", "token", "block", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -81,6 +82,7 @@ class Masked(Runner):
         return None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["match", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("width", [1, 3])

@@ -315,6 +315,7 @@ def test_matches_are_kept_apart_by_powers_of_two() -> None:
     assert kind_of_match("ngram", 2) != kinds[0]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("curve", machine.CURVES)
 @pytest.mark.parametrize(
     ("mix", "requests"), [("good", 1), ("half", 4), ("mixed", 16), ("bad", 16), ("good", 48)]

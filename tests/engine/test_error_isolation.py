@@ -276,6 +276,7 @@ def undisturbed(engine: Engine, draft: str) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("fault", "draft"), FAULTS)
 def test_one_fails_alone(engine: Engine, fault: Fault, draft: str) -> None:
     options, expected = {"logprobs": 2, "repetition_penalty": 1.2}, undisturbed(engine, draft)

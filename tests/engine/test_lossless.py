@@ -61,6 +61,7 @@ def same_as_plain(requests: Sequence[Request], family: str, temperature: float |
         assert list(request.output) == plain(family, temperature, i)[: request.params.max_tokens]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_alone(family: str, draft: str) -> None:
@@ -73,6 +74,7 @@ def test_alone(family: str, draft: str) -> None:
         assert list(request.output) == plain(family, BOTH, i)[: request.params.max_tokens]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *FILES])
 def test_staggered_small_chunks_small_pool(family: str, draft: str) -> None:
@@ -99,6 +101,7 @@ def test_chains_in_one_native_call(family: str, draft: str) -> None:
         )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("draft", build.BLOCKS)
 @pytest.mark.parametrize("family", ["llama", FILES[0]])
@@ -120,6 +123,7 @@ def test_every_kind_of_block_is_greedy_under_ratio_rules(rule: str, draft: str) 
     same_as_plain(requests, "llama", 0.0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tokens", [1024, 112], ids=["room", "preempted"])
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_what_is_kept_of_requests_that_rest_long_is_dropped(
@@ -189,6 +193,7 @@ SPECIAL = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_sampling_parameters(draft: str) -> None:
     """Every parameter, in one batch, acts as it does without speculation (T15)."""
@@ -212,6 +217,7 @@ def test_drafts_are_worth_something(family: str) -> None:
         assert 0 < sum(s.accepted for s in stats) < sum(s.drafted for s in stats)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("draft", build.PROPOSERS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:

@@ -72,6 +72,7 @@ def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, prompt_logprobs=TOP, ignore_eos=True, **options)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize(
     ("chunk", "scores"), [(64, 1 << 20), (5, 1 << 20), (64, 4), (3, 2), (64, 1)]

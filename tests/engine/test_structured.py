@@ -133,6 +133,7 @@ def alone(i: int, option: SamplingParams) -> tuple[list[int], str | None]:
     return list(request.output), request.finish_reason
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", [*DRAFTS, "off"])
 def test_same_tokens_with_every_draft(draft: str, temperature: float) -> None:
@@ -254,6 +255,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("draft", ["ngram", "tree"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_beside_other_parameters(name: str, draft: str) -> None:
@@ -293,6 +295,7 @@ EXPLODING = Grammar.of(
 )  # the number of lexer states doubles with each character
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("states, fails", [(250, False), (60, True)])
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
@@ -394,12 +397,14 @@ def test_aborts_leave_nothing_behind() -> None:
     assert {r.finish_reason for r in requests} == {"abort"}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> None:
     assert said(run(engine(rule), options(0.0), draft)) == plain(0.0)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")]
 )

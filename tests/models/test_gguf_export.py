@@ -37,6 +37,7 @@ FILES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in REF
 MESSAGES = [{"role": "user", "content": "the end"}]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name, kinds", FILES)
 def test_transformers_reads_the_model_of_the_file(name: str, kinds: str, tmp_path: Path) -> None:
     """In float32, against the model that the file was written from."""

@@ -172,6 +172,7 @@ def test_the_page_about_models_lists_all_of_them() -> None:
 # ---------------------------------------------------------------- logits
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
 @pytest.mark.parametrize("kinds", ["F32", "F16"])
 @names
@@ -185,6 +186,7 @@ def load_float32(path: Path) -> Decoder:
     return load_decoder(path, torch.float32, CPU, 128)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
 def test_quantized_files_give_the_logits_of_their_numbers(name: str, kinds: str) -> None:
     file, text = written(name, kinds), ids(24)
@@ -244,6 +246,7 @@ def test_a_chunk_gives_the_bits_of_single_tokens(name: str, kinds: str) -> None:
 ALL = [kind for kind in gguf_files.TYPES if kind not in ("F32", "F16")]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
 @pytest.mark.parametrize("kind", ALL)
 def test_experts_of_every_type(kind: str, kernels: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def decoder(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
     return NativeDecoder(load_config(path), path, "bfloat16", 256, keep=True)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, kinds", MODELS, ids=str)
 def test_chunks_and_trees_give_the_bits_of_one_token_passes(
     name: str, kinds: gguf_files.Kinds, instructions: str

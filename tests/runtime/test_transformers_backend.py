@@ -206,6 +206,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 # ---------------------------------------------------------------- logits
 
 
+@pytest.mark.one_in(4)
 @kinds
 def test_prompts_in_chunks_are_transformers_own(kind: str) -> None:
     """Two texts, longer than the windows, in chunks of any length, in fragmented pages."""
@@ -227,6 +228,7 @@ def test_prompts_in_chunks_are_transformers_own(kind: str) -> None:
         close(torch.cat(parts), truth(kind, text))
 
 
+@pytest.mark.one_in(4)
 @kinds
 def test_one_token_steps_are_transformers_own(kind: str) -> None:
     model, text = runner(kind), some_text(3, 24)
@@ -350,6 +352,7 @@ def similar(kind: str) -> Path:
     return write(module)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [("olmo3", 0.0), ("olmo3", 0.8), ("deepseek_v3", 0.8), ("gpt_oss", 0.0), ("gemma4", 0.8)],

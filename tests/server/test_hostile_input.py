@@ -154,6 +154,7 @@ def test_every_operation_is_tried(schema: Any) -> None:
     assert found == {("POST", path) for path in POST} | {("GET", path) for path in GET}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("method", "path", "valid"),
     [*itertools.product(["POST"], POST, [True, False]), *(("GET", path, True) for path in GET)],
@@ -356,6 +357,7 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("path", "name"), [(p, n) for p, f in OUT_OF_RANGE.items() for n in f])
 def test_values_out_of_range_are_refused(serve: Serving, path: str, name: str) -> None:
     for value in OUT_OF_RANGE[path][name]:
@@ -644,6 +646,7 @@ def watched(service: EngineService) -> Iterator[Watch]:
         beating.result(PATIENCE)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SLOW)
 def test_neither_the_event_loop_nor_the_engine_is_held(name: str, serve: Serving) -> None:
     """What holds them does so each time; other processes of the machine do it once."""

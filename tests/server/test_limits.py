@@ -286,6 +286,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", [(), ("key",)], ids=["without keys", "with keys"])
 def test_no_request_imports_a_module(key: tuple[str, ...]) -> None:
     """An import needs a file descriptor, which clients may have taken."""

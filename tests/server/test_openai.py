@@ -439,6 +439,7 @@ def test_required_tool_calls(client: openai.OpenAI, choice: Any) -> None:
 OSLO = CALLS[:1]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("speculative", [True, False], ids=["many tokens an event", "one"])
 @pytest.mark.parametrize(
     ("generated", "content", "calls"),

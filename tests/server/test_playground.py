@@ -605,6 +605,7 @@ def test_the_keyboard_is_enough(open_page: Open, fake: Any) -> None:
     assert page.eval_on_selector_all(controls, f"es => es.filter({unnamed}).length") == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_no_width_scrolls_sideways(open_page: Open, chat: Any, width: int) -> None:
     page = open_page(chat.url, width)

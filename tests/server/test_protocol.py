@@ -307,6 +307,7 @@ def test_conflicting_fields_are_refused(front: Front, path: str, fields: Any) ->
 VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex": "a", "json": {}}]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_wrong_values_of_aliases_are_refused(front: Front, value: Any) -> None:
     for path in ASKED:

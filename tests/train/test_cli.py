@@ -136,6 +136,7 @@ def test_a_time_limit_that_is_over_after_the_set_up(train: Verb, tmp_path: Path)
     assert report["steps"] == 0 and report["measured"] == [] and len(report["evaluations"]) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", ["small-lm", "eagle3", "medusa"])
 def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path) -> None:
     target, out = tmp_path / "target", str(tmp_path / "drafter")
@@ -150,6 +151,7 @@ def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path)
     assert code == 0, err
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gguf_target(recipe: str, bare: Verb, tmp_path: Path) -> None:

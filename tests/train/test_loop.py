@@ -84,6 +84,7 @@ def weights_equal(one: Trainer, other: Trainer) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("at", "killed", "settings"),
     [

@@ -70,6 +70,7 @@ def built(recipe: Recipe, target: Target, corpus: Corpus, noise: float = 0.0) ->
     return module
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_helps_and_predictions_agree_with_the_engine(
     name: str, target: Target, corpus: Corpus, tmp_path: Path

@@ -129,6 +129,7 @@ def test_two_drafts_against_one_law_are_found_out():
     assert 0.06 < mean_bias(FAULTS["siblings"].code("tree"), two_drafts) < 0.14
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["shared-recovery", "shared-coins"])
 @pytest.mark.parametrize("rule", RULES_OF_CHAINS)
 def test_shared_noise_is_found_out(rule, name):
