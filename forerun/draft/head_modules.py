@@ -26,21 +26,17 @@ from forerun.kernels import native
 from forerun.kernels import reference as kernels
 from forerun.kernels.native import CNorm, COp
 from forerun.models.config import ModelConfig, make_config
-from forerun.models.decoder import Attend, route
-from forerun.models.experts import StackedRows
+from forerun.models.decoder import Attend
 from forerun.models.shortlist import ids_of, maps_of
 from forerun.runtime.packed import Linear, PackedMatrix
 from forerun.runtime.program import (
     ATTENDED,
-    BRANCH,
     HIDDEN,
     QKV,
     ForwardBatch,
     Program,
     X,
     embed_op,
-    mix_op,
-    route_op,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,8 +79,7 @@ def layer_like(c: ModelConfig, intermediate: int | None = None) -> ModelConfig:
 
 
 class SelfAttention(nn.Module):
-    """Attention over inputs of any width. Tensor names are those of Llama and Qwen3; what gates the
-    output, if anything does, is a product of its own."""
+    """Attention over inputs of any width. Tensor names are those of Llama and Qwen3."""
 
     def __init__(self, c: ModelConfig, width: int, layer: int = 0) -> None:
         """`width` is the size of the inputs, `layer` the index passed to `attend`."""
@@ -95,7 +90,6 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=c.qkv_bias)
         self.v_proj = nn.Linear(width, keys, bias=c.qkv_bias)
         self.o_proj = nn.Linear(queries, c.hidden, bias=False)
-        self.gate_proj = nn.Linear(width, queries, bias=False) if c.output_gate else None
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
@@ -114,8 +108,6 @@ class SelfAttention(nn.Module):
         q, k, v = (product(x).view(heads) for product in (self.q_proj, self.k_proj, self.v_proj))
         q, k = kernels.rotate(self.q_norm(q), *rotation), kernels.rotate(self.k_norm(k), *rotation)
         attended = attend(self.layer, q, k, v).flatten(-2)
-        if self.gate_proj is not None:
-            attended = attended * self.gate_proj(x).sigmoid()
         out: Tensor = self.o_proj(attended)
         return out
 
@@ -135,41 +127,6 @@ class Mlp(nn.Module):
         gate = kernels.activate(self.gate_proj(x), self.activation)
         out: Tensor = self.down_proj(gate * self.up_proj(x))
         return out
-
-
-class MixtureMlp(Mlp):
-    """A gated MLP and, beside it, a mixture of experts, as in Qwen3-Next and Qwen3.5.
-
-    Attributes:
-        experts_up: [2 * E * I, H], the gates of all experts and then their ups, in parts of one
-            expert that are read when they are used; not parameters of the module.
-        experts_down: [E * H, I], likewise.
-    """
-
-    experts_up: StackedRows
-    experts_down: StackedRows
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__(c)
-        assert c.experts is not None
-        self.mixture = c.experts
-        self.router = nn.Linear(c.hidden, c.experts.count, bias=False)
-        self.shared_gate = nn.Linear(c.hidden, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., H] -> [.., H]"""
-        flat, count = x.flatten(0, -2), self.mixture.count
-        choice, weights = route(self.router(flat).float(), self.mixture, None, None)
-        out = super().forward(flat) * self.shared_gate(flat).sigmoid()
-        for expert in set(choice.flatten().tolist()):
-            token, slot = (choice == expert).nonzero(as_tuple=True)
-            parts = (self.experts_up.parts[i]().to(x) for i in (expert, count + expert))
-            gate, up = (kernels.linear(flat[token], part, None) for part in parts)
-            inner = kernels.gate(gate, up, self.activation)
-            found = kernels.linear(inner, self.experts_down.parts[expert]().to(x), None)
-            out = out.index_add(0, token, found * weights[token, slot, None].to(x))
-        result: Tensor = out.view(x.shape)
-        return result
 
 
 class HeadLayer(nn.Module):
@@ -216,7 +173,7 @@ class JoinedLayer(HeadLayer):
         self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
         self.self_attn = SelfAttention(c, c.hidden)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.mlp = Mlp(c) if c.experts is None else MixtureMlp(c)
+        self.mlp = Mlp(c)
 
 
 # ---------------------------------------------------------------- heads and their targets
@@ -430,23 +387,17 @@ def release_weights(module: nn.Module, prefix: str) -> None:
         if name.startswith(prefix) and isinstance(part, nn.Linear):
             part.register_parameter("weight", None)
             part.register_parameter("bias", None)
-        if name.startswith(prefix) and isinstance(part, MixtureMlp):
-            del part.experts_up, part.experts_down
 
 
 class Operations:
     """Builder of native operations for layers of one shape. Keep it as long as the program: the
     operations point to memory that it owns.
-
-    Attributes:
-        experts_at: the first of the buffers for experts, see `expert_widths`.
     """
 
     def __init__(self, config: ModelConfig, form: str, rotation: Rotation | None) -> None:
         """Products are packed in `form`; attention needs `rotation`, cos and sin of all positions,
         float32 [context, 1, D / 2]."""
         self.config, self.form, self.rotation = config, form, rotation
-        self.experts_at = 0
         self._owned: list[Any] = []
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> PackedMatrix:
@@ -528,13 +479,8 @@ class Operations:
         offset = c.kv_offsets()[layer]
         return dict(heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, kv_width=offset)
 
-    def attention_and_mlp(
-        self, layer: HeadLayer, index: int, norm: nn.Module | None = None
-    ) -> list[COp]:
-        """Run a layer from its attention on, added to X; `index` is its index in the cache.
-
-        `norm` is the one between X and the attention, which a gate of its output needs.
-        """
+    def attention_and_mlp(self, layer: HeadLayer, index: int) -> list[COp]:
+        """Run a layer from its attention on, added to X; `index` is its index in the cache."""
         c = self.config
         attend = COp(
             kind=native.ATTEND,
@@ -545,56 +491,12 @@ class Operations:
             window=c.windows[index] or 0,
         )
         ops, attention = [attend], layer.self_attn
-        if attention.gate_proj is not None:
-            gate: dict[str, Any] = dict(
-                activation=native.ACTIVATIONS["sigmoid"], combine=native.TIMES
-            )
-            ops.append(self.product(attention.gate_proj.weight, X, ATTENDED, norm, **gate))
         ops.append(self.product(attention.o_proj.weight, ATTENDED, X, combine=native.ADD))
         mlp, mlp_norm = layer.mlp, layer.post_attention_layernorm
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
         activation = native.ACTIVATIONS[c.activation]
         ops.append(self.product(gate_up, X, HIDDEN, mlp_norm, gated=1, activation=activation))
-        if isinstance(mlp, MixtureMlp):
-            return [*ops, *self._mixture(mlp, mlp_norm)]
         return [*ops, self.product(mlp.down_proj.weight, HIDDEN, X, combine=native.ADD)]
-
-    def expert_widths(self) -> list[int]:
-        """Return the row widths of the buffers that experts need: scores, choice, inside and output
-        of the chosen experts, output of the shared MLP and its gate; [] without experts."""
-        c, e = self.config, self.config.experts
-        if e is None:
-            return []
-        return [e.count, 2 * e.used, e.used * e.intermediate, e.used * c.hidden, c.hidden, 1]
-
-    def parts(self) -> dict[int, int]:
-        """Return how many inputs of products stand side by side in a row, by buffer."""
-        e = self.config.experts
-        return {} if e is None else {self.experts_at + 2: e.used}
-
-    def _mixture(self, mlp: MixtureMlp, norm: nn.Module) -> list[COp]:
-        """Add the experts of X and the shared MLP, whose inside is in HIDDEN, to X."""
-        e, hidden = mlp.mixture, self.config.hidden
-        scores, choice, inner, out, shared, gate = range(self.experts_at, self.experts_at + 6)
-        chosen: dict[str, Any] = dict(slots=e.used, choice=choice, choice_column=0)
-        common: dict[str, Any] = dict(experts=e.count, **chosen)
-        activation = native.ACTIVATIONS[self.config.activation]
-        # what they decide is not continuous, and they are small
-        router = PackedMatrix(mlp.router.weight.detach(), None, "float32", gated=False)
-        shared_gate = PackedMatrix(mlp.shared_gate.weight.detach(), None, "float32", gated=False)
-        up = PackedMatrix(mlp.experts_up, None, self.form, gated=True)
-        down = PackedMatrix(mlp.experts_down, None, self.form, gated=False)
-        return [
-            self.product(router, X, scores, norm),
-            route_op(e, scores, choice),
-            self.product(up, X, inner, norm, gated=1, activation=activation, **common),
-            self.product(down, inner, out, spread=1, **common),
-            mix_op(out, BRANCH, hidden, **chosen),
-            self.product(mlp.down_proj.weight, HIDDEN, shared),
-            self.product(shared_gate, X, gate, norm),
-            mix_op(shared, BRANCH, hidden, combine=native.ADD, gate=gate),
-            mix_op(BRANCH, X, hidden, combine=native.ADD),
-        ]
 
     def widths(self, num_logits: int, *others: int) -> np.ndarray:
         """Return the row width of each buffer, int32: a decoder's, and `others` after them."""

@@ -10,7 +10,7 @@ from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
-from forerun.draft.eagle.mtp import load_module, load_own_module
+from forerun.draft.eagle.own_module import load_any_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
@@ -29,7 +29,7 @@ from forerun.types import RETRIEVAL
 EAGLE_LOADERS: dict[str, Callable[[Path, TargetView], EagleModule]] = {
     "eagle": load_eagle1_head,
     "eagle3": load_head,
-    "mtp": load_module,
+    "mtp": load_any_module,
 }
 MEDUSA_LOADERS: dict[str, Callable[[Path], MedusaStyleHeads]] = {
     "medusa": load_heads,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,149 +33,58 @@ Attend = Callable[..., Tensor]
 Recur = Callable[[int, Tensor, Tensor, RecurrentWeights], Tensor]
 
 
-class Decoder:
-    """A loaded model on torch: `forward` maps token ids and positions to logits.
+class DecoderLayers:
+    """The layers of a decoder on torch, or those of a drafter that is built like them.
 
     Attributes:
-        layer_ids: the layers that a forward pass runs; all of them unless `with_layers` was used.
-        shortlist: ascending token ids [Vd] that are scored, if not all are.
+        config: the shape of the layers.
+        weights: anything whose `layers` are their `LayerWeights`.
     """
 
-    def __init__(
+    config: ModelConfig
+    weights: Any
+
+    def run_layer(
         self,
-        config: ModelConfig,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        context: int,
-        shortlist: Tensor | None = None,
-    ) -> None:
-        """Load the weights in `path` and compute rotary tables for `context` positions.
-
-        shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
-        Raises LoadError."""
-        if config.recurrent is not None and device.type != "cpu":
-            raise LoadError(
-                f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
-                "device=cpu"
-            )
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.context = context
-        self.weights = self._load(path, shortlist)
-        self.shortlist = None if shortlist is None else shortlist.to(device)
-        tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
-        self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
-        self.layer_ids: Sequence[int] = range(config.layers)
-
-    def _load(self, path: Path, shortlist: Tensor | None) -> Weights:
-        return load_weights(self.config, path, self.dtype, self.device, shortlist=shortlist)
-
-    def with_layers(self, layer_ids: Sequence[int], window: int | None) -> Decoder:
-        """Return the model restricted to these layers, and to `window` keys if given.
-
-        Weights and KV cache are shared with this decoder (layer skipping, self-speculation)."""
-        part = copy.copy(self)
-        part.config = self.config.with_window(window)
-        part.layer_ids = layer_ids
-        return part
-
-    def pass_bytes(self, rows: float = 1) -> int:
-        """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
-        tokens with independent routes use."""
-        e = self.config.experts
-        if e is None:
-            return self.weight_bytes
-        layers = [self.weights.layers[i].experts for i in self.layer_ids]
-        matrices = [m.weight for own in layers if own for m in (own.up, own.down)]
-        size = sum(weight.numel() * weight.element_size() for weight in matrices)
-        return self.weight_bytes - round(size * (1 - e.share(rows)))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the matrices of a forward pass, the embedding only as a tied head."""
-        w = self.weights
-        layers = [w.layers[i] for i in self.layer_ids]
-        matrices = [matrix for layer in layers for matrix in layer.matrices]
-        weights = [matrix.weight for matrix in (*matrices, w.head)]
-        return sum(weight.numel() * weight.element_size() for weight in weights)
-
-    @property
-    def weight_bits(self) -> float:
-        """Bits per weight."""
-        return 8.0 * self.dtype.itemsize
-
-    @property
-    def precision(self) -> str:
-        """Number format of the matrices and the kernels that multiply them, for display."""
-        return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
+        x: Tensor,
+        i: int,
+        rotations: Sequence[tuple[Tensor, Tensor]],
         attend: Attend,
-        want: Tensor,
-        aux_hidden_layers: Sequence[int] = (),
+        *,
         recur: Recur | None = None,
-    ) -> Forward:
-        """Run one forward pass over flat tokens.
+        growth: Tensor | None = None,
+        own: Tensor | None = None,
+    ) -> Tensor:
+        """Run layer `i` on the residual stream x [T, H]. -> [T, H]
 
         Args:
-            ids: [T] int64 token ids.
-            positions: [T] int64 logical positions.
-            attend: attention over the cached tokens and these.
-            want: [M] int64 indices in T whose logits are needed.
-            aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
-                the output of the last layer.
-            recur: the recurrent layers, of a model that has some.
-
-        Returns:
-            logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
+            rotations: cos and sin of the tokens' positions, of each rotary embedding.
+            attend, recur: as in `Decoder.forward`.
+            growth: factors on the queries [T, 1, 1], see `query_growth`.
+            own: the layer's own embedding of the tokens [T, P], if it has one.
         """
-        c, w = self.config, self.weights
-        x = w.embed[ids] * c.embed_scale if c.embed_scale != 1.0 else w.embed[ids]
-        if w.positions is not None:
-            x = x + w.positions[positions]
-        rotations = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
-        growth = None
-        if c.query_growth is not None:
-            growth = query_scale(c.query_growth, positions).to(x.dtype)[:, None, None]
-        inputs = self._layer_inputs(ids, x)
-        features = {}
-        for i in self.layer_ids:
-            layer = w.layers[i]
-            if i in aux_hidden_layers:
-                features[i] = x
-            rope = c.rope_of[i]
-            rotation = None if rope is None else rotations[rope]
-            read = self._norm(x, layer.attention_norm)
-            branches = []
-            if layer.recurrent is not None:
-                assert recur is not None
-                branches.append(self._recurrence(read, i, layer.recurrent, recur))
-            if c.has_attention(i):
-                branch = self._attention(read, i, layer, rotation, growth, attend)
-                branches.append(self._norm(branch, layer.attention_out_norm))
-            if c.parallel:
-                branches.insert(0, self._mlp_branch(read, i, layer))
-            for branch in branches:
-                x = x + branch * c.residual_scale
-            if c.has_mlp(i) and not c.parallel:
-                x = x + self._mlp_branch(x, i, layer) * c.residual_scale
-            if inputs is not None:
-                x = self._add_layer_input(x, layer, inputs[:, i])
-            if layer.scale != 1.0:
-                x = x * layer.scale
-        if c.layers in aux_hidden_layers:
-            features[c.layers] = x
-        logits = self._linear(self._norm(x[want], w.norm), w.head)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * c.logit_scale
-        if c.logit_softcap:
-            logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        return Forward(spread(logits, self.shortlist, c.vocab), features)
+        c, layer = self.config, self.weights.layers[i]
+        rope = c.rope_of[i]
+        rotation = None if rope is None else rotations[rope]
+        read = self._norm(x, layer.attention_norm)
+        branches = []
+        if layer.recurrent is not None:
+            assert recur is not None
+            branches.append(self._recurrence(read, i, layer.recurrent, recur))
+        if c.has_attention(i):
+            branch = self._attention(read, i, layer, rotation, growth, attend)
+            branches.append(self._norm(branch, layer.attention_out_norm))
+        if c.parallel:
+            branches.insert(0, self._mlp_branch(read, i, layer))
+        for branch in branches:
+            x = x + branch * c.residual_scale
+        if c.has_mlp(i) and not c.parallel:
+            x = x + self._mlp_branch(x, i, layer) * c.residual_scale
+        if own is not None:
+            x = self._add_layer_input(x, layer, own)
+        if layer.scale != 1.0:
+            x = x * layer.scale
+        return x
 
     def _attention(
         self,
@@ -332,17 +242,6 @@ class Decoder:
             total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
 
-    def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
-        """Return the layers' own embeddings of these tokens [T, L, P]; x is their embedding."""
-        c, w = self.config, self.weights.layer_inputs
-        if w is None:
-            return None
-        shape = (len(ids), c.layers, c.layer_input)
-        projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
-        stored = w.embed[ids].view(shape) * c.layer_input**0.5
-        both: Tensor = self._norm(projected, w.norm) + stored
-        return both * 2**-0.5
-
     def _add_layer_input(self, x: Tensor, layer: LayerWeights, own: Tensor) -> Tensor:
         """Add a layer's own embedding of the tokens, own [T, P], to the residual stream."""
         w = layer.layer_input
@@ -359,6 +258,144 @@ class Decoder:
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
         return kernels.linear(x, linear.weight, linear.bias)
+
+
+class Decoder(DecoderLayers):
+    """A loaded model on torch: `forward` maps token ids and positions to logits.
+
+    Attributes:
+        layer_ids: the layers that a forward pass runs; all of them unless `with_layers` was used.
+        shortlist: ascending token ids [Vd] that are scored, if not all are.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        shortlist: Tensor | None = None,
+    ) -> None:
+        """Load the weights in `path` and compute rotary tables for `context` positions.
+
+        shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
+        Raises LoadError."""
+        if config.recurrent is not None and device.type != "cpu":
+            raise LoadError(
+                f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
+                "device=cpu"
+            )
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.context = context
+        self.weights = self._load(path, shortlist)
+        self.shortlist = None if shortlist is None else shortlist.to(device)
+        tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
+        self.ropes = [(cos.to(device), sin.to(device)) for cos, sin in tables]
+        self.layer_ids: Sequence[int] = range(config.layers)
+
+    def _load(self, path: Path, shortlist: Tensor | None) -> Weights:
+        return load_weights(self.config, path, self.dtype, self.device, shortlist=shortlist)
+
+    def with_layers(self, layer_ids: Sequence[int], window: int | None) -> Decoder:
+        """Return the model restricted to these layers, and to `window` keys if given.
+
+        Weights and KV cache are shared with this decoder (layer skipping, self-speculation)."""
+        part = copy.copy(self)
+        part.config = self.config.with_window(window)
+        part.layer_ids = layer_ids
+        return part
+
+    def pass_bytes(self, rows: float = 1) -> int:
+        """Return the bytes that a forward pass over `rows` tokens reads: of experts those that
+        tokens with independent routes use."""
+        e = self.config.experts
+        if e is None:
+            return self.weight_bytes
+        layers = [self.weights.layers[i].experts for i in self.layer_ids]
+        matrices = [m.weight for own in layers if own for m in (own.up, own.down)]
+        size: int = sum(weight.numel() * weight.element_size() for weight in matrices)
+        return self.weight_bytes - round(size * (1 - e.share(rows)))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the matrices of a forward pass, the embedding only as a tied head."""
+        w = self.weights
+        layers = [w.layers[i] for i in self.layer_ids]
+        matrices = [matrix for layer in layers for matrix in layer.matrices]
+        weights = [matrix.weight for matrix in (*matrices, w.head)]
+        size: int = sum(weight.numel() * weight.element_size() for weight in weights)
+        return size
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits per weight."""
+        return 8.0 * self.dtype.itemsize
+
+    @property
+    def precision(self) -> str:
+        """Number format of the matrices and the kernels that multiply them, for display."""
+        return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        want: Tensor,
+        aux_hidden_layers: Sequence[int] = (),
+        recur: Recur | None = None,
+    ) -> Forward:
+        """Run one forward pass over flat tokens.
+
+        Args:
+            ids: [T] int64 token ids.
+            positions: [T] int64 logical positions.
+            attend: attention over the cached tokens and these.
+            want: [M] int64 indices in T whose logits are needed.
+            aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
+                the output of the last layer.
+            recur: the recurrent layers, of a model that has some.
+
+        Returns:
+            logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
+        """
+        c, w = self.config, self.weights
+        x = w.embed[ids] * c.embed_scale if c.embed_scale != 1.0 else w.embed[ids]
+        if w.positions is not None:
+            x = x + w.positions[positions]
+        rotations = [(cos[positions], sin[positions]) for cos, sin in self.ropes]
+        growth = None
+        if c.query_growth is not None:
+            growth = query_scale(c.query_growth, positions).to(x.dtype)[:, None, None]
+        inputs = self._layer_inputs(ids, x)
+        features = {}
+        for i in self.layer_ids:
+            if i in aux_hidden_layers:
+                features[i] = x
+            own = None if inputs is None else inputs[:, i]
+            x = self.run_layer(x, i, rotations, attend, recur=recur, growth=growth, own=own)
+        if c.layers in aux_hidden_layers:
+            features[c.layers] = x
+        logits = self._linear(self._norm(x[want], w.norm), w.head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * c.logit_scale
+        if c.logit_softcap:
+            logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
+        return Forward(spread(logits, self.shortlist, c.vocab), features)
+
+    def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
+        """Return the layers' own embeddings of these tokens [T, L, P]; x is their embedding."""
+        c, w = self.config, self.weights.layer_inputs
+        if w is None:
+            return None
+        shape = (len(ids), c.layers, c.layer_input)
+        projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
+        stored = w.embed[ids].view(shape) * c.layer_input**0.5
+        both: Tensor = self._norm(projected, w.norm) + stored
+        return both * 2**-0.5
 
 
 def route(

@@ -117,13 +117,8 @@ class NativeDecoder:
             if part == "head" and config.tied and tables and shortlist is None:
                 return tables[0]
             is_partial = part == "head" and shortlist is not None  # the cache holds all its rows
-            is_gated = part in ("up", "shared_up", "expert_up") and config.gated
-            if part in EXACT_PARTS:
-                return PackedMatrix(_exact(source), bias, "float32", gated=False)
-            packed = pack(source, bias, form, keep, is_gated, no_cache if is_partial else cache)
-            if part in ("expert_up", "expert_down"):
-                _check_experts(config, isinstance(packed, MixedMatrix), path)
-            return packed
+            own_cache = no_cache if is_partial else cache
+            return pack_part(part, source, bias, config, path, form, keep, own_cache)
 
         def make_embedding(source: Source) -> Tensor | PackedMatrix:
             held = source.read()
@@ -253,6 +248,27 @@ class NativeDecoder:
         )
         self._owned.append(recorder.owned)
         return recorder.program(self.layer_ids)
+
+
+def pack_part(
+    part: str,
+    source: Source,
+    bias: Tensor | None,
+    config: ModelConfig,
+    path: Path,
+    form: str,
+    keep: bool,
+    cache: PackedCache,
+) -> PackedMatrix | MixedMatrix:
+    """Pack a linear layer of a decoder, named as in `LayerWeights`; `form` and `keep` are as in
+    `NativeDecoder`. Raises LoadError, which names `path`, for experts that do not fit."""
+    if part in EXACT_PARTS:
+        return PackedMatrix(_exact(source), bias, "float32", gated=False)
+    is_gated = part in ("up", "shared_up", "expert_up") and config.gated
+    packed = pack(source, bias, form, keep, is_gated, cache)
+    if part in ("expert_up", "expert_down"):
+        _check_experts(config, isinstance(packed, MixedMatrix), path)
+    return packed
 
 
 def _exact(source: Source) -> Tensor:

@@ -131,7 +131,11 @@ class DecoderRecorder:
             ops.append(saves[c.layers])
         head: dict[str, Any] = dict(wanted=1, softcap=c.logit_softcap or 0)
         ops += self._linear(w.head, X, LOGITS, w.norm, scale=_factor(c.logit_scale), **head)
-        e = c.experts
+        return self.make_program(ops)
+
+    def make_program(self, ops: list[COp]) -> Program:
+        """Return a program of these operations over the recorder's buffers."""
+        c, e = self.config, self.config.experts
         rows_each = {self.at["expert_inner"]: e.used} if e is not None else {}
         if c.latent is not None:  # inputs of heads stand side by side
             rows_each |= {self.at["plain"]: c.heads, ATTENDED: c.heads}

@@ -20,7 +20,7 @@ from forerun import LLM, LoadError, SamplingParams, rng
 from forerun.cache.attention import Segment
 from forerun.draft.eagle import proposer as eagle
 from forerun.draft.eagle.module import Eagle3Head
-from forerun.draft.eagle.mtp import load_module
+from forerun.draft.eagle.own_module import load_any_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
 from forerun.draft.proposer import DraftRequest, TargetView, view_of
 from forerun.kernels import native
@@ -381,7 +381,7 @@ def test_a_target_s_own_layer_computes_what_it_should(tmp_path: Path) -> None:
     """Its biases, its norms, and the state before the embedding; the target does without it."""
     path, tokens = mimo(tmp_path / "mimo"), [5, 6, 7, 9, 11, 3]
     view = view_of(tiny.decoder(path))
-    drafter = EagleProposer("mtp", load_module(path, view).double(), view, **ROOM)
+    drafter = EagleProposer("mtp", load_any_module(path, view), view, **ROOM)
     drafter.open(0, tokens)
     drafter.observe(0, 0, last_states(path, tokens))
     (draft,) = drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(1, 5), 1)])
@@ -418,5 +418,5 @@ def test_an_own_layer_that_is_not_there_is_one_line(
     save_file(kept, path / "model.safetensors")
     whole = view_of(tiny.decoder(mimo(tmp_path / "whole")))
     with pytest.raises(LoadError, match=says) as error:
-        load_module(path, whole)
+        load_any_module(path, whole)
     assert "\n" not in str(error.value)

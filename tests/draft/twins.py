@@ -332,6 +332,61 @@ class QwenMtpTwin:
         return self.product(outputs, head)
 
 
+class NextnTwin:
+    """The module behind the layers of a GLM-4.5 or DeepSeek V3 checkpoint, as transformers computes
+    it: its decoder layer of the family, and its norms and product around that."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_layers import MtpLayer
+
+        loaded = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        loaded.set_experts_implementation("eager")  # others cannot multiply in float64
+        self.model, last = loaded.double(), config.layers - 1
+        own = self.model.config
+        kinds = type(self.model.model.layers[last]), type(self.model.model.norm)
+        self.module = MtpLayer(own, *kinds, last).double().eval()
+        self.module.load_state_dict(self._weights(path, f"model.layers.{config.layers}."))
+
+    def _weights(self, path: Path, at: str) -> dict[str, Tensor]:
+        stored = load_file(path / "model.safetensors")
+        found = {n.removeprefix(at): t for n, t in stored.items() if n.startswith(at)}
+        for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # the target's
+            found.pop(copied)
+        weights = {"post_norm.weight": found.pop("shared_head.norm.weight")}
+        for name in [name for name in found if name.startswith(("enorm", "hnorm", "eh_proj"))]:
+            weights[name] = found.pop(name)
+        experts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+        for expert in range(self.model.config.n_routed_experts):
+            for part, matrices in experts.items():
+                matrices.append(found.pop(f"mlp.experts.{expert}.{part}_proj.weight"))
+        gates, ups, downs = (torch.stack(matrices) for matrices in experts.values())
+        found |= {"mlp.experts.gate_up_proj": torch.cat((gates, ups), 1)}
+        found |= {"mlp.experts.down_proj": downs}
+        return weights | {f"mtp_block.{name}": tensor for name, tensor in found.items()}
+
+    @torch.no_grad()
+    def outputs(self, ids: list[int], states: Tensor) -> Tensor:
+        """Run pairs of these tokens and the target's last states, before its norm. [T, H]"""
+        positions, count = torch.arange(len(ids))[None], len(ids)
+        states = self.model.model.norm(states.double())
+        mask = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1)
+        outputs: Tensor = self.module(
+            self.model.get_input_embeddings()(torch.tensor([ids])),
+            states[None],
+            position_embeddings=self.model.model.rotary_emb(states, positions),
+            attention_mask=mask[None, None],
+            position_ids=positions,
+            cache=None,
+        )
+        return outputs[0]
+
+    @torch.no_grad()
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        logits: Tensor = self.model.lm_head(outputs)
+        return logits
+
+
 class BlockTwin(Twin):
     """Block drafters: DFlash and DSpark (2607.05147)."""
 

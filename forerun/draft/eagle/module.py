@@ -118,6 +118,11 @@ class EagleModule(Head):
         check_sizes(self.title, target, self.layer.hidden, self.layer.vocab)
         self.target = target
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the states that enter the head."""
+        return next(self.parameters()).dtype
+
     def parts(self) -> HeadParts:
         """Return the modules that `forward`, `logits` and `next_state` consist of."""
         raise NotImplementedError

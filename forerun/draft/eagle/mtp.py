@@ -6,15 +6,12 @@ t + 2. Applied to its own output, the module drafts further; FastMTP (2509.18362
 Embedding and lm head are the target's, unless the module predicts part of the vocabulary with an lm
 head of its own.
 
-Modules are stored in the `mtp` layout of speculators 0.9, or inside the target's own checkpoint
-(`mtp_formats`): MiMo (2505.07608) has them as `model.mtp_layers.*`, and joins a pair with the state
-first; Qwen3-Next and Qwen3.5 have them as `mtp.*`, with gated attention.
+Modules of this file are stored in the `mtp` layout of speculators 0.9, as `forerun train` writes
+them. `own_module` reads those inside the target's own checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +19,6 @@ from torch import Tensor, nn
 
 from forerun.draft.eagle.formats import read_draft_vocab
 from forerun.draft.eagle.module import EagleModule, HeadParts
-from forerun.draft.eagle.mtp_formats import PARTS, own_layout, refuse_own_module
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import (
     Tensors,
@@ -33,18 +29,14 @@ from forerun.draft.head_files import (
     size_of,
     write,
 )
-from forerun.draft.head_modules import LM_HEAD, JoinedLayer, MixtureMlp, normalise_token_map
+from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import ModelConfig, text_part
-from forerun.models.experts import StackedRows
+from forerun.models.config import ModelConfig
 from forerun.models.families import Json
 
 MTP = "MTP module"
 PREFIX = "mtp_layers.0."
-JOIN = f"{PREFIX}input_proj.weight"
-QUERIES, GATES = (f"{PREFIX}self_attn.{name}_proj.weight" for name in ("q", "gate"))
 
 
 class _MtpLayer(JoinedLayer):
@@ -110,8 +102,6 @@ def save_module(module: MtpModule, directory: Path, target: str | None, dtype: t
 def load_module(directory: Path, target: TargetView) -> MtpModule:
     """Load a module for this target, in float32. Raises LoadError."""
     raw = read_config(directory, MTP)
-    if own_layout(raw) is not None:
-        return load_own_module(directory, target)
     tensors = read_tensors(directory, MTP)
     with reading(directory, MTP):
         return _load_speculators(raw, tensors, target)
@@ -130,87 +120,3 @@ def _load_speculators(raw: Json, tensors: Tensors, target: TargetView) -> MtpMod
     draft_vocab = read_draft_vocab(raw, rows, config.vocab)
     normalise_token_map(tensors, draft_vocab, config.vocab)
     return assemble(lambda: MtpModule(config, target.layers, draft_vocab), tensors, MTP)
-
-
-def load_own_module(directory: Path, target: TargetView) -> MtpModule:
-    """Load the first multi-token layer of a target's own checkpoint. Raises LoadError."""
-    if directory.is_file():
-        raise LoadError(
-            f"{directory} is a GGUF file, whose multi-token layers are not read: use the model's"
-            " Hugging Face directory, or another draft"
-        )
-    raw = read_config(directory, MTP)
-    with reading(directory, MTP):
-        return _load_from_target(directory, raw, target)
-
-
-def _load_from_target(directory: Path, raw: Json, target: TargetView) -> MtpModule:
-    checkpoint, layout = Checkpoint(directory), own_layout(raw)
-    if reason := refuse_own_module(raw, checkpoint.where):
-        raise LoadError(reason)
-    assert layout is not None
-    text = text_part(raw)
-    if (text.get("hidden_size"), text.get("num_hidden_layers")) != (target.hidden, target.layers):
-        raise LoadError("its multi-token layers are for this model alone, the target is another")
-    mixed = layout.is_mixed(checkpoint.where)
-    stored = layout.names(mixed).items()
-    tensors = {PREFIX + name: checkpoint.floats(place).float() for name, place in stored}
-    if layout.state_first:
-        state, embedding = tensors[JOIN].chunk(2, 1)
-        tensors[JOIN] = torch.cat((embedding, state), 1).contiguous()
-    c = target.config
-    if c.norm == "rms_plus_one":
-        for name in tensors:
-            if name.endswith("norm.weight"):
-                tensors[name] = tensors[name] + 1
-    if c.output_gate:
-        _separate_gates(tensors, c)
-    layer = replace(
-        c,
-        layers=1,
-        norm="rms",
-        ropes=c.ropes[-1:],
-        rope_of=(0,),
-        windows=(None,),
-        sinks=(),
-        experts=None,
-        recurrent=None,
-        attends=(),
-    )
-    if not mixed:
-        return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
-    if c.experts is None or not c.experts.shared_gate:
-        raise LoadError("its multi-token layer has a mixture of experts, its target has none")
-    e = replace(c.experts, layers=(True,))
-    layer = replace(layer, experts=e, intermediate=e.shared)
-    module = assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
-    mlp = module.joined.mlp
-    assert isinstance(mlp, MixtureMlp)
-    gates, ups, downs = (layout.expert_names(part, e.count) for part in PARTS)
-    mlp.experts_up = _rows_of(checkpoint, [*gates, *ups], e.intermediate, c.hidden)
-    mlp.experts_down = _rows_of(checkpoint, downs, c.hidden, e.intermediate)
-    return module
-
-
-def _rows_of(checkpoint: Checkpoint, names: Sequence[str], rows: int, inputs: int) -> StackedRows:
-    """Return the matrix that these tensors [rows, inputs] make up, read when it is packed."""
-    for name in names:
-        checkpoint.claim(name, (rows, inputs))
-    readers = [_reader(checkpoint, name) for name in names]
-    return StackedRows(readers, rows, inputs)
-
-
-def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: checkpoint.floats(name)
-
-
-def _separate_gates(tensors: Tensors, c: ModelConfig) -> None:
-    """Split the rows of queries, which hold the gates of each head's output behind its queries."""
-    both = tensors[QUERIES]
-    queries = c.heads * c.head_dim
-    if both.shape != (2 * queries, c.hidden):
-        raise LoadError(
-            f"its queries and gates have shape {list(both.shape)}, not {[2 * queries, c.hidden]}"
-        )
-    parts = both.view(c.heads, 2, c.head_dim, c.hidden).unbind(1)
-    tensors[QUERIES], tensors[GATES] = (part.reshape(queries, c.hidden) for part in parts)

@@ -3,27 +3,52 @@ under which tensor names. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import MAX_EXPERTS, MTP_PREFIXES, text_part
-from forerun.models.families import Json
+from forerun.models.config import MTP_PREFIXES, ModelConfig, make_config, text_part
+from forerun.models.families import Json, is_integer
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
+from forerun.models.gguf.config import skim
+from forerun.models.gguf.container import GgufFile
+from forerun.models.tensor_names import NAMES
 
-ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
-PARTS = ("gate", "up", "down")
-EXPERTS = "mlp.experts."
-DENSE_MLP = {f"mlp.{part}_proj": f"mlp.{part}_proj" for part in PARTS}
-MIXED_MLP = {f"mlp.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in PARTS} | {
-    "mlp.router": "mlp.gate",
-    "mlp.shared_gate": "mlp.shared_expert_gate",
-}
-NORMS = ("input_layernorm", "post_attention_layernorm")
-QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 LATENT = "kv_a_proj_with_mqa"  # part of the names of latent attention (MLA)
+JOINED = ("join", "embed_norm", "state_norm", "last_norm")  # parts of a module outside of its layer
+MIMO_NAMES = {
+    "join": "input_proj",
+    "embed_norm": "token_layernorm",
+    "state_norm": "hidden_layernorm",
+    "last_norm": "final_layernorm",
+}
+QWEN_NAMES = {
+    "join": "fc",
+    "embed_norm": "pre_fc_norm_embedding",
+    "state_norm": "pre_fc_norm_hidden",
+    "last_norm": "norm",
+}
+NEXTN_NAMES = {
+    "join": "eh_proj",
+    "embed_norm": "enorm",
+    "state_norm": "hnorm",
+    "last_norm": "shared_head.norm",
+}
+GGUF_NAMES = {
+    "join": "nextn.eh_proj",
+    "embed_norm": "nextn.enorm",
+    "state_norm": "nextn.hnorm",
+    "last_norm": "nextn.shared_head_norm",
+}
+QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+# the target's embedding and lm head, which some checkpoints repeat beside the module
+TARGET_COPIES = (
+    "embed_tokens.weight",
+    "shared_head.head.weight",
+    "nextn.shared_head_head.weight",
+    "rotary_emb.inv_freq",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,66 +56,107 @@ class OwnLayout:
     """The layout of the multi-token module in the checkpoints of a family.
 
     Attributes:
-        prefix: how the names of the module's tensors begin.
-        layer: what follows before the names of the decoder layer.
-        outside: names of the parts outside of the layer, by their names in `MtpModule`.
-        further: tensors of the layer besides `ATTENTION`, `MLP` and `NORMS`.
+        prefix: how the names of the module's tensors begin; `{i}` is the number of the target's
+            layers.
+        layer: what follows before the names of the decoder layer, which are those of the target's.
+        outside: names of `JOINED`.
         state_first: the product that joins a pair has the columns of the state first.
     """
 
     prefix: str
     layer: str = ""
-    outside: dict[str, str]
-    further: tuple[str, ...]
+    outside: dict[str, str] = field(default_factory=lambda: NEXTN_NAMES)
     state_first: bool = False
 
-    def names(self, mixed: bool = False) -> dict[str, str]:
-        """Return the stored name of each tensor of a module, by its name in `MtpModule`.
+    def at(self, layers: int) -> str:
+        """Return how the names of the module's tensors begin behind this many layers."""
+        return self.prefix.format(i=layers)
 
-        `mixed` is True for a module with a mixture of experts; `expert_names` has the experts'.
-        """
-        linears, at = (*ATTENTION, *NORMS), f"{self.prefix}{self.layer}"
-        inside = {name: name for name in linears} | (MIXED_MLP if mixed else DENSE_MLP)
-        found = {f"{name}.weight": f"{at}{stored}.weight" for name, stored in inside.items()}
-        found |= {name: f"{at}{name}" for name in self.further}
-        for name, stored in self.outside.items():
-            found[f"{name}.weight"] = f"{self.prefix}{stored}.weight"
-        return found
+    def names(self, c: ModelConfig) -> Iterator[tuple[str, bool]]:
+        """Return the names of all tensors of the module of a model, each with whether it is a
+        matrix, which may be quantized; the names of matrices are without `.weight`."""
+        at = self.at(c.layers)
+        for part, name in self.outside.items():
+            yield (f"{at}{name}", True) if part == "join" else (f"{at}{name}.weight", False)
+        for name, is_matrix in _layer_names(c):
+            yield f"{at}{self.layer}{name}", is_matrix
 
-    def expert_names(self, part: str, count: int) -> list[str]:
-        """Return the names of a matrix of each expert: `part` is gate, up or down."""
-        at = f"{self.prefix}{self.layer}{EXPERTS}"
-        return [f"{at}{expert}.{part}_proj.weight" for expert in range(count)]
+    def refuse(self, c: ModelConfig, tensors: Collection[str]) -> str:
+        """Return why the module in a checkpoint with these tensors cannot be used; "" if it can."""
+        at = self.at(c.layers)
+        held = {name for name in tensors if name.startswith(at)}
+        if not held:
+            return "its checkpoint has no multi-token layers; some copies leave them out"
+        quantized = any(c.raw.get(key) is not None for key in QUANTIZED)
+        parts: dict[str, list[str]] = {}  # of quantized matrices, by their names
+        for name in held if quantized else ():
+            parts.setdefault(name.rpartition(".")[0], []).append(name)
+        missing = []
+        for name, is_matrix in self.names(c):
+            whole = f"{name}.weight" if is_matrix else name
+            found = parts.get(name, []) if quantized and is_matrix else [whole]
+            if not found or not held.issuperset(found):
+                missing.append(whole)
+            held.difference_update(found)
+        if missing:
+            names = joined((name.removeprefix("model.") for name in sorted(missing)), 3)
+            return f"its checkpoint has no {names}: it is incomplete, or of another kind"
+        extra = sorted(name for name in held if not name.endswith(TARGET_COPIES))
+        if extra:
+            names = joined((name.removeprefix("model.") for name in extra), 3)
+            return f"its multi-token layers have {names}, which is not supported"
+        return ""
 
-    def is_mixed(self, tensors: Collection[str]) -> bool:
-        """Return True if the module in a checkpoint with these tensors has experts."""
-        at = f"{self.prefix}{self.layer}{EXPERTS}"
-        return any(name.startswith(at) for name in tensors)
+
+def _layer_names(c: ModelConfig) -> Iterator[tuple[str, bool]]:
+    """Return the names of all tensors of a decoder layer with attention, as `OwnLayout.names`."""
+    names = NAMES[c.layout]
+
+    def stems(part: str) -> list[str]:
+        stored = names[part]
+        return [stored] if isinstance(stored, str) else stored
+
+    vectors = ["attention_norm", "mlp_norm"]
+    matrices = ["out"]
+    if c.latent is None:
+        matrices.append("qkv")
+        vectors += ["q_norm", "k_norm"] if c.qk_norm else []
+    else:
+        matrices += ["latent_down", "latent_up"]
+        matrices += ["query_down", "query_up"] if c.latent.query_rank else ["query"]
+        vectors += ["latent_norm", "query_norm"] if c.latent.query_rank else ["latent_norm"]
+    if c.experts is None:
+        matrices += ["up", "down"]
+    else:
+        matrices.append("router")
+        matrices += ["shared_up", "shared_down"] if c.experts.shared else []
+        matrices += ["shared_gate"] if c.experts.shared_gate else []
+        for part in ("expert_up", "expert_down"):
+            for stem in stems(part):
+                yield from ((stem.format(e=e), True) for e in range(c.experts.count))
+        if c.experts.choice_bias:
+            yield str(names["choice_bias"]), False
+    for part in vectors:
+        yield f"{names[part]}.weight", False
+    for part in matrices:
+        yield from ((stem, True) for stem in stems(part))
+    if c.qkv_bias and c.latent is None:
+        yield from ((f"{stem}.bias", False) for stem in stems("qkv"))
 
 
-MIMO_NAMES = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
-QWEN_NAMES = {
-    "input_proj": "fc",
-    "token_layernorm": "pre_fc_norm_embedding",
-    "hidden_layernorm": "pre_fc_norm_hidden",
-    "final_layernorm": "norm",
-}
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+NEXTN = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 # by the `model_type` of the language model
 OWN_LAYOUTS = {
-    "mimo": OwnLayout(
-        prefix=f"{MTP_PREFIXES['mimo']}0.",
-        outside={name: name for name in MIMO_NAMES},
-        further=QKV_BIASES,
-        state_first=True,
-    ),
+    "mimo": OwnLayout(prefix=f"{MTP_PREFIXES['mimo']}0.", outside=MIMO_NAMES, state_first=True),
     **{
-        family: OwnLayout(
-            prefix=MTP_PREFIXES[family], layer="layers.0.", outside=QWEN_NAMES, further=QK_NORMS
-        )
+        family: OwnLayout(prefix=MTP_PREFIXES[family], layer="layers.0.", outside=QWEN_NAMES)
         for family in QWEN
     },
+    **{family: OwnLayout(prefix="model.layers.{i}.") for family in NEXTN},
 }
+GGUF_LAYOUT = OwnLayout(prefix="blk.{i}.", outside=GGUF_NAMES)
+GGUF_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe")
 
 
 def own_layout(raw: Json) -> OwnLayout | None:
@@ -108,36 +174,47 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     layout = own_layout(raw)
     if layout is None:
         if any(LATENT in name for name in tensors or ()):
-            return "its layers have latent attention, which is not supported"
+            return "its layers have latent attention, which is supported for DeepSeek V3 and GLM"
         family = shown(text_part(raw).get("model_type"))
         return (
             f"multi-token layers of the family {family} are not read: only those of MiMo,"
-            " Qwen3-Next and Qwen3.5 are"
+            " Qwen3-Next, Qwen3.5, GLM-4.5 to GLM-4.7 and DeepSeek V3 are"
         )
     if tensors is None:
         return ""
-    held = {name for name in tensors if name.startswith(layout.prefix)}
-    if not held:
-        return "its checkpoint has no multi-token layers; some copies leave them out"
-    mixed = layout.is_mixed(held)
-    wanted = set(layout.names(mixed).values())
-    if mixed:
-        count = text_part(raw).get("num_experts")
-        if not isinstance(count, int) or not 0 < count <= MAX_EXPERTS:
-            return f"it has experts, but num_experts in config.json is {shown(count)}"
-        wanted |= {name for part in PARTS for name in layout.expert_names(part, count)}
-    if missing := sorted(wanted - held):
-        names = joined((name.removeprefix("model.") for name in missing), 3)
-        return f"its checkpoint has no {names}: it is incomplete, or quantized"
-    if extra := sorted(held - wanted):
-        names = joined((name.removeprefix("model.") for name in extra), 3)
-        return f"its multi-token layers have {names}, which is not supported"
-    return ""
+    try:
+        return layout.refuse(make_config(raw, Path("config.json")), tensors)
+    except LoadError as error:
+        return str(error)
+
+
+def refuse_gguf_module(gguf: GgufFile) -> str:
+    """Return why the multi-token module in a GGUF file cannot be used; "" if its header shows no
+    reason."""
+    architecture = gguf.architecture
+    extra = gguf.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    if not is_integer(extra) or extra < 1:
+        return "the file has no multi-token layers; some copies leave them out"
+    if architecture not in GGUF_ARCHITECTURES:
+        return (
+            f"multi-token layers of GGUF files of the architecture {shown(architecture)} are not"
+            f" read: only those of {', '.join(GGUF_ARCHITECTURES)} are"
+        )
+    blocks = gguf.metadata.get(f"{architecture}.block_count")
+    if not is_integer(blocks) or not extra < blocks:
+        return f"block_count is {shown(blocks)}, and {shown(extra)} of the blocks are multi-token"
+    at = GGUF_LAYOUT.at(blocks - extra)
+    wanted = [f"{at}{name}.weight" for name in (*GGUF_NAMES.values(), "attn_norm")]
+    missing = [name for name in wanted if name not in gguf.tensors]
+    return f"the file has no {joined(missing, 3)}: it is incomplete" if missing else ""
 
 
 def has_own_module(model: Path) -> bool:
-    """Return True if the checkpoint in a directory has a multi-token module that can be used."""
+    """Return True if the checkpoint in a directory, or a GGUF file, has a multi-token module that
+    can be used."""
     try:
+        if model.is_file():
+            return not refuse_gguf_module(skim(model))
         raw = read_object(model / "config.json")
         if own_layout(raw) is None:
             return False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.eagle.module import EagleModule
+from forerun.draft.eagle.own_module import OwnModule
 from forerun.draft.head_modules import (
     Operations,
     Rotation,
@@ -33,15 +34,30 @@ from forerun.kernels import native
 from forerun.kernels.native import COp
 from forerun.models.shortlist import spread
 from forerun.runtime.packed import PackedMatrix
-from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
+from forerun.runtime.program import (
+    LOGITS,
+    QKV,
+    DraftedChain,
+    ForwardBatch,
+    Program,
+    RoundStart,
+    X,
+    mix_op,
+)
+from forerun.runtime.recorder import DecoderRecorder
 from forerun.types import BESIDE
 
 # buffers of the native programs; FEATURES is the first of several
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)
+PAIR = FUSED  # in programs that fuse nothing: an embedding and a state, side by side
 
 
 class NativeEagle(NativeRounds):
     """The layer of a head as native programs: a forward pass or a whole round."""
+
+    _pass: Program
+    _step: Program | None = None
+    _fused_step: Program | None = None
 
     def __init__(
         self,
@@ -60,22 +76,17 @@ class NativeEagle(NativeRounds):
         self._vocab = head.target.vocab
         fusion = head.fusion_products() if lm_head else []
         self.features = range(FEATURES, FEATURES + len(fusion))
-        self._build.experts_at = self.features.stop
         layer = self._layer(head)
         num_logits = lm_head.matrix.outputs if lm_head else 1
         others = [c.hidden, c.hidden, c.hidden, *(weight.shape[1] for _, weight in fusion)]
-        widths = self._build.widths(num_logits, *others, *self._build.expert_widths())
-        parts = self._build.parts()
-        self._pass = Program(layer, widths, parts)
-        self._step: Program | None = None
-        self._fused_step: Program | None = None
+        widths = self._build.widths(num_logits, *others)
+        self._pass = Program(layer, widths)
         if lm_head:
             step = self._drafting(head, layer, lm_head, softcap)
-            self._step = Program(step, widths, parts)
+            self._step = Program(step, widths)
             self.drafts, self.fuses = True, bool(fusion)
             if fusion:
-                fused = [*self._fusion(head, fusion), *step]
-                self._fused_step = Program(fused, widths, parts)
+                self._fused_step = Program([*self._fusion(head, fusion), *step], widths)
 
     def __call__(
         self, embedded: Tensor, states: Tensor, segments: Sequence[Segment], cache: KVCache
@@ -118,7 +129,7 @@ class NativeEagle(NativeRounds):
                 build.product(join[:, hidden:], STATE, X, parts.state_norm, combine=native.ADD),
                 build.product(qkv, X, QKV, parts.attention_norm, bias),
             ]
-        run = build.attention_and_mlp(parts.layer, 0, parts.attention_norm)
+        run = build.attention_and_mlp(parts.layer, 0)
         return [*ops, build.rotate(attention, 0), *run]
 
     def _drafting(
@@ -146,6 +157,61 @@ class NativeEagle(NativeRounds):
         return [*ops, build.copy(FUSED, STATE, head.parts().fused_norm)]
 
 
+class NativeOwnModule(NativeEagle):
+    """The module of a target's own checkpoint as native programs, recorded like the target's
+    layers."""
+
+    def __init__(
+        self, module: OwnModule, rotation: Rotation, lm_head: PackedMatrix | None, softcap: float
+    ) -> None:
+        """`rotation` is cos and sin of all positions, as in `NativeEagle`; `lm_head` is the
+        target's, whose logits `softcap` bounds."""
+        self._ids, self._vocab = None, module.target.vocab
+        self.features = range(FEATURES, FEATURES)
+        recorder = _ModuleRecorder(module, rotation)
+        self._owned = recorder.owned  # what the operations point to
+        layer = recorder.module_layer()
+        self._pass = recorder.make_program(layer)
+        if lm_head:
+            self._step = recorder.make_program(recorder.drafting(layer, lm_head, softcap))
+            self.drafts = True
+
+
+class _ModuleRecorder(DecoderRecorder):
+    """Records the module of a target's own checkpoint; EMBEDDED, STATE and PAIR are buffers behind
+    those of a decoder."""
+
+    def __init__(self, module: OwnModule, rotation: Rotation) -> None:
+        super().__init__(module.layer, module.weights, [rotation], len(rotation[0]), None, ())
+        self._table, self._scale = module.table()
+
+    def _widths(self) -> list[int]:
+        hidden = self.config.hidden
+        return [*super()._widths(), hidden, hidden, 2 * hidden]
+
+    def module_layer(self) -> list[COp]:
+        """Return the operations from EMBEDDED and STATE to the layer's output in X."""
+        w, hidden = self.weights, self.config.hidden
+        embedded, state = (hidden, 0) if w.state_first else (0, hidden)
+        return [
+            mix_op(EMBEDDED, PAIR, hidden, column=embedded, after=self._norm(w.embed_norm)),
+            mix_op(STATE, PAIR, hidden, column=state, after=self._norm(w.state_norm)),
+            *self._linear(w.join, PAIR, X, None),
+            *self._layer(0),
+        ]
+
+    def drafting(self, layer: list[COp], lm_head: PackedMatrix, softcap: float) -> list[COp]:
+        """Return the operations from a token and STATE to LOGITS and the next token's STATE."""
+        last = self.weights.last_norm
+        self.owned.append(lm_head)
+        return [
+            self._embed(self._table, EMBEDDED, self._scale),
+            *layer,
+            *self._linear(lm_head, X, LOGITS, last, wanted=1, softcap=softcap),
+            mix_op(X, STATE, self.config.hidden, after=self._norm(last)),
+        ]
+
+
 @dataclass(slots=True)
 class _Growing:
     """A tree under construction, and the head's outputs [Hd] of its frontier by node."""
@@ -169,7 +235,7 @@ class EagleProposer(HiddenStateProposer):
         this target."""
         head.attach(target)
         head = head.to(target.device)
-        dtype = next(head.parameters()).dtype if target.form is None else torch.float32
+        dtype = head.dtype if target.form is None else torch.float32
         super().__init__(target, head.layer, dtype, target.context, **room)
         self.name, self.width, self.ids = name, width, head.tokens()
         self.aux_hidden_layers = head.aux_hidden_layers
@@ -184,6 +250,8 @@ class EagleProposer(HiddenStateProposer):
 
     def _make_native(self, head: EagleModule, form: str) -> tuple[EagleModule, NativeEagle | None]:
         """Return the head with native products, and its layer as native programs."""
+        if isinstance(head, OwnModule):
+            return head, NativeOwnModule(head, self.rotation, *head.packed_lm_head())
         packed = with_native_products(head, form, head.program_prefix)
         program = NativeEagle(head, form, self.rotation, *packed.packed_lm_head())
         release_weights(packed, head.program_prefix)

@@ -68,10 +68,9 @@ class EagleRecipe(Recipe):
 
     def load(self, directory: Path, target: Target) -> nn.Module:
         head = self._read(directory, target)
-        if head.layer.qkv_bias or head.layer.output_gate:
-            what = "biases" if head.layer.qkv_bias else "gated attention"
+        if head.layer.qkv_bias:
             raise ConfigError(
-                f"{directory} has layers with {what}, which cannot be written: train a new head"
+                f"{directory} has layers with biases, which cannot be written: train a new head"
             )
         head.attach(target.view)
         return head
