@@ -168,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     # Stages and tests, in other processes, use this checkout, too.
     sys.path[:0] = PATHS
-    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+    inherited = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *inherited])
     from forerun import __version__
     from forerun.utils import write_atomic
 

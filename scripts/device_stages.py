@@ -130,16 +130,14 @@ def check_rows(cpu: bool) -> Rows:
         for dtype, length in itertools.product((torch.bfloat16, torch.float32), lengths):
             name = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {length} keys"
             for what, found in compare_attention(shape, dtype, length, few, device):
-                yield (
-                    "attention",
-                    {"attention": what, "size": name, "dtype": str(dtype)[6:]} | found,
-                )
+                row = {"attention": what, "size": name, "dtype": str(dtype)[6:]}
+                yield "attention", row | found
 
 
 def compare_attention(
     shape: ModelShape, dtype: torch.dtype, length: int, counts: Sequence[int], device: torch.device
 ) -> Iterator[tuple[str, Row]]:
-    """Compare drafts, and requests together, with plain decoding, as `cache.attention` calls it."""
+    """Compare drafts, and two requests, with plain decoding, as `cache.attention` attends."""
     most, scale = max(counts), shape.head_dim**-0.5
     q = torch.randn(1, most, shape.heads, shape.head_dim, device=device, dtype=dtype)
     kv = (2, 1, length + most, shape.kv_heads, shape.head_dim)
@@ -158,6 +156,12 @@ def compare_attention(
     yield "one row with a mask, and without", agree(plain, {1: one})
     yield "a draft, and plain decoding", agree(plain, drafts)
     yield "a draft, and one row with a mask", agree(one, drafts)
+    rows = [most - 1, 0]  # of two requests in one call, the second of which is padded
+    ends = torch.tensor([[length + i + 1] for i in rows], device=device)
+    mask = (torch.arange(length + most, device=device) < ends)[:, None]
+    both = [t.expand(2, -1, -1, -1) for t in (k, v)]
+    found = kernels.attention(q[0, rows][:, None], *both, mask, scale)[:, 0]
+    yield "two requests, and plain decoding", agree(plain[rows], {2: found})
 
 
 def check_rows_workspace(cpu: bool) -> Rows:
@@ -222,9 +226,9 @@ def certify(cpu: bool) -> Rows:
         pair = Path(folder, "pair")
         sizes = TINY | {"draft_layers": 1, "context": 256, "prompts": 6, "prompt_tokens": 24}
         make_pair(pair, PairRecipe(**sizes, agree=0.0))  # an agreement that is not searched for
-        sizes = "--texts 1 --tokens 8 --samples 20 --rule match" if cpu else "--seconds 20"
+        scope = "--texts 1 --tokens 8 --samples 20 --rule match" if cpu else "--seconds 20"
         for dtype in ("float32",) if cpu else ("float32", "bfloat16"):
-            words = f"{sizes} --device {device_of(cpu)} --kernels torch --dtype {dtype} --json"
+            words = f"{scope} --device {device_of(cpu)} --kernels torch --dtype {dtype} --json"
             command = ["check", f"{pair}/target", "--draft", f"model:{pair}/draft", *words.split()]
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 command_line()(command, standalone_mode=False)
