@@ -23,7 +23,7 @@ FOLDER = ROOT / "benchmarks"
 NOT_RUN = ("__init__", "command")
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_RUN)
 MODULES.append("peers.__main__")
-SCRIPTS = ("published_blocks", "published_heads", "load")
+SCRIPTS = ("published_blocks", "published_heads", "load", "device_check")
 PAGES = [
     *(ROOT / "README.md", FOLDER / "README.md", FOLDER / "LOG.md"),
     *sorted((ROOT / "docs").glob("*.md")),
