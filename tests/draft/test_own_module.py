@@ -22,12 +22,15 @@ from forerun.cache.attention import Segment
 from forerun.catalog.search import find_local
 from forerun.catalog.survey import survey
 from forerun.draft import kinds
+from forerun.draft.eagle.mtp import MtpModule, save_module
 from forerun.draft.eagle.mtp_formats import OWN_LAYOUTS, has_own_module, refuse_own_module
 from forerun.draft.eagle.own_module import load_own_module
 from forerun.draft.eagle.proposer import EagleProposer
+from forerun.draft.head_modules import layer_like
 from forerun.draft.kinds import automatic
 from forerun.draft.proposer import DraftRequest, view_of
 from forerun.kernels import native
+from forerun.models.config import load_config
 from forerun.models.gguf.blocks import FORMS
 from forerun.models.gguf.container import open_gguf
 from forerun.models.local import LocalModel
@@ -253,6 +256,66 @@ def test_where_auto_uses_it() -> None:
     assert automatic("auto", model(), "avx2", 5.0) == "suffix", "short weights save little there"
     assert automatic("auto", model(), "", 16.0) == "suffix", "a head does not pay in torch"
     assert automatic("auto", tiny.family("qwen3_5"), "avx512", 16.0) == "suffix"
+
+
+# ---------------------------------------------------------------- one that was trained
+
+
+def with_trained(directory: Path, family: str) -> tuple[Path, Path]:
+    """A copy of a model with a module as `forerun train --recipe mtp` writes it among its files,
+    and the directory of the module."""
+    source = model(family) if family in FAMILIES else tiny.family(family)
+    shutil.copytree(source, directory / "model")
+    config = load_config(source)
+    torch.manual_seed(3)
+    module = MtpModule(layer_like(config, 48), config.layers)
+    save_module(module, directory / "module", str(source), torch.float32)
+    trained = directory / "module" / "model.safetensors"
+    shutil.copy(trained, directory / "model" / "mtp.safetensors")
+    return directory / "model", directory / "module"
+
+
+@compiled
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_a_trained_module_in_a_checkpoint_is_found(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any family, and before a module that the checkpoint came with; it drafts what it drafts
+    from a directory of its own."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    directory, module = with_trained(tmp_path, family)
+    llm = LLM(directory, kv_tokens=1024)
+    assert llm.draft == "suffix+mtp"
+    (row,) = survey([LocalModel("x", directory, "here")])
+    assert row.draft == "suffix+mtp"
+    prompts, drafted = [[5, 6, 7], [3, 1, 4, 1, 5]], {}
+    apart = LLM(directory, draft=f"mtp:{module}", kv_tokens=1024)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams.pure(
+            max_tokens=40, temperature=temperature, seed=5, ignore_eos=True
+        )
+        texts = [c.token_ids for c in llm.generate(prompts, params, draft="off")]
+        for used in (llm, apart):
+            found = used.generate(prompts, params, draft="mtp", depth=3)
+            assert [c.token_ids for c in found] == texts
+            drafted[used] = [c.stats.by_source["mtp"] for c in found]
+        assert drafted[llm] == drafted[apart] and drafted[llm][0].drafted > 20
+
+
+@compiled
+def test_a_trained_module_that_is_incomplete_is_one_line(tmp_path: Path) -> None:
+    directory, _ = with_trained(tmp_path, "llama")
+    stored = load_file(directory / "mtp.safetensors")
+    save_file(without("o_proj")(stored), directory / "mtp.safetensors")
+    with pytest.raises(LoadError, match=r"no mtp_layers\.0\.self_attn\.o_proj") as error:
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert "\n" not in str(error.value)
+    assert LLM(directory, kv_tokens=256).draft == "suffix"
+    stored["mtp_layers.0.input_proj.weight"] = torch.zeros(32, 32)
+    save_file(stored, directory / "mtp.safetensors")
+    with pytest.raises(LoadError, match=r"input_proj.weight is .*\[32, 32\]") as error:
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- what cannot be used

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import MTP_PREFIXES, ModelConfig, make_config, text_part
+from forerun.models.config import (
+    MTP_PREFIXES,
+    TRAINED_MTP_PREFIX,
+    ModelConfig,
+    make_config,
+    text_part,
+)
 from forerun.models.families import Json, is_integer
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim
@@ -159,6 +165,23 @@ GGUF_LAYOUT = OwnLayout(prefix="blk.{i}.", outside=GGUF_NAMES)
 GGUF_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe")
 
 
+def holds_trained_module(tensors: Collection[str]) -> bool:
+    """Return True if a checkpoint has a module that `forerun train` made, under the names of its
+    own export."""
+    return any(name.startswith(TRAINED_MTP_PREFIX) for name in tensors)
+
+
+def _refuse_trained(raw: Json, tensors: Collection[str]) -> str:
+    c = make_config(raw, Path("config.json"))
+    matrices = [f"self_attn.{part}_proj" for part in "qkvo"]
+    matrices += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    norms = ["input_layernorm", "post_attention_layernorm", *MIMO_NAMES.values()]
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.qk_norm == "head" else []
+    names = [f"{TRAINED_MTP_PREFIX}{name}.weight" for name in (*matrices, *norms)]
+    missing = [name for name in names if name not in tensors]
+    return f"its checkpoint has no {joined(missing, 3)}: it is incomplete" if missing else ""
+
+
 def own_layout(raw: Json) -> OwnLayout | None:
     """Return how a model with this config.json stores its multi-token module; None if such modules
     are not read of its family."""
@@ -171,8 +194,8 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
 
     `tensors` are the names of the checkpoint's tensors, None if they are unknown.
     """
-    layout = own_layout(raw)
-    if layout is None:
+    layout, is_trained = own_layout(raw), holds_trained_module(tensors or ())
+    if layout is None and not is_trained:
         if any(LATENT in name for name in tensors or ()):
             return "its layers have latent attention, which is supported for DeepSeek V3 and GLM"
         family = shown(text_part(raw).get("model_type"))
@@ -183,6 +206,8 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     if tensors is None:
         return ""
     try:
+        if layout is None or is_trained:
+            return _refuse_trained(raw, tensors)
         return layout.refuse(make_config(raw, Path("config.json")), tensors)
     except LoadError as error:
         return str(error)
@@ -216,8 +241,6 @@ def has_own_module(model: Path) -> bool:
         if model.is_file():
             return not refuse_gguf_module(skim(model))
         raw = read_object(model / "config.json")
-        if own_layout(raw) is None:
-            return False
         index = model / "model.safetensors.index.json"
         files = indexed_files(index) if index.is_file() else weight_files(model)
         return not refuse_own_module(raw, {name for file in files for name in read_header(file)})
