@@ -166,6 +166,55 @@ def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
     assert drafts[0] == drafts[1] and [len(tokens) for tokens in drafts[0]] == [6] * 6
 
 
+def fp8_twins(tmp_path: Path, family: str) -> tuple[Path, Path]:
+    """Copies of a model: one in fp8 blocks, as DeepSeek V3 is published, and one in floats with the
+    same numbers. The product that joins pairs is not quantized."""
+    stored = load_file(model(family) / "model.safetensors")
+    packed, plain = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if not name.endswith("_proj.weight") or "eh_proj" in name:
+            continue
+        rows, inputs = (-(-size // 128) for size in weight.shape)
+        scale = torch.rand(rows, inputs) * 0.01 + 0.005
+        every = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        every = every[: weight.shape[0], : weight.shape[1]]
+        packed[name] = (weight / every).to(torch.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scale
+        plain[name] = packed[name].float() * every
+    directories = tmp_path / "fp8", tmp_path / "plain"
+    for directory, tensors in zip(directories, (packed, plain), strict=True):
+        shutil.copytree(model(family), directory)
+        save_file(tensors, directory / "model.safetensors")
+    path = directories[0] / "config.json"
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    raw = json.loads(path.read_text()) | {"quantization_config": method}
+    path.write_text(json.dumps(raw))
+    return directories
+
+
+@compiled
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None:
+    """It is found, and computes with the numbers that are stored."""
+    directories, outputs = fp8_twins(tmp_path, family), []
+    states = last_states(TOKENS, family)
+    for directory in directories:
+        assert has_own_module(directory)
+        view = replace(view_of(decoder(family)), form=None)
+        drafter = EagleProposer("mtp", load_own_module(directory, view), view, **ROOM)
+        drafter.open(0, TOKENS)
+        drafter.observe(0, 0, states)
+        drafter.propose([DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1)])
+        outputs.append(drafter._last[0])
+    assert torch.allclose(*outputs, atol=1e-5)
+    llm = LLM(directories[0], draft="mtp", kv_tokens=1024)
+    params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+    plain = llm.generate([5, 6, 7], params, draft="off")[0]
+    drafted = llm.generate([5, 6, 7], params, depth=3)[0]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.by_source["mtp"].drafted > 20
+
+
 # ---------------------------------------------------------------- finding it
 
 

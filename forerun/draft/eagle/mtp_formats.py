@@ -94,23 +94,25 @@ class OwnLayout:
         if not held:
             return "its checkpoint has no multi-token layers; some copies leave them out"
         quantized = any(c.raw.get(key) is not None for key in QUANTIZED)
+        names = list(self.names(c))
+        matrices = [name for name, is_matrix in names if is_matrix]
+        vectors = {name for name, is_matrix in names if not is_matrix}
+        missing, held = list(vectors - held), held - vectors
         parts: dict[str, list[str]] = {}  # of quantized matrices, by their names
         for name in held if quantized else ():
             parts.setdefault(name.rpartition(".")[0], []).append(name)
-        missing = []
-        for name, is_matrix in self.names(c):
-            whole = f"{name}.weight" if is_matrix else name
-            found = parts.get(name, []) if quantized and is_matrix else [whole]
+        for name in matrices:
+            found = parts.get(name, []) if quantized else [f"{name}.weight"]
             if not found or not held.issuperset(found):
-                missing.append(whole)
+                missing.append(f"{name}.weight")
             held.difference_update(found)
         if missing:
-            names = joined((name.removeprefix("model.") for name in sorted(missing)), 3)
-            return f"its checkpoint has no {names}: it is incomplete, or of another kind"
+            lost = joined((name.removeprefix("model.") for name in sorted(missing)), 3)
+            return f"its checkpoint has no {lost}: it is incomplete, or of another kind"
         extra = sorted(name for name in held if not name.endswith(TARGET_COPIES))
         if extra:
-            names = joined((name.removeprefix("model.") for name in extra), 3)
-            return f"its multi-token layers have {names}, which is not supported"
+            more = joined((name.removeprefix("model.") for name in extra), 3)
+            return f"its multi-token layers have {more}, which is not supported"
         return ""
 
 
