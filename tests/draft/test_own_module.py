@@ -19,7 +19,8 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.catalog.search import find_local
+from forerun.catalog.facts import facts_at
+from forerun.catalog.search import _with_measurements, find_local
 from forerun.catalog.survey import survey
 from forerun.draft import kinds
 from forerun.draft.eagle.mtp import MtpModule, save_module
@@ -297,6 +298,17 @@ def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
     assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model('qwen3_5/q4_1')}", "")]
     found, _ = find_local(str(tiny.family("qwen3_5")))
     assert "checkpoint" not in {one.origin for one in found}
+
+
+def test_a_small_model_with_a_module_drafts_as_a_whole_model_for_another_target() -> None:
+    """Its module is for its own states."""
+    found = _with_measurements(facts_at(model(), "small"), "directory", "large", ())
+    assert (found.draft, found.reason) == ("model:small", "")
+
+
+def test_blocks_of_a_module_are_no_layers_of_a_gguf_file() -> None:
+    facts = facts_at(model("glm4_moe/F32"), "x")
+    assert facts.raw["num_hidden_layers"] == 4 == load_config(model("glm4_moe/F32")).layers
 
 
 def test_where_auto_uses_it() -> None:
