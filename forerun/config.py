@@ -66,13 +66,14 @@ class Config:
             (several separated by commas), self:int4 (the target itself, quantized), self:layers=N
             or self:window=N (with fewer layers or a shorter attention window), or model:, medusa:,
             mlp:, eagle:, eagle3:, mtp: or block: with a directory, file or Hub id. mtp alone is the
-            multi-token module in the target's own checkpoint. auto is suffix and, after that, the
-            drafter that comes with the model: the bundled one of the default model, or mtp.
-            Drafters can be combined: a|b (or a+b) uses b where a has no draft, a?b uses the one
-            that is measured to be better, a&b merges both into one tree, a>b drafts for the draft
-            model b with a, ahead(a) lets the draft model a continue while the target verifies;
-            parentheses group. For example, suffix|model:DIR copies repeated text and drafts the
-            rest. Several drafts (a list, or --draft given repeatedly) are combined as a?b.
+            multi-token module in the target's own checkpoint or GGUF file. auto is suffix and,
+            after that, the drafter that comes with the model: the bundled one of the default model,
+            or mtp. Drafters can be combined: a|b (or a+b) uses b where a has no draft, a?b uses the
+            one that is measured to be better, a&b merges both into one tree, a>b drafts for the
+            draft model b with a, ahead(a) lets the draft model a continue while the target
+            verifies; parentheses group. For example, suffix|model:DIR copies repeated text and
+            drafts the rest. Several drafts (a list, or --draft given repeatedly) are combined as
+            a?b.
         depth: Maximum number of tokens drafted ahead, from 0 to 64, or auto to choose it by
             measured cost and acceptance.
         width: Maximum number of nodes per level of the draft trees of a drafter with weights; 1

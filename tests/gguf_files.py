@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,52 @@ def written(name: str, kinds: Kinds, gain: float = 1.0, tokenizer: str = "none")
     return Written(path, model)
 
 
+@dataclass
+class WrittenModule(Written):
+    """A file with a multi-token module behind the layers of the model.
+
+    Attributes:
+        module: transformers' MtpLayer in float64 with the numbers of the file.
+    """
+
+    module: Any
+
+
+@functools.cache
+def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
+    """A file whose last block is a multi-token module, as llama.cpp's converter writes it: the
+    block of a model with one more layer, and the tensors around it."""
+    from transformers.modeling_layers import MtpLayer
+
+    changed, layers = sizes(name, kinds), 4
+    if "layer_types" in families.MODELS[name][1]:  # the module has attention
+        changed["layer_types"] = [*families.MODELS[name][1]["layer_types"], "full_attention"]
+    model = tiny.hf_model(name, **changed, num_hidden_layers=layers + 1)
+    own, path = model.config, new_path(f"{name}-module")
+    block, norm_of = model.model.layers[layers], type(model.model.norm)
+    module = MtpLayer(own, type(block), norm_of, layers).double().eval()
+    module.mtp_block = block
+    less, at = 1.0 if name.startswith("qwen") else 0.0, f"blk.{layers}.nextn."
+    parts = {"enorm": module.enorm, "hnorm": module.hnorm, "shared_head_norm": module.post_norm}
+    torch.manual_seed(7)
+    more: list[tuple[str, np.ndarray, str]] = []
+    with torch.no_grad():
+        for part, norm in parts.items():
+            weight = 1 + 0.1 * torch.randn(own.hidden_size)
+            more.append((f"{at}{part}.weight", weight.numpy(), "F32"))
+            norm.weight.copy_(weight.double() - less)
+        kind = _kind(kinds, "nextn.eh_proj", 0)
+        rows = random_rows(kind, own.hidden_size, 2 * own.hidden_size, 0.3, seed=3)
+        more.append((f"{at}eh_proj.weight", rows, kind))
+        module.eh_proj.weight.copy_(torch.from_numpy(values_of(kind, rows)).double())
+    said = {f"{architecture_of(own)}.nextn_predict_layers": 1}
+    write(path, model, kinds, changes=said, more=more)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # others cannot multiply in float64
+    model.model.layers, own.num_hidden_layers = model.model.layers[:layers], layers
+    return WrittenModule(path, model, module)
+
+
 def write(
     path: Path,
     model: Any,
@@ -289,10 +336,11 @@ def write(
     changes: Mapping[str, Any] = {},
     architecture: str | None = None,
     merged: bool = False,
+    more: Iterable[tuple[str, np.ndarray, str]] = (),
 ) -> None:
     """Write a model's file with random matrices, which are put into the model, in float64.
     `changes` are made to the metadata; `...` leaves a key out. `merged` puts gates and ups of
-    experts into one tensor."""
+    experts into one tensor; `more` are further tensors, as `tensors` gives them."""
     config = model.double().config
     architecture = architecture or architecture_of(config)
     writer = gguf.GGUFWriter(path, architecture)
@@ -301,7 +349,7 @@ def write(
     )
     for key, value in (said | dict(changes)).items():
         set_key(writer, key, value)
-    for name, tensor, kind in tensors(model, architecture, kinds, gain, merged):
+    for name, tensor, kind in chain(tensors(model, architecture, kinds, gain, merged), more):
         writer.add_tensor(name, tensor, raw_dtype=gguf.GGMLQuantizationType[kind])
     finish(writer)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.catalog import hub
 from forerun.catalog.survey import tokenizer_digest
-from forerun.draft.kinds import Json, Kind, Look, inner, recognise
+from forerun.draft.kinds import OWN_MTP, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.files import read_header, read_object, read_text, weight_files
 from forerun.models.gguf.config import skim, token_digest
@@ -51,6 +51,8 @@ class Facts:
     def kind(self) -> Kind:
         """The kind of drafter."""
         if self.raw.get("gguf"):
+            if self.raw.get("own_module"):
+                return Kind("mtp", "gguf", OWN_MTP, "mtp")
             return Kind("lm", "gguf", "language model", "model")
         return recognise(Look(self.raw, self.shapes, bool(self.vocabulary)))
 
@@ -154,11 +156,18 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
     shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     size = sum(part.stat().st_size for part in file.parts)
     prefix = file.architecture
+    blocks, extra = (
+        file.metadata.get(f"{prefix}.{key}") for key in ("block_count", "nextn_predict_layers")
+    )
+    if isinstance(blocks, int) and isinstance(
+        extra, int
+    ):  # multi-token layers are no layers of the model
+        blocks -= extra
     raw = {
         "gguf": True,
         "model_type": prefix,
         "hidden_size": file.metadata.get(f"{prefix}.embedding_length"),
-        "num_hidden_layers": file.metadata.get(f"{prefix}.block_count"),
+        "num_hidden_layers": blocks,
         "vocab_size": shapes.get("token_embd.weight", (None,))[0],
     }
     return Facts(name, path, raw, shapes, size, token_digest(file.metadata))

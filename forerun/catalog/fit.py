@@ -15,7 +15,7 @@ from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
 from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
 from forerun.draft.eagle.formats import read_format
-from forerun.draft.eagle.mtp_formats import own_layout, refuse_own_module
+from forerun.draft.eagle.mtp_formats import refuse_gguf_module, refuse_own_module
 from forerun.draft.head_config import read_bool, read_int
 from forerun.draft.kinds import Json, inner
 from forerun.draft.medusa_formats import read_medusa, read_mlp
@@ -95,7 +95,9 @@ def _refuse_block(facts: Facts) -> str:
 
 
 def _refuse_mtp(facts: Facts) -> str:
-    if own_layout(facts.raw) is not None:
+    if facts.raw.get("gguf"):
+        return refuse_gguf_module(skim(facts.path)) if facts.path else ""
+    if facts.kind.dialect == "native":
         return refuse_own_module(facts.raw, facts.shapes or None)
     num_layers = facts.raw.get("num_nextn_predict_layers", 1)
     if num_layers != 1:

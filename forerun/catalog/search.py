@@ -30,6 +30,7 @@ from forerun.catalog.fit import (
 )
 from forerun.catalog.measurements import MAX_NAME, Measurement, load
 from forerun.catalog.survey import survey
+from forerun.draft.eagle.mtp_formats import has_own_module
 from forerun.draft.kinds import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.files import read_object, title
@@ -135,8 +136,8 @@ def find_local(
             if same_model(facts.made_for, target)
             or (not facts.made_for and fits(checks(facts, sizes)[:-1]))
         ]
-        if own.kind.family == "mtp" and not refusal(own):  # its checkpoint has a drafter in it
-            found.append((own, "checkpoint"))
+        if own.path is not None and has_own_module(own.path):  # its checkpoint has a drafter in it
+            found.append((replace(own, raw=own.raw | {"own_module": True}), "checkpoint"))
         found += _smaller_models(target, path, folders)
     stored = load()
     drafters = [_with_measurements(facts, origin, target, stored) for facts, origin in found]
@@ -154,6 +155,9 @@ def _with_measurements(
     measured = [m for m in measured if target is None or same_model(m.target, target)]
     measured += training_measurements(facts)
     measured.sort(key=lambda m: (-(m.times_plain or 0), -m.accepted_length))
+    if facts.kind.dialect == "native" and origin != "checkpoint":
+        # its module drafts for the model itself alone, and for another target the whole model does
+        return LocalDrafter(facts, origin, f"model:{facts.name}", "", tuple(measured))
     return LocalDrafter(facts, origin, draft_argument(facts), refusal(facts), tuple(measured))
 
 

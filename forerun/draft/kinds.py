@@ -10,6 +10,7 @@ from typing import Any
 
 from forerun.draft.eagle.mtp_formats import has_own_module, refuse_own_module
 from forerun.errors import LoadError, one_line
+from forerun.models.config import TRAINED_MTP_PREFIX
 from forerun.models.files import read_header, read_object, weight_files
 from forerun.models.hub import DEFAULT
 
@@ -52,6 +53,7 @@ TITLES = {
     "dflash": "DFlash drafter",
 }
 MEDUSA = "set of Medusa heads"
+MTP_TENSORS = ("mtp.", TRAINED_MTP_PREFIX)
 OWN_MTP = "model with multi-token layers of its own"
 NOT_READ = "forerun does not read this kind of drafter"
 OWN_LAYERS = "DSpark layers that draft for their own model are not read"
@@ -197,7 +199,7 @@ def _is_native(look: Look) -> bool:
     numbers += [inner(look.raw, "text_config").get(name) for name in NUM_NATIVE_LAYERS]
     if any(isinstance(number, int) and number > 0 for number in numbers):
         return True
-    return look.holds("eh_proj") or any(name.startswith("mtp.") for name in look.tensors)
+    return look.holds("eh_proj") or any(name.startswith(MTP_TENSORS) for name in look.tensors)
 
 
 def _own_mtp(look: Look) -> Kind:

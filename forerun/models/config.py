@@ -52,6 +52,8 @@ MAX_USED_EXPERTS = 64
 MAX_TAPS = 8  # of a convolution
 MAX_STATE_SIZE = 512
 SINKS = 64  # attention sinks of a restricted window; the native kernels read as many keys at once
+# how names of the tensors of a module from `forerun train` begin, in the checkpoint of any family
+TRAINED_MTP_PREFIX = "mtp_layers.0."
 # prefixes of the tensors of a drafter (multi-token prediction) inside the model's own checkpoint
 MTP_PREFIXES = {
     "mimo": "model.mtp_layers.",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import MTP_PREFIXES, ModelConfig
+from forerun.models.config import MTP_PREFIXES, TRAINED_MTP_PREFIX, ModelConfig
 from forerun.models.experts import StackedRows, mx_matrix, split_experts
 from forerun.models.families import is_integer
 from forerun.models.gguf.blocks import Blocks, unpermuted
@@ -577,7 +577,7 @@ class WeightLoader:
         """Raise LoadError if the checkpoint has tensors that were not used."""
         ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
         mtp = MTP_PREFIXES.get(self.config.family)
-        prefixes = OTHER_MODALITIES + ((mtp,) if mtp else ())
+        prefixes = (*OTHER_MODALITIES, TRAINED_MTP_PREFIX, *([mtp] if mtp else []))
         # DeepSeek V3 and GLM-4.5 store their multi-token modules as layers behind the model's own
         count, extra = self.config.layers, self.config.raw.get("num_nextn_predict_layers")
         if isinstance(extra, int) and is_integer(extra):

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,28 +19,38 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.catalog.search import find_local
+from forerun.catalog.facts import facts_at
+from forerun.catalog.search import _with_measurements, find_local
 from forerun.catalog.survey import survey
 from forerun.draft import kinds
+from forerun.draft.eagle.mtp import MtpModule, save_module
 from forerun.draft.eagle.mtp_formats import OWN_LAYOUTS, has_own_module, refuse_own_module
 from forerun.draft.eagle.own_module import load_own_module
 from forerun.draft.eagle.proposer import EagleProposer
+from forerun.draft.head_modules import layer_like
 from forerun.draft.kinds import automatic
 from forerun.draft.proposer import DraftRequest, view_of
 from forerun.kernels import native
+from forerun.models.config import load_config
+from forerun.models.gguf.blocks import FORMS
+from forerun.models.gguf.container import open_gguf
 from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.heads import ROOM
-from tests.draft.twins import NextnTwin, QwenMtpTwin
+from tests.draft.twins import QwenMtpTwin, TransformersMtpTwin, nextn_twin
+from tests.gguf_files import finish, written_with_module
 
 compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NEXTN = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 FAMILIES = (*QWEN, *NEXTN)
 families = pytest.mark.parametrize("family", FAMILIES)
+# GGUF files, in numbers that the native kernels compute in float32, and in types as files have
+GGUFS = ("qwen3_5/F32", "qwen3_5_moe/F32", "qwen3_next/F32", "glm4_moe/F32")
+QUANTIZED_GGUFS = ("qwen3_5/q4_1", "qwen3_5_moe/Q8_0", "glm4_moe/experts")
 TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8]
 
 
@@ -82,6 +94,9 @@ def append_module(directory: Path) -> None:
 
 @functools.cache
 def model(family: str = "qwen3_5") -> Path:
+    """A directory with a module in its checkpoint, or a GGUF file with one."""
+    if "/" in family:
+        return written_with_module(*family.split("/")).path
     directory = tiny.new_directory(f"{family}-mtp-") / "model"
     shutil.copytree(tiny.family(family), directory)
     (append_nextn if family in NEXTN else append_module)(directory)
@@ -91,6 +106,16 @@ def model(family: str = "qwen3_5") -> Path:
 @functools.cache
 def decoder(family: str = "qwen3_5") -> NativeDecoder:
     return tiny.native_decoder(model(family), form="float32")
+
+
+def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin:
+    """The reference of a model's module."""
+    if "/" in family:
+        written = written_with_module(*family.split("/"))
+        return TransformersMtpTwin(written.model, written.module)
+    if family in NEXTN:
+        return nextn_twin(model(family), decoder(family).config)
+    return QwenMtpTwin(model(family), decoder(family).config)
 
 
 def last_states(tokens: list[int], family: str) -> dict[int, Tensor]:
@@ -103,7 +128,7 @@ def last_states(tokens: list[int], family: str) -> dict[int, Tensor]:
 
 
 @compiled
-@families
+@pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 @pytest.mark.parametrize("form", [None, "float32"])
 def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
     """In torch and on the native kernels: the hidden states, and the logits after them."""
@@ -114,7 +139,7 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     drafter.observe(0, 0, states)
     request = DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1, branching=False)
     (draft,) = drafter.propose([request])
-    twin = (NextnTwin if family in NEXTN else QwenMtpTwin)(model(family), target.config)
+    twin = twin_of(family)
     expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
     output = drafter._last[0][None]
     assert torch.allclose(drafter.head.next_state(output)[0].double(), expected, atol=1e-4)
@@ -124,7 +149,7 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
 
 
 @compiled
-@families
+@pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
     """Several steps deep, and after drafts of which nothing was kept."""
     drafts = []
@@ -140,6 +165,55 @@ def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
             found += [drafter.propose([request])[0].tokens for _ in range(2)]
         drafts.append(found)
     assert drafts[0] == drafts[1] and [len(tokens) for tokens in drafts[0]] == [6] * 6
+
+
+def fp8_twins(tmp_path: Path, family: str) -> tuple[Path, Path]:
+    """Copies of a model: one in fp8 blocks, as DeepSeek V3 is published, and one in floats with the
+    same numbers. The product that joins pairs is not quantized."""
+    stored = load_file(model(family) / "model.safetensors")
+    packed, plain = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if not name.endswith("_proj.weight") or "eh_proj" in name:
+            continue
+        rows, inputs = (-(-size // 128) for size in weight.shape)
+        scale = torch.rand(rows, inputs) * 0.01 + 0.005
+        every = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        every = every[: weight.shape[0], : weight.shape[1]]
+        packed[name] = (weight / every).to(torch.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scale
+        plain[name] = packed[name].float() * every
+    directories = tmp_path / "fp8", tmp_path / "plain"
+    for directory, tensors in zip(directories, (packed, plain), strict=True):
+        shutil.copytree(model(family), directory)
+        save_file(tensors, directory / "model.safetensors")
+    path = directories[0] / "config.json"
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    raw = json.loads(path.read_text()) | {"quantization_config": method}
+    path.write_text(json.dumps(raw))
+    return directories
+
+
+@compiled
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None:
+    """It is found, and computes with the numbers that are stored."""
+    directories, outputs = fp8_twins(tmp_path, family), []
+    states = last_states(TOKENS, family)
+    for directory in directories:
+        assert has_own_module(directory)
+        view = replace(view_of(decoder(family)), form=None)
+        drafter = EagleProposer("mtp", load_own_module(directory, view), view, **ROOM)
+        drafter.open(0, TOKENS)
+        drafter.observe(0, 0, states)
+        drafter.propose([DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1)])
+        outputs.append(drafter._last[0])
+    assert torch.allclose(*outputs, atol=1e-5)
+    llm = LLM(directories[0], draft="mtp", kv_tokens=1024)
+    params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+    plain = llm.generate([5, 6, 7], params, draft="off")[0]
+    drafted = llm.generate([5, 6, 7], params, depth=3)[0]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.by_source["mtp"].drafted > 20
 
 
 # ---------------------------------------------------------------- finding it
@@ -170,12 +244,71 @@ def test_it_is_found_without_being_named(
     assert row.draft == "suffix+mtp", "forerun models names what serve drafts with"
 
 
+@compiled
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("family", QUANTIZED_GGUFS)
+def test_it_is_found_in_a_gguf_file(
+    temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its block is no layer of the target, and the text is that of plain decoding."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
+    llm = LLM(model(family), kv_tokens=1024)
+    assert llm.draft == "suffix+mtp" and llm.decoder.config.layers == 4
+    texts = [c.token_ids for c in llm.generate(prompts, params, draft="off")]
+    for how in ({}, {"draft": "mtp", "depth": 3}):
+        found = llm.generate(prompts, params, **how)
+        assert [c.token_ids for c in found] == texts
+    assert all(c.stats.by_source["mtp"].drafted > 20 for c in found)
+    (row,) = survey([LocalModel("x", model(family), "here")])
+    assert row.draft == "suffix+mtp", "forerun models names what serve drafts with"
+
+
+@compiled
+@pytest.mark.parametrize("family", QUANTIZED_GGUFS)
+def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
+    """The native kernels hold the file's own numbers, and torch computes the same from them."""
+    view = replace(view_of(decoder(family)), form="int8")
+    module = load_own_module(model(family), view)
+    (layer,) = module.weights.layers
+    stored = open_gguf(model(family)).tensors
+    pairs = [(module.weights.join, "nextn.eh_proj"), (layer.out, "attn_output")]
+    if layer.experts is not None:
+        pairs.append((layer.experts.down, "ffn_down_exps"))
+    for matrix, name in pairs:
+        assert matrix.form == FORMS[stored[f"blk.4.{name}.weight"].kind]
+    states = last_states(TOKENS, family)
+    view = replace(view, form=None)
+    drafter = EagleProposer("mtp", load_own_module(model(family), view), view, **ROOM)
+    drafter.open(0, TOKENS)
+    drafter.observe(0, 0, states)
+    drafter.propose([DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1, branching=False)])
+    expected = twin_of(family).outputs(TOKENS[1:], states[view.layers])[-1]
+    found = drafter.head.next_state(drafter._last[0][None])[0].double()
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
 def test_the_list_of_drafters_for_a_target_has_its_own_module() -> None:
     found, _ = find_local(str(model()))
     own = [one for one in found if one.origin == "checkpoint"]
     assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model()}", "")]
+    found, _ = find_local(str(model("qwen3_5/q4_1")))
+    own = [one for one in found if one.origin == "checkpoint"]
+    assert [(one.draft, one.reason) for one in own] == [(f"mtp:{model('qwen3_5/q4_1')}", "")]
     found, _ = find_local(str(tiny.family("qwen3_5")))
     assert "checkpoint" not in {one.origin for one in found}
+
+
+def test_a_small_model_with_a_module_drafts_as_a_whole_model_for_another_target() -> None:
+    """Its module is for its own states."""
+    found = _with_measurements(facts_at(model(), "small"), "directory", "large", ())
+    assert (found.draft, found.reason) == ("model:small", "")
+
+
+def test_blocks_of_a_module_are_no_layers_of_a_gguf_file() -> None:
+    facts = facts_at(model("glm4_moe/F32"), "x")
+    assert facts.raw["num_hidden_layers"] == 4 == load_config(model("glm4_moe/F32")).layers
 
 
 def test_where_auto_uses_it() -> None:
@@ -184,6 +317,66 @@ def test_where_auto_uses_it() -> None:
     assert automatic("auto", model(), "avx2", 5.0) == "suffix", "short weights save little there"
     assert automatic("auto", model(), "", 16.0) == "suffix", "a head does not pay in torch"
     assert automatic("auto", tiny.family("qwen3_5"), "avx512", 16.0) == "suffix"
+
+
+# ---------------------------------------------------------------- one that was trained
+
+
+def with_trained(directory: Path, family: str) -> tuple[Path, Path]:
+    """A copy of a model with a module as `forerun train --recipe mtp` writes it among its files,
+    and the directory of the module."""
+    source = model(family) if family in FAMILIES else tiny.family(family)
+    shutil.copytree(source, directory / "model")
+    config = load_config(source)
+    torch.manual_seed(3)
+    module = MtpModule(layer_like(config, 48), config.layers)
+    save_module(module, directory / "module", str(source), torch.float32)
+    trained = directory / "module" / "model.safetensors"
+    shutil.copy(trained, directory / "model" / "mtp.safetensors")
+    return directory / "model", directory / "module"
+
+
+@compiled
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_a_trained_module_in_a_checkpoint_is_found(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any family, and before a module that the checkpoint came with; it drafts what it drafts
+    from a directory of its own."""
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    directory, module = with_trained(tmp_path, family)
+    llm = LLM(directory, kv_tokens=1024)
+    assert llm.draft == "suffix+mtp"
+    (row,) = survey([LocalModel("x", directory, "here")])
+    assert row.draft == "suffix+mtp"
+    prompts, drafted = [[5, 6, 7], [3, 1, 4, 1, 5]], {}
+    apart = LLM(directory, draft=f"mtp:{module}", kv_tokens=1024)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams.pure(
+            max_tokens=40, temperature=temperature, seed=5, ignore_eos=True
+        )
+        texts = [c.token_ids for c in llm.generate(prompts, params, draft="off")]
+        for used in (llm, apart):
+            found = used.generate(prompts, params, draft="mtp", depth=3)
+            assert [c.token_ids for c in found] == texts
+            drafted[used] = [c.stats.by_source["mtp"] for c in found]
+        assert drafted[llm] == drafted[apart] and drafted[llm][0].drafted > 20
+
+
+@compiled
+def test_a_trained_module_that_is_incomplete_is_one_line(tmp_path: Path) -> None:
+    directory, _ = with_trained(tmp_path, "llama")
+    stored = load_file(directory / "mtp.safetensors")
+    save_file(without("o_proj")(stored), directory / "mtp.safetensors")
+    with pytest.raises(LoadError, match=r"no mtp_layers\.0\.self_attn\.o_proj") as error:
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert "\n" not in str(error.value)
+    assert LLM(directory, kv_tokens=256).draft == "suffix"
+    stored["mtp_layers.0.input_proj.weight"] = torch.zeros(32, 32)
+    save_file(stored, directory / "mtp.safetensors")
+    with pytest.raises(LoadError, match=r"input_proj.weight is .*\[32, 32\]") as error:
+        LLM(directory, draft="mtp", kv_tokens=256)
+    assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- what cannot be used
@@ -254,6 +447,70 @@ def test_mtp_of_a_target_without_a_module_is_an_error_in_one_line(tmp_path: Path
     assert "\n" not in str(error.value)
     (tmp_path / "model").mkdir()
     assert not has_own_module(tmp_path / "model") and not has_own_module(tmp_path / "a.gguf")
+
+
+def gguf_with(tmp_path: Path, changes: dict[str, Any], family: str = "glm4_moe/F32") -> Path:
+    """A copy of a GGUF file with other tensors: arrays in place of those there, None for none."""
+    stored, path = gguf.GGUFReader(model(family)), tmp_path / "changed.gguf"
+    field = stored.get_field("general.architecture")
+    assert field is not None
+    writer = gguf.GGUFWriter(path, field.contents())
+    for name, field in stored.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    for tensor in stored.tensors:
+        data = changes.pop(tensor.name, tensor.data)
+        if data is not None:
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    for name, data in changes.items():
+        writer.add_tensor(name, data)
+    finish(writer)
+    return path
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"blk.4.nextn.hnorm.weight": None}, "no blk.4.nextn.hnorm.weight"),
+        ({"blk.4.nextn.eh_proj.weight": None}, "no blk.4.nextn.eh_proj.weight"),
+        ({"blk.4.ffn_up_exps.weight": None}, "lacks tensor blk.4.ffn_up_exps.weight"),
+        ({"blk.4.nextn.eh_proj.weight": np.zeros((32, 32), np.float32)}, r"is \[32, 32\]"),
+        ({"blk.4.attn_output.bias": np.zeros(32, np.float32)}, "attn_output.bias, which is not"),
+    ],
+)
+def test_a_module_of_a_gguf_file_that_cannot_be_used_is_one_line(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """The target runs without it."""
+    path = gguf_with(tmp_path, dict(changes))
+    with pytest.raises(LoadError, match=says) as error:
+        load_own_module(path, view_of(decoder("glm4_moe/F32")))
+    assert "\n" not in str(error.value)
+    assert LLM(path, kv_tokens=256).draft == "suffix"
+
+
+@compiled
+def test_copies_of_the_target_s_tensors_in_a_gguf_file_are_not_read(tmp_path: Path) -> None:
+    copies = {
+        f"blk.4.nextn.{name}.weight": np.zeros((64, 32), np.float32)
+        for name in ("embed_tokens", "shared_head_head")
+    }
+    path = gguf_with(tmp_path, copies)
+    assert has_own_module(path)
+    load_own_module(path, view_of(decoder("glm4_moe/F32")))
+
+
+@compiled
+def test_a_misshapen_tensor_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(model("deepseek_v3"), directory := tmp_path / "model")
+    stored = load_file(directory / "model.safetensors")
+    stored["model.layers.4.eh_proj.weight"] = torch.zeros(32, 32)
+    save_file(stored, directory / "model.safetensors")
+    with pytest.raises(LoadError, match=r"eh_proj.weight is \[32, 32\]") as error:
+        load_own_module(directory, view_of(decoder("deepseek_v3")))
+    assert "\n" not in str(error.value)
 
 
 def test_latent_attention_is_named() -> None:

@@ -332,38 +332,12 @@ class QwenMtpTwin:
         return self.product(outputs, head)
 
 
-class NextnTwin:
-    """The module behind the layers of a GLM-4.5 or DeepSeek V3 checkpoint, as transformers computes
-    it: its decoder layer of the family, and its norms and product around that."""
+class TransformersMtpTwin:
+    """A multi-token module as transformers computes it: a decoder layer of the model's family, and
+    norms and a product around it. Both are in float64."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.modeling_layers import MtpLayer
-
-        loaded = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-        loaded.set_experts_implementation("eager")  # others cannot multiply in float64
-        self.model, last = loaded.double(), config.layers - 1
-        own = self.model.config
-        kinds = type(self.model.model.layers[last]), type(self.model.model.norm)
-        self.module = MtpLayer(own, *kinds, last).double().eval()
-        self.module.load_state_dict(self._weights(path, f"model.layers.{config.layers}."))
-
-    def _weights(self, path: Path, at: str) -> dict[str, Tensor]:
-        stored = load_file(path / "model.safetensors")
-        found = {n.removeprefix(at): t for n, t in stored.items() if n.startswith(at)}
-        for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # the target's
-            found.pop(copied)
-        weights = {"post_norm.weight": found.pop("shared_head.norm.weight")}
-        for name in [name for name in found if name.startswith(("enorm", "hnorm", "eh_proj"))]:
-            weights[name] = found.pop(name)
-        experts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
-        for expert in range(self.model.config.n_routed_experts):
-            for part, matrices in experts.items():
-                matrices.append(found.pop(f"mlp.experts.{expert}.{part}_proj.weight"))
-        gates, ups, downs = (torch.stack(matrices) for matrices in experts.values())
-        found |= {"mlp.experts.gate_up_proj": torch.cat((gates, ups), 1)}
-        found |= {"mlp.experts.down_proj": downs}
-        return weights | {f"mtp_block.{name}": tensor for name, tensor in found.items()}
+    def __init__(self, model: Any, module: Any) -> None:
+        self.model, self.module = model, module
 
     @torch.no_grad()
     def outputs(self, ids: list[int], states: Tensor) -> Tensor:
@@ -385,6 +359,34 @@ class NextnTwin:
     def lm_head(self, outputs: Tensor) -> Tensor:
         logits: Tensor = self.model.lm_head(outputs)
         return logits
+
+
+def nextn_twin(path: Path, config: ModelConfig) -> TransformersMtpTwin:
+    """Read the module behind the layers of a GLM-4.5 or DeepSeek V3 checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpLayer
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    model.set_experts_implementation("eager")  # others cannot multiply in float64
+    last, at = config.layers - 1, f"model.layers.{config.layers}."
+    kinds = type(model.model.layers[last]), type(model.model.norm)
+    module = MtpLayer(model.config, *kinds, last).double().eval()
+    stored = load_file(path / "model.safetensors")
+    found = {n.removeprefix(at): t for n, t in stored.items() if n.startswith(at)}
+    for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # the target's
+        del found[copied]
+    weights = {"post_norm.weight": found.pop("shared_head.norm.weight")}
+    for name in [name for name in found if name.startswith(("enorm", "hnorm", "eh_proj"))]:
+        weights[name] = found.pop(name)
+    experts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+    for expert in range(model.config.n_routed_experts):
+        for part, matrices in experts.items():
+            matrices.append(found.pop(f"mlp.experts.{expert}.{part}_proj.weight"))
+    gates, ups, downs = (torch.stack(matrices) for matrices in experts.values())
+    found["mlp.experts.gate_up_proj"] = torch.cat((gates, ups), 1)
+    found["mlp.experts.down_proj"] = downs
+    module.load_state_dict(weights | {f"mtp_block.{n}": tensor for n, tensor in found.items()})
+    return TransformersMtpTwin(model, module)
 
 
 class BlockTwin(Twin):

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import LoadError, shown
-from forerun.models.config import MTP_PREFIXES, ModelConfig, make_config, text_part
+from forerun.models.config import (
+    MTP_PREFIXES,
+    TRAINED_MTP_PREFIX,
+    ModelConfig,
+    make_config,
+    text_part,
+)
 from forerun.models.families import Json, is_integer
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
 from forerun.models.gguf.config import skim
@@ -88,23 +94,25 @@ class OwnLayout:
         if not held:
             return "its checkpoint has no multi-token layers; some copies leave them out"
         quantized = any(c.raw.get(key) is not None for key in QUANTIZED)
+        names = list(self.names(c))
+        matrices = [name for name, is_matrix in names if is_matrix]
+        vectors = {name for name, is_matrix in names if not is_matrix}
+        missing, held = list(vectors - held), held - vectors
         parts: dict[str, list[str]] = {}  # of quantized matrices, by their names
         for name in held if quantized else ():
             parts.setdefault(name.rpartition(".")[0], []).append(name)
-        missing = []
-        for name, is_matrix in self.names(c):
-            whole = f"{name}.weight" if is_matrix else name
-            found = parts.get(name, []) if quantized and is_matrix else [whole]
+        for name in matrices:
+            found = parts.get(name, []) if quantized else [f"{name}.weight"]
             if not found or not held.issuperset(found):
-                missing.append(whole)
+                missing.append(f"{name}.weight")
             held.difference_update(found)
         if missing:
-            names = joined((name.removeprefix("model.") for name in sorted(missing)), 3)
-            return f"its checkpoint has no {names}: it is incomplete, or of another kind"
+            lost = joined((name.removeprefix("model.") for name in sorted(missing)), 3)
+            return f"its checkpoint has no {lost}: it is incomplete, or of another kind"
         extra = sorted(name for name in held if not name.endswith(TARGET_COPIES))
         if extra:
-            names = joined((name.removeprefix("model.") for name in extra), 3)
-            return f"its multi-token layers have {names}, which is not supported"
+            more = joined((name.removeprefix("model.") for name in extra), 3)
+            return f"its multi-token layers have {more}, which is not supported"
         return ""
 
 
@@ -159,6 +167,23 @@ GGUF_LAYOUT = OwnLayout(prefix="blk.{i}.", outside=GGUF_NAMES)
 GGUF_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe")
 
 
+def holds_trained_module(tensors: Collection[str]) -> bool:
+    """Return True if a checkpoint has a module that `forerun train` made, under the names of its
+    own export."""
+    return any(name.startswith(TRAINED_MTP_PREFIX) for name in tensors)
+
+
+def _refuse_trained(raw: Json, tensors: Collection[str]) -> str:
+    c = make_config(raw, Path("config.json"))
+    matrices = [f"self_attn.{part}_proj" for part in "qkvo"]
+    matrices += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    norms = ["input_layernorm", "post_attention_layernorm", *MIMO_NAMES.values()]
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.qk_norm == "head" else []
+    names = [f"{TRAINED_MTP_PREFIX}{name}.weight" for name in (*matrices, *norms)]
+    missing = [name for name in names if name not in tensors]
+    return f"its checkpoint has no {joined(missing, 3)}: it is incomplete" if missing else ""
+
+
 def own_layout(raw: Json) -> OwnLayout | None:
     """Return how a model with this config.json stores its multi-token module; None if such modules
     are not read of its family."""
@@ -171,8 +196,8 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
 
     `tensors` are the names of the checkpoint's tensors, None if they are unknown.
     """
-    layout = own_layout(raw)
-    if layout is None:
+    layout, is_trained = own_layout(raw), holds_trained_module(tensors or ())
+    if layout is None and not is_trained:
         if any(LATENT in name for name in tensors or ()):
             return "its layers have latent attention, which is supported for DeepSeek V3 and GLM"
         family = shown(text_part(raw).get("model_type"))
@@ -183,6 +208,8 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
     if tensors is None:
         return ""
     try:
+        if layout is None or is_trained:
+            return _refuse_trained(raw, tensors)
         return layout.refuse(make_config(raw, Path("config.json")), tensors)
     except LoadError as error:
         return str(error)
@@ -216,8 +243,6 @@ def has_own_module(model: Path) -> bool:
         if model.is_file():
             return not refuse_gguf_module(skim(model))
         raw = read_object(model / "config.json")
-        if own_layout(raw) is None:
-            return False
         index = model / "model.safetensors.index.json"
         files = indexed_files(index) if index.is_file() else weight_files(model)
         return not refuse_own_module(raw, {name for file in files for name in read_header(file)})

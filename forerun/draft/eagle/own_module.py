@@ -21,17 +21,19 @@ from forerun.draft.eagle.mtp_formats import (
     GGUF_LAYOUT,
     TARGET_COPIES,
     OwnLayout,
+    holds_trained_module,
     own_layout,
     refuse_gguf_module,
     refuse_own_module,
 )
 from forerun.draft.head_config import read_config, reading
-from forerun.draft.head_modules import Rotation
+from forerun.draft.head_files import assemble, size_of
+from forerun.draft.head_modules import Rotation, layer_like
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import ModelConfig, load_config
+from forerun.models.config import TRAINED_MTP_PREFIX, ModelConfig, load_config
 from forerun.models.decoder import Attend, DecoderLayers
 from forerun.models.experts import StackedRows
 from forerun.models.files import joined
@@ -134,14 +136,15 @@ def own_layer_config(c: ModelConfig) -> ModelConfig:
 def load_any_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
     """Load the module of a target's own checkpoint, or one of a directory of its own. Raises
     LoadError."""
-    if path.is_file() or own_layout(read_config(path, MTP)) is not None:
+    if path.is_file() or "speculators_model_type" not in read_config(path, MTP):
         return load_own_module(path, target)
     return load_module(path, target)
 
 
-def load_own_module(path: Path, target: TargetView) -> OwnModule:
-    """Load the first multi-token layer of a target's own checkpoint or GGUF file, in torch or for
-    the target's native form. Raises LoadError."""
+def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
+    """Load the module of a target's own checkpoint or GGUF file: the one that `forerun train` made,
+    if it is there, or else the first multi-token layer, in torch or for the target's native form.
+    Raises LoadError."""
     if path.is_file():
         gguf = open_gguf(path)
         with reading(path, MTP):
@@ -150,11 +153,24 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule:
             return _load(path, GGUF_LAYOUT, target)
     raw = read_config(path, MTP)
     with reading(path, MTP):
-        if reason := refuse_own_module(raw, Checkpoint(path).where):
+        checkpoint = Checkpoint(path)
+        if reason := refuse_own_module(raw, checkpoint.where):
             raise LoadError(reason)
+        if holds_trained_module(checkpoint.where):
+            return _load_trained(checkpoint, target)
         layout = own_layout(raw)
         assert layout is not None
         return _load(path, layout, target)
+
+
+def _load_trained(checkpoint: Checkpoint, target: TargetView) -> MtpModule:
+    """Load a module as `forerun train` writes it, from among the tensors of its target. It has the
+    layer that modules of `forerun train` have for this target, of any inner size."""
+    at = TRAINED_MTP_PREFIX
+    own = [name for name in checkpoint.where if name.startswith(at)]
+    tensors = {name: checkpoint.floats(name).float() for name in own}
+    layer = layer_like(target.config, size_of(tensors, f"{at}mlp.gate_proj.weight", 0))
+    return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
 
 
 def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
