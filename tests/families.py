@@ -21,6 +21,10 @@ YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16,
     beta_fast=32.0, beta_slow=1.0,
 )  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
 ROUTED = dict(moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2)
 LOCAL = dict(num_local_experts=8, num_experts_per_tok=2)
@@ -60,7 +64,7 @@ FALCON = dict(
     embedding_multiplier=2.0, lm_head_multiplier=0.7, key_multiplier=0.6, attention_in_multiplier=1.2,
     attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
 )  # fmt: skip
-UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector")
+UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps")
 
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,6 +193,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe", dict(PADDED, **EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2),
     ),
     "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
+    "apertus": ("apertus", dict(PADDED, head_dim=8, rope_parameters=LLAMA3)),
 }  # fmt: skip
 
 

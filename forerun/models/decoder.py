@@ -187,7 +187,10 @@ class DecoderLayers:
         if layer.up is None or layer.down is None:
             return self._experts(x, read, layer)
         up = self._linear(read, layer.up)
-        inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
+        if layer.xielu is not None:
+            inner = kernels.xielu(up, *layer.xielu)
+        else:
+            inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
         out = self._linear(inner, layer.down) * self.config.mlp_out_scale
         e = layer.experts
         if e is None:

@@ -507,6 +507,28 @@ def _arcee(c: Json) -> Json:
     )
 
 
+def _apertus(c: Json) -> Json:
+    """An MLP without gates, whose activation xIELU has parameters in each layer."""
+    if c.get("hidden_act", "xielu") != "xielu":
+        raise ValueError(f"activation {shown(c['hidden_act'])}, which is not supported")
+    scaled = dict(
+        rope_type="llama3",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or scaled
+    fields = llama(
+        {"rms_norm_eps": 1e-5, "rope_theta": 12e6}
+        | c
+        | {"hidden_act": "silu", "rope_parameters": rope}
+    )
+    return fields | dict(
+        layout="apertus", qk_norm="head", activation="xielu", gated=False, mlp_bias=False
+    )
+
+
 def _seed_oss(c: Json) -> Json:
     return llama({"attention_bias": True} | c) | dict(out_bias=c.get("attention_out_bias", False))
 
@@ -547,6 +569,7 @@ DENSE: dict[str, Callable[[Json], Json]] = {
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
     "gpt2": _gpt2,
+    "apertus": _apertus,
     "arcee": _arcee,
     "cohere": _cohere,
     "cohere2": _cohere2,

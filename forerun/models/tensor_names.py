@@ -123,6 +123,13 @@ NAMES: dict[str, Names] = {
         "layer_inputs_norm": "per_layer_projection_norm",
     },
     "nemotron": LLAMA_NAMES | {"up": "mlp.up_proj"},
+    "apertus": LLAMA_NAMES
+    | {
+        "attention_norm": "attention_layernorm",
+        "mlp_norm": "feedforward_layernorm",
+        "up": "mlp.up_proj",
+        "xielu": "mlp.act_fn",
+    },
     "starcoder2": LLAMA_NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     "phi": LLAMA_NAMES
     | {"norm": "final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},

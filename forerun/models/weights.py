@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import LoadError
@@ -139,6 +140,7 @@ class WeightLoader:
             recurrent=self.recurrent(i) if c.is_recurrent(i) else None,
             output_gate=output_gate,
             layer_input=self.layer_input(i) if c.layer_input else None,
+            xielu=self.xielu(i) if c.activation == "xielu" else None,
             scale=float(self.tensor("layer_scale", i, "", (1,))[0]) if c.layer_scale else 1.0,
         )
 
@@ -356,6 +358,13 @@ class WeightLoader:
             norm=self.norm("layer_input_norm", i),
         )
 
+    def xielu(self, i: int) -> Tensor:
+        """Load the parameters of layer `i`'s activation, [4]; see `kernels.reference.xielu`."""
+        alpha_p, alpha_n, beta, eps = self.xielu_parameters(i).double()
+        above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.to(torch.stack((above, below, beta, eps)), wide)
+
     def layer_inputs(self) -> LayerInputs:
         """Load the layers' own embeddings of tokens."""
         c = self.config
@@ -494,6 +503,18 @@ class WeightLoader:
     def decay_rate(self, stored: Tensor) -> Tensor:
         """Return the rates of decay, which are negative, from what is stored."""
         return -stored.exp()
+
+    def xielu_parameters(self, i: int) -> Tensor:
+        """Read alpha_p, alpha_n, beta and eps of an activation as they are stored, [4]."""
+        stem = self.stem("xielu", i)
+        shapes: dict[str, tuple[int, ...]] = {
+            "alpha_p": (1,),
+            "alpha_n": (1,),
+            "beta": (),
+            "eps": (),
+        }
+        found = [self.floats(f"{stem}.{name}", shape) for name, shape in shapes.items()]
+        return torch.cat([value.flatten() for value in found])
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor of this shape and mark it as used."""

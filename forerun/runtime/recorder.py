@@ -332,7 +332,8 @@ class DecoderRecorder:
         norm = layer.attention_norm if c.parallel else layer.mlp_norm
         up: list[COp] = []
         if layer.up is not None:
-            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation())
+            curve = {} if layer.xielu is None else {"xielu": self._own(layer.xielu)}
+            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation(), **curve)
         if e is None:
             to = BRANCH if c.parallel else X
             return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)

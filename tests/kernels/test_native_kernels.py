@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.kernels import native
+from forerun.kernels import native, reference
 from forerun.runtime.packed import PackedMatrix
 
 pytestmark = [
@@ -39,7 +39,7 @@ def close(mine: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
     return bool(np.abs(mine - exact).max() <= tolerance * max(1.0, np.abs(exact).max()))
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "xielu"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (37, 50), (130, 97)])
 def test_a_linear_layer_with_norm_bias_activation_and_residual(
     inputs: int, outputs: int, activation: str
@@ -57,9 +57,10 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         )
         packed = PackedMatrix(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
+        curve = torch.tensor([0.7, 1.3, 0.5, -1e-6])
         op = native.COp(
             kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen,
-            combine=native.ADD,
+            combine=native.ADD, xielu=curve.data_ptr(),
         )  # fmt: skip
         bench.run(op, tokens=5)
         centred = x - x.mean(-1, keepdims=True) if kind == LAYER else x
@@ -69,6 +70,8 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         y = torch.from_numpy(normed @ weight.double().numpy().T + bias.double().numpy())
         if activation == "silu":
             y = torch.nn.functional.silu(y)
+        elif activation == "xielu":
+            y = reference.xielu(y, *curve.double())
         elif activation:
             y = torch.nn.functional.gelu(
                 y, approximate="tanh" if activation == "gelu_tanh" else "none"

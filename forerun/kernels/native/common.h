@@ -21,7 +21,7 @@ enum Kind : int32_t {
 };
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: what stands there is the gate
-enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6 };  // CLAMPED_SWIGLU: only gated
+enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6, XIELU = 7 };  // CLAMPED_SWIGLU: only gated. XIELU: only LINEAR
 enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
 enum Scores : int32_t { SOFTMAX = 0, SIGMOIDS = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen
 
@@ -86,6 +86,8 @@ struct Op {
   const float *conv_weight, *conv_bias;   // [channels][taps], [channels] or null
   const float *decay_bias, *decay_rate;   // [value_heads]: decay = exp(rate * softplus(x + bias))
   const float *skip;             // GATE: [value_heads] or null
+
+  const float *xielu;            // LINEAR: [4] parameters of XIELU, see vector.h
 };
 
 struct Program {

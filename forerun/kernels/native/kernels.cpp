@@ -162,7 +162,8 @@ void finish_tile(const Op *op, int block, int first, int rows, float (*tile)[BLO
         memcpy(out + c * W, there, sizeof(float) * n);
         continue;
       }
-      if (op->activation) v[c] = activate(v[c], op->activation);
+      if (op->activation == XIELU) v[c] = xielu(v[c], op->xielu);
+      else if (op->activation) v[c] = activate(v[c], op->activation);
       if (op->scale != 0) v[c] = v[c] * op->scale;
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;
       auto combine = [&](auto there, auto new_) {
