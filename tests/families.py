@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 
 VOCAB = 64  # of all tiny models
+# transformers lists Mistral 4 only among multimodal models
+hf.AutoModelForCausalLM.register(hf.Mistral4Config, hf.Mistral4ForCausalLM, exist_ok=True)
 
 BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -193,6 +195,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe", dict(PADDED, **EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2),
     ),
     "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
+    "mistral4": (
+        "mistral4",
+        dict(PADDED, **ROUTED, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=dict(
+            YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)) | LATENT,
+    ),
     "apertus": ("apertus", dict(PADDED, head_dim=8, rope_parameters=LLAMA3)),
 }  # fmt: skip
 

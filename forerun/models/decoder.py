@@ -98,7 +98,7 @@ class DecoderLayers:
         """Return the output of the attention branch of layer `i` for its input x [T, H]."""
         c, tokens = self.config, x.shape[0]
         if layer.latent is not None:
-            return self._latent_attention(x, i, layer, rotation, attend)
+            return self._latent_attention(x, i, layer, rotation, growth, attend)
         assert layer.qkv is not None and layer.out is not None
         kv_heads, head_dim = c.head_shape(i)
         qkv = self._linear(x, layer.qkv).view(tokens, -1, head_dim)
@@ -145,6 +145,7 @@ class DecoderLayers:
         i: int,
         layer: LayerWeights,
         rotation: tuple[Tensor, Tensor] | None,
+        growth: Tensor | None,
         attend: Attend,
     ) -> Tensor:
         """Return the output of latent attention for its input x [T, H]; see `LatentAttention`."""
@@ -161,6 +162,8 @@ class DecoderLayers:
         k = torch.cat((down[:, : a.rotary], vector), dim=-1)[:, None]
         v = torch.cat((torch.zeros_like(down[:, : a.rotary]), vector), dim=-1)[:, None]
         q, k = kernels.rotate(q, *rotation), kernels.rotate(k, *rotation)
+        if growth is not None:
+            q = q * growth
         out = attend(i, q, k, v, None)[..., a.rotary :]
         value_up = w.value_up.weight.view(c.heads, a.value, a.rank)
         out = torch.einsum("thr,hvr->thv", out, value_up)

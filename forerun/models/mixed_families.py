@@ -257,6 +257,22 @@ def _deepseek_v2(c: Json) -> Json:
     return fields | dict(experts=experts, rotates_pairs=True)
 
 
+def _mistral4(c: Json) -> Json:
+    """Experts are chosen by softmax without a bias; queries grow with their position."""
+    # the share of a whole head, of which only some channels can rotate
+    rope = {k: v for k, v in c["rope_parameters"].items() if k != "partial_rotary_factor"}
+    fields = _latent_fields({"n_shared_experts": 1} | c | {"rope_parameters": rope})
+    growth, original = (
+        rope.get("llama_4_scaling_beta"),
+        rope.get("original_max_position_embeddings"),
+    )
+    return fields | dict(
+        layout="mistral4",
+        experts=replace(fields["experts"], scores="softmax", choice_bias=False),
+        query_growth=(growth, original) if growth else None,
+    )
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -506,6 +522,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _latent_fields,
     "glm4_moe_lite": _latent_fields,
+    "mistral4": _mistral4,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "nemotron_h": _nemotron_h,

@@ -242,6 +242,10 @@ NAMES: dict[str, Names] = {
     },
 }
 NAMES["parallel"] = LLAMA_NAMES
+NAMES["mistral4"] = NAMES["deepseek"] | {
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
 NAMES["hunyuan_moe"] = (
     NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
 )

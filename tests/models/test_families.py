@@ -164,6 +164,8 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("granite", "logits_scaling", "8"),
         ("gpt_oss", "swiglu_limit", 5.0),
         ("apertus", "hidden_act", "silu"),
+        ("mistral4", "rope_parameters", None),
+        ("mistral4", "rope_parameters", {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}),
         ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}),
         ("falcon_h1", "attention_in_multiplier", 0.0),
         ("falcon_h1", "hidden_act", "gelu"),
