@@ -200,6 +200,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(PADDED, **ROUTED, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=dict(
             YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)) | LATENT,
     ),
+    "llama4": (
+        "llama4_text",
+        dict(
+            PADDED, head_dim=8, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1,
+            interleave_moe_layer_step=2, attention_chunk_size=8, floor_scale=8, rope_parameters=LLAMA3,
+        ),
+    ),
+    "llama4-two": (  # experts a token, in all layers
+        "llama4_text",
+        dict(
+            PADDED, head_dim=8, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=2,
+            attention_chunk_size=70, use_qk_norm=False, attn_temperature_tuning=False,
+        ),
+    ),
     "apertus": ("apertus", dict(PADDED, head_dim=8, rope_parameters=LLAMA3)),
 }  # fmt: skip
 

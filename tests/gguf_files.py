@@ -84,7 +84,9 @@ ROTATED = (
 )  # fmt: skip
 # files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
 # attention is not read
-NOT_READ = ("falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "apertus")
+NOT_READ = ("falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "llama4",
+    "llama4-two", "apertus",
+)  # fmt: skip
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [

@@ -242,6 +242,15 @@ NAMES: dict[str, Names] = {
     },
 }
 NAMES["parallel"] = LLAMA_NAMES
+NAMES["llama4"] = LLAMA_NAMES | {
+    "up": ["feed_forward.gate_proj", "feed_forward.up_proj"],
+    "down": "feed_forward.down_proj",
+    "router": "feed_forward.router",
+    "expert_up": "feed_forward.experts.gate_up_proj",
+    "expert_down": "feed_forward.experts.down_proj",
+    "shared_up": ["feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"],
+    "shared_down": "feed_forward.shared_expert.down_proj",
+}
 NAMES["mistral4"] = NAMES["deepseek"] | {
     "expert_up": "mlp.experts.gate_up_proj",
     "expert_down": "mlp.experts.down_proj",
@@ -249,8 +258,9 @@ NAMES["mistral4"] = NAMES["deepseek"] | {
 NAMES["hunyuan_moe"] = (
     NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
 )
-# gpt-oss stores the matrices of experts as [E, in, out], with gates in even columns
-TRANSPOSED_EXPERTS = ("gpt_oss",)
+# matrices of experts are stored as [E, in, out]; those of gpt-oss have gates in even columns
+TRANSPOSED_EXPERTS = ("gpt_oss", "llama4")
+INTERLEAVED_EXPERTS = ("gpt_oss",)
 PREFIXES = (
     "model.",
     "transformer.",

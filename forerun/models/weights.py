@@ -42,6 +42,7 @@ from forerun.models.quantized import (
 )
 from forerun.models.tensor_names import (
     IGNORED,
+    INTERLEAVED_EXPERTS,
     NAMES,
     OTHER_MODALITIES,
     PREFIXES,
@@ -130,8 +131,8 @@ class WeightLoader:
             mlp_norm=self.norm("mlp_norm", i) if has_mlp_norm else None,
             up=self.linear(up, i, [inner] * halves, c.hidden, c.mlp_bias) if inner else None,
             down=self.linear(down, i, [c.hidden], inner, c.mlp_bias) if inner else None,
-            q_norm=self.norm("q_norm", i, q_size) if c.qk_norm and attends else None,
-            k_norm=self.norm("k_norm", i, k_size) if c.qk_norm and attends and is_own else None,
+            q_norm=self.qk_norm("q_norm", i, q_size) if attends else None,
+            k_norm=self.qk_norm("k_norm", i, k_size) if attends and is_own else None,
             attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
             sink_logits=None if sinks is None else self.to(sinks, torch.float32),
@@ -389,6 +390,17 @@ class WeightLoader:
             return Norm(weight, torch.zeros_like(weight))
         return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), wide))
 
+    def qk_norm(self, part: str, i: int, size: int) -> Norm | None:
+        """Load the norm of the queries or keys of layer `i`, if they are normalised."""
+        kind = self.config.qk_norm
+        if not kind:
+            return None
+        if kind != "plain_after_rope":
+            return self.norm(part, i, size)
+        if self.config.rope_of[i] is None:
+            return None
+        return Norm(self.to(torch.ones(size), torch.promote_types(self.dtype, torch.float32)))
+
     def linear(
         self,
         part: str,
@@ -581,7 +593,8 @@ class WeightLoader:
             matrix = checkpoint.part(name, expert)
             return matrix.T if transposed else matrix
 
-        return lambda: split_experts(read, count, halves, rows, inputs, interleaved=transposed)
+        interleaved = self.config.layout in INTERLEAVED_EXPERTS
+        return lambda: split_experts(read, count, halves, rows, inputs, interleaved)
 
     def expert_bias(self, part: str, layer: int, halves: int, rows: int) -> Tensor:
         """Read the biases of a layer's experts, in the order of `expert_matrix`."""

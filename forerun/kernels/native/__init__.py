@@ -47,8 +47,8 @@ ACTIVATIONS = {
     "sigmoid": 6,
     "xielu": 7,
 }
-QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2}
-SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2, "plain_after_rope": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2, "logit_sigmoids": 3}
 
 
 class CMatrix(Structure):
@@ -140,7 +140,7 @@ class COp(Structure):
                 "gate_first",
                 "tiled_norm",
                 "conv_in",
-                "pad",
+                "weighted",
             )
         ],
         ("state_at", c_int64),
@@ -152,6 +152,8 @@ class COp(Structure):
         ("decay_rate", c_void_p),
         ("skip", c_void_p),
         ("xielu", c_void_p),
+        ("chunk", c_int32),
+        ("pad", c_int32),
     ]
 
 
