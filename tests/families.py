@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 
 VOCAB = 64  # of all tiny models
+# transformers lists Mistral 4 only among multimodal models
+hf.AutoModelForCausalLM.register(hf.Mistral4Config, hf.Mistral4ForCausalLM, exist_ok=True)
 
 BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -20,6 +22,10 @@ PADDED = dict(BASE, pad_token_id=0)
 YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16,
     beta_fast=32.0, beta_slow=1.0,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
 ROUTED = dict(moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2)
@@ -60,7 +66,7 @@ FALCON = dict(
     embedding_multiplier=2.0, lm_head_multiplier=0.7, key_multiplier=0.6, attention_in_multiplier=1.2,
     attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
 )  # fmt: skip
-UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector")
+UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps")
 
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,6 +195,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe", dict(PADDED, **EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2),
     ),
     "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
+    "mistral4": (
+        "mistral4",
+        dict(PADDED, **ROUTED, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=dict(
+            YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)) | LATENT,
+    ),
+    "llama4": (
+        "llama4_text",
+        dict(
+            PADDED, head_dim=8, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1,
+            interleave_moe_layer_step=2, attention_chunk_size=8, floor_scale=8, rope_parameters=LLAMA3,
+        ),
+    ),
+    "llama4-two": (  # experts a token, in all layers
+        "llama4_text",
+        dict(
+            PADDED, head_dim=8, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=2,
+            attention_chunk_size=70, use_qk_norm=False, attn_temperature_tuning=False,
+        ),
+    ),
+    "apertus": ("apertus", dict(PADDED, head_dim=8, rope_parameters=LLAMA3)),
 }  # fmt: skip
 
 

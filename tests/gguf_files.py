@@ -85,7 +85,9 @@ ROTATED = (
 )  # fmt: skip
 # files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
 # attention is not read
-NOT_READ = ("falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NOT_READ = ("falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "llama4",
+    "llama4-two",
+)  # fmt: skip
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -347,11 +349,21 @@ def write(
     said = {f"{architecture}.{key}": value for key, value in metadata(config).items()} | tokens(
         tokenizer
     )
+    said |= xielu(model)
     for key, value in (said | dict(changes)).items():
         set_key(writer, key, value)
     for name, tensor, kind in chain(tensors(model, architecture, kinds, gain, merged), more):
         writer.add_tensor(name, tensor, raw_dtype=gguf.GGMLQuantizationType[kind])
     finish(writer)
+
+
+def xielu(model: Any) -> dict[str, list[float]]:
+    """The parameters of the activations of Apertus, by layer."""
+    found: dict[str, list[float]] = {}
+    for key, value in model.state_dict().items():
+        if ".act_fn." in key:
+            found.setdefault(f"xielu.{key.rpartition('.')[2]}", []).append(float(value))
+    return found
 
 
 def architecture_of(c: Any) -> str:
@@ -696,6 +708,8 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
     gives: views, for what is changed in them to change the model."""
     config = model.config
     for key, value in model.state_dict().items():
+        if ".act_fn." in key:  # the metadata has them
+            continue
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
         if ".experts." in key:

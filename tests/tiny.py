@@ -165,7 +165,8 @@ def drafter(name: str, noise: float = 0.15) -> Path:
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
-            value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
+            if value.numel() > 1:  # a single number has no deviation
+                value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
     return directory
 
@@ -342,7 +343,8 @@ def _write(model: Any, noise: float, directory: Path) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
-            value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
+            if value.numel() > 1:  # a single number has no deviation
+                value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
     model.save_pretrained(directory)
     _tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(

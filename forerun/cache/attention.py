@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.kernels import reference as kernels
-from forerun.models.config import ModelConfig
+from forerun.models.config import ModelConfig, VisibleKeys
 
-# How many of the last and of the first keys a layer sees, see `ModelConfig.visible_keys`.
-Sight: TypeAlias = tuple[int | None, int]
 MAX_BATCHED = 16  # tokens of a segment that is padded into a batch; longer ones (prefill) go alone
 
 
@@ -63,13 +60,13 @@ class _Group:
     Attributes:
         queries: a slice of the pass's tokens, or their indices [R, N].
         keys: a slice of the cache's rows, or their indices [R, K].
-        masks: by sight, bool [R, N, K]; None if everything is seen.
+        masks: by what is visible, bool [R, N, K]; None if everything is seen.
         filled: bool [R, N], False for padding queries; None if there are none.
     """
 
     queries: slice | Tensor
     keys: slice | Tensor
-    masks: dict[Sight, Tensor | None]
+    masks: dict[VisibleKeys, Tensor | None]
     filled: Tensor | None
 
 
@@ -121,12 +118,12 @@ class Attention:
         if k is not None and v is not None:
             keys[self.rows] = k
             values[self.rows] = v
-        sight = self.config.visible_keys(layer)
+        visible = self.config.visible_keys(layer)
         if len(self.groups) == 1 and isinstance(self.groups[0].queries, slice):
-            return self._attend(self.groups[0], q, keys, values, sight, sink_logits)[0]
+            return self._attend(self.groups[0], q, keys, values, visible, sink_logits)[0]
         out = torch.empty_like(q)
         for group in self.groups:
-            attended = self._attend(group, q, keys, values, sight, sink_logits)
+            attended = self._attend(group, q, keys, values, visible, sink_logits)
             if group.filled is None:
                 out[group.queries] = attended  # of a single segment: [1, N, Hq, D]
             else:
@@ -140,7 +137,7 @@ class Attention:
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        sight: Sight,
+        visible: VisibleKeys,
         sink_logits: Tensor | None,
     ) -> Tensor:
         q, keys, values = q[group.queries], keys[group.keys], values[group.keys]
@@ -148,7 +145,7 @@ class Attention:
             q = q[None]
         if isinstance(group.keys, slice):
             keys, values = keys[None], values[None]
-        mask = group.masks[sight]
+        mask = group.masks[visible]
         scale, softcap = self.config.attention_scale, self.config.attention_softcap
         return kernels.attention(q, keys, values, mask, scale, softcap, sink_logits)
 
@@ -176,7 +173,7 @@ class Attention:
 
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], num_queries: int, num_keys: int
-    ) -> dict[Sight, Tensor | None]:
+    ) -> dict[VisibleKeys, Tensor | None]:
         """Return which keys each query sees, for each of the model's windows."""
         seen = np.zeros((len(segments), num_queries, num_keys), dtype=bool)
         for r, segment in enumerate(segments):
@@ -185,13 +182,17 @@ class Attention:
             seen[r, :count, :length] = True
             seen[r, :count, new] = _ancestors(segment.parents)[segment.offset :]
             seen[r, count:, 0] = True  # a padding query that sees nothing would be NaN
-        masks: dict[Sight, Tensor | None] = {}
-        for window, sinks in set(map(self.config.visible_keys, range(self.config.layers))):
+        masks: dict[VisibleKeys, Tensor | None] = {}
+        for keys in set(map(self.config.visible_keys, range(self.config.layers))):
             mask = seen
-            if window is not None:
-                is_near = self._distances(segments, depths, seen.shape) < window
-                mask = seen & (is_near | (np.arange(num_keys) < sinks))
-            masks[window, sinks] = None if mask.all() else self._tensor(mask)
+            if keys.window is not None or keys.chunk is not None:
+                distances = self._distances(segments, depths, seen.shape)
+            if keys.window is not None:
+                is_near = distances < keys.window
+                mask = seen & (is_near | (np.arange(num_keys) < keys.sinks))
+            if keys.chunk is not None:
+                mask = mask & (distances <= self._places(segments, depths, num_queries, keys.chunk))
+            masks[keys] = None if mask.all() else self._tensor(mask)
         return masks
 
     def _distances(
@@ -205,6 +206,16 @@ class Attention:
             queries = (length + depth[segment.offset :])[:, None]
             distance[r, :count, : len(keys)] = queries - keys
         return distance
+
+    def _places(
+        self, segments: list[Segment], depths: list[np.ndarray], num_queries: int, chunk: int
+    ) -> np.ndarray:
+        """Return the place of each query in its chunk of the text, 0 for padding: [R, N, 1]."""
+        places = np.zeros((len(segments), num_queries, 1), dtype=np.int32)
+        for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
+            positions = self.cache.length[segment.slot] + depth[segment.offset :]
+            places[r, : len(segment.tokens), 0] = positions % chunk
+        return places
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -47,7 +47,12 @@ LM_HEAD = "lm_head.weight"
 ROUNDING = 2.0**-8  # rows that differ by at most this share do so by 16-bit rounding
 CHUNK_ROWS = 4096  # rows of two embeddings compared at a time
 NUM_PROBES = 8  # random vectors with which two lm heads are compared
-TRANSFORMERS_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+# names in config.json; activations of other kinds of MLPs are replaced in draft heads
+TRANSFORMERS_ACTIVATIONS = {
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "clamped_swiglu": "silu",
+    "xielu": "silu",
+}
 
 
 # ---------------------------------------------------------------- layers

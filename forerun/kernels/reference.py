@@ -47,6 +47,16 @@ def activate(x: Tensor, kind: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def xielu(x: Tensor, above: Tensor, below: Tensor, slope: Tensor, bound: Tensor) -> Tensor:
+    """Apply xIELU (Huang and Schlag, 2411.13010): a parabola above 0, an exponential below it.
+
+    above, below: factors of the two curves; slope: the slope of both at 0; bound: the largest
+    argument of the exponential."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    exponential = (torch.expm1(torch.minimum(wide, bound)) - wide) * below
+    return (torch.where(wide > 0, above * wide.square(), exponential) + slope * wide).to(x.dtype)
+
+
 def gate(gates: Tensor, ups: Tensor, kind: str) -> Tensor:
     """Multiply activated gates by ups; "clamped_swiglu" is gpt-oss's form, which bounds both."""
     if kind != "clamped_swiglu":

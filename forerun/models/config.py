@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.families import (
     Experts,
     Json,
     LatentAttention,
+    QueryGrowth,
     RecurrentLayers,
     Rope,
     is_integer,
@@ -63,6 +65,20 @@ MTP_PREFIXES = {
 }
 
 
+class VisibleKeys(NamedTuple):
+    """Which keys before it a token sees in a layer.
+
+    Attributes:
+        window: how many of the last ones; None for all.
+        sinks: how many of the first ones, besides the window.
+        chunk: none before the last position that is a multiple of this; None for no such limit.
+    """
+
+    window: int | None
+    sinks: int = 0
+    chunk: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Architecture of a decoder. Families differ in these fields and in nothing else.
@@ -73,6 +89,8 @@ class ModelConfig:
         ropes: the rotary embeddings of the model.
         rope_of: for each layer, its index in `ropes`; None if it does not rotate.
         windows: for each layer, the number of most recent keys it attends to; None for all.
+        chunks: for each layer, the length of the chunks of the text within which tokens attend;
+            None for a layer without chunks. Empty if no layer has any (Llama 4).
         sinks: for each layer, how many of the first keys it attends to besides its window: 0 or
             `SINKS`. Empty if no layer has any.
         layout: naming scheme of the checkpoint's tensors, a key of `tensor_names.NAMES` or
@@ -85,13 +103,13 @@ class ModelConfig:
         sandwich: the output of each residual branch is normalised (Gemma 2).
         parallel: attention and MLP read the same norm and are added together (Command R).
         qk_norm: queries and keys are normalised: "head" by head, "row" all heads at once,
-            "head_after_rope" after the rotation; "" if they are not.
+            "head_after_rope" after the rotation, "plain_after_rope" likewise without weights and
+            only in layers that rotate; "" if they are not.
         value_norm: values are normalised by head, without weights.
         rotates_pairs: the checkpoint's rotary embedding turns neighbouring channels; its rows are
             reordered at load so that it turns halves.
         attention_sinks: each head has a learned score that takes part in the softmax (gpt-oss).
-        query_growth: (beta, n): the query of position t is multiplied by
-            1 + beta * log(1 + floor(t / n)).
+        query_growth: factors on queries by their position; None if there are none.
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
         attention_out_scale, mlp_out_scale: further factors on the outputs of attention and MLP.
         mlp_gate_scale: factor on the gates of the MLP, before their activation (Falcon-H1).
@@ -137,7 +155,7 @@ class ModelConfig:
     value_norm: bool = False
     rotates_pairs: bool = False
     attention_sinks: bool = False
-    query_growth: tuple[float, int] | None = None
+    query_growth: QueryGrowth | None = None
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -167,10 +185,15 @@ class ModelConfig:
     tied: bool = False
     end_ids: tuple[int, ...] = ()
     sinks: tuple[int, ...] = ()
+    chunks: tuple[int | None, ...] = ()
 
-    def visible_keys(self, layer: int) -> tuple[int | None, int]:
-        """Return the window of a layer (None: all keys) and the number of its attention sinks."""
-        return self.windows[layer], self.sinks[layer] if self.sinks else 0
+    def visible_keys(self, layer: int) -> VisibleKeys:
+        """Return which keys a layer sees."""
+        return VisibleKeys(
+            window=self.windows[layer],
+            sinks=self.sinks[layer] if self.sinks else 0,
+            chunk=self.chunks[layer] if self.chunks else None,
+        )
 
     @property
     def is_llama_like(self) -> bool:
@@ -193,6 +216,13 @@ class ModelConfig:
     def head_shape(self, layer: int) -> tuple[int, int]:
         """Return the number of key-value heads of a layer and their size."""
         return self.head_shapes[layer] if self.head_shapes else (self.kv_heads, self.head_dim)
+
+    def grows_queries(self, layer: int) -> bool:
+        """Return True if `query_growth` applies to a layer."""
+        growth = self.query_growth
+        return growth is not None and not (
+            growth.unrotated_only and self.rope_of[layer] is not None
+        )
 
     def has_attention(self, layer: int) -> bool:
         """Return True if a layer has attention."""
@@ -250,7 +280,7 @@ class ModelConfig:
         if window is None:
             return self
         layers = map(self.visible_keys, range(self.layers))
-        sinks = tuple(SINKS if own is None else count for own, count in layers)
+        sinks = tuple(SINKS if keys.window is None else keys.sinks for keys in layers)
         return replace(self, windows=tuple(own or window for own in self.windows), sinks=sinks)
 
 
@@ -361,11 +391,10 @@ def _check(config: ModelConfig, path: Path) -> None:
     for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "head_bias"):
         if not isinstance(getattr(config, name), bool):
             raise LoadError(f"{path}: {name} is {shown(getattr(config, name))}, not true or false")
-    for window in config.windows:
-        if window is not None and (not is_integer(window) or window < 1):
-            raise LoadError(
-                f"{path}: the sliding window is {shown(window)}, not a positive integer"
-            )
+    for what, lengths in (("sliding window", config.windows), ("chunk", config.chunks)):
+        for size in lengths:
+            if size is not None and (not is_integer(size) or not 0 < size < 1 << 31):
+                raise LoadError(f"{path}: the {what} is {shown(size)}, not a positive integer")
     if len(config.windows) != config.layers or len(config.rope_of) != config.layers:
         raise LoadError(
             f"{path}: layer_types or no_rope_layers do not name each of the {config.layers} layers"
@@ -385,10 +414,12 @@ def _check(config: ModelConfig, path: Path) -> None:
     if config.experts is not None:
         _check_experts(config.experts, config.layers, path)
     if config.query_growth is not None:
-        beta, length = config.query_growth
-        _check_integer("original_max_position_embeddings", length, MAX_CONTEXT, path)
-        if not is_positive(beta) or beta > 1e3:
-            raise LoadError(f"{path}: llama_4_scaling_beta is {shown(beta)}, not a small number")
+        growth = config.query_growth
+        what = "floor_scale" if growth.unrotated_only else "original_max_position_embeddings"
+        _check_integer(what, growth.length, MAX_CONTEXT, path)
+        if not is_positive(growth.beta) or growth.beta > 1e3:
+            what = "attn_scale" if growth.unrotated_only else "llama_4_scaling_beta"
+            raise LoadError(f"{path}: {what} is {shown(growth.beta)}, not a small number")
 
 
 def _check_integer(name: str, value: object, most: int, path: Path, least: int = 1) -> None:
@@ -407,6 +438,7 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
         config.mlp_sizes,
         config.values_from_keys,
         config.attends,
+        config.chunks,
     )
     if any(each and len(each) != config.layers for each in lists):
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
-from forerun.models.families import Experts
+from forerun.models.families import Experts, QueryGrowth
 from forerun.models.parameters import LayerWeights, LinearWeights, Norm, RecurrentWeights, Weights
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
@@ -72,7 +72,8 @@ class DecoderLayers:
             assert recur is not None
             branches.append(self._recurrence(read, i, layer.recurrent, recur))
         if c.has_attention(i):
-            branch = self._attention(read, i, layer, rotation, growth, attend)
+            own_growth = growth if c.grows_queries(i) else None
+            branch = self._attention(read, i, layer, rotation, own_growth, attend)
             branches.append(self._norm(branch, layer.attention_out_norm))
         if c.parallel:
             branches.insert(0, self._mlp_branch(read, i, layer))
@@ -98,7 +99,7 @@ class DecoderLayers:
         """Return the output of the attention branch of layer `i` for its input x [T, H]."""
         c, tokens = self.config, x.shape[0]
         if layer.latent is not None:
-            return self._latent_attention(x, i, layer, rotation, attend)
+            return self._latent_attention(x, i, layer, rotation, growth, attend)
         assert layer.qkv is not None and layer.out is not None
         kv_heads, head_dim = c.head_shape(i)
         qkv = self._linear(x, layer.qkv).view(tokens, -1, head_dim)
@@ -145,6 +146,7 @@ class DecoderLayers:
         i: int,
         layer: LayerWeights,
         rotation: tuple[Tensor, Tensor] | None,
+        growth: Tensor | None,
         attend: Attend,
     ) -> Tensor:
         """Return the output of latent attention for its input x [T, H]; see `LatentAttention`."""
@@ -161,6 +163,8 @@ class DecoderLayers:
         k = torch.cat((down[:, : a.rotary], vector), dim=-1)[:, None]
         v = torch.cat((torch.zeros_like(down[:, : a.rotary]), vector), dim=-1)[:, None]
         q, k = kernels.rotate(q, *rotation), kernels.rotate(k, *rotation)
+        if growth is not None:
+            q = q * growth
         out = attend(i, q, k, v, None)[..., a.rotary :]
         value_up = w.value_up.weight.view(c.heads, a.value, a.rank)
         out = torch.einsum("thr,hvr->thv", out, value_up)
@@ -175,7 +179,7 @@ class DecoderLayers:
             x = self._norm(x, norm)
         if rotation:
             x = kernels.rotate(x, *rotation)
-        return self._norm(x, norm) if norm and where == "head_after_rope" else x
+        return self._norm(x, norm) if norm and where.endswith("_after_rope") else x
 
     def _mlp_branch(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
         """Return the output of the MLP branch of layer `i` after its norm, for x [T, H]."""
@@ -187,7 +191,10 @@ class DecoderLayers:
         if layer.up is None or layer.down is None:
             return self._experts(x, read, layer)
         up = self._linear(read, layer.up)
-        inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
+        if layer.xielu is not None:
+            inner = kernels.xielu(up, *layer.xielu)
+        else:
+            inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
         out = self._linear(inner, layer.down) * self.config.mlp_out_scale
         e = layer.experts
         if e is None:
@@ -226,9 +233,12 @@ class DecoderLayers:
         out = x.new_zeros(*choice.shape, read.shape[1])
         for expert in set(choice.flatten().tolist()):
             token, slot = (choice == expert).nonzero(as_tuple=True)
+            own = read[token]
+            if mixture.weighs_inputs:
+                own = own * weights[token, slot, None].to(own.dtype)
             parts = [
                 kernels.linear(
-                    read[token],
+                    own,
                     up[half, expert],
                     None if up_bias is None else up_bias[half, expert],
                 )
@@ -237,7 +247,9 @@ class DecoderLayers:
             inner = self._activate(*parts)
             bias = None if down_bias is None else down_bias[expert]
             out[token, slot] = kernels.linear(inner, down[expert], bias)
-        total = (out * weights.to(out.dtype)[..., None]).sum(1)
+        if not mixture.weighs_inputs:
+            out = out * weights.to(out.dtype)[..., None]
+        total = out.sum(1)
         if e.latent_out is not None:
             total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
@@ -424,6 +436,8 @@ def route(
         rank = by_group.masked_fill(~is_used[..., None], -torch.inf).flatten(1)
     choice = rank.sort(dim=-1, descending=True, stable=True).indices[:, : experts.used]
     weights = scores.gather(1, choice)
+    if experts.scores == "logit_sigmoids":
+        weights = weights.sigmoid()
     if experts.scores == "logits":
         weights = weights.softmax(-1)
     elif experts.normalised:
@@ -446,10 +460,10 @@ def load_decoder(
     return Decoder(config, path, dtype, device, context or default_context(config), shortlist)
 
 
-def query_scale(growth: tuple[float, int], positions: Tensor) -> Tensor:
-    """Return the factors on the queries of these positions, float32; see `query_growth`."""
-    beta, length = growth
-    return 1 + beta * torch.log1p(torch.floor(positions.float() / length))
+def query_scale(growth: QueryGrowth, positions: Tensor) -> Tensor:
+    """Return the factors on the queries of these positions, float32."""
+    steps = torch.floor((positions.float() + growth.offset) / growth.length)
+    return 1 + growth.beta * torch.log1p(steps)
 
 
 def default_context(config: ModelConfig) -> int:

@@ -41,7 +41,9 @@ class Experts:
         layers: for each layer, True if it has experts.
         shared: inner size of the dense MLP that runs beside the experts; 0 if there is none.
         shared_gate: the dense MLP's output is multiplied by the sigmoid of a product (Qwen).
-        scores: "softmax" or "sigmoid" of all logits, or "logits": a softmax over the chosen ones.
+        scores: "softmax" or "sigmoid" of all logits; "logits", a softmax over the chosen ones, or
+            "logit_sigmoids", the sigmoid of each chosen one.
+        weighs_inputs: weights are factors on the inputs of experts and not on their outputs.
         normalised: weights are divided by their sum plus `epsilon`.
         scale: factor on the weights.
         choice_bias: a learned bias is added to the scores, for the choice only (DeepSeek V3).
@@ -67,6 +69,7 @@ class Experts:
     groups: int = 1
     used_groups: int = 1
     best: int = 2
+    weighs_inputs: bool = False
     bias: bool = False
     router_bias: bool = False
     separate_norms: bool = False
@@ -101,6 +104,19 @@ class LatentAttention:
     plain: int
     rotary: int
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries of later positions are longer: that of position t is multiplied by
+    1 + beta * log(1 + floor((t + offset) / length)).
+
+    unrotated_only: in layers without a rotary embedding only (Llama 4)."""
+
+    beta: float
+    length: int
+    offset: int = 0
+    unrotated_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,13 +427,17 @@ def _exaone4(c: Json) -> Json:
     )
 
 
+def query_growth(rope: Json) -> QueryGrowth | None:
+    """Read the growth of queries of Mistral's models from their rope parameters."""
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryGrowth(beta, length) if beta else None  # type: ignore[arg-type]  # checked later
+
+
 def _ministral3(c: Json) -> Json:
     fields, rope = llama({"rms_norm_eps": 1e-5} | c), c.get("rope_parameters") or {}
-    window, growth = c.get("sliding_window"), rope.get("llama_4_scaling_beta")
-    original = rope.get("original_max_position_embeddings")
     return fields | dict(
-        windows=(window,) * fields["layers"],
-        query_growth=(growth, original) if growth else None,
+        windows=(c.get("sliding_window"),) * fields["layers"],
+        query_growth=query_growth(rope),
         qkv_bias=False,
         out_bias=False,
     )
@@ -507,6 +527,28 @@ def _arcee(c: Json) -> Json:
     )
 
 
+def _apertus(c: Json) -> Json:
+    """An MLP without gates, whose activation xIELU has parameters in each layer."""
+    if c.get("hidden_act", "xielu") != "xielu":
+        raise ValueError(f"activation {shown(c['hidden_act'])}, which is not supported")
+    scaled = dict(
+        rope_type="llama3",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or scaled
+    fields = llama(
+        {"rms_norm_eps": 1e-5, "rope_theta": 12e6}
+        | c
+        | {"hidden_act": "silu", "rope_parameters": rope}
+    )
+    return fields | dict(
+        layout="apertus", qk_norm="head", activation="xielu", gated=False, mlp_bias=False
+    )
+
+
 def _seed_oss(c: Json) -> Json:
     return llama({"attention_bias": True} | c) | dict(out_bias=c.get("attention_out_bias", False))
 
@@ -547,6 +589,7 @@ DENSE: dict[str, Callable[[Json], Json]] = {
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
     "gpt2": _gpt2,
+    "apertus": _apertus,
     "arcee": _arcee,
     "cohere": _cohere,
     "cohere2": _cohere2,

@@ -15,12 +15,14 @@ from forerun.models.families import (
     Experts,
     Json,
     LatentAttention,
+    QueryGrowth,
     RecurrentLayers,
     ernie,
     granite,
     hunyuan,
     layer_types,
     llama,
+    query_growth,
     qwen2,
     qwen3,
     windows_of,
@@ -207,6 +209,48 @@ def _minimax_m2(c: Json) -> Json:
     return llama(c | share) | dict(layout="minimax", qk_norm="row", experts=experts)
 
 
+def _llama4(c: Json) -> Json:
+    """Most layers rotate and attend within chunks of the text; the others see all of it, and their
+    queries grow. Weights of experts are factors on their inputs."""
+    fields = llama({"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128} | c)
+    layers, inner = fields["layers"], c["intermediate_size"]
+    interval, step = c.get("no_rope_layer_interval", 4), c.get("interleave_moe_layer_step", 1)
+    # despite its name, an entry of 1 in no_rope_layers means that the layer rotates
+    rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
+    rotates = rotates[:layers]
+    chunk = c.get("attention_chunk_size", 8192)
+    types = c.get("layer_types") or [
+        "chunked_attention" if own and chunk is not None else "full_attention" for own in rotates
+    ]
+    sparse = c.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, layers, step)
+    growth = None
+    if c.get("attn_temperature_tuning", True):
+        beta, length = c.get("attn_scale", 0.1), c.get("floor_scale", 8192)
+        growth = QueryGrowth(beta, length, offset=1, unrotated_only=True)
+    return fields | dict(
+        layout="llama4",
+        rotates_pairs=True,
+        rope_of=tuple(0 if own else None for own in rotates),
+        chunks=tuple(chunk if kind == "chunked_attention" else None for kind in types),
+        qk_norm="plain_after_rope" if c.get("use_qk_norm", True) else "",
+        query_growth=growth,
+        intermediate=c["intermediate_size_mlp"],
+        mlp_bias=False,
+        experts=Experts(
+            count=c["num_local_experts"],
+            used=c.get("num_experts_per_tok", 1),
+            intermediate=inner,
+            layers=tuple(i in sparse for i in range(layers)),
+            shared=inner,
+            scores="logit_sigmoids",
+            normalised=False,
+            weighs_inputs=True,
+        ),
+    )
+
+
 # ---------------------------------------------------------------- latent attention
 
 
@@ -255,6 +299,18 @@ def _deepseek_v2(c: Json) -> Json:
         best=1,
     )
     return fields | dict(experts=experts, rotates_pairs=True)
+
+
+def _mistral4(c: Json) -> Json:
+    """Experts are chosen by softmax without a bias; queries grow with their position."""
+    # the share of a whole head, of which only some channels can rotate
+    rope = {k: v for k, v in c["rope_parameters"].items() if k != "partial_rotary_factor"}
+    fields = _latent_fields({"n_shared_experts": 1} | c | {"rope_parameters": rope})
+    return fields | dict(
+        layout="mistral4",
+        experts=replace(fields["experts"], scores="softmax", choice_bias=False),
+        query_growth=query_growth(rope),
+    )
 
 
 # ---------------------------------------------------------------- recurrent layers
@@ -506,8 +562,10 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _latent_fields,
     "glm4_moe_lite": _latent_fields,
+    "mistral4": _mistral4,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "llama4_text": _llama4,
     "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,

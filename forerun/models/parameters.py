@@ -179,6 +179,7 @@ class LayerWeights:
     recurrent: RecurrentWeights | None = None
     output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
     layer_input: LayerInputWeights | None = None
+    xielu: Tensor | None = None  # [4], the parameters of `kernels.reference.xielu`
     scale: float = 1.0
 
     @property

@@ -123,6 +123,13 @@ NAMES: dict[str, Names] = {
         "layer_inputs_norm": "per_layer_projection_norm",
     },
     "nemotron": LLAMA_NAMES | {"up": "mlp.up_proj"},
+    "apertus": LLAMA_NAMES
+    | {
+        "attention_norm": "attention_layernorm",
+        "mlp_norm": "feedforward_layernorm",
+        "up": "mlp.up_proj",
+        "xielu": "mlp.act_fn",
+    },
     "starcoder2": LLAMA_NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     "phi": LLAMA_NAMES
     | {"norm": "final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
@@ -235,11 +242,25 @@ NAMES: dict[str, Names] = {
     },
 }
 NAMES["parallel"] = LLAMA_NAMES
+NAMES["llama4"] = LLAMA_NAMES | {
+    "up": ["feed_forward.gate_proj", "feed_forward.up_proj"],
+    "down": "feed_forward.down_proj",
+    "router": "feed_forward.router",
+    "expert_up": "feed_forward.experts.gate_up_proj",
+    "expert_down": "feed_forward.experts.down_proj",
+    "shared_up": ["feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"],
+    "shared_down": "feed_forward.shared_expert.down_proj",
+}
+NAMES["mistral4"] = NAMES["deepseek"] | {
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
 NAMES["hunyuan_moe"] = (
     NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
 )
-# gpt-oss stores the matrices of experts as [E, in, out], with gates in even columns
-TRANSPOSED_EXPERTS = ("gpt_oss",)
+# matrices of experts are stored as [E, in, out]; those of gpt-oss have gates in even columns
+TRANSPOSED_EXPERTS = ("gpt_oss", "llama4")
+INTERLEAVED_EXPERTS = ("gpt_oss",)
 PREFIXES = (
     "model.",
     "transformer.",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import LoadError
@@ -41,6 +42,7 @@ from forerun.models.quantized import (
 )
 from forerun.models.tensor_names import (
     IGNORED,
+    INTERLEAVED_EXPERTS,
     NAMES,
     OTHER_MODALITIES,
     PREFIXES,
@@ -129,8 +131,8 @@ class WeightLoader:
             mlp_norm=self.norm("mlp_norm", i) if has_mlp_norm else None,
             up=self.linear(up, i, [inner] * halves, c.hidden, c.mlp_bias) if inner else None,
             down=self.linear(down, i, [c.hidden], inner, c.mlp_bias) if inner else None,
-            q_norm=self.norm("q_norm", i, q_size) if c.qk_norm and attends else None,
-            k_norm=self.norm("k_norm", i, k_size) if c.qk_norm and attends and is_own else None,
+            q_norm=self.qk_norm("q_norm", i, q_size) if attends else None,
+            k_norm=self.qk_norm("k_norm", i, k_size) if attends and is_own else None,
             attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
             sink_logits=None if sinks is None else self.to(sinks, torch.float32),
@@ -139,6 +141,7 @@ class WeightLoader:
             recurrent=self.recurrent(i) if c.is_recurrent(i) else None,
             output_gate=output_gate,
             layer_input=self.layer_input(i) if c.layer_input else None,
+            xielu=self.xielu(i) if c.activation == "xielu" else None,
             scale=float(self.tensor("layer_scale", i, "", (1,))[0]) if c.layer_scale else 1.0,
         )
 
@@ -356,6 +359,13 @@ class WeightLoader:
             norm=self.norm("layer_input_norm", i),
         )
 
+    def xielu(self, i: int) -> Tensor:
+        """Load the parameters of layer `i`'s activation, [4]; see `kernels.reference.xielu`."""
+        alpha_p, alpha_n, beta, eps = self.xielu_parameters(i).double()
+        above, below = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.to(torch.stack((above, below, beta, eps)), wide)
+
     def layer_inputs(self) -> LayerInputs:
         """Load the layers' own embeddings of tokens."""
         c = self.config
@@ -379,6 +389,17 @@ class WeightLoader:
         if not self.config.norm_bias:
             return Norm(weight, torch.zeros_like(weight))
         return Norm(weight, self.to(self.tensor(part, layer, "bias", shape), wide))
+
+    def qk_norm(self, part: str, i: int, size: int) -> Norm | None:
+        """Load the norm of the queries or keys of layer `i`, if they are normalised."""
+        kind = self.config.qk_norm
+        if not kind:
+            return None
+        if kind != "plain_after_rope":
+            return self.norm(part, i, size)
+        if self.config.rope_of[i] is None:
+            return None
+        return Norm(self.to(torch.ones(size), torch.promote_types(self.dtype, torch.float32)))
 
     def linear(
         self,
@@ -495,6 +516,18 @@ class WeightLoader:
         """Return the rates of decay, which are negative, from what is stored."""
         return -stored.exp()
 
+    def xielu_parameters(self, i: int) -> Tensor:
+        """Read alpha_p, alpha_n, beta and eps of an activation as they are stored, [4]."""
+        stem = self.stem("xielu", i)
+        shapes: dict[str, tuple[int, ...]] = {
+            "alpha_p": (1,),
+            "alpha_n": (1,),
+            "beta": (),
+            "eps": (),
+        }
+        found = [self.floats(f"{stem}.{name}", shape) for name, shape in shapes.items()]
+        return torch.cat([value.flatten() for value in found])
+
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor of this shape and mark it as used."""
         self.checkpoint.claim(name, shape)
@@ -560,7 +593,8 @@ class WeightLoader:
             matrix = checkpoint.part(name, expert)
             return matrix.T if transposed else matrix
 
-        return lambda: split_experts(read, count, halves, rows, inputs, interleaved=transposed)
+        interleaved = self.config.layout in INTERLEAVED_EXPERTS
+        return lambda: split_experts(read, count, halves, rows, inputs, interleaved)
 
     def expert_bias(self, part: str, layer: int, halves: int, rows: int) -> Tensor:
         """Read the biases of a layer's experts, in the order of `expert_matrix`."""

@@ -183,15 +183,16 @@ class DecoderRecorder:
 
     def _attend(self, i: int, layer: LayerWeights) -> COp:
         c = self.config
-        window, sinks = c.visible_keys(i)
+        visible = c.visible_keys(i)
         return COp(
             kind=native.ATTEND,
             input=QKV,
             output=ATTENDED,
             scale=c.attention_scale,
             softcap=c.attention_softcap or 0,
-            window=window or 0,
-            sinks=sinks,
+            window=visible.window or 0,
+            sinks=visible.sinks,
+            chunk=visible.chunk or 0,
             sink_logits=None if layer.sink_logits is None else self._own(layer.sink_logits),
             **self._heads(i),
         )
@@ -315,7 +316,7 @@ class DecoderRecorder:
             qk_norm=native.QK_NORMS.get(c.qk_norm, 0),
             value_norm=int(c.value_norm),
             epsilon=c.norm_eps,
-            query_scale=self.query_scale,
+            query_scale=self.query_scale if c.grows_queries(i) else None,
             **self._heads(i),
         )
         if c.kv_layer(i) != i:
@@ -332,16 +333,16 @@ class DecoderRecorder:
         norm = layer.attention_norm if c.parallel else layer.mlp_norm
         up: list[COp] = []
         if layer.up is not None:
-            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation())
+            curve = {} if layer.xielu is None else {"xielu": self._own(layer.xielu)}
+            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation(), **curve)
         if e is None:
             to = BRANCH if c.parallel else X
             return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)
         ops = self._experts(i, e, norm)
         out, column = self.at["expert_out"], self._choice_column(i)
         assert c.experts is not None
-        weighted: dict[str, Any] = dict(
-            slots=c.experts.used, choice=self.at["choice"], choice_column=column
-        )
+        choice = -1 if c.experts.weighs_inputs else self.at["choice"]
+        weighted: dict[str, Any] = dict(slots=c.experts.used, choice=choice, choice_column=column)
         if e.latent_out is not None:
             total = self.at["latent_out"]
             ops.append(mix_op(out, total, c.experts.latent, **weighted))
@@ -388,7 +389,10 @@ class DecoderRecorder:
             source = self.at["latent_in"]
             ops += self._linear(e.latent_in, X, source, own_norm)
             own_norm = None
-        ops += self._linear(e.up, source, inner, own_norm, **self._activation(), **common)
+        weighted = dict(weighted=int(mixture.weighs_inputs))
+        ops += self._linear(
+            e.up, source, inner, own_norm, **self._activation(), **common, **weighted
+        )
         return ops + self._linear(e.down, inner, out, None, spread=1, **common)
 
     def _activation(self) -> dict[str, Any]:

@@ -143,12 +143,14 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@pytest.mark.parametrize("family", ["gemma3", "llama4-two"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
 def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
-    instructions: str, window: int
+    instructions: str, window: int, family: str
 ) -> None:
-    """Chunks, branches and single tokens, with texts shorter and longer than both together."""
-    path = tiny.family("gemma3")
+    """Chunks, branches and single tokens, with texts shorter and longer than both together; in
+    layers that attend within 70 tokens as well."""
+    path = tiny.family(family)
     shape = load_config(path)
     one = Runner(
         load_decoder(path, torch.float32, torch.device("cpu"), 512), tokens=1024, page=16, slots=4

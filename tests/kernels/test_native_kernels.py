@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.kernels import native
+from forerun.kernels import native, reference
 from forerun.runtime.packed import PackedMatrix
 
 pytestmark = [
@@ -39,7 +39,7 @@ def close(mine: np.ndarray, exact: np.ndarray, tolerance: float) -> bool:
     return bool(np.abs(mine - exact).max() <= tolerance * max(1.0, np.abs(exact).max()))
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "xielu"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (37, 50), (130, 97)])
 def test_a_linear_layer_with_norm_bias_activation_and_residual(
     inputs: int, outputs: int, activation: str
@@ -57,9 +57,10 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         )
         packed = PackedMatrix(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
+        curve = torch.tensor([0.7, 1.3, 0.5, -1e-6])
         op = native.COp(
             kind=native.LINEAR, input=0, output=1, norm=norm, matrix=packed.matrix, activation=chosen,
-            combine=native.ADD,
+            combine=native.ADD, xielu=curve.data_ptr(),
         )  # fmt: skip
         bench.run(op, tokens=5)
         centred = x - x.mean(-1, keepdims=True) if kind == LAYER else x
@@ -69,6 +70,8 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         y = torch.from_numpy(normed @ weight.double().numpy().T + bias.double().numpy())
         if activation == "silu":
             y = torch.nn.functional.silu(y)
+        elif activation == "xielu":
+            y = reference.xielu(y, *curve.double())
         elif activation:
             y = torch.nn.functional.gelu(
                 y, approximate="tanh" if activation == "gelu_tanh" else "none"
@@ -97,9 +100,11 @@ def test_a_gated_layer(inner: int) -> None:
     assert close(bench.buffers[1][:, :inner], exact.numpy(), 2e-5)
 
 
-def attention(q, keys, values, window, softcap, scale):  # type: ignore[no-untyped-def]
+def attention(q, keys, values, window, chunk, softcap, scale):  # type: ignore[no-untyped-def]
     """One token: q [heads, D], the keys and values it sees, in order [K, kv_heads, D]."""
     group = q.shape[0] // keys.shape[1]
+    if chunk:
+        keys, values = (t[(len(t) - 1) // chunk * chunk :] for t in (keys, values))
     keys, values = (np.repeat(t[-window:] if window else t, group, axis=1) for t in (keys, values))
     scores = np.einsum("hd,khd->hk", q, keys) * scale
     if softcap:
@@ -112,11 +117,21 @@ SHAPES = [(1, 1, 8), (6, 2, 24), (3, 3, 64), (20, 1, 40), (8, 2, 128), (7, 1, 17
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (70, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "chunk", "softcap"),
+    [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5, 151, 0.0)],
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("scattered", [False, True])
 def test_attention(
-    heads: int, kv_heads: int, dim: int, window: int, softcap: float, form: str, scattered: bool
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    chunk: int,
+    softcap: float,
+    form: str,
+    scattered: bool,
 ) -> None:
     """A draft tree behind a long prefix, which lies in the cache row by row or scattered."""
     rows, prefix = 208, 150
@@ -143,7 +158,7 @@ def test_attention(
     cache = native_layout(data)
     bench.run(
         native.COp(
-            kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window,
+            kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window, chunk=chunk,
             heads=heads, kv_heads=kv_heads, head_dim=dim,
         ),
         tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
@@ -153,7 +168,7 @@ def test_attention(
     keys, values = data.double().numpy()
     for token, seen in enumerate(sees):
         q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
-        exact = attention(q, keys[line[seen]], values[line[seen]], window, softcap, 0.3)
+        exact = attention(q, keys[line[seen]], values[line[seen]], window, chunk, softcap, 0.3)
         assert close(bench.buffers[1][token].reshape(heads, dim), exact, 1e-5)
 
 

@@ -23,7 +23,7 @@ from forerun.errors import LoadError
 from forerun.kernels import native, reference
 from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.architectures import ARCHITECTURES
+from forerun.models.gguf.architectures import ARCHITECTURES, XIELU
 from forerun.models.gguf.config import skim, unsupported_reason
 from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
@@ -373,6 +373,9 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("gemma4-small", "feed_forward_length", [64, 64, 64, 128], "differs between layers"),
         ("gemma4-small", "attention.shared_kv_layers", 4, "feed_forward_length"),
         ("gemma4-small", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+        ("apertus", "xielu.beta", ..., "xielu.beta"),
+        ("apertus", "xielu.alpha_n", [1.0, 2.0], "xielu.alpha_n, of 2 layers"),
+        ("apertus", "xielu.alpha_p", float("nan"), "xielu.alpha_p"),
     ],
 )
 def test_broken_fields_are_refused_in_one_line(
@@ -380,12 +383,21 @@ def test_broken_fields_are_refused_in_one_line(
 ) -> None:
     (model_type, _) = gguf_files.families.MODELS[name]
     architecture = gguf_files.ARCHITECTURES.get(model_type, model_type)
-    path = make(tmp_path / "model.gguf", name, {f"{architecture}.{key}": value})
+    key = key if key.startswith("xielu.") else f"{architecture}.{key}"
+    path = make(tmp_path / "model.gguf", name, {key: value})
     with pytest.raises(LoadError) as caught:
         load_float32(path)
     message = str(caught.value)
     assert "\n" not in message and str(path) in message and words in message
     assert len(message) < 300 + len(str(path))
+
+
+def test_a_single_parameter_of_an_activation_is_that_of_all_layers(tmp_path: Path) -> None:
+    each = {f"xielu.{name}": [0.5] * 4 for name in XIELU}
+    alike = dict.fromkeys(each, 0.5)
+    paths = [make(tmp_path / f"{i}.gguf", "apertus", c) for i, c in enumerate((each, alike))]
+    one, other = (load_float32(path).weights.layers[3].xielu for path in paths)
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ RECIPES: dict[str, EagleRecipe] = {
 }
 # biases, layer norms, norms after a branch, MLPs without a gate
 OTHER_LAYERS = {
-    "gpt2", "gpt2-gelu", "qwen2", "gemma2", "gemma3", "phi", "starcoder2", "gpt_neox",
+    "gpt2", "gpt2-gelu", "qwen2", "gemma2", "gemma3", "phi", "starcoder2", "gpt_neox", "gpt_oss",
+    "apertus",
 }  # fmt: skip
 
 
@@ -263,7 +264,7 @@ def test_a_head_begins_as_the_targets_last_layer(name: str, target: Target, corp
     assert torch.equal(head.joined.input_layernorm.weight, layer.attention_norm.weight)
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, "other width"])
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "gpt_oss", "apertus", "other width"])
 def test_only_a_layer_of_the_same_kind_is_copied(family: str) -> None:
     path = tiny.family("llama" if family == "other width" else family)
     config = load_config(path)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.attention import Attention, Segment, Sight
+from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.block.formats import BlockConfig
 from forerun.draft.block.module import BlockHead, Markov
@@ -36,6 +36,7 @@ from forerun.draft.tree import Tree, grow
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from forerun.kernels.native import COp
+from forerun.models.config import VisibleKeys
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
 from forerun.types import BESIDE
@@ -355,8 +356,8 @@ class _BlockAttention(Attention):
 
     def _masks(
         self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
-    ) -> dict[Sight, Tensor | None]:
-        masks: dict[Sight, Tensor | None] = {}
+    ) -> dict[VisibleKeys, Tensor | None]:
+        masks: dict[VisibleKeys, Tensor | None] = {}
         for layer, window in enumerate(self.config.windows):
             mask = np.zeros((len(segments), queries, width), dtype=bool)
             for r, segment in enumerate(segments):

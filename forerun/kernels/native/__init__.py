@@ -38,9 +38,17 @@ FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES, GATED = range(4)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX, CONVOLVE, RECUR, GATE = range(11)
 NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5, "sigmoid": 6}
-QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2}
-SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+ACTIVATIONS = {
+    "silu": 1,
+    "gelu_tanh": 2,
+    "gelu": 3,
+    "relu2": 4,
+    "clamped_swiglu": 5,
+    "sigmoid": 6,
+    "xielu": 7,
+}
+QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2, "plain_after_rope": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2, "logit_sigmoids": 3}
 
 
 class CMatrix(Structure):
@@ -132,7 +140,7 @@ class COp(Structure):
                 "gate_first",
                 "tiled_norm",
                 "conv_in",
-                "pad",
+                "weighted",
             )
         ],
         ("state_at", c_int64),
@@ -143,6 +151,9 @@ class COp(Structure):
         ("decay_bias", c_void_p),
         ("decay_rate", c_void_p),
         ("skip", c_void_p),
+        ("xielu", c_void_p),
+        ("chunk", c_int32),
+        ("pad", c_int32),
     ]
 
 

@@ -248,6 +248,7 @@ template <typename T> void attend_tile(const Program *p, const Op *op, const Bat
     for (int t = first; t < last; t++) {
       int n = seen[t - first], begin = op->window > 0 && n > op->window ? n - op->window : 0;
       if (start < op->sinks) begin = start;  // a group is seen from where it begins
+      if (op->chunk > 0 && begin < (n - 1) / op->chunk * op->chunk) begin = (n - 1) / op->chunk * op->chunk;
       int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
       if (from >= to) continue;
       int64_t mixed[KEYS];

@@ -21,9 +21,13 @@ enum Kind : int32_t {
 };
 enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: what stands there is the gate
-enum Activation : int32_t { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6 };  // CLAMPED_SWIGLU: only gated
+enum Activation : int32_t {  // CLAMPED_SWIGLU: only gated. XIELU: only LINEAR
+  NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6, XIELU = 7
+};
 enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
-enum Scores : int32_t { SOFTMAX = 0, SIGMOIDS = 1, LOGITS = 2 };  // LOGITS: softmax over those that were chosen
+enum Scores : int32_t {  // the last two choose by logits, and weigh by a softmax over the chosen ones or by sigmoids
+  SOFTMAX = 0, SIGMOIDS = 1, LOGITS = 2, LOGIT_SIGMOIDS = 3
+};
 
 // A linear layer. `weight` is packed in blocks of 32 outputs; inputs are padded to a multiple of 64, outputs of 32.
 struct Matrix {
@@ -65,7 +69,7 @@ struct Op {
   // Experts. `choice` is a buffer that holds, from `choice_column` on, the numbers of a row's experts and then their weights.
   // LINEAR: `matrix` holds `experts` matrices one behind the other; each row goes through `slots` of them, or through all in
   // order where `choice` is -1 (matrices of heads). ROUTE: `slots`
-  // experts of `experts`. MIX: sum of `slots` weighted parts, each `count` numbers.
+  // experts of `experts`. MIX: sum of `slots` parts, each `count` numbers, weighted unless `choice` is -1.
   int32_t experts, slots, choice, choice_column;
   int32_t spread, count;         // LINEAR: rows of `in` have a part for each slot, as those of `out` always have
   int32_t in_stride, out_stride; // LINEAR: floats from part to part, 0: they stand side by side
@@ -81,11 +85,15 @@ struct Op {
   int32_t query_at, key_at, value_at;  // among the channels
   int32_t delta, tiled;          // delta rule; value head h uses key head h mod key_heads instead of h div (value_heads / key_heads)
   int32_t gate_first, tiled_norm;      // GATE: before the norm; one weight of the norm for all groups
-  int32_t conv_in, pad;          // RECUR: the buffer that CONVOLVE reads
+  int32_t conv_in;               // RECUR: the buffer that CONVOLVE reads
+  int32_t weighted;              // LINEAR with experts: products are multiplied by the weights of the experts, before bias and activation
   int64_t state_at, half_at, history_at;  // floats of a slot's memory before this layer's: states, a half, histories
   const float *conv_weight, *conv_bias;   // [channels][taps], [channels] or null
   const float *decay_bias, *decay_rate;   // [value_heads]: decay = exp(rate * softplus(x + bias))
   const float *skip;             // GATE: [value_heads] or null
+
+  const float *xielu;            // LINEAR: [4] parameters of XIELU, see vector.h
+  int32_t chunk, pad;            // ATTEND: keys before the last position that is a multiple of `chunk` are not seen; 0: no such limit
 };
 
 struct Program {

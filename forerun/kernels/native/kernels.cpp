@@ -162,7 +162,8 @@ void finish_tile(const Op *op, int block, int first, int rows, float (*tile)[BLO
         memcpy(out + c * W, there, sizeof(float) * n);
         continue;
       }
-      if (op->activation) v[c] = activate(v[c], op->activation);
+      if (op->activation == XIELU) v[c] = xielu(v[c], op->xielu);
+      else if (op->activation) v[c] = activate(v[c], op->activation);
       if (op->scale != 0) v[c] = v[c] * op->scale;
       if (op->softcap > 0) v[c] = vtanh(v[c] / op->softcap) * op->softcap;
       auto combine = [&](auto there, auto new_) {
@@ -229,6 +230,12 @@ void multiply_experts(const Program *p, const Op *op, const Batch *b, int item, 
         to[m] = at(p, b, op->out, entry / slots) + op->column + (int64_t)(entry % slots) * width;
       }
       products(a, block, row, count, tile);
+      if (op->weighted)
+        for (int m = 0; m < count; m++) {
+          const int entry = order[from + m];
+          const float weight = at(p, b, op->choice, entry / slots)[op->choice_column + slots + entry % slots];
+          for (int c = 0; c < BLOCK; c += W) store(tile[m] + c, load(tile[m] + c) * weight);
+        }
       finish_tile(op, block, expert * blocks, count, tile, to);
     }
   }
@@ -280,6 +287,8 @@ void route_row(const Op *op, const float *logits, float *choice) {
     const float top_ = weights[0];
     for (int s = 0; s < op->slots; s++) weights[s] = expf(weights[s] - top_);
   }
+  if (op->scores == LOGIT_SIGMOIDS)
+    for (int s = 0; s < op->slots; s++) weights[s] = 1.0f / (1.0f + expf(-weights[s]));
   for (int s = 0; s < op->slots; s++) sum += weights[s];
   for (int s = 0; s < op->slots; s++) {
     if (op->normalised || op->scores == LOGITS) weights[s] /= sum + op->epsilon;
@@ -302,8 +311,10 @@ void mix(const Program *p, const Op *op, const Batch *b, int item, int items) {
     const float *in = at(p, b, op->in, t) + op->in_column;
     const float *weights = op->choice < 0 ? nullptr : at(p, b, op->choice, t) + op->choice_column + op->slots;
     for (int i = 0; i < n; i++) row[i] = weights ? in[i] * weights[0] : in[i];
-    for (int slot = 1; slot < op->slots; slot++)
-      for (int i = 0; i < n; i++) row[i] = row[i] + in[(int64_t)slot * n + i] * weights[slot];
+    for (int slot = 1; slot < op->slots; slot++) {
+      const float weight = weights ? weights[slot] : 1.0f;
+      for (int i = 0; i < n; i++) row[i] = row[i] + in[(int64_t)slot * n + i] * weight;
+    }
     normalise(row, op->after, n, row);
     float factor = op->scale;
     if (op->gate >= 0) factor = factor / (1.0f + expf(-at(p, b, op->gate, t)[0]));

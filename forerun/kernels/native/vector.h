@@ -303,5 +303,10 @@ inline vf activate(vf x, int kind) {
     for (int i = 0; i < W; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.707106781f));
   return x;
 }
+// xIELU (2411.13010). p: the factors of the curves above and below 0, the slope at 0, the bound of the exponent.
+inline vf xielu(vf x, const float *p) {
+  vf low = pick(x < p[3], x, set1(p[3])), slope = x * p[2];
+  return pick(x > 0.0f, x * x * p[0] + slope, (vexp(low) - 1.0f - x) * p[1] + slope);
+}
 
 }  // namespace

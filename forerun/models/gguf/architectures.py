@@ -19,6 +19,7 @@ from forerun.models.gguf.metadata import Metadata
 
 # values of expert_gating_func; absent and 0 mean the architecture's own
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # parameters of the activation of Apertus
 
 
 def hugging_face(m: Metadata) -> Json:
@@ -87,6 +88,18 @@ def _layer_norm(m: Metadata, c: Json, family: str, key: str = "layer_norm_eps") 
     """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
     eps = m.number("attention.layer_norm_epsilon", 1e-5)
     return _partial(m, c, family) | {key: eps}
+
+
+def _apertus(m: Metadata, c: Json) -> Json:
+    """The keys of the activation have no architecture in their names; a single number is that of
+    all layers."""
+    layers, xielu = c["num_hidden_layers"], {}
+    for name in XIELU:
+        values = np.ravel(np.asarray(m.gguf.metadata[f"xielu.{name}"], np.float64))
+        if len(values) not in (1, layers) or not np.isfinite(values).all():
+            raise ValueError(f"xielu.{name}, of {len(values)} layers")
+        xielu[name] = np.broadcast_to(values, layers).tolist()
+    return _llama(m, c, "apertus") | dict(hidden_act="xielu", xielu=xielu)
 
 
 def _smollm3(m: Metadata, c: Json) -> Json:
@@ -573,6 +586,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "starcoder2": Architecture(_starcoder2),
     "stablelm": Architecture(_stablelm),
     "nemotron": Architecture(partial(_layer_norm, family="nemotron", key="norm_eps")),
+    "apertus": Architecture(_apertus),
     "arcee": Architecture(partial(_llama, family="arcee"), True),
     "seed_oss": Architecture(partial(_llama, family="seed_oss")),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),

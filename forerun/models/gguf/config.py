@@ -190,7 +190,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
 
 def hugging_face_config(config: ModelConfig) -> Json:
     """Return the config.json of a model read from a GGUF file, in keys that transformers knows."""
-    raw = {name: value for name, value in config.raw.items() if name != "quantization_config"}
+    own = ("quantization_config", "xielu")
+    raw = {name: value for name, value in config.raw.items() if name not in own}
     raw["eos_token_id"] = list(config.end_ids) or raw.get("eos_token_id")
     raw["pad_token_id"] = None
     raw["tie_word_embeddings"] = config.tied

@@ -88,6 +88,9 @@ def readers(path: Path, config: ModelConfig) -> dict[str, Reader]:
     for i, layer in enumerate(weights.layers):
         layer_prefix = prefix + str(names["layer"]).format(i=i)
         found |= _layer_readers(layer, target, names, layer_prefix, path)
+        for name, values in config.raw.get("xielu", {}).items():
+            value = torch.tensor(values[i] if name in ("beta", "eps") else [values[i]])
+            found[f"{layer_prefix}{names['xielu']}.{name}"] = partial(_identity, value)
     found |= _norm_readers(weights.norm, target, f"{prefix}{names['norm']}")
     if not config.tied:
         head: Any = weights.head

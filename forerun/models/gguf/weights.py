@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
-from forerun.models.gguf.architectures import rotates_pairs
+from forerun.models.gguf.architectures import XIELU, rotates_pairs
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.container import Entry, open_gguf
 from forerun.models.parameters import Matrix
@@ -192,6 +192,9 @@ class GgufLoader(WeightLoader):
 
     def decay_rate(self, stored: Tensor) -> Tensor:
         return stored
+
+    def xielu_parameters(self, i: int) -> Tensor:
+        return torch.tensor([self.config.raw["xielu"][name][i] for name in XIELU])
 
     def head_stem(self) -> str:
         return str(self.names["head"])
