@@ -37,8 +37,17 @@ _FORMAT_NAMES = [
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES, GATED = range(4)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX, CONVOLVE, RECUR, GATE = range(11)
-NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "clamped_swiglu": 5, "sigmoid": 6}
+CUTOFF, BLEND, RESCALE = range(11, 14)
+NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2, "factors": 3}
+ACTIVATIONS = {
+    "silu": 1,
+    "gelu_tanh": 2,
+    "gelu": 3,
+    "relu2": 4,
+    "clamped_swiglu": 5,
+    "sigmoid": 6,
+    "tanh": 7,
+}
 QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2}
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 
