@@ -108,8 +108,8 @@ class ModelConfig:
         values_from_keys: for each layer, True if its values are its keys, before their norm and
             rotation.
         mlp_sizes: for each layer, the inner size of its dense MLP if they differ; 0 if it has none.
-        mlp_sparsity: for each layer, the share of its MLP's gates below a cutoff, if they are
-            normally distributed, that lets nothing through (Gemma 3n); empty if there is no cutoff.
+        mlp_sparsity: for each layer, the share of its MLP's gates that a cutoff closes, if they are
+            normally distributed (Gemma 3n); 0 without a cutoff, empty if no layer has one.
         layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
         layer_input_vocab: tokens that have per-layer embeddings, where not all have; others have
             those of token 0.

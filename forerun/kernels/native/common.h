@@ -71,9 +71,9 @@ struct Op {
   // order where `choice` is -1 (matrices of heads). ROUTE: `slots`
   // experts of `experts`. MIX: sum of `slots` weighted parts, each `count` numbers.
   int32_t experts, slots, choice, choice_column;
-                                 // BLEND, RESCALE and CUTOFF: numbers of a stream, or gates. EMBED: rows of the table, if there are fewer
-                                 // than tokens: others take the first
   int32_t spread, count;         // LINEAR: rows of `in` have a part for each slot, as those of `out` always have
+                                 // count, also: BLEND and RESCALE: numbers of a stream. CUTOFF: gates. EMBED: rows of the table where
+                                 // there are fewer than tokens; other tokens take the first; 0: all have one
   int32_t in_stride, out_stride; // LINEAR: floats from part to part, 0: they stand side by side
   int32_t scores, normalised, groups, used_groups, best;  // ROUTE; best: how many scores of a group are summed to rate it
   float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale. RESCALE: the least mean square
