@@ -51,6 +51,11 @@ GEMMA4 = dict(
     layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
     hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB,
 )  # fmt: skip
+GEMMA3N = dict(
+    BASE, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=30.0,
+    intermediate_size=[48, 40, 48, 56], hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB - 9,
+    num_kv_shared_layers=2, laurel_rank=8, activation_sparsity_pattern=[0.7, 0.0, 0.3, 0.0],
+)  # fmt: skip
 SHARED_VALUES = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
 # transformers bounds the time steps of Nemotron-H from below where it reads several tokens, but not
@@ -215,6 +220,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "apertus": ("apertus", dict(PADDED, head_dim=8, rope_parameters=LLAMA3)),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n-own-keys": (
+        "gemma3n_text",
+        GEMMA3N | dict(num_kv_shared_layers=0, altup_num_inputs=3, altup_correct_scale=False, vocab_size_per_layer_input=VOCAB),
+    ),
 }  # fmt: skip
 
 

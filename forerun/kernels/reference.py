@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MIN_SQUARE = 1e-5  # least mean square by which `with_magnitude` divides
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [T, in] times weight [out, in] transposed, plus bias [out]."""
@@ -63,6 +65,19 @@ def gate(gates: Tensor, ups: Tensor, kind: str) -> Tensor:
         return activate(gates, kind) * ups
     gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
     return (ups + 1) * gates * torch.sigmoid(1.702 * gates)
+
+
+def above_cutoff(gates: Tensor, deviations: float) -> Tensor:
+    """Return by how much gates [T, I] exceed their mean plus `deviations` standard deviations, 0
+    where they do not (Gemma 3n)."""
+    cutoff = gates.mean(-1, keepdim=True) + gates.std(-1, keepdim=True, correction=0) * deviations
+    return F.relu(gates - cutoff)
+
+
+def with_magnitude(x: Tensor, other: Tensor) -> Tensor:
+    """Scale rows x [T, H] to the root of the mean square of those of `other` [T, H]."""
+    own = x.square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
+    return x * other.square().mean(-1, keepdim=True).sqrt() / own
 
 
 def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 from forerun.errors import LoadError, one_line, shown, suggest
 from forerun.models.families import (
+    AltUp,
     Experts,
     Json,
     LatentAttention,
@@ -52,6 +54,7 @@ TRANSFORMERS = "transformers"  # the `layout` of models that run on transformers
 MAX_EXPERTS = 1 << 12
 MAX_USED_EXPERTS = 64
 MAX_TAPS = 8  # of a convolution
+MAX_STREAMS = 16  # parallel residual streams
 MAX_STATE_SIZE = 512
 SINKS = 64  # attention sinks of a restricted window; the native kernels read as many keys at once
 # how names of the tensors of a module from `forerun train` begin, in the checkpoint of any family
@@ -125,7 +128,13 @@ class ModelConfig:
         values_from_keys: for each layer, True if its values are its keys, before their norm and
             rotation.
         mlp_sizes: for each layer, the inner size of its dense MLP if they differ; 0 if it has none.
+        mlp_sparsity: for each layer, the share of its MLP's gates that a cutoff closes, if they are
+            normally distributed (Gemma 3n); 0 without a cutoff, empty if no layer has one.
         layer_input: width of the per-layer embeddings (Gemma 4's small models); 0 without.
+        layer_input_vocab: tokens that have per-layer embeddings, where not all have; others have
+            those of token 0.
+        altup: parallel residual streams (Gemma 3n); None with a single one.
+        laurel_rank: rank of a linear branch beside attention (Gemma 3n's Laurel); 0 without.
         layer_scale: the residual stream is multiplied by a stored number behind each layer.
         end_ids: end-of-text tokens.
     """
@@ -179,7 +188,11 @@ class ModelConfig:
     kv_layers: tuple[int, ...] = ()
     values_from_keys: tuple[bool, ...] = ()
     mlp_sizes: tuple[int, ...] = ()
+    mlp_sparsity: tuple[float, ...] = ()
     layer_input: int = 0
+    layer_input_vocab: int = 0
+    altup: AltUp | None = None
+    laurel_rank: int = 0
     layer_scale: bool = False
     learned_positions: bool = False
     tied: bool = False
@@ -208,6 +221,7 @@ class ModelConfig:
             or self.head_shapes
             or self.kv_layers
             or self.layer_input
+            or self.altup
             or self.output_gate
         )
         is_plain = not (biases or others or self.parallel or self.attention_sinks)
@@ -241,6 +255,12 @@ class ModelConfig:
         if self.has_experts(layer) and self.experts is not None:
             return self.experts.shared
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate
+
+    def gate_cutoff(self, layer: int) -> float | None:
+        """Return the cutoff of a layer's gates in standard deviations above their mean; None if
+        there is none."""
+        share = self.mlp_sparsity[layer] if self.mlp_sparsity else 0.0
+        return NormalDist().inv_cdf(share) if share else None
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
@@ -411,6 +431,8 @@ def _check(config: ModelConfig, path: Path) -> None:
         _check_integer("q_lora_rank", config.latent.query_rank, 1 << 20, path, 0)
     if config.recurrent is not None:
         _check_recurrent(config.recurrent, config, path)
+    if config.altup is not None:
+        _check_altup(config.altup, config, path)
     if config.experts is not None:
         _check_experts(config.experts, config.layers, path)
     if config.query_growth is not None:
@@ -436,6 +458,7 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
         config.head_shapes,
         config.kv_layers,
         config.mlp_sizes,
+        config.mlp_sparsity,
         config.values_from_keys,
         config.attends,
         config.chunks,
@@ -455,6 +478,19 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
         is_own = 0 <= source <= layer and config.kv_layer(source) == source
         if not is_own or config.head_shape(source) != config.head_shape(layer):
             raise LoadError(f"{path}: layer {layer} cannot share the keys of layer {source}")
+
+
+def _check_altup(altup: AltUp, config: ModelConfig, path: Path) -> None:
+    """Raise LoadError for residual streams, or what goes with them, that no model can have."""
+    _check_integer("altup_num_inputs", altup.streams, MAX_STREAMS, path, 2)
+    _check_integer("laurel_rank", config.laurel_rank, 1 << 16, path)
+    _check_integer("hidden_size_per_layer_input", config.layer_input, 1 << 16, path)
+    _check_integer("vocab_size_per_layer_input", config.layer_input_vocab, MAX_SIZES["vocab"], path)
+    for share in config.mlp_sparsity:
+        if share != 0 and not (is_positive(share) and share < 1):
+            raise LoadError(
+                f"{path}: activation_sparsity_pattern has {shown(share)}, not a number from 0 to 1"
+            )
 
 
 def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path) -> None:

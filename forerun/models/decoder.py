@@ -19,7 +19,15 @@ from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.config import ModelConfig, load_config
 from forerun.models.families import Experts, QueryGrowth
-from forerun.models.parameters import LayerWeights, LinearWeights, Norm, RecurrentWeights, Weights
+from forerun.models.parameters import (
+    AltUpWeights,
+    LaurelWeights,
+    LayerWeights,
+    LinearWeights,
+    Norm,
+    RecurrentWeights,
+    Weights,
+)
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import load_weights
@@ -75,17 +83,26 @@ class DecoderLayers:
             own_growth = growth if c.grows_queries(i) else None
             branch = self._attention(read, i, layer, rotation, own_growth, attend)
             branches.append(self._norm(branch, layer.attention_out_norm))
+        if layer.laurel is not None:
+            branches.append(self._laurel(read, layer.laurel))
         if c.parallel:
             branches.insert(0, self._mlp_branch(read, i, layer))
         for branch in branches:
             x = x + branch * c.residual_scale
+        if layer.laurel is not None:
+            x = x * 2**-0.5
         if c.has_mlp(i) and not c.parallel:
             x = x + self._mlp_branch(x, i, layer) * c.residual_scale
-        if own is not None:
-            x = self._add_layer_input(x, layer, own)
+        if own is not None and layer.altup is None:  # with AltUp only other streams take it
+            x = x + self._layer_input(x, layer, own)
         if layer.scale != 1.0:
             x = x * layer.scale
         return x
+
+    def _laurel(self, x: Tensor, w: LaurelWeights) -> Tensor:
+        """Return the output of the low-rank branch for its input x [T, H]."""
+        out: Tensor = self._norm(self._linear(self._linear(x, w.left), w.right), w.norm)
+        return x + out
 
     def _attention(
         self,
@@ -194,7 +211,11 @@ class DecoderLayers:
         if layer.xielu is not None:
             inner = kernels.xielu(up, *layer.xielu)
         else:
-            inner = self._activate(*up.chunk(2 if self.config.gated else 1, dim=-1))
+            parts = up.chunk(2 if self.config.gated else 1, dim=-1)
+            cutoff = self.config.gate_cutoff(i)
+            if cutoff is not None:
+                parts = (kernels.above_cutoff(parts[0], cutoff), parts[1])
+            inner = self._activate(*parts)
         out = self._linear(inner, layer.down) * self.config.mlp_out_scale
         e = layer.experts
         if e is None:
@@ -254,12 +275,13 @@ class DecoderLayers:
             total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
 
-    def _add_layer_input(self, x: Tensor, layer: LayerWeights, own: Tensor) -> Tensor:
-        """Add a layer's own embedding of the tokens, own [T, P], to the residual stream."""
+    def _layer_input(self, x: Tensor, layer: LayerWeights, own: Tensor) -> Tensor:
+        """Return what a layer's own embedding of the tokens, own [T, P], adds to the residual
+        stream; x [T, H] gates it."""
         w = layer.layer_input
         assert w is not None
         gated = kernels.activate(self._linear(x, w.gate), self.config.activation) * own
-        return x + self._norm(self._linear(gated, w.projection), w.norm)
+        return self._norm(self._linear(gated, w.projection), w.norm)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Normalise; without a norm x is returned."""
@@ -384,12 +406,18 @@ class Decoder(DecoderLayers):
         if c.query_growth is not None:
             growth = query_scale(c.query_growth, positions).to(x.dtype)[:, None, None]
         inputs = self._layer_inputs(ids, x)
+        streams = self._open_streams(x)
         features = {}
         for i in self.layer_ids:
             if i in aux_hidden_layers:
-                features[i] = x
+                features[i] = streams[0]
             own = None if inputs is None else inputs[:, i]
-            x = self.run_layer(x, i, rotations, attend, recur=recur, growth=growth, own=own)
+            streams = self._predict_streams(streams, w.layers[i])
+            x = self.run_layer(
+                streams[0], i, rotations, attend, recur=recur, growth=growth, own=own
+            )
+            streams = self._correct_streams(streams, x, w.layers[i], own)
+        x = self._join_streams(streams)
         if c.layers in aux_hidden_layers:
             features[c.layers] = x
         logits = self._linear(self._norm(x[want], w.norm), w.head)
@@ -404,10 +432,62 @@ class Decoder(DecoderLayers):
         if w is None:
             return None
         shape = (len(ids), c.layers, c.layer_input)
+        if c.layer_input_vocab:
+            ids = ids.where(ids < c.layer_input_vocab, 0)
         projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
         stored = w.embed[ids].view(shape) * c.layer_input**0.5
         both: Tensor = self._norm(projected, w.norm) + stored
         return both * 2**-0.5
+
+    # Residual streams are one tensor [N, T, H]; layers read and write the first of them. Models
+    # without AltUp have a single one.
+
+    def _open_streams(self, x: Tensor) -> Tensor:
+        """Return the residual streams of the embedding x [T, H]."""
+        w = self.weights.streams
+        if w is None:
+            return x[None]
+        further = [kernels.with_magnitude(self._linear(x, each), x) for each in w.opening]
+        return torch.stack([x, *further])
+
+    def _predict_streams(self, streams: Tensor, layer: LayerWeights) -> Tensor:
+        """Mix the residual streams before a layer."""
+        w = layer.altup
+        if w is None:
+            return streams
+        coefficients = self._linear(self._router_inputs(streams[0], w), w.predict)
+        matrices = coefficients.view(-1, len(streams), len(streams))
+        return streams + torch.einsum("tij,jth->ith", matrices, streams)
+
+    def _correct_streams(
+        self, streams: Tensor, x: Tensor, layer: LayerWeights, own: Tensor | None
+    ) -> Tensor:
+        """Return the residual streams behind a layer, which made x [T, H] of the first; `own` is
+        its own embedding of the tokens."""
+        w = layer.altup
+        if w is None:
+            return x[None]
+        assert own is not None
+        shares = self._linear(self._router_inputs(x, w), w.correct)
+        streams = streams + shares.T[:, :, None] * (x - streams[0])
+        read = streams[0]
+        if w.scale is not None:
+            read = (read.to(w.scale.dtype) * w.scale).to(read.dtype)
+        return torch.cat((streams[:1], streams[1:] + self._layer_input(read, layer, own)))
+
+    def _router_inputs(self, x: Tensor, w: AltUpWeights) -> Tensor:
+        """Return what the coefficients of residual streams depend on. x [T, H] -> [T, N]"""
+        return self._linear(self._norm(x, w.norm), w.router).tanh()
+
+    def _join_streams(self, streams: Tensor) -> Tensor:
+        """Return the mean of the residual streams, the further ones projected: [T, H]."""
+        w = self.weights.streams
+        if w is None:
+            return streams[0]
+        pairs = zip(w.joining, streams[1:], strict=True)
+        projected = [self._linear(stream, each) for each, stream in pairs]
+        found = [kernels.with_magnitude(y, streams[0]) for y in projected]
+        return torch.stack([streams[0], *found]).mean(0)
 
 
 def route(

@@ -156,6 +156,33 @@ class LayerInputWeights:
 
 
 @dataclass(slots=True)
+class AltUpWeights:
+    """Weights of a layer that mix N residual streams; see `families.AltUp`.
+
+    Attributes:
+        norm, router: [N, H], from a stream to the inputs of the coefficients, through a tanh.
+        predict: [N * N, N], to the coefficients with which every stream enters every other.
+        correct: [N, N], to the share of the layer's change that each stream takes; its bias is 1.
+        scale: [H], factors on what the gate of the layer's own embedding reads; None without.
+    """
+
+    norm: Norm
+    router: LinearWeights
+    predict: LinearWeights
+    correct: LinearWeights
+    scale: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LaurelWeights:
+    """A linear branch of low rank R beside attention: left [R, H], right [H, R], and a norm."""
+
+    left: LinearWeights
+    right: LinearWeights
+    norm: Norm
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One decoder layer. `qkv` stacks query, key and value; `up` stacks gate and up if gated.
 
@@ -180,6 +207,8 @@ class LayerWeights:
     output_gate: LinearWeights | None = None  # of attention [heads * head size, H]
     layer_input: LayerInputWeights | None = None
     xielu: Tensor | None = None  # [4], the parameters of `kernels.reference.xielu`
+    altup: AltUpWeights | None = None
+    laurel: LaurelWeights | None = None
     scale: float = 1.0
 
     @property
@@ -196,6 +225,10 @@ class LayerWeights:
             found += [e.router, e.up, e.down, e.shared_gate, e.latent_in, e.latent_out]
         if self.layer_input is not None:
             found += [self.layer_input.gate, self.layer_input.projection]
+        if self.altup is not None:
+            found += [self.altup.router, self.altup.predict, self.altup.correct]
+        if self.laurel is not None:
+            found += [self.laurel.left, self.laurel.right]
         return [matrix for matrix in found if matrix is not None]
 
 
@@ -215,6 +248,15 @@ class LayerInputs:
 
 
 @dataclass(slots=True)
+class StreamWeights:
+    """Weights that open further residual streams behind the embedding, and join them before the
+    last norm: for each of the further streams a matrix [H, H]."""
+
+    opening: list[LinearWeights]
+    joining: list[LinearWeights]
+
+
+@dataclass(slots=True)
 class Weights:
     """All tensors of a decoder.
 
@@ -227,3 +269,4 @@ class Weights:
     head: LinearWeights
     positions: Tensor | None = None
     layer_inputs: LayerInputs | None = None
+    streams: StreamWeights | None = None

@@ -67,6 +67,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         config.experts
         or config.recurrent
         or config.head_shapes
+        or config.altup
         or config.parallel
         or config.qk_norm == "row"
         or config.attention_sinks

@@ -241,6 +241,20 @@ NAMES: dict[str, Names] = {
         "head": "lm_head",
     },
 }
+NAMES["gemma3n"] = NAMES["gemma4"] | {
+    "value_norm": "self_attn.v_norm",
+    "sparse_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "altup_norm": "altup.router_norm",
+    "altup_router": "altup.modality_router",
+    "altup_predict": "altup.prediction_coefs",
+    "altup_correct": "altup.correction_coefs",
+    "altup_scale": "altup.correct_output_scale",
+    "laurel_left": "laurel.linear_left",
+    "laurel_right": "laurel.linear_right",
+    "laurel_norm": "laurel.post_laurel_norm",
+    "stream_opening": "altup_projections",
+    "stream_joining": "altup_unembed_projections",
+}
 NAMES["parallel"] = LLAMA_NAMES
 NAMES["llama4"] = LLAMA_NAMES | {
     "up": ["feed_forward.gate_proj", "feed_forward.up_proj"],

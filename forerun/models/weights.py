@@ -23,8 +23,10 @@ from forerun.models.experts import StackedRows, mx_matrix, split_experts
 from forerun.models.families import is_integer
 from forerun.models.gguf.blocks import Blocks, unpermuted
 from forerun.models.parameters import (
+    AltUpWeights,
     ExpertWeights,
     LatentWeights,
+    LaurelWeights,
     LayerInputs,
     LayerInputWeights,
     LayerWeights,
@@ -33,6 +35,7 @@ from forerun.models.parameters import (
     Norm,
     RecurrentWeights,
     Source,
+    StreamWeights,
     Weights,
 )
 from forerun.models.quantized import (
@@ -90,6 +93,7 @@ class WeightLoader:
         layers = [self.layer(i) for i in range(c.layers)]
         norm = self.norm("norm")
         layer_inputs = self.layer_inputs() if c.layer_input else None
+        streams = self.streams() if c.altup is not None else None
         head_stem = self.head_stem()
         if not c.tied:
             read = self.matrix(head_stem, shape, c.head_bias, transposed=False)
@@ -103,7 +107,7 @@ class WeightLoader:
             read = lambda: select_rows(read_all(), shortlist)  # noqa: E731
             bias = None if bias is None else bias[shortlist.to(bias.device)]
         head = self.make_linear("head", self.source("head", shape, read), bias)
-        return Weights(embed, layers, norm, head, positions, layer_inputs)
+        return Weights(embed, layers, norm, head, positions, layer_inputs, streams)
 
     def layer(self, i: int) -> LayerWeights:
         c = self.config
@@ -112,6 +116,7 @@ class WeightLoader:
         is_own = c.kv_layer(i) == i  # it has keys and values of its own
         inner, halves = c.mlp_size(i), 2 if c.gated else 1
         up, down = ("shared_up", "shared_down") if c.has_experts(i) else ("up", "down")
+        up = "sparse_up" if c.gate_cutoff(i) is not None else up
         attends, mixes = c.has_attention(i), c.mixes_tokens(i)
         has_mlp_norm = c.has_mlp(i) and c.pre_norm and not c.parallel
         qkv, output_gate = None, None
@@ -142,6 +147,8 @@ class WeightLoader:
             output_gate=output_gate,
             layer_input=self.layer_input(i) if c.layer_input else None,
             xielu=self.xielu(i) if c.activation == "xielu" else None,
+            altup=self.altup(i) if c.altup is not None else None,
+            laurel=self.laurel(i) if c.laurel_rank else None,
             scale=float(self.tensor("layer_scale", i, "", (1,))[0]) if c.layer_scale else 1.0,
         )
 
@@ -366,13 +373,57 @@ class WeightLoader:
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.to(torch.stack((above, below, beta, eps)), wide)
 
+    def altup(self, i: int) -> AltUpWeights:
+        """Load what mixes the residual streams before and behind a layer."""
+        c, altup = self.config, self.config.altup
+        assert altup is not None
+        count, norm = altup.streams, self.norm("altup_norm", i)
+        norm.weight = norm.weight / c.hidden
+        correct = self.source(
+            f"{i}.altup_correct",
+            (count, count),
+            self.matrix(self.stem("altup_correct", i), (count, count), False, False),
+        )
+        ones = torch.ones(count, dtype=self.dtype, device=self.device)
+        scale = self.to(self.tensor("altup_scale", i, "", (c.hidden,)), norm.weight.dtype)
+        return AltUpWeights(
+            norm=norm,
+            router=self.linear("altup_router", i, [count], c.hidden, False),
+            predict=self.linear("altup_predict", i, [count * count], count, False),
+            correct=self.make_linear("altup_correct", correct, ones),
+            scale=scale if altup.scaled else None,
+        )
+
+    def laurel(self, i: int) -> LaurelWeights:
+        """Load the low-rank branch beside attention."""
+        c = self.config
+        return LaurelWeights(
+            left=self.linear("laurel_left", i, [c.laurel_rank], c.hidden, False),
+            right=self.linear("laurel_right", i, [c.hidden], c.laurel_rank, False),
+            norm=self.norm("laurel_norm", i),
+        )
+
+    def streams(self) -> StreamWeights:
+        """Load what opens and joins residual streams."""
+        c, altup = self.config, self.config.altup
+        assert altup is not None
+
+        def projections(part: str) -> list[Any]:
+            shape, found = (c.hidden, c.hidden), []
+            for n in range(altup.streams - 1):
+                read = self.matrix(f"{self.stem(part)}.{n}", shape, False, False)
+                found.append(self.make_linear(part, self.source(f"{part}.{n}", shape, read), None))
+            return found
+
+        return StreamWeights(projections("stream_opening"), projections("stream_joining"))
+
     def layer_inputs(self) -> LayerInputs:
         """Load the layers' own embeddings of tokens."""
         c = self.config
-        width = c.layers * c.layer_input
-        read = self.matrix(self.stem("layer_embed"), (c.vocab, width), False, False)
+        width, vocab = c.layers * c.layer_input, c.layer_input_vocab or c.vocab
+        read = self.matrix(self.stem("layer_embed"), (vocab, width), False, False)
         return LayerInputs(
-            embed=self.make_embedding(self.source("layer_embed", (c.vocab, width), read)),
+            embed=self.make_embedding(self.source("layer_embed", (vocab, width), read)),
             projection=self.linear("layer_projections", None, [width], c.hidden, False),
             norm=self.norm("layer_inputs_norm", None, c.layer_input),
         )
@@ -618,7 +669,18 @@ class WeightLoader:
             layer = f"{self.prefix}{self.names['layer']}"
             last = count + min(extra, MOST_MTP_LAYERS)
             prefixes += tuple(layer.format(i=i) for i in range(count, last))
-        self.checkpoint.finish(ignored, prefixes)
+        self.checkpoint.finish(ignored, prefixes + self.unused_keys())
+
+    def unused_keys(self) -> tuple[str, ...]:
+        """Return the beginnings of the names of keys and values in layers that read those of
+        others: checkpoints of Gemma 3n have them all the same."""
+        c, qkv = self.config, self.names["qkv"]
+        if not isinstance(qkv, list):
+            return ()
+        stems = [*qkv[1:], self.names.get("k_norm"), self.names.get("value_norm")]
+        layers = [i for i in range(c.layers) if c.kv_layer(i) != i]
+        prefix = self.prefix + str(self.names["layer"])
+        return tuple(f"{prefix.format(i=i)}{stem}." for i in layers for stem in stems if stem)
 
 
 def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:

@@ -50,8 +50,15 @@ from forerun.runtime.program import (
 from forerun.runtime.recorder import DecoderRecorder
 from forerun.types import Forward
 
-# matrices that run in float32: they are small, and what they decide is not continuous
-EXACT_PARTS = ("router", "shared_gate", "recurrent_decay")
+# matrices that run in float32: they are small, and all outputs of a layer depend on what they give
+EXACT_PARTS = (
+    "router",
+    "shared_gate",
+    "recurrent_decay",
+    "altup_router",
+    "altup_predict",
+    "altup_correct",
+)
 
 
 class NativeDecoder:

@@ -12,11 +12,14 @@ from torch import Tensor
 from forerun.cache.recurrent import StateLayout
 from forerun.kernels import native
 from forerun.kernels.native import CNorm, COp
+from forerun.kernels.reference import MIN_SQUARE
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import query_scale
 from forerun.models.parameters import (
+    AltUpWeights,
     ExpertWeights,
     LatentWeights,
+    LaurelWeights,
     LayerInputWeights,
     LayerWeights,
     Norm,
@@ -111,6 +114,14 @@ class DecoderRecorder:
             every = c.layers * c.layer_input
             widths |= {"projected": every, "stored": every}
             widths |= {"own": c.layer_input, "own_gate": c.layer_input}
+        if c.altup is not None:
+            count = c.altup.streams
+            widths |= {"streams": count * c.hidden, "routed": count, "factors": count * count}
+        if c.laurel_rank:
+            widths |= {"laurel": c.laurel_rank, "laurel_out": c.hidden}
+        with_cutoff = [c.mlp_size(i) for i in range(c.layers) if c.gate_cutoff(i) is not None]
+        if with_cutoff:
+            widths["gates_and_ups"] = 2 * max(with_cutoff)
         return widths
 
     def program(self, layer_ids: Sequence[int]) -> Program:
@@ -123,10 +134,12 @@ class DecoderRecorder:
         positions = self._own(w.positions.float()) if w.positions is not None else None
         ops = [self._embed(w.embed, X, c.embed_scale, positions)]
         ops += self._layer_inputs()
+        ops += self._open_streams()
         for i in layer_ids:
             if i in saves:
                 ops.append(saves[i])
             ops += self._layer(i)
+        ops += self._join_streams()
         if c.layers in saves:
             ops.append(saves[c.layers])
         head: dict[str, Any] = dict(wanted=1, softcap=c.logit_softcap or 0)
@@ -150,6 +163,21 @@ class DecoderRecorder:
 
     def _layer(self, i: int) -> list[COp]:
         c, layer = self.config, self.weights.layers[i]
+        branches = self._branches(i, layer)
+        if layer.altup is not None:
+            before = self._predict_streams(layer.altup)
+            return before + branches + self._correct_streams(i, layer.layer_input, layer.altup)
+        ops = branches
+        if layer.layer_input is not None:
+            ops += self._layer_input(i, layer.layer_input, X)
+            ops.append(self._add(layer.layer_input.norm))
+        if layer.scale != 1.0:
+            ops.append(mix_op(X, X, c.hidden, scale=layer.scale))
+        return ops
+
+    def _branches(self, i: int, layer: LayerWeights) -> list[COp]:
+        """Return the operations that add the branches of a layer to X."""
+        c = self.config
         # parallel branches both read X: their sum is added to it behind the MLP
         to = BRANCH if c.parallel else X
         ops: list[COp] = []
@@ -170,16 +198,26 @@ class DecoderRecorder:
                 ops += self._linear(layer.output_gate, X, ATTENDED, layer.attention_norm, **gate)
             scale, after = c.attention_out_scale, layer.attention_out_norm
             outputs += self._branch(layer.out, ATTENDED, after, to, scale)
+        if layer.laurel is not None:
+            ops += self._laurel(layer.laurel, layer.attention_norm)
+            outputs.append(mix_op(self.at["laurel_out"], X, c.hidden, combine=native.ADD))
+            outputs.append(mix_op(X, X, c.hidden, scale=2**-0.5))
         ops += outputs
         if c.has_mlp(i):
             ops += self._mlp(i, layer)
         if c.parallel:
             ops.append(mix_op(BRANCH, X, c.hidden, combine=native.ADD))
-        if layer.layer_input is not None:
-            ops += self._add_layer_input(i, layer.layer_input)
-        if layer.scale != 1.0:
-            ops.append(mix_op(X, X, c.hidden, scale=layer.scale))
         return ops
+
+    def _laurel(self, w: LaurelWeights, norm: Norm | None) -> list[COp]:
+        """Return the operations of the low-rank branch beside attention."""
+        hidden, inner, out = self.config.hidden, self.at["laurel"], self.at["laurel_out"]
+        return [
+            *self._linear(w.left, X, inner, norm),
+            *self._linear(w.right, inner, BRANCH, None),
+            mix_op(X, out, hidden, after=self._norm(norm)),
+            mix_op(BRANCH, out, hidden, combine=native.ADD, after=self._norm(w.norm)),
+        ]
 
     def _attend(self, i: int, layer: LayerWeights) -> COp:
         c = self.config
@@ -333,8 +371,7 @@ class DecoderRecorder:
         norm = layer.attention_norm if c.parallel else layer.mlp_norm
         up: list[COp] = []
         if layer.up is not None:
-            curve = {} if layer.xielu is None else {"xielu": self._own(layer.xielu)}
-            up = self._linear(layer.up, X, HIDDEN, norm, **self._activation(), **curve)
+            up = self._up(i, layer, norm)
         if e is None:
             to = BRANCH if c.parallel else X
             return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)
@@ -364,6 +401,23 @@ class DecoderRecorder:
             ops.append(mix_op(shared, BRANCH, c.hidden, combine=native.ADD, after=after, gate=gate))
         ops.append(self._add(layer.mlp_out_norm))
         return ops
+
+    def _up(self, i: int, layer: LayerWeights, norm: Norm | None) -> list[COp]:
+        """Return the operations that give the inside of a layer's dense MLP."""
+        c, cutoff = self.config, self.config.gate_cutoff(i)
+        if cutoff is None:
+            curve = {} if layer.xielu is None else {"xielu": self._own(layer.xielu)}
+            return self._linear(layer.up, X, HIDDEN, norm, **self._activation(), **curve)
+        both = self.at["gates_and_ups"]
+        gate = COp(
+            kind=native.CUTOFF,
+            input=both,
+            output=HIDDEN,
+            count=c.mlp_size(i),
+            scale=cutoff,
+            activation=native.ACTIVATIONS[c.activation],
+        )
+        return [*self._linear(layer.up, X, both, norm), gate]
 
     def _experts(self, i: int, e: ExpertWeights, norm: Norm | None) -> list[COp]:
         """Return the operations that write the outputs of each token's experts side by side."""
@@ -412,14 +466,14 @@ class DecoderRecorder:
         c, w = self.config, self.weights.layer_inputs
         if w is None:
             return []
-        scale = (c.layer_input / 2) ** 0.5
-        return [
-            *self._linear(w.projection, X, self.at["projected"], None, scale=c.hidden**-0.5),
-            self._embed(w.embed, self.at["stored"], scale),
-        ]
+        stored = self._embed(w.embed, self.at["stored"], (c.layer_input / 2) ** 0.5)
+        stored.count = c.layer_input_vocab
+        projected = self.at["projected"]
+        return [*self._linear(w.projection, X, projected, None, scale=c.hidden**-0.5), stored]
 
-    def _add_layer_input(self, i: int, w: LayerInputWeights) -> list[COp]:
-        """Return the operations that add a layer's own embedding to the residual stream."""
+    def _layer_input(self, i: int, w: LayerInputWeights, source: int) -> list[COp]:
+        """Return the operations that write what a layer's own embedding adds to the residual stream
+        to BRANCH, before its norm; `source` gates it."""
         c, own, gate = self.config, self.at["own"], self.at["own_gate"]
         column: dict[str, Any] = dict(in_column=i * c.layer_input)
         norm = self._norm(self.weights.layer_inputs.norm)
@@ -428,11 +482,86 @@ class DecoderRecorder:
         return [
             mix_op(projected, own, c.layer_input, after=norm, scale=2**-0.5, **column),
             mix_op(stored, own, c.layer_input, combine=native.ADD, **column),
-            *self._linear(w.gate, X, gate, None, activation=activation),
+            *self._linear(w.gate, source, gate, None, activation=activation),
             mix_op(own, gate, c.layer_input, combine=native.TIMES),
             *self._linear(w.projection, gate, BRANCH, None),
-            self._add(w.norm),
         ]
+
+    # X is the first residual stream, and between two layers a copy of it; see `AltUp`
+
+    def _open_streams(self) -> list[COp]:
+        """Return the operations that make the residual streams of the embedding in X."""
+        hidden, w = self.config.hidden, self.weights.streams
+        if w is None:
+            return []
+        streams = self.at["streams"]
+        ops = [mix_op(X, streams, hidden)]
+        for n, projection in enumerate(w.opening, start=1):
+            ops += self._linear(projection, X, streams, None, column=n * hidden)
+        return [*ops, self._rescale()]
+
+    def _predict_streams(self, w: AltUpWeights) -> list[COp]:
+        """Return the operations that mix the residual streams before a layer."""
+        streams = self.at["streams"]
+        copied = mix_op(streams, X, self.config.hidden)
+        return [*self._factors(w, w.predict), self._blend(streams), copied]
+
+    def _correct_streams(self, i: int, own: LayerInputWeights, w: AltUpWeights) -> list[COp]:
+        """Return the operations that bring the residual streams up to date behind a layer, which
+        made X of the first."""
+        hidden, streams, source = self.config.hidden, self.at["streams"], X
+        ops = [
+            *self._factors(w, w.correct),
+            mix_op(streams, X, hidden, combine=native.ADD, scale=-1.0),
+            self._blend(X),
+            mix_op(streams, X, hidden),
+        ]
+        if w.scale is not None:
+            factors = CNorm(self._own(w.scale), None, 0.0, native.NORMS["factors"])
+            ops.append(mix_op(X, BRANCH, hidden, after=factors))
+            source = BRANCH
+        ops += self._layer_input(i, own, source)
+        further: dict[str, Any] = dict(combine=native.ADD, after=self._norm(own.norm))
+        for column in range(hidden, self.widths[streams], hidden):
+            ops.append(mix_op(BRANCH, streams, hidden, column=column, **further))
+        return ops
+
+    def _factors(self, w: AltUpWeights, matrix: Any) -> list[COp]:
+        """Return the operations that give the factors of residual streams for X."""
+        routed, tanh = self.at["routed"], native.ACTIVATIONS["tanh"]
+        return [
+            *self._linear(w.router, X, routed, w.norm, activation=tanh),
+            *self._linear(matrix, routed, self.at["factors"], None),
+        ]
+
+    def _blend(self, source: int) -> COp:
+        """Return the operation that adds streams, times their factors, to all residual streams."""
+        gate, count = self.at["factors"], self.config.hidden
+        streams = self.at["streams"]
+        return COp(kind=native.BLEND, input=source, output=streams, gate=gate, count=count)
+
+    def _rescale(self) -> COp:
+        streams, count = self.at["streams"], self.config.hidden
+        return COp(
+            kind=native.RESCALE, input=streams, output=streams, count=count, epsilon=MIN_SQUARE
+        )
+
+    def _join_streams(self) -> list[COp]:
+        """Return the operations that write the mean of the residual streams to X."""
+        hidden, w = self.config.hidden, self.weights.streams
+        if w is None:
+            return []
+        streams, ops = self.at["streams"], list[COp]()
+        for n, projection in enumerate(w.joining, start=1):
+            place: dict[str, Any] = dict(in_column=n * hidden, column=n * hidden)
+            ops += self._linear(projection, streams, streams, None, **place)
+        ops.append(self._rescale())
+        scale = hidden / self.widths[streams]
+        ops.append(mix_op(streams, X, hidden, scale=scale))
+        for column in range(hidden, self.widths[streams], hidden):
+            sum_: dict[str, Any] = dict(in_column=column, combine=native.ADD, scale=scale)
+            ops.append(mix_op(streams, X, hidden, **sum_))
+        return ops
 
     def _linear(
         self,

@@ -183,6 +183,22 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("nemotron_h", "moe_latent_size", -64),
         ("nemotron_h", "time_step_limit", [0.1, 1.0]),
         ("nemotron_h", "use_bias", True),
+        *[("gemma3n", "altup_num_inputs", value) for value in (1, 17, "4")],
+        ("gemma3n", "altup_active_idx", 1),
+        ("gemma3n", "altup_correct_scale", "yes"),
+        ("gemma3n", "laurel_rank", 0),
+        ("gemma3n", "hidden_size_per_layer_input", None),
+        ("gemma3n", "vocab_size_per_layer_input", -1),
+        *[("gemma3n", "num_kv_shared_layers", value) for value in (3, 4, 9, -1, "2")],
+        *[
+            ("gemma3n", "activation_sparsity_pattern", value)
+            for value in (0.9, [0.9], [2, 0, 0, 0])
+        ],
+        *[
+            ("gemma3n", "activation_sparsity_pattern", [bad, 0.0, 0.0, 0.0])
+            for bad in ("0.9", None)
+        ],
+        *[("gemma3n", "intermediate_size", value) for value in ([48], [48, 48, 48, "48"], [])],
     ],
 )
 def test_a_broken_configuration_is_refused_in_one_line(
@@ -193,6 +209,56 @@ def test_a_broken_configuration_is_refused_in_one_line(
     with pytest.raises(LoadError) as caught:
         make_config(raw | {field: value}, Path("config.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_fields_that_gemma3n_leaves_out() -> None:
+    """An absent field means what it means to transformers; its widest MLP sizes buffers."""
+    fields = dict(num_hidden_layers=20, num_kv_shared_layers=5)
+    raw = hf.AutoConfig.for_model("gemma3n_text", **fields).to_dict()
+    given = make_config(dict(raw), Path("config.json"))
+    left_out = (
+        "altup_active_idx",
+        "altup_correct_scale",
+        "altup_num_inputs",
+        "activation_sparsity_pattern",
+        "final_logit_softcapping",
+        "head_dim",
+        "hidden_size_per_layer_input",
+        "laurel_rank",
+        "layer_types",
+        "num_key_value_heads",
+        "rope_parameters",
+        "sliding_window",
+        "vocab_size_per_layer_input",
+    )
+    short = {name: value for name, value in raw.items() if name not in left_out}
+    found = make_config(short | {"intermediate_size": 16384}, Path("config.json"))
+    plain: dict[str, Any] = dict(raw={}, ropes=())
+    assert dataclasses.replace(found, **plain) == dataclasses.replace(given, **plain)
+    thetas = [[rope.parameters["rope_theta"] for rope in each.ropes] for each in (found, given)]
+    assert thetas == [[1e6, 1e4]] * 2
+    assert given.kv_layers[15:] == (13, 13, 13, 13, 14)
+    assert given.mlp_sparsity[9:11] == (0.95, 0.0)
+
+
+def test_keys_of_layers_that_read_those_of_others_are_left_in_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints of Gemma 3n have them; other tensors of such layers are still refused."""
+    from safetensors.torch import load_file, save_file
+
+    source = directory("gemma3n")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.3.self_attn.{name}.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = Session(load(tmp_path, "torch")).read(0, text_of(20))
+    assert torch.equal(found, Session(decoder("gemma3n", "torch")).read(0, text_of(20)))
+    tensors["model.layers.3.self_attn.x_norm.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match="x_norm"):
+        load(tmp_path, "torch")
 
 
 def test_recurrent_layers_are_refused_on_other_devices() -> None:
@@ -247,7 +313,9 @@ def test_a_pass_reads_the_experts_that_its_tokens_use(kernels: str) -> None:
     assert decoder("glm4", kernels).pass_bytes(1) == decoder("glm4", kernels).weight_bytes
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5", "gemma4", "cohere", "olmo2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_5", "gemma4", "gemma3n", "cohere", "olmo2", "gpt_oss"]
+)
 def test_layers_that_cannot_be_divided_are_refused(name: str) -> None:
     from forerun.errors import ConfigError
     from forerun.models.sharding import Shard, shard_config

@@ -37,7 +37,8 @@ _FORMAT_NAMES = [
 FORMATS = {name: number for number, name in enumerate(_FORMAT_NAMES)}
 REPLACE, ADD, TIMES, GATED = range(4)
 EMBED, LINEAR, ROTATE, ATTEND, READ, SAVE, ROUTE, MIX, CONVOLVE, RECUR, GATE = range(11)
-NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2}
+CUTOFF, BLEND, RESCALE = range(11, 14)
+NORMS = {"rms": 1, "rms_plus_one": 1, "layer": 2, "layer_plus_one": 2, "factors": 3}
 ACTIVATIONS = {
     "silu": 1,
     "gelu_tanh": 2,
@@ -46,6 +47,7 @@ ACTIVATIONS = {
     "clamped_swiglu": 5,
     "sigmoid": 6,
     "xielu": 7,
+    "tanh": 8,
 }
 QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2, "plain_after_rope": 2}
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2, "logit_sigmoids": 3}

@@ -15,14 +15,18 @@ enum FileType : int32_t {  // GGUF's numbers of the types that are repacked
   GGML_Q6_K = 14, GGML_IQ4_NL = 20, GGML_MXFP4 = 39,
 };
 // READ measures memory. SAVE copies rows, normed by `norm` and `after`, then activated. ROUTE chooses experts, MIX adds up
-// what they give. CONVOLVE, RECUR and GATE are the parts of a recurrent layer, see recurrent.h.
+// what they give. CONVOLVE, RECUR and GATE are the parts of a recurrent layer, see recurrent.h. CUTOFF gates the ups that stand
+// behind gates in a row, with what of each gate exceeds the mean of all plus `scale` standard deviations. BLEND and RESCALE work
+// on residual streams, which stand side by side in a row: BLEND adds every stream of `in`, times a factor in `gate`, to each
+// of `out`; RESCALE gives all streams of `out` the root mean square of the first.
 enum Kind : int32_t {
-  EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7, CONVOLVE = 8, RECUR = 9, GATE = 10
+  EMBED = 0, LINEAR = 1, ROTATE = 2, ATTEND = 3, READ = 4, SAVE = 5, ROUTE = 6, MIX = 7, CONVOLVE = 8, RECUR = 9, GATE = 10,
+  CUTOFF = 11, BLEND = 12, RESCALE = 13
 };
-enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2 };
+enum NormKind : int32_t { NO_NORM = 0, RMS = 1, LAYER = 2, FACTORS = 3 };  // FACTORS: only the weights
 enum Combine : int32_t { REPLACE = 0, ADD = 1, TIMES = 2, GATED = 3 };  // GATED: what stands there is the gate
 enum Activation : int32_t {  // CLAMPED_SWIGLU: only gated. XIELU: only LINEAR
-  NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6, XIELU = 7
+  NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5, SIGMOID = 6, XIELU = 7, TANH = 8
 };
 enum QkNorm : int32_t { BY_HEAD = 0, BY_ROW = 1, AFTER_ROPE = 2 };
 enum Scores : int32_t {  // the last two choose by logits, and weigh by a softmax over the chosen ones or by sigmoids
@@ -48,7 +52,7 @@ struct Op {
   int32_t kind, in, out, in_column;  // in_column: where in a row of `in` LINEAR and MIX begin
   Norm norm, key_norm, after;    // LINEAR: norm before the product. ROTATE: query and key norms. MIX and SAVE: after
   Matrix matrix;
-  int32_t activation, gated;     // LINEAR and SAVE: activation of the result; gated: gate and up interleaved by 16
+  int32_t activation, gated;     // LINEAR and SAVE: activation of the result, CUTOFF: of gates; gated: gate and up interleaved by 16
   int32_t combine, wanted;       // LINEAR: what is done with what stands in `out`; take only the wanted rows
   const float *cosine, *sine;    // ROTATE: [context][rotary / 2] or null
   int32_t rotary, window;
@@ -72,12 +76,15 @@ struct Op {
   // experts of `experts`. MIX: sum of `slots` parts, each `count` numbers, weighted unless `choice` is -1.
   int32_t experts, slots, choice, choice_column;
   int32_t spread, count;         // LINEAR: rows of `in` have a part for each slot, as those of `out` always have
+                                 // count, also: BLEND and RESCALE: numbers of a stream. CUTOFF: gates. EMBED: rows of the table where
+                                 // there are fewer than tokens; other tokens take the first; 0: all have one
   int32_t in_stride, out_stride; // LINEAR: floats from part to part, 0: they stand side by side
   int32_t scores, normalised, groups, used_groups, best;  // ROUTE; best: how many scores of a group are summed to rate it
-  float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale
+  float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale. RESCALE: the least mean square
   const float *choice_bias, *expert_scale;  // ROUTE: [experts] added to scores for the choice only; factors on weights; or null
   int32_t gate;                  // MIX: buffer whose first number gates a row, through a sigmoid; -1: none. CONVOLVE: buffer of decays
-                                 // and betas. GATE: that of gates, from in_column on
+                                 // and betas. GATE: that of gates, from in_column on. BLEND: that of factors, those of a stream of `out` side
+                                 // by side
 
   // Recurrent layers. A row of what CONVOLVE writes: `channels` numbers, then decays and factors of all value heads.
   int32_t channels, taps;        // of the convolution; taps inputs each

@@ -11,32 +11,34 @@ namespace {
 
 // ---------------------------------------------------------------- one row: norms and conversion
 
+float mean_of(const float *x, int n) {
+  vf s{};
+  for (int i = 0; i < n; i += W) s = s + load_some(x + i, n - i);
+  return sum(s) / n;
+}
+
+float mean_square(const float *x, float mean, int n) {  // of the distances from `mean`
+  vf s{};
+  for (int i = 0; i < n; i += W) {
+    vf v = load_some(x + i, n - i) - mean;
+    for (int j = n - i; j < W; j++) v[j] = 0;
+    s = fma(v, v, s);
+  }
+  return sum(s) / n;
+}
+
 // out = norm(x) [n]; vectors along the row, the tail padded with zeros.
 void normalise(const float *x, const Norm &norm, int n, float *out) {
   if (norm.kind == NO_NORM) {
     if (out != x) memcpy(out, x, sizeof(float) * n);
     return;
   }
-  auto part = [&](const float *p, int i) {
-    if (i + W <= n) return load(p + i);
-    vf v{};
-    for (int j = 0; i + j < n; j++) v[j] = p[i + j];
-    return v;
-  };
-  float mean = 0;
-  if (norm.kind == LAYER) {
-    vf s{};
-    for (int i = 0; i < n; i += W) s = s + part(x, i);
-    mean = sum(s) / n;
+  if (norm.kind == FACTORS) {
+    for (int i = 0; i < n; i++) out[i] = x[i] * norm.weight[i];
+    return;
   }
-  vf s{};
-  for (int i = 0; i < n; i += W) {
-    vf v = part(x, i) - mean;
-    if (i + W > n)
-      for (int j = n - i; j < W; j++) v[j] = 0;
-    s = fma(v, v, s);
-  }
-  float scale = 1.0f / sqrtf(sum(s) / n + norm.eps);
+  const float mean = norm.kind == LAYER ? mean_of(x, n) : 0;
+  const float scale = 1.0f / sqrtf(mean_square(x, mean, n) + norm.eps);
   int i = 0;
   for (; i + W <= n; i += W) {
     vf y = (load(x + i) - mean) * scale * load(norm.weight + i);
@@ -98,8 +100,8 @@ void embed(const Program *p, const Op *op, const Batch *b, int item, int items) 
   int hidden = a.inputs;
   for (int t = s.from; t < s.to; t++) {
     float *out = at(p, b, op->out, t) + op->column;
-    int64_t from = b->ids[t] * hidden;
-    if (!op->table) unpack_row(a, b->ids[t], out);
+    int64_t id = op->count && b->ids[t] >= op->count ? 0 : b->ids[t], from = id * hidden;
+    if (!op->table) unpack_row(a, id, out);
     else if (a.format == BF16) for (int i = 0; i < hidden; i++) out[i] = from_bf16(((const uint16_t *)op->table)[from + i]);
     else memcpy(out, (const float *)op->table + from, sizeof(float) * hidden);
     for (int i = 0; i < hidden; i++)
@@ -326,6 +328,55 @@ void mix(const Program *p, const Op *op, const Batch *b, int item, int items) {
   }
 }
 
+// out = activation(what of a gate exceeds the cutoff of its row, or 0) * up
+void cut_off(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  Share s = share(b->tokens, item, items);
+  const int n = op->count;
+  for (int t = s.from; t < s.to; t++) {
+    const float *gates = at(p, b, op->in, t), *ups = gates + n;
+    float *out = at(p, b, op->out, t);
+    const float mean = mean_of(gates, n), cutoff = mean + sqrtf(mean_square(gates, mean, n)) * op->scale;
+    for (int i = 0; i < n; i += W) {
+      const vf gate = load_some(gates + i, n - i) - cutoff;
+      const vf inner = gated(pick(gate > 0.0f, gate, set1(0)), load_some(ups + i, n - i), op->activation);
+      store_some(out + i, inner, n - i);
+    }
+  }
+}
+
+// out[i] += sum over j of factor[i][j] * in[j], in the order of j; `in` may be `out`.
+void blend(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  Share s = share(b->tokens, item, items);
+  const int n = op->count, inputs = p->widths[op->in] / n, outputs = p->widths[op->out] / n;
+  float x[inputs];
+  for (int t = s.from; t < s.to; t++) {
+    const float *in = at(p, b, op->in, t), *factor = at(p, b, op->gate, t);
+    float *out = at(p, b, op->out, t);
+    for (int k = 0; k < n; k++) {
+      for (int j = 0; j < inputs; j++) x[j] = in[(int64_t)j * n + k];
+      for (int i = 0; i < outputs; i++) {
+        float total = out[(int64_t)i * n + k];
+        for (int j = 0; j < inputs; j++) total += factor[i * inputs + j] * x[j];
+        out[(int64_t)i * n + k] = total;
+      }
+    }
+  }
+}
+
+void rescale(const Program *p, const Op *op, const Batch *b, int item, int items) {
+  Share s = share(b->tokens, item, items);
+  const int n = op->count, streams = p->widths[op->out] / n;
+  for (int t = s.from; t < s.to; t++) {
+    float *stream = at(p, b, op->out, t);
+    const float target = sqrtf(mean_square(stream, 0, n));
+    for (int i = 1; i < streams; i++) {
+      stream += n;
+      const float own = mean_square(stream, 0, n), factor = target / sqrtf(own > op->epsilon ? own : op->epsilon);
+      for (int k = 0; k < n; k++) stream[k] *= factor;
+    }
+  }
+}
+
 // Divide by the root of the mean square.
 void normalise_plain(float *x, float eps, int n) {
   float total = 0;
@@ -432,6 +483,9 @@ void run(const Program *p, const Op *op, const Batch *b, int item, int items, in
   else if (op->kind == CONVOLVE) convolve(p, op, b, item, items);
   else if (op->kind == RECUR) recur(p, op, b, item, items);
   else if (op->kind == GATE) gate_output(p, op, b, item, items);
+  else if (op->kind == CUTOFF) cut_off(p, op, b, item, items);
+  else if (op->kind == BLEND) blend(p, op, b, item, items);
+  else if (op->kind == RESCALE) rescale(p, op, b, item, items);
   else if (phase == 0) prepare(p, op, b, item, items);
   else if (phase == 1 && op->experts) multiply_experts(p, op, b, item, items);
   else multiply(p, op, b, item, items);

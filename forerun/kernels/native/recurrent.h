@@ -154,17 +154,6 @@ inline vf advance(
   return o;
 }
 
-inline vf load_some(const float *p, int n) {
-  if (n >= W) return load(p);
-  vf v{};
-  for (int i = 0; i < n; i++) v[i] = p[i];
-  return v;
-}
-inline void store_some(float *p, vf v, int n) {
-  if (n >= W) return store(p, v);
-  for (int i = 0; i < n; i++) p[i] = v[i];
-}
-
 // 16 columns of one head over the tokens of one run.
 void sweep(const Program *p, const Op *op, const Batch *b, const Recurrent *r, int run_, int head, int block) {
   const Run run(r, run_);

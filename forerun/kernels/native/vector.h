@@ -152,6 +152,18 @@ inline vf half16(const uint16_t *p) {
 
 #endif
 
+// The first n lanes; the others are zeros, or stay as they are.
+inline vf load_some(const float *p, int n) {
+  if (n >= W) return load(p);
+  vf v{};
+  for (int i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+inline void store_some(float *p, vf v, int n) {
+  if (n >= W) return store(p, v);
+  for (int i = 0; i < n; i++) p[i] = v[i];
+}
+
 // Sixteen bytes as lanes of 32 bits.
 inline vi from_uint8(const uint8_t *p) {
 #if defined(__AVX512F__)
@@ -297,6 +309,7 @@ inline vf vtanh(vf x) {
 inline vf activate(vf x, int kind) {
   if (kind == SILU) return x / (vexp(-x) + 1.0f);
   if (kind == GELU_TANH) return x * 0.5f * (vtanh((x + x * x * x * 0.044715f) * 0.797884561f) + 1.0f);
+  if (kind == TANH) return vtanh(x);
   if (kind == SIGMOID) return set1(1.0f) / (vexp(-x) + 1.0f);
   if (kind == RELU2) return pick(x > 0.0f, x * x, set1(0));
   if (kind == GELU)
