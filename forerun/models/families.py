@@ -260,7 +260,7 @@ def _gemma2(c: Json) -> Json:
     )
 
 
-def _gemma3(c: Json) -> Json:
+def gemma3(c: Json) -> Json:
     period = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
     types = c.get("layer_types") or layer_types(c["num_hidden_layers"], period)
     no_caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -300,7 +300,7 @@ def _gemma4(c: Json) -> Json:
         heads: int = own.get("num_key_value_heads") or default[0]
         size: int = own.get("head_dim") or default[1]
         shapes.append((heads, size))
-    sources = _kv_sources(types, c.get("num_kv_shared_layers") or 0)
+    sources = kv_sources(types, c.get("num_kv_shared_layers") or 0)
     inner = c["intermediate_size"]
     is_wide = bool(c.get("use_double_wide_mlp"))
     sizes = [2 * inner if is_wide and source != i else inner for i, source in enumerate(sources)]
@@ -342,52 +342,7 @@ def _gemma4(c: Json) -> Json:
     )
 
 
-def _gemma3n(c: Json) -> Json:
-    """Parallel residual streams, a low-rank branch beside attention, sparse gates in the first
-    layers, and what Gemma 4's small models have."""
-    defaults: Json = {"head_dim": 256, "num_key_value_heads": 2, "sliding_window": 512}
-    c = defaults | c
-    layers, inner = c["num_hidden_layers"], c["intermediate_size"]
-    sizes = inner if isinstance(inner, list) else [inner] * layers
-    if len(sizes) != layers or not all(map(is_integer, sizes)):
-        raise ValueError(f"intermediate_size {shown(inner)}, not one or {shown(layers)} numbers")
-    types = c.get("layer_types") or layer_types(layers, 5)
-    fields = _gemma3(
-        c
-        | {"intermediate_size": max(sizes), "layer_types": types}
-        | {"query_pre_attn_scalar": 1.0, "attn_logit_softcapping": None}
-    )
-    if c.get("altup_active_idx"):
-        active = c["altup_active_idx"]
-        raise ValueError(f"altup_active_idx {shown(active)}: layers may only read the first stream")
-    sparsity = c.get("activation_sparsity_pattern")
-    if sparsity is None:
-        sparse = 10 if layers > 10 else 0
-        sparsity = [0.95] * sparse + [0.0] * (layers - sparse)
-    if not isinstance(sparsity, list) or len(sparsity) != layers:
-        raise ValueError(
-            f"activation_sparsity_pattern {shown(sparsity)}, not a number for each of the"
-            f" {shown(layers)} layers"
-        )
-    scaled = c.get("altup_correct_scale", True)
-    if not isinstance(scaled, bool):
-        raise ValueError(f"altup_correct_scale {shown(scaled)}, which is not true or false")
-    return fields | dict(
-        layout="gemma3n",
-        norm="rms",
-        value_norm=True,
-        logit_softcap=c.get("final_logit_softcapping", 30.0),
-        kv_layers=tuple(_kv_sources(types, c.get("num_kv_shared_layers", 15))),
-        mlp_sizes=tuple(sizes),
-        mlp_sparsity=tuple(sparsity),
-        layer_input=c.get("hidden_size_per_layer_input", 256),
-        layer_input_vocab=c.get("vocab_size_per_layer_input", 262144),
-        altup=AltUp(streams=c.get("altup_num_inputs", 4), scaled=scaled),
-        laurel_rank=c.get("laurel_rank", 64),
-    )
-
-
-def _kv_sources(types: Sequence[str], shared: int) -> list[int]:
+def kv_sources(types: Sequence[str], shared: int) -> list[int]:
     """Return for each layer the one whose keys and values it reads: for each of the last `shared`
     the last layer of its type before them, for others themselves."""
     if not is_integer(shared) or shared < 0:
@@ -656,8 +611,7 @@ DENSE: dict[str, Callable[[Json], Json]] = {
     "smollm3": _smollm3,
     "phi3": _phi3,
     "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "gemma3n_text": _gemma3n,
+    "gemma3_text": gemma3,
     "gemma4_text": _gemma4,
     "gpt2": _gpt2,
     "apertus": _apertus,

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts or recurrent layers, and the table of all families.
+"""Families with mixtures of experts, recurrent layers or parallel streams; the table of all families.
 
 They are built on the dense families of `families`; its docstring says how to add one."""
 
@@ -12,14 +12,18 @@ from typing import Any
 from forerun.errors import shown
 from forerun.models.families import (
     DENSE,
+    AltUp,
     Experts,
     Json,
     LatentAttention,
     QueryGrowth,
     RecurrentLayers,
     ernie,
+    gemma3,
     granite,
     hunyuan,
+    is_integer,
+    kv_sources,
     layer_types,
     llama,
     query_growth,
@@ -313,6 +317,54 @@ def _mistral4(c: Json) -> Json:
     )
 
 
+# ---------------------------------------------------------------- parallel residual streams
+
+
+def _gemma3n(c: Json) -> Json:
+    """Parallel residual streams, a low-rank branch beside attention, sparse gates in the first
+    layers, and what Gemma 4's small models have."""
+    defaults: Json = {"head_dim": 256, "num_key_value_heads": 2, "sliding_window": 512}
+    c = defaults | c
+    layers, inner = c["num_hidden_layers"], c["intermediate_size"]
+    sizes = inner if isinstance(inner, list) else [inner] * layers
+    if len(sizes) != layers or not all(map(is_integer, sizes)):
+        raise ValueError(f"intermediate_size {shown(inner)}, not one or {shown(layers)} numbers")
+    types = c.get("layer_types") or layer_types(layers, 5)
+    fields = gemma3(
+        c
+        | {"intermediate_size": max(sizes), "layer_types": types}
+        | {"query_pre_attn_scalar": 1.0, "attn_logit_softcapping": None}
+    )
+    if c.get("altup_active_idx"):
+        active = c["altup_active_idx"]
+        raise ValueError(f"altup_active_idx {shown(active)}: layers may only read the first stream")
+    sparsity = c.get("activation_sparsity_pattern")
+    if sparsity is None:
+        sparse = 10 if layers > 10 else 0
+        sparsity = [0.95] * sparse + [0.0] * (layers - sparse)
+    if not isinstance(sparsity, list) or len(sparsity) != layers:
+        raise ValueError(
+            f"activation_sparsity_pattern {shown(sparsity)}, not a number for each of the"
+            f" {shown(layers)} layers"
+        )
+    scaled = c.get("altup_correct_scale", True)
+    if not isinstance(scaled, bool):
+        raise ValueError(f"altup_correct_scale {shown(scaled)}, which is not true or false")
+    return fields | dict(
+        layout="gemma3n",
+        norm="rms",
+        value_norm=True,
+        logit_softcap=c.get("final_logit_softcapping", 30.0),
+        kv_layers=tuple(kv_sources(types, c.get("num_kv_shared_layers", 15))),
+        mlp_sizes=tuple(sizes),
+        mlp_sparsity=tuple(sparsity),
+        layer_input=c.get("hidden_size_per_layer_input", 256),
+        layer_input_vocab=c.get("vocab_size_per_layer_input", 262144),
+        altup=AltUp(streams=c.get("altup_num_inputs", 4), scaled=scaled),
+        laurel_rank=c.get("laurel_rank", 64),
+    )
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -559,6 +611,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "gemma3n_text": _gemma3n,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _latent_fields,
     "glm4_moe_lite": _latent_fields,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
+from forerun.models.experts import StackedRows
 from forerun.models.gguf.blocks import Blocks, stack_blocks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -139,6 +140,17 @@ def stack(parts: Sequence[Any]) -> Any:
     values = torch.cat([p.values for p in quantized])
     scale = torch.cat([p.scale.float() for p in quantized])
     return QuantizedMatrix(values, scale, quantized[0].group)
+
+
+def select_rows(matrix: Any, rows: Tensor) -> Any:
+    """Return some rows of a matrix in its stored form. rows [n] int64"""
+    if isinstance(matrix, StackedRows):
+        matrix = matrix.dequantize()
+    if isinstance(matrix, Tensor):
+        return matrix[rows.to(matrix.device)]
+    if isinstance(matrix, Blocks):
+        return matrix.select_rows(rows)
+    return QuantizedMatrix(matrix.values[rows], matrix.scale[rows], matrix.group)
 
 
 def _broadcast(values: Tensor, numbers: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

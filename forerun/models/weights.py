@@ -21,7 +21,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import MTP_PREFIXES, TRAINED_MTP_PREFIX, ModelConfig
 from forerun.models.experts import StackedRows, mx_matrix, split_experts
 from forerun.models.families import is_integer
-from forerun.models.gguf.blocks import Blocks, unpermuted
+from forerun.models.gguf.blocks import unpermuted
 from forerun.models.parameters import (
     AltUpWeights,
     ExpertWeights,
@@ -38,11 +38,7 @@ from forerun.models.parameters import (
     StreamWeights,
     Weights,
 )
-from forerun.models.quantized import (
-    QuantizedMatrix,
-    read_scheme,
-    stack,
-)
+from forerun.models.quantized import read_scheme, select_rows, stack
 from forerun.models.tensor_names import (
     IGNORED,
     INTERLEAVED_EXPERTS,
@@ -569,14 +565,8 @@ class WeightLoader:
 
     def xielu_parameters(self, i: int) -> Tensor:
         """Read alpha_p, alpha_n, beta and eps of an activation as they are stored, [4]."""
-        stem = self.stem("xielu", i)
-        shapes: dict[str, tuple[int, ...]] = {
-            "alpha_p": (1,),
-            "alpha_n": (1,),
-            "beta": (),
-            "eps": (),
-        }
-        found = [self.floats(f"{stem}.{name}", shape) for name, shape in shapes.items()]
+        stem, parts = self.stem("xielu", i), (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()))
+        found = [self.floats(f"{stem}.{name}", shape) for name, shape in (*parts, ("eps", ()))]
         return torch.cat([value.flatten() for value in found])
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -681,17 +671,6 @@ class WeightLoader:
         layers = [i for i in range(c.layers) if c.kv_layer(i) != i]
         prefix = self.prefix + str(self.names["layer"])
         return tuple(f"{prefix.format(i=i)}{stem}." for i in layers for stem in stems if stem)
-
-
-def select_rows(matrix: Matrix, rows: Tensor) -> Matrix:
-    """Return some rows of a matrix as they are stored. rows [n] int64"""
-    if isinstance(matrix, StackedRows):
-        matrix = matrix.dequantize()
-    if isinstance(matrix, Tensor):
-        return matrix[rows.to(matrix.device)]
-    if isinstance(matrix, Blocks):
-        return matrix.select_rows(rows)
-    return QuantizedMatrix(matrix.values[rows], matrix.scale[rows], matrix.group)
 
 
 def load_weights(
