@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 FIRST_SHARE = 0.7  # factor applied to a first measurement, which includes cold caches
+COLD_FACTOR = 2.0  # a measurement this many times lower shows that the ones before were cold
+COLD_PASSES = 2  # of each size, on a GPU above all: kernels are loaded and chosen by size
 SETTLED = 8  # number of measurements from which a size is used without smoothing
 NEIGHBOUR_STRENGTH = 2  # weight of the neighbours' trend until then, in measurements
 MAX_NEIGHBOURS = 8  # maximum number of smaller sizes used for smoothing
@@ -67,12 +69,13 @@ class Curve:
     _num_added: int = 0
 
     def add(self, size: int, seconds: float) -> None:
-        """Add a measurement to the mean of logarithms; the first only bounds the second."""
+        """Add a measurement to the mean of logarithms; the first only bounds the second, and others
+        go as well if they turn out to be cold."""
         count = self.count[size] = self.count.get(size, 0) + 1
         if count == 1:
             bisect.insort(self.sizes, size)
             self.seen[size] = seconds
-        elif count == 2:
+        elif count == 2 or (count <= SETTLED and seconds * COLD_FACTOR < self.seen[size]):
             self.seen[size] = min(self.seen[size], seconds)
         else:
             gain = max(1 / count, LEAST_GAIN)
@@ -183,6 +186,10 @@ class CostModel:
                 break
             enough -= self._forwards.count[size]
         return enough <= 0
+
+    def is_cold(self, num_tokens: int) -> bool:
+        """Return True if a pass of this size has hardly run, so that its time says little."""
+        return self._forwards.count.get(_bucket(num_tokens), 0) <= COLD_PASSES
 
     def reach(self, num_tokens: int) -> float:
         """Return the most tokens that a pass over at least `num_tokens` may have.

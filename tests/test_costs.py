@@ -28,6 +28,20 @@ def test_a_pass_costs_at_most_what_as_many_passes_cost() -> None:
     assert settled(0.02, {1: 0.01, 5: 0.5}).at(5) == pytest.approx(0.05)
 
 
+def test_several_cold_measurements_are_forgotten_at_the_first_warm_one() -> None:
+    """On a GPU the first passes of a size load their kernels; its cost is found in spite of that."""
+    model = CostModel()
+    for _ in range(10):
+        model.add_forward(1, 0.010)
+    for seconds in (0.5, 0.3, 0.3):
+        assert model.is_cold(3) == (model._forwards.count.get(3, 0) <= 2)
+        model.add_forward(3, seconds)
+    assert not model.is_cold(3) and model.forward(3) > 0.02
+    model.add_forward(3, 0.011)
+    model.add_forward(3, 0.011)
+    assert model.forward(3) / model.forward(1) < 1.3
+
+
 def test_a_first_measurement_is_believed_in_part_and_bounds_the_second() -> None:
     curve = Curve(slope=0.02)
     curve.add(1, 1.0)

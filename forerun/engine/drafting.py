@@ -659,6 +659,8 @@ class Drafting:
         self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
         if not decodes or any(s.request.has_fixed_depth for s in batch):
             return
+        if self.policy.costs.is_cold(num_tokens):
+            return
         samples = []
         for scheduled in batch:
             state, nodes = self.state(scheduled.request), len(scheduled.draft or ()) - 1

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts, recurrent layers or parallel streams; the table of all families.
+"""Families with experts, recurrent layers or parallel residual streams; the table of all families.
 
 They are built on the dense families of `families`; its docstring says how to add one."""
 
