@@ -657,9 +657,8 @@ class Drafting:
             read = [token for s in batch if s.segment for token in s.segment.tokens]
             num_tokens = self.policy.effective_size(read, experts, decodes)
         self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
-        if not decodes or any(s.request.has_fixed_depth for s in batch):
-            return
-        if self.policy.costs.is_cold(num_tokens):
+        is_cold = self.policy.costs.is_cold(num_tokens)
+        if not decodes or is_cold or any(s.request.has_fixed_depth for s in batch):
             return
         samples = []
         for scheduled in batch:
