@@ -156,13 +156,10 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
     shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     size = sum(part.stat().st_size for part in file.parts)
     prefix = file.architecture
-    blocks, extra = (
-        file.metadata.get(f"{prefix}.{key}") for key in ("block_count", "nextn_predict_layers")
-    )
-    if isinstance(blocks, int) and isinstance(
-        extra, int
-    ):  # multi-token layers are no layers of the model
-        blocks -= extra
+    blocks = file.metadata.get(f"{prefix}.block_count")
+    extra = file.metadata.get(f"{prefix}.nextn_predict_layers")
+    if isinstance(blocks, int) and isinstance(extra, int):
+        blocks -= extra  # multi-token layers are no layers of the model
     raw = {
         "gguf": True,
         "model_type": prefix,

@@ -70,11 +70,7 @@ class TableTarget(Runner):
     def __init__(self) -> None:
         config = make_config(CONFIG, Path("toy"))
         stub: Any = SimpleNamespace(
-            config=config,
-            context=config.context,
-            dtype=torch.float64,
-            device=torch.device("cpu"),
-            pass_bytes=lambda rows: 0,
+            config=config, context=config.context, dtype=torch.float64, device=torch.device("cpu")
         )
         super().__init__(stub, tokens=32 * BATCH, page=4, slots=BATCH)
 

@@ -96,8 +96,7 @@ class ModelConfig:
             None for a layer without chunks. Empty if no layer has any (Llama 4).
         sinks: for each layer, how many of the first keys it attends to besides its window: 0 or
             `SINKS`. Empty if no layer has any.
-        layout: naming scheme of the checkpoint's tensors, a key of `tensor_names.NAMES` or
-            "gguf";
+        layout: naming scheme of the checkpoint's tensors, a key of `tensor_names.NAMES` or "gguf";
             `TRANSFORMERS` for a model that runs on transformers' own module, of which only sizes,
             the context and `end_ids` are described.
         norm: "rms" or "layer"; with "_plus_one" weights are stored less one.

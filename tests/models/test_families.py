@@ -86,7 +86,6 @@ def decoder(name: str, kernels: str) -> Any:
     return load(directory(name), kernels)
 
 
-@pytest.mark.one_in(3)
 @with_kernels
 def test_prompts_chunks_and_single_tokens(name: str, kernels: str) -> None:
     """Two texts at once, cut differently; windows of 8 tokens and rope scaled from 16 on."""
@@ -104,7 +103,6 @@ def test_prompts_chunks_and_single_tokens(name: str, kernels: str) -> None:
         near(torch.cat(rows), expected)
 
 
-@pytest.mark.one_in(5)
 @with_kernels
 def test_trees_and_commits(name: str, kernels: str) -> None:
     session = Session(decoder(name, kernels))
@@ -118,7 +116,7 @@ def test_trees_and_commits(name: str, kernels: str) -> None:
         session.commit(0, tokens, crooked_path(parents))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @names
 def test_a_chunk_gives_the_bits_of_single_tokens(name: str, form: str) -> None:
