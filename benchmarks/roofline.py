@@ -26,6 +26,7 @@ from torch.nn import functional
 from benchmarks.command import add_engine_options, engine_options, parser, run
 from benchmarks.kernels import Layers
 from forerun.cache.attention import Segment
+from forerun.cache.recurrent import StateLayout
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.hardware import cores
@@ -72,47 +73,55 @@ def demand_of(decoder: Decoder | NativeDecoder, rows: int, context: int) -> Dema
     Counted are weights with their scales, embedding rows, keys and values, and the operations of
     linear layers and attention (a multiply-add is two). Norms, biases and rotations are not.
     """
-    c = decoder.config
+    c, w = decoder.config, decoder.weights
     size: Counter[str] = Counter()
     operations: Counter[str] = Counter()
     computed = torch.float32 if isinstance(decoder, NativeDecoder) else decoder.dtype
-    heads = c.heads * c.head_dim
-    activations = 0
-    layers: list[tuple[str, Any, int, int]] = [("head", decoder.weights.head, c.hidden, c.vocab)]
-    for layer in decoder.weights.layers:
-        up = c.intermediate * (2 if c.gated else 1)
-        layers += [
-            ("attention", layer.qkv, c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim),
-            ("attention", layer.out, heads, c.hidden),
-            ("feed-forward", layer.up, c.hidden, up),
-            ("feed-forward", layer.down, c.intermediate, c.hidden),
-        ]
-    for part, linear, inputs, outputs in layers:
-        for form, weight_bytes, columns in stored_matrices(linear, outputs):
-            size[part] += weight_bytes
-            operations[form] += 2 * inputs * columns * rows
-            activations += inputs + columns
-    size["embedding"] = rows * _row_bytes(decoder.weights.embed)
-    if decoder.weights.positions is not None:
-        size["embedding"] += rows * _row_bytes(decoder.weights.positions)
-    for window in c.windows:
+    activations = 0.0
+    # part, matrix, the share of it that is read, how many rows each of its rows meets
+    read: list[tuple[str, Any, float, float]] = [("head", w.head, 1, rows)]
+    for layer in w.layers:
+        parts = {id(m): "attention" for m in (layer.qkv, layer.out)}
+        parts |= {id(m): "feed-forward" for m in (layer.up, layer.down)}
+        mixture = () if layer.experts is None else (layer.experts.up, layer.experts.down)
+        for matrix in layer.matrices:
+            if any(matrix is each for each in mixture):
+                e = c.experts
+                read.append(("experts", matrix, e.share(rows), rows * e.used / e.count))
+            else:
+                read.append((parts.get(id(matrix), "other"), matrix, 1, rows))
+    for part, matrix, share, met in read:
+        for form, weight_bytes, inputs, outputs in stored_matrices(matrix):
+            size[part] += round(share * weight_bytes)
+            operations[form] += round(2 * inputs * outputs * met)
+            activations += (inputs + outputs) * met
+    size["embedding"] = rows * _row_bytes(w.embed)
+    if w.positions is not None:
+        size["embedding"] += rows * _row_bytes(w.positions)
+    for i, window in enumerate(c.windows):
+        if not c.has_attention(i):
+            continue
+        kv_heads, head_dim = c.head_shape(i)
         most = window or context + rows
         attended = int(np.minimum(context + 1 + np.arange(rows), most).sum())  # over all rows
-        operations[_name(computed)] += 4 * heads * attended  # scores and weighted values
+        operations[_name(computed)] += 4 * c.heads * head_dim * attended  # scores, weighted values
         tokens = min(context, most - 1) + rows
-        size["cache"] += 2 * c.kv_heads * c.head_dim * decoder.dtype.itemsize * tokens
-    size["activations"] = rows * computed.itemsize * activations
+        size["cache"] += 2 * kv_heads * head_dim * decoder.dtype.itemsize * tokens
+    if c.recurrent is not None:
+        size["state"] = 2 * 4 * StateLayout.of(c).states  # read and written
+    size["activations"] = round(computed.itemsize * activations)
     return Demand(dict(size), dict(operations))
 
 
-def stored_matrices(linear: Any, outputs: int) -> list[tuple[str, int, int]]:
-    """Return (format, bytes, outputs) of a linear layer's parts; one unless formats are mixed."""
-    if isinstance(linear, MixedMatrix):
-        return [(p.form, p.bytes, p.matrix.outputs) for p in all_packed([linear])]
-    if isinstance(linear, PackedMatrix):
-        return [(linear.form, linear.bytes, outputs)]
+def stored_matrices(linear: Any) -> list[tuple[str, int, int, int]]:
+    """Return (format, bytes, inputs, outputs) of a matrix's parts; one unless formats are mixed."""
+    if isinstance(linear, PackedMatrix | MixedMatrix):
+        packed = all_packed([linear])
+        return [(p.form, p.bytes, p.matrix.inputs, p.matrix.outputs) for p in packed]
     weight = linear.weight
-    return [(_name(weight.dtype), weight.numel() * weight.element_size(), outputs)]
+    inputs = weight.shape[-1]
+    size = weight.numel()
+    return [(_name(weight.dtype), size * weight.element_size(), inputs, size // inputs)]
 
 
 def _row_bytes(table: Tensor | PackedMatrix) -> int:
@@ -210,7 +219,8 @@ class PassTime:
     """Passes over `rows` tokens; times are medians, None where a limit is unknown.
 
     Attributes:
-        bytes: by kind: attention, feed-forward, head, embedding, cache, activations.
+        bytes: by kind: attention, feed-forward, experts, other, head, embedding, cache, state,
+            activations.
         moved: bytes without the activations.
         operations: by number format.
         memory_ms, arithmetic_ms: lower bounds set by each limit.

@@ -84,6 +84,11 @@ class Curve:
         if count <= SETTLED or self._num_added % REFRESH == 0:
             self._cached.clear()
 
+    def set_trend(self, trend: Callable[[float], float] | None) -> None:
+        """Expect costs to grow with the size as `trend` does."""
+        self.trend = trend
+        self._cached.clear()
+
     def at(self, size: float) -> float | None:
         """Return the expected cost, or None while nothing was measured.
 
@@ -177,7 +182,7 @@ class CostModel:
 
     def set_trend(self, trend: Callable[[float], float] | None) -> None:
         """Expect passes to cost by their size what `trend` says, in any unit."""
-        self._forwards.trend = trend
+        self._forwards.set_trend(trend)
 
     def known(self, num_tokens: int, enough: int) -> bool:
         """Return True if `enough` passes over at most `num_tokens` tokens were measured."""

@@ -81,6 +81,28 @@ def test_the_window_opens_with_the_last_first_token(monkeypatch: pytest.MonkeyPa
     assert [seed for _, seed, _, _ in engine.added] == [0, 1]
 
 
+def test_reading_prompts_is_no_part_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(monkeypatch, [(5.0, {0: 1}), (1.0, {0: 4}), (1.0, {0: 2})])
+    requests: list[SimpleNamespace] = []
+    add, step = engine.add, engine.step_or_raise
+
+    def added(*args: Any, **options: Any) -> SimpleNamespace:
+        requests.append(add(*args, **options))
+        return requests[-1]
+
+    def stepped() -> list[SimpleNamespace]:
+        stats, seconds = requests[0].stats, engine.steps[0][0]
+        stats.steps += 1
+        stats.verify_seconds += 0.75 * seconds
+        stats.draft_seconds += 0.25 * seconds
+        return step()
+
+    monkeypatch.setattr(engine, "add", added)
+    monkeypatch.setattr(engine, "step_or_raise", stepped)
+    run = timed_run(engine, [Work([7])], PARAMS, Arm("suffix", 4))
+    assert (run.pass_ms, run.draft_ms, run.step_ms) == (750, 250, 1000)
+
+
 def test_statistics() -> None:
     """Intervals are bootstrap intervals and cover the truth; speeds are those of median times."""
     values = np.random.default_rng(1).lognormal(size=12)

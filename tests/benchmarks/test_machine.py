@@ -22,6 +22,7 @@ from forerun.kernels import native
 from forerun.measure.energy import Meter
 from forerun.measure.run import Run
 from forerun.measure.workloads import Task
+from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
 
@@ -102,14 +103,30 @@ def test_weights_are_those_that_a_pass_reads() -> None:
     models = [tiny.decoder(tiny.family(name), torch.float32) for name in tiny.FAMILIES]
     native.start(1)
     path = gguf_files.written("qwen2", "q4_k_m").path
-    from forerun.models.config import load_config
-
     models.append(NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True))
     for model in models:
         demand = demand_of(model, 2, 8)
         parts = ("attention", "feed-forward", "head")
         assert sum(demand.bytes[part] for part in parts) == model.weight_bytes
     assert len(demand.operations) == 4  # three formats of the file, and float32 for attention
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gemma3n", "deepseek_v3"])
+def test_weights_of_further_families(name: str, kernels: str) -> None:
+    """Of experts those that independent tokens use; a recurrent state is read and written."""
+    path = tiny.family(name)
+    if kernels == "native":
+        native.start(1)
+        model = NativeDecoder(load_config(path), path, "int8", 64)
+    else:
+        model = tiny.decoder(path, torch.float32)
+    for rows in (1, 3):
+        demand = demand_of(model, rows, 8)
+        others = ("embedding", "cache", "state", "activations")
+        weights = sum(size for part, size in demand.bytes.items() if part not in others)
+        assert weights == pytest.approx(model.pass_bytes(rows), abs=32)
+        assert ("state" in demand.bytes) == (name == "qwen3_5_moe")
 
 
 class FixedLimits:

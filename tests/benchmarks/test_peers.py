@@ -131,6 +131,43 @@ def test_a_report(peers, fake, started: list[Worker]) -> None:
     assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
 
+def test_one_engine_is_loaded_at_a_time(peers, fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever one is loaded, the one before has been closed; the report is the usual one."""
+    loaded: list[str] = []
+    closed: list[str] = []
+    load, close = Worker.load, Worker.close
+
+    def note_load(self: Worker) -> None:
+        assert len(loaded) == len(closed)
+        loaded.append(self.name)
+        load(self)
+
+    def note_close(self: Worker) -> None:
+        if self.process.poll() is None:
+            closed.append(self.name)
+        close(self)
+
+    ours_made, ours_closed = module.Ours.__init__, module.Ours.close
+
+    def note_made(self: Any, *args: Any) -> None:
+        assert len(loaded) == len(closed)
+        loaded.append("forerun")
+        ours_made(self, *args)
+
+    def note_closed(self: Any) -> None:
+        closed.append("forerun")
+        ours_closed(self)
+
+    monkeypatch.setattr(Worker, "load", note_load)
+    monkeypatch.setattr(Worker, "close", note_close)
+    monkeypatch.setattr(module.Ours, "__init__", note_made)
+    monkeypatch.setattr(module.Ours, "close", note_closed)
+    code, out, _ = peers("--peers", fake("llama.cpp", WORKS), "--alone", "--json")
+    results = json.loads(out)["results"]
+    assert code == 0 and [r["engine"] for r in results] == ["forerun", "llama.cpp"]
+    assert results[1]["plain"] == 100.0 and len(loaded) > 3 and loaded == closed
+
+
 @pytest.mark.parametrize(("text", "message"), BROKEN)
 def test_a_peer_that_fails(text: str, message: str, peers, fake, started: list[Worker]) -> None:
     """One line; the other engines go on and no process is left."""

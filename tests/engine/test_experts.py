@@ -96,6 +96,26 @@ def test_drafts_that_share_experts_are_verified_further() -> None:
     assert near >= far
 
 
+def test_passes_that_were_not_measured_are_expected_to_cost_by_their_bytes() -> None:
+    """Also behind costs that another process learned."""
+
+    def pass_bytes(rows: float) -> float:
+        return 100 + 900 * MIXTURE.share(rows)
+
+    policy = DepthPolicy()
+    policy.set_experts(MIXTURE, pass_bytes)
+    for _ in range(20):
+        policy.record_forward(1, 0.010)
+    learned = DepthPolicy()
+    learned.set_experts(MIXTURE, pass_bytes)
+    learned.load_state(policy.state())
+    for costs in (policy.costs, learned.costs):
+        growth = costs.forward(3) / costs.forward(1)
+        assert growth == pytest.approx(pass_bytes(3) / pass_bytes(1), rel=0.01)
+    policy.set_experts(None)
+    assert policy.costs.forward(3) / policy.costs.forward(1) < 1.1
+
+
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "qwen3_5_moe"])
 def test_the_engine_tells_the_policy_what_its_passes_used(family: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.costs import COLD_PASSES
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
 from forerun.engine.guard import FRESH_STEPS, Guard, GuardSample, RequestGuard
@@ -213,3 +214,22 @@ def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:
         and guard.paused_steps == before
     )
     assert guard.fresh > FRESH_STEPS
+
+
+def test_passes_of_a_size_that_has_hardly_run_are_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the first ones of a size load their kernels."""
+    engine = build.engine("llama", ["suffix"])
+    judged = list[int]()
+    record = engine.drafting.guard.record
+
+    def note(samples: Sequence[GuardSample], seconds: float, drafting: float) -> None:
+        judged.append(sum(1 + sample.nodes for sample in samples))
+        record(samples, seconds, drafting)
+
+    monkeypatch.setattr(engine.drafting.guard, "record", note)
+    engine.add([5, 6, 7] * 4, build.params(0, 0.0), draft="suffix", depth="auto")
+    build.finish(engine)
+    run = engine.drafting.policy.costs._forwards.count
+    assert judged and all(judged.count(size) == max(n - COLD_PASSES, 0) for size, n in run.items())
