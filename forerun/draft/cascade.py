@@ -25,7 +25,7 @@ from forerun.costs import MIN_SECONDS, Curve
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
-from forerun.sampling.filters import shape_logits
+from forerun.kernels.draw import shape_scores
 from forerun.types import Draft, Proposal
 from forerun.verify.token import verify_chain
 
@@ -154,7 +154,7 @@ class Cascade(CompositeProposer, DraftModel):
         they were drawn from."""
         request = tree.request
         last = len(tree.draft) - 1
-        scores = shape_logits(logits, [request.params] * len(draft))
+        scores = shape_scores(logits, [request.params.sampling] * len(draft))
         probs = scores.double().softmax(-1).cpu().numpy()
         verdict = verify_chain(draft, probs, _inner_request(request, last, request.depth).noise)
         for node, token in enumerate(verdict.tokens[: request.depth - last]):

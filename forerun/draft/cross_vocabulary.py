@@ -22,12 +22,11 @@ from forerun.draft.draft_model import DraftModel, draft_model
 from forerun.draft.proposer import DraftRequest, Proposer, Reference
 from forerun.draft.tree import Tree, grow
 from forerun.errors import LoadError
-from forerun.kernels.draw import gumbel_argmax
+from forerun.kernels.draw import gumbel_argmax, shape_scores
 from forerun.load import tokens_by_id
 from forerun.models.config import note
 from forerun.models.tokenizer import Tokenizer
 from forerun.runtime.torch_runner import Runner
-from forerun.sampling.filters import shape_logits
 from forerun.types import Draft
 
 ANCHOR = "\n"  # text that joins no other: text encoded behind it is tokenized as in mid-text
@@ -310,7 +309,7 @@ class SlemTree(RetokenizedTree):
         if self.is_plain:
             token = int(logits.argmax())
         else:
-            token = self._draw(shape_logits(logits, [self.request.params]))
+            token = self._draw(shape_scores(logits, [self.request.params.sampling]))
         self.extend([token], self.source)
 
     def _draw(self, scores: Tensor) -> int:

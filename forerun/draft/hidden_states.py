@@ -207,8 +207,8 @@ class HiddenStateProposer(Proposer):
     # ------------------------------------------------------------ whole rounds in one native call
 
     def draft_natively(self, trees: Sequence[Tree]) -> bool:
-        """Read pending states and draft chains in one call; False, with nothing done, for trees,
-        sampled nodes and filters, or without native rounds."""
+        """Read pending states and draft chains in one call; False, with nothing done, for trees
+        and sampled nodes, or without native rounds."""
         native = self.native
         if (
             native is None

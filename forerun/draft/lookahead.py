@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
-from forerun.kernels.draw import sample_tokens
+from forerun.kernels.draw import GREEDY, Sampling, sample_tokens
 from forerun.types import Draft
 from forerun.verify import Noise
 
@@ -89,14 +89,14 @@ class _LookaheadState:
         trails: by position after the text, the guess for it at the end of its trail.
         num_read: committed tokens whose n-grams are in the pool.
         seed: the seed of the noise that the target draws with; None before the first draft.
-        temperature: the temperature at which guesses are drawn.
+        sampling: how guesses are drawn.
     """
 
     pool: NGramPool
     trails: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_read: int = 0
     seed: int | None = None
-    temperature: float = 0.0
+    sampling: Sampling = GREEDY
 
 
 class Lookahead(PerSlotProposer[_LookaheadState]):
@@ -132,7 +132,7 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
 
     def draft(self, request: DraftRequest, state: _LookaheadState) -> Draft:
         state.seed = request.noise.seed
-        state.temperature = request.params.sampling_temperature if request.coupled else 0.0
+        state.sampling = request.params.sampling if request.coupled else GREEDY
         tokens = request.tokens
         self._read(state, tokens)
         depth = min(request.depth, self.window)
@@ -158,8 +158,8 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
         root = len(tokens) - 1
         noise = Noise(state.seed, root)
         keys = [noise.target(depth) for depth in range(len(path))]
-        temperatures = [state.temperature] * len(path)
-        predicted = sample_tokens(logits[path], temperatures, keys, strict=False)
+        samplings = [state.sampling] * len(path)
+        predicted = sample_tokens(logits[path], samplings, keys, strict=False)
         trails = {place: trail for place, trail in state.trails.items() if place > root}
         for place, (node, prediction) in enumerate(zip(path, predicted, strict=True), start=root):
             token = draft.tokens[node]

@@ -30,8 +30,7 @@ from forerun.draft.proposer import CompositeProposer, DraftRequest, Reference
 from forerun.draft.tree import Tree, grow
 from forerun.draft_spec import AHEAD
 from forerun.kernels import native
-from forerun.kernels.draw import sample_tokens
-from forerun.sampling.filters import shape_logits
+from forerun.kernels.draw import GREEDY, Sampling, sample_tokens, shape_scores
 from forerun.types import Draft
 
 MAX_OUTCOMES = 8  # drafted for in a step, over all requests; one per request at least
@@ -212,24 +211,24 @@ class OverlapProposer(CompositeProposer):
         """Return for each node the tokens that the target may draw behind it, the likeliest first,
         without its children. logits [N, V]"""
         request, draft = lookahead.request, lookahead.draft
-        params = request.params
-        is_unfiltered = params.greedy or params.unfiltered
-        if is_unfiltered:
-            scores = logits.clone()
+        sampling = request.params.sampling
+        is_filtered = sampling != Sampling(sampling.temperature)
+        if is_filtered:
+            scores = shape_scores(logits, [sampling] * len(draft)).clone()
         else:
-            scores = shape_logits(logits, [params] * len(draft)).clone()
-        temperature = 0.0
-        if self.coupled and request.coupled and not params.greedy:
-            temperature = params.sampling_temperature if is_unfiltered else 1.0
+            scores = logits.clone()
+        by = GREEDY
+        if self.coupled and request.coupled and sampling.temperature:
+            by = Sampling(1.0 if is_filtered else sampling.temperature)
         keys = [request.noise.target(depth) for depth in draft.depths()]
         for node, children in enumerate(draft.children()):
             scores[node, [draft.tokens[child] for child in children]] = -torch.inf
         nodes = torch.arange(len(draft))
         found: list[list[int]] = []
         for _ in range(min(NUM_RANKS, lookahead.outcomes, scores.shape[1] - len(draft))):
-            found.append(sample_tokens(scores, [temperature] * len(draft), keys, strict=False))
+            found.append(sample_tokens(scores, [by] * len(draft), keys, strict=False))
             scores[nodes, found[-1]] = -torch.inf
-            if not is_unfiltered and not torch.isfinite(scores).any(-1).all():
+            if is_filtered and not torch.isfinite(scores).any(-1).all():
                 break
         return [list(tokens) for tokens in zip(*found, strict=True)]
 

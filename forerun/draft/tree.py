@@ -18,9 +18,8 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.draft.proposer import DraftRequest
-from forerun.kernels.draw import gumbel_argmax, sample_tokens
+from forerun.kernels.draw import gumbel_argmax, sample_tokens, shape_scores
 from forerun.runtime.program import ChainStart, DraftedChain
-from forerun.sampling.filters import shape_logits
 from forerun.types import NUM_CONFIDENCE_BINS, Draft, Proposal
 
 # Assumptions by which trees branch under `tree`; accepted lengths hardly depend on them.
@@ -55,8 +54,8 @@ class Tree:
 
     @property
     def is_plain(self) -> bool:
-        """True if chains are drawn with the target's noise and no filter, as native calls do."""
-        return self.request.coupled and self.request.params.unfiltered
+        """True if chains are drawn with the target's noise, as native calls do."""
+        return self.request.coupled
 
     @property
     def level(self) -> int:
@@ -73,9 +72,9 @@ class Tree:
         behind the committed ones."""
         request = self.request
         keys = [request.noise.target(depth) for depth in range(self.fed, request.depth)]
-        temperature = request.params.sampling_temperature
+        sampling = request.params.sampling
         return ChainStart(
-            request.slot, self.draft.tokens[-1], offset, temperature, keys, request.min_prob
+            request.slot, self.draft.tokens[-1], offset, sampling, keys, request.min_prob
         )
 
     def cut_to(self, request: DraftRequest) -> Tree:
@@ -145,8 +144,8 @@ def grow(trees: Sequence[Tree], logits: Tensor, width: int, source: str) -> None
     counts = [len(tree.frontier) for tree in trees]
     shaped = logits
     if not all(is_beam):
-        params = [tree.request.params for tree in trees for _ in tree.frontier]
-        shaped = shape_logits(logits, params)
+        samplings = [tree.request.params.sampling for tree in trees for _ in tree.frontier]
+        shaped = shape_scores(logits, samplings)
     parts = zip(torch.split(logits, counts), torch.split(shaped, counts), strict=True)
     for tree, greedy, (raw, scores) in zip(trees, is_beam, parts, strict=True):
         if tree.request.coupled or greedy:
@@ -174,10 +173,10 @@ def grow_all(trees: Sequence[Tree], logits: Sequence[Tensor], width: int, source
 
 
 def _grow_plain(trees: Sequence[Tree], logits: Tensor, source: str) -> None:
-    """Extend chains without filters, all of them in one call."""
+    """Extend chains that are drawn with the target's noise, all of them in one call."""
     keys = [tree.request.noise.target(tree.level) for tree in trees]
-    temperatures = [tree.request.params.sampling_temperature for tree in trees]
-    tokens = sample_tokens(logits, temperatures, keys, strict=False)
+    samplings = [tree.request.params.sampling for tree in trees]
+    tokens = sample_tokens(logits, samplings, keys, strict=False)
     for tree, token in zip(trees, tokens, strict=True):
         tree.frontier = [tree.draft.add(token, tree.frontier[0], source)]
 

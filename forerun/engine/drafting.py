@@ -693,8 +693,7 @@ def _max_reach(request: Request, proposer: Proposer) -> int:
 def _may_stop(request: Request, proposer: Proposer) -> bool:
     """Return True if a draft may end where the drafter becomes uncertain.
 
-    Not under a ratio rule, where the length would depend on what was drawn; nor with filters,
-    behind which the drafter draws level by level.
+    Not under a ratio rule, where the length would depend on what was drawn.
     """
-    free = request.depth == "auto" and request.rule.coupled and request.params.unfiltered
+    free = request.depth == "auto" and request.rule.coupled
     return free and (proposer.ends_chains or proposer.reports_confidence)

@@ -1,11 +1,19 @@
-"""Sample one token per row by argmax of logits plus Gumbel noise, natively if possible."""
+"""From rows of logits to tokens: temperature, top-k, top-p and min-p, then an argmax with Gumbel
+noise.
+
+`sample_tokens` does all of it in one native call if possible. `shape_scores` and
+`rng.gumbel_argmax` are its reference, and serve other devices and dtypes.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import struct
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +22,27 @@ from forerun import rng
 from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.kernels.native import address
+
+MAX_SELECTED = 1024  # top_k up to which tokens are selected; the vocabulary is sorted otherwise
+
+
+class Sampling(NamedTuple):
+    """Parameters by which a token is drawn from a row of logits; by default greedily.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: keeps this many likeliest tokens, with ties at the border; 0 keeps all.
+        top_p: keeps of these the likeliest until their probability reaches this.
+        min_p: keeps of these the tokens that are at least this times as likely as the likeliest.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+GREEDY = Sampling()
 
 
 def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
@@ -33,14 +62,14 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], *, strict: bool = True
+    logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], *, strict: bool = True
 ) -> list[int]:
-    """Sample a token for each row: greedily at temperature 0 (ties go to the lowest id), else from
-    softmax(logits / temperature). [M, V], M temperatures, M stream keys -> M tokens
+    """Draw a token from each row of logits, the likeliest at temperature 0; ties go to the lowest
+    id. [M, V], M of each -> M tokens
 
-    Equal to `gumbel_argmax(scale_by_temperature(logits, temperatures), keys)`, but in one native
-    call if possible: right after a forward pass a single torch operation takes as long as this
-    whole function.
+    Equal to `gumbel_argmax(shape_scores(logits, samplings), keys)`, but in one native call if
+    possible: right after a forward pass a single torch operation takes as long as this whole
+    function.
 
     Raises:
         StateError: logits are not finite. Without `strict` nothing is raised, and rows from the
@@ -50,19 +79,29 @@ def sample_tokens(
     if lib is None:
         if strict:
             check_finite(logits)
-        scores = scale_by_temperature(logits, temperatures)
+        scores = shape_scores(logits, samplings)
         drawn: list[int] = rng.gumbel_argmax(scores, list(keys)).tolist()
         return drawn
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    scales, streams = array("f", temperatures), array("Q", keys)
-    tokens = array("q", [0] * len(keys))
+    streams, tokens = array("Q", keys), array("q", [0] * len(keys))
     finite = lib.forerun_say(
-        logits.data_ptr(), address(scales), address(streams), rows, vocab, address(tokens)
+        logits.data_ptr(), packed(samplings), address(streams), rows, vocab, address(tokens)
     )
     if strict and finite < rows:
         raise _not_finite()
     return [max(token, 0) for token in tokens]
+
+
+def packed(samplings: Sequence[Sampling]) -> bytes:
+    """Return the C structures of samplings, one behind the other."""
+    return b"".join(map(_packed, samplings))
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(by: Sampling) -> bytes:
+    least = math.log(by.min_p) if by.min_p else -math.inf
+    return struct.pack("=fidfi", by.temperature, min(by.top_k, (1 << 31) - 1), by.top_p, least, 0)
 
 
 def check_finite(logits: Tensor) -> None:
@@ -71,10 +110,27 @@ def check_finite(logits: Tensor) -> None:
         raise _not_finite()
 
 
-def scale_by_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Divide logits by the temperature of their row. [M, V], M temperatures -> [M, V]
+def shape_scores(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Apply temperature, top-k, top-p and min-p, each row with its own.
 
-    Scores are at most 0; at temperature 0 they are -inf except for the most likely token."""
+    [M, V], M samplings -> scores [M, V]: log-probabilities up to a constant per row, at most 0, and
+    -inf for what cannot be drawn.
+    """
+    scores = _scale_by_temperature(logits, [by.temperature for by in samplings])
+    # A greedy row has one token left: there is nothing to filter.
+    filters = [(GREEDY if by.temperature == 0 else by)[1:] for by in samplings]
+    kinds = set(filters)
+    if len(kinds) == 1:
+        return _filter(scores, *filters[0])
+    result = torch.empty_like(scores)
+    for kind in kinds:  # rows do not depend on each other, so equal filters can be batched
+        rows = [i for i, own in enumerate(filters) if own == kind]
+        index = torch.tensor(rows, device=scores.device)
+        result[index] = _filter(scores[index], *kind)
+    return result
+
+
+def _scale_by_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     if not any(temperatures):
         return _greedy(logits)
     scales = [t or 1.0 for t in temperatures]
@@ -88,6 +144,55 @@ def scale_by_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tenso
 
 def _greedy(logits: Tensor) -> Tensor:
     return torch.full_like(logits, -math.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+
+
+def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Keep the top_k likeliest tokens with ties at the border, of these the nucleus, and of that
+    what min_p leaves. [M, V]"""
+    vocab = scores.shape[-1]
+    if not 0 < top_k <= MAX_SELECTED or top_k >= vocab:
+        return _filter_sorted(scores, top_k, top_p, min_p)
+    # Sorting the whole vocabulary takes as long as a small model's forward pass.
+    values, index = scores.topk(top_k + 1, dim=-1)
+    is_tied = (values[:, -1] == values[:, -2]) & ~torch.isneginf(values[:, -1])
+    # Equal scores are in the order of their tokens, as in a stable sort.
+    index, order = index[:, :-1].sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    values = _apply_min_p(_apply_top_p(values, top_p), min_p)
+    result = torch.full_like(scores, -math.inf).scatter_(-1, index.gather(-1, order), values)
+    if is_tied.any():
+        result[is_tied] = _filter_sorted(scores[is_tied], top_k, top_p, min_p)
+    return result
+
+
+def _filter_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Apply the filters of `_filter` for any top_k."""
+    has_top_k = 0 < top_k < scores.shape[-1]
+    if has_top_k or top_p < 1:
+        ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+        if has_top_k:
+            ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -math.inf)
+        scores = torch.empty_like(scores).scatter_(-1, index, _apply_top_p(ordered, top_p))
+    return _apply_min_p(scores, min_p)
+
+
+def _apply_min_p(scores: Tensor, min_p: float) -> Tensor:
+    if not min_p:
+        return scores
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+
+
+def _apply_top_p(ordered: Tensor, top_p: float) -> Tensor:
+    """Keep the first of descending scores whose probability reaches top_p."""
+    if top_p >= 1:  # a rounded sum must not cut anything
+        return ordered
+    weights = ordered.double().exp()
+    sums = weights.cumsum(-1)
+    before = torch.zeros_like(sums)
+    before[:, 1:] = sums[:, :-1]
+    cut = before >= top_p * sums[:, -1:]
+    cut[:, 0] = False  # the likeliest token stays, however small top_p is
+    return ordered.masked_fill(cut, -math.inf)
 
 
 def _library_for(scores: Tensor) -> ctypes.CDLL | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
+from forerun.kernels.draw import Sampling, packed
 from forerun.kernels.native import CBatch, CChain, CMatrix, COp, CProgram, address
 from forerun.models.families import Experts
 from forerun.runtime.packed import PackedMatrix
@@ -120,7 +121,7 @@ class ChainStart:
     Attributes:
         token: the token to read first.
         offset: its distance from the committed rows; the tokens between have been read.
-        temperature: 0 drafts greedily.
+        sampling: how each token is drawn.
         keys: noise streams, one for each token to draft.
         floor: stop drafting once the estimated chance that the whole chain is accepted falls below
             this; 0 never stops.
@@ -129,7 +130,7 @@ class ChainStart:
     slot: int
     token: int
     offset: int
-    temperature: float
+    sampling: Sampling
     keys: Sequence[int]
     floor: float = 0.0
 
@@ -183,7 +184,7 @@ class _ChainBatch:
         self.levels, self.rows = max(lengths), len(starts)
         active = [sum(n > level for n in lengths) for level in range(self.levels)]
         self.active = array("i", active)
-        self.temperature = array("f", [start.temperature for start in self.starts])
+        self.sampling = array("B", packed([start.sampling for start in self.starts]))
         self.keys = array("Q", _by_level([start.keys for start in self.starts]))
         later = [0] * (self.levels * self.rows)
         self.tokens = array("q", [*(start.token for start in self.starts), *later])
@@ -204,7 +205,7 @@ class _ChainBatch:
             logits=LOGITS,
             vocab=vocab,
             active=address(self.active),
-            temperature=address(self.temperature),
+            sampling=address(self.sampling),
             keys=address(self.keys),
             tokens=address(self.tokens),
             ids=None if token_ids is None else token_ids.ctypes.data,

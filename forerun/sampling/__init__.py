@@ -1,1 +1,1 @@
-"""Sampling parameters, and the filters that turn logits into the law each token is drawn from."""
+"""Sampling parameters, and the filters between logits and the distribution of a token."""

@@ -16,13 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.kernels.draw import check_finite, gumbel_argmax, sample_tokens, scale_by_temperature
+from forerun.kernels.draw import Sampling, check_finite, sample_tokens, shape_scores
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
-
-UNFILTERED = 0, 1.0, 0.0  # top_k, top_p and min_p that keep every token
-MAX_SELECTED = 1024  # top_k up to which tokens are selected; the vocabulary is sorted otherwise
 
 
 class SamplingState:
@@ -37,6 +34,7 @@ class SamplingState:
     ) -> None:
         """`end_ids` are the tokens that stop this request, which min_tokens forbids."""
         self.params = params
+        self.sampling = params.sampling
         self.grammar = grammar
         self.end_ids = sorted(set(end_ids))
         self.produced = 0
@@ -104,22 +102,22 @@ def _add_counts(counts: Tensor, tokens: Sequence[int]) -> Tensor:
 def draw_tokens(
     logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState], keys: list[int]
 ) -> list[int]:
-    """Draw the target's own token after each node, from the scores of `filter_logits`, which are
-    not computed where only temperatures count.
+    """Draw the target's own token after each node, from the scores of `filter_logits`.
 
     `keys`: the key of each node's noise.
+
+    Raises:
+        StateError: logits are not finite.
     """
-    params = _params_of_nodes(drafts, states)
-    if any(s.special or not (s.params.greedy or s.params.unfiltered) for s in states):
-        with torch.inference_mode():
-            return gumbel_argmax(filter_logits(logits, drafts, states), keys).tolist()
-    return sample_tokens(logits, [p.sampling_temperature for p in params], keys)
+    with torch.inference_mode():
+        return sample_tokens(
+            adjust_logits(logits, drafts, states), samplings_of(drafts, states), keys
+        )
 
 
-def _params_of_nodes(
-    drafts: Sequence[Draft], states: Sequence[SamplingState]
-) -> list[SamplingParams]:
-    return [s.params for d, s in zip(drafts, states, strict=True) for _ in d.tokens]
+def samplings_of(drafts: Sequence[Draft], states: Sequence[SamplingState]) -> list[Sampling]:
+    """Return how the token after each node of each draft is drawn. [M]"""
+    return [s.sampling for d, s in zip(drafts, states, strict=True) for _ in d.tokens]
 
 
 def filter_logits(
@@ -139,13 +137,26 @@ def filter_logits(
         StateError: logits are not finite.
     """
     check_finite(logits)
-    if any(state.special for state in states):
-        logits = logits.clone()
-        parts = torch.split(logits, [len(draft) for draft in drafts])
-        for part, draft, state in zip(parts, drafts, states, strict=True):
-            if state.special:
-                _adjust(part, draft, state)
-    return shape_logits(logits, _params_of_nodes(drafts, states))
+    return shape_scores(adjust_logits(logits, drafts, states), samplings_of(drafts, states))
+
+
+def adjust_logits(
+    logits: Tensor, drafts: Sequence[Draft], states: Sequence[SamplingState]
+) -> Tensor:
+    """Return the logits [M, V] with what grammar, bias, penalties and min_tokens change.
+
+    Raises:
+        StateError: anything is changed and logits are not finite.
+    """
+    if not any(state.special for state in states):
+        return logits
+    check_finite(logits)
+    logits = logits.clone()
+    parts = torch.split(logits, [len(draft) for draft in drafts])
+    for part, draft, state in zip(parts, drafts, states, strict=True):
+        if state.special:
+            _adjust(part, draft, state)
+    return logits
 
 
 def _adjust(logits: Tensor, draft: Draft, state: SamplingState) -> None:
@@ -193,68 +204,3 @@ def _penalise(row: Tensor, state: SamplingState, path: Sequence[int]) -> None:
     if params.presence_penalty or params.frequency_penalty:
         amounts = params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
         row -= torch.where(counts > 0, amounts, torch.zeros_like(amounts))
-
-
-def shape_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply temperature, top-k, top-p and min-p, each row with its own parameters.
-
-    [M, V], M parameters -> scores [M, V]
-    """
-    scores = scale_by_temperature(logits, [p.sampling_temperature for p in params])
-    # A greedy row has one token left: there is nothing to filter.
-    filters = [UNFILTERED if p.greedy else p.filters for p in params]
-    kinds = set(filters)
-    if len(kinds) == 1:
-        return _filter(scores, *filters[0])
-    result = torch.empty_like(scores)
-    for kind in kinds:  # rows do not depend on each other, so equal filters can be batched
-        rows = [i for i, own in enumerate(filters) if own == kind]
-        index = torch.tensor(rows, device=scores.device)
-        result[index] = _filter(scores[index], *kind)
-    return result
-
-
-def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Keep the top_k likeliest tokens with ties at the border, of these the nucleus, and of that
-    what min_p leaves. [M, V]"""
-    vocab = scores.shape[-1]
-    if not 0 < top_k <= MAX_SELECTED or top_k >= vocab:
-        return _filter_sorted(scores, top_k, top_p, min_p)
-    # Sorting the whole vocabulary takes as long as a small model's forward pass.
-    values, index = scores.topk(top_k + 1, dim=-1)
-    is_tied = (values[:, -1] == values[:, -2]) & ~torch.isneginf(values[:, -1])
-    # Equal scores are in the order of their tokens, as in a stable sort.
-    index, order = index[:, :-1].sort(dim=-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    values = _apply_min_p(_apply_top_p(values, top_p), min_p)
-    result = torch.full_like(scores, -math.inf).scatter_(-1, index.gather(-1, order), values)
-    if is_tied.any():
-        result[is_tied] = _filter_sorted(scores[is_tied], top_k, top_p, min_p)
-    return result
-
-
-def _filter_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Apply the filters of `_filter` for any top_k."""
-    has_top_k = 0 < top_k < scores.shape[-1]
-    if has_top_k or top_p < 1:
-        ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-        if has_top_k:
-            ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -math.inf)
-        scores = torch.empty_like(scores).scatter_(-1, index, _apply_top_p(ordered, top_p))
-    return _apply_min_p(scores, min_p)
-
-
-def _apply_min_p(scores: Tensor, min_p: float) -> Tensor:
-    if not min_p:
-        return scores
-    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
-
-
-def _apply_top_p(ordered: Tensor, top_p: float) -> Tensor:
-    """Keep the first of descending scores whose probability reaches top_p."""
-    if top_p >= 1:  # a rounded sum must not cut anything
-        return ordered
-    probs = ordered.softmax(-1)
-    cut = probs.cumsum(-1) - probs >= top_p
-    cut[:, 0] = False  # the likeliest token stays, however small top_p is
-    return ordered.masked_fill(cut, -math.inf)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forerun.errors import RequestError, shorten, suggest
+from forerun.kernels.draw import GREEDY, Sampling
 from forerun.sampling.grammar import Grammar
 
 # llama.cpp's defaults, for values that neither the user nor the model's authors set.
@@ -229,15 +230,12 @@ class SamplingParams:
         return self.sampling_temperature == 0
 
     @property
-    def filters(self) -> tuple[int, float, float]:
-        """top_k, top_p and min_p as the engine applies them."""
+    def sampling(self) -> Sampling:
+        """Temperature, top_k, top_p and min_p as the engine applies them."""
+        if self.greedy:
+            return GREEDY
         top_p = 1.0 if self.top_p is None else self.top_p
-        return self.top_k or 0, top_p, self.min_p or 0.0
-
-    @property
-    def unfiltered(self) -> bool:
-        """True if every token can be drawn: no top-k, top-p or min-p."""
-        return self.filters == (0, 1.0, 0.0)
+        return Sampling(self.sampling_temperature, self.top_k or 0, top_p, self.min_p or 0.0)
 
     @property
     def has_penalties(self) -> bool:

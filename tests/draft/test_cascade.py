@@ -18,9 +18,9 @@ from forerun.draft.cascade import Cascade
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.kernels import native
+from forerun.kernels.draw import shape_scores
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
-from forerun.sampling.filters import shape_logits
 from forerun.types import Draft, Forward, Proposal
 from forerun.verify import Noise, block, token, tree
 from tests import exact, tiny
@@ -144,7 +144,7 @@ def test_laws_are_those_the_model_has_there(params: SamplingParams) -> None:
         )
         for node in range(5):
             logits = logits_after(model.runner.decoder, [*text, *draft.tokens[1 : node + 1]])
-            law = shape_logits(logits[None], [params]).double().softmax(-1).numpy()[0]
+            law = shape_scores(logits[None], [params.sampling]).double().softmax(-1).numpy()[0]
             assert draft.probs is not None and np.allclose(draft.probs[node], law, atol=1e-9)
         kinds |= set(draft.sources[1:])
         cascade.close(0)

@@ -24,9 +24,9 @@ from forerun.cache.attention import Segment
 from forerun.draft import draft_model, tree
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest
+from forerun.kernels.draw import shape_scores
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.torch_runner import Runner
-from forerun.sampling.filters import shape_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Proposal
 from forerun.verify import Noise
@@ -101,7 +101,7 @@ def naive_coupled(
         for path, value in beams:
             logits = logits_after(model, [*row.tokens, *path])
             if row.params.sampling_temperature > 0:
-                scores = shape_logits(logits[None], [row.params])[0]
+                scores = shape_scores(logits[None], [row.params.sampling])[0]
                 logits = torch.tensor(noisy(scores, row.noise.target(depth)), dtype=torch.float64)
             law = torch.log_softmax(logits, -1).tolist()
             found += [
@@ -248,8 +248,9 @@ def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft)
     for _ in range(row.depth):
         laws, likeliest = {}, {}
         for node in values:
-            scores = shape_logits(
-                logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params]
+            scores = shape_scores(
+                logits_after(model, [*row.tokens, *paths(draft)[node]])[None],
+                [row.params.sampling],
             )[0]
             laws[node] = scores
             chances = scores.double().softmax(-1)
@@ -410,7 +411,7 @@ def test_own_model_as_drafter_draws_as_the_target_does() -> None:
     (draft,) = drafter.propose([r])
     text = list(tokens)
     for _ in range(6):
-        scores = shape_logits(logits_after(decoder(), text)[None], [WARM])
+        scores = shape_scores(logits_after(decoder(), text)[None], [WARM.sampling])
         text.append(int(rng.gumbel_argmax(scores, [Noise(11, len(text) - 1).target(0)])))
     assert draft.tokens[1:] == text[10:]
 

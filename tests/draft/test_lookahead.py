@@ -17,7 +17,7 @@ from forerun.draft import lookahead
 from forerun.draft.lookahead import Lookahead, NGramPool
 from forerun.draft.proposer import DraftRequest
 from forerun.draft_spec import drafts_in, lookahead_options
-from forerun.kernels.draw import sample_tokens
+from forerun.kernels.draw import Sampling, sample_tokens
 from forerun.types import Draft
 from forerun.verify import Noise
 from tests import tiny
@@ -128,7 +128,7 @@ def test_guesses_are_drawn_with_the_targets_noise() -> None:
     text = [1, 2]
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
     draft, noise = Draft.chain(2, [50, 51, 52], "other"), Noise(7, 1)
-    drawn = sample_tokens(logits, [0.9] * 4, [noise.target(depth) for depth in range(4)])
+    drawn = sample_tokens(logits, [Sampling(0.9)] * 4, [noise.target(depth) for depth in range(4)])
     params = SamplingParams.pure(temperature=0.9)
     for coupled, guesses in ((True, drawn), (False, logits.argmax(-1).tolist())):
         proposer = opened(text, window=3)

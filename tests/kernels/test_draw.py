@@ -10,7 +10,7 @@ import torch
 from forerun import rng
 from forerun.errors import ForerunError
 from forerun.kernels import native
-from forerun.kernels.draw import gumbel_argmax, sample_tokens, scale_by_temperature
+from forerun.kernels.draw import Sampling, gumbel_argmax, sample_tokens, shape_scores
 
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
 CASES = [
@@ -29,16 +29,44 @@ def keys_of(rows):
     return [rng.stream(7, rng.Lane.TARGET, i) for i in range(rows)]
 
 
+# top_k, top_p and min_p
+FILTERS = {
+    "none": (0, 1.0, 0.0),
+    "top_k": (5, 1.0, 0.0),
+    "top_k of one": (1, 1.0, 0.0),
+    "many": (700, 1.0, 0.0),
+    "over the vocabulary": (1 << 31, 1.0, 0.0),
+    "top_p": (0, 0.9, 0.0),
+    "nearly all": (0, 0.9999999, 0.0),
+    "nothing but the likeliest": (0, 1e-9, 0.0),
+    "min_p": (0, 1.0, 0.05),
+    "the usual": (40, 0.95, 0.05),
+    "top_p and min_p": (0, 0.5, 0.3),
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize(("vocab", "spread"), CASES)
-def test_what_is_said_is_what_its_twin_draws(instructions, vocab, spread):
+def test_sampled_tokens_are_those_of_the_reference(instructions, vocab, spread, filters):
     """At every temperature side by side, with forbidden tokens, ties, and one candidate."""
     logits = torch.randn(60, vocab, generator=torch.Generator().manual_seed(4)) * spread
     logits[10:20, 1::2] = -torch.inf
     logits[20:30, 1:] = -torch.inf
     logits[30:40] = logits[30:40].round()
-    temperatures = [(0.0, 1.0, 0.8, 0.05, 3.0)[i % 5] for i in range(60)]
-    twin = rng.gumbel_argmax(scale_by_temperature(logits, temperatures), keys_of(60)).tolist()
-    assert sample_tokens(logits, temperatures, keys_of(60)) == twin
+    samplings = [Sampling((0.0, 1.0, 0.8, 0.05, 3.0)[i % 5], *filters) for i in range(60)]
+    expected = rng.gumbel_argmax(shape_scores(logits, samplings), keys_of(60)).tolist()
+    assert sample_tokens(logits, samplings, keys_of(60)) == expected
+
+
+@pytest.mark.parametrize("top_k", [3, 300])
+def test_ties_at_the_border_of_top_k_are_drawn_too(instructions, top_k):
+    """Also where more tokens are tied than the kernel keeps at first."""
+    logits = torch.zeros(400, 2000)
+    logits[:, 0] = 1.0
+    by = [Sampling(1.0, top_k)] * 400
+    drawn = sample_tokens(logits, by, keys_of(400))
+    assert drawn == rng.gumbel_argmax(shape_scores(logits, by), keys_of(400)).tolist()
+    assert max(drawn) > top_k
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -49,14 +77,14 @@ def test_logits_that_are_not_finite_are_an_error(instructions, broken, temperatu
     logits = torch.zeros(3, 40)
     logits[1, place] = broken
     with pytest.raises(ForerunError, match="not finite"):
-        sample_tokens(logits, [temperature] * 3, keys_of(3))
+        sample_tokens(logits, [Sampling(temperature)] * 3, keys_of(3))
     with pytest.raises(ForerunError, match="not finite"):
-        sample_tokens(logits.double(), [temperature] * 3, keys_of(3))
+        sample_tokens(logits.double(), [Sampling(temperature)] * 3, keys_of(3))
 
 
 def test_a_row_with_nothing_to_say_is_an_error(instructions):
     with pytest.raises(ForerunError, match="not finite"):
-        sample_tokens(torch.full((1, 40), -math.inf), [1.0], keys_of(1))
+        sample_tokens(torch.full((1, 40), -math.inf), [Sampling(1.0)], keys_of(1))
 
 
 def test_large_scores_keep_their_order(instructions):

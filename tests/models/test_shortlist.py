@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
-from forerun.kernels.draw import gumbel_argmax
+from forerun.kernels.draw import Sampling, gumbel_argmax
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.shortlist import (
@@ -159,7 +159,7 @@ def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> 
     )
     runner.cache.pages.grow(0, 32)
     keys = [11, 12, 13, 14]
-    chained = runner.draft_chains([ChainStart(0, 5, 0, temperature, keys)], 64)
+    chained = runner.draft_chains([ChainStart(0, 5, 0, Sampling(temperature), keys)], 64)
     path_so_far: list[int] = [5]
     for key in keys:
         parents = list(range(-1, len(path_so_far) - 1))

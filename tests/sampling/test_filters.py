@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from forerun import rng
-from forerun.sampling import filters
-from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits, shape_logits
+from forerun.kernels import draw
+from forerun.kernels.draw import Sampling, shape_scores
+from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 
@@ -24,7 +25,7 @@ VOCAB, PROMPT, ENDS = 12, [1, 2, 2, 7], [3, 9]
 
 
 def reference(logits, params, output):
-    """The law of the next token after `output`: {token: probability}, forbidden tokens left out."""
+    """The distribution of the next token after `output`: {token: probability}, forbidden tokens left out."""
     scores = {token: float(x) for token, x in enumerate(logits)}
     for token, amount in params.logit_bias.items():
         scores[token] += amount
@@ -217,7 +218,9 @@ def test_logits_and_states_are_left_alone():
 
 def shaped(values, dtype=torch.float32, **options):
     """The tokens kept of one row, and its scores."""
-    scores = shape_logits(torch.tensor([values], dtype=dtype), [SamplingParams.pure(**options)])[0]
+    scores = shape_scores(
+        torch.tensor([values], dtype=dtype), [SamplingParams.pure(**options).sampling]
+    )[0]
     return torch.nonzero(scores > -math.inf).ravel().tolist(), scores
 
 
@@ -230,7 +233,7 @@ def test_greedy_takes_the_lowest_of_equals(vocab):
     logits = torch.zeros(4, vocab)
     logits[1:, -2:] = 1.0
     logits[2, 1] = logits[3, 0] = 1.0
-    scores = shape_logits(logits, [SamplingParams()] * 4)
+    scores = shape_scores(logits, [SamplingParams().sampling] * 4)
     assert scores.argmax(-1).tolist() == [0, vocab - 2, 1, 0]
     assert (scores > -math.inf).sum(-1).tolist() == [1] * 4 and scores.max() == 0
 
@@ -272,9 +275,7 @@ def test_top_p_at_its_borders(top_p, kept):
 def test_top_p_of_1_never_cuts(chances):
     """Not even beside a row that is cut, and not where the sum rounds to 1 early."""
     logits = torch.tensor([logs(*chances), logs(*chances)])
-    scores = shape_logits(
-        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
-    )
+    scores = shape_scores(logits, [Sampling(1.0), Sampling(1.0, top_p=0.5)])
     assert torch.equal(scores[0], logits[0] - logits[0].max())
     assert probs_of(scores[1]).keys() == {0}
 
@@ -329,7 +330,8 @@ def test_penalties_of_a_growing_text_are_those_of_its_counts(seed, dtype):
                 amounts = 0.7 + -0.3 * torch.tensor(list(counts.values()), dtype=dtype)
                 expected[node, list(counts)] -= amounts
         assert torch.equal(
-            filter_logits(logits, [draft], [state]), shape_logits(expected, [params] * len(draft))
+            filter_logits(logits, [draft], [state]),
+            shape_scores(expected, [params.sampling] * len(draft)),
         )
         for token in chance.choices(range(VOCAB), k=chance.randint(0, 5)):
             state.append(token)
@@ -350,11 +352,11 @@ def test_selecting_the_likeliest_is_the_same_as_sorting_all(rows, top_k, top_p, 
     if "allowed" in rows:
         scores[:, 1 if rows == "one is allowed" else 20 :] = -math.inf
     selected, every = (
-        cut(scores, top_k, top_p, min_p) for cut in (filters._filter, filters._filter_sorted)
+        cut(scores, top_k, top_p, min_p) for cut in (draw._filter, draw._filter_sorted)
     )
     assert torch.equal(torch.isneginf(selected), torch.isneginf(every))
     assert torch.equal(selected, every) and all(
-        torch.equal(filters._filter(row[None], top_k, top_p, min_p)[0], whole)
+        torch.equal(draw._filter(row[None], top_k, top_p, min_p)[0], whole)
         for row, whole in zip(scores, selected, strict=True)
     )
 
@@ -386,9 +388,7 @@ def test_top_p_keeps_the_lowest_ids_of_many_equals():
 
 def test_top_p_of_1_never_cuts_a_long_tail():
     logits = random_logits(7, 2, 50_000) * 2
-    scores = shape_logits(
-        logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)]
-    )
+    scores = shape_scores(logits, [Sampling(1.0), Sampling(1.0, top_p=0.9)])
     assert torch.equal(scores[0], logits[0] - logits[0].max())
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from forerun.errors import RequestError
+from forerun.kernels.draw import GREEDY, Sampling
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, SamplingParams
 
@@ -102,16 +103,11 @@ def test_an_unknown_name_suggests_the_nearest(given, meant):
 
 def test_what_is_not_given_is_none_and_the_engine_reads_it_as_greedy_and_unfiltered():
     params = SamplingParams()
-    assert (
-        params.temperature is None
-        and params.greedy
-        and params.unfiltered
-        and not params.has_penalties
-    )
+    assert params.temperature is None and params.greedy and not params.has_penalties
+    assert params.sampling == GREEDY
     assert params.stop_strings == ()
-    assert SamplingParams.pure().sampling_temperature == 0 and SamplingParams.pure(
-        temperature=0.8, top_k=3
-    ).filters == (3, 1.0, 0.0)
+    assert SamplingParams.pure().sampling == GREEDY
+    assert SamplingParams.pure(temperature=0.8, top_k=3).sampling == Sampling(0.8, 3)
 
 
 def test_the_length_has_one_default():

@@ -231,7 +231,7 @@ class CChain(Structure):
         ("logits", c_int32),
         ("vocab", c_int32),
         ("active", c_void_p),
-        ("temperature", c_void_p),
+        ("sampling", c_void_p),
         ("keys", c_void_p),
         ("tokens", c_void_p),
         ("ids", c_void_p),

@@ -135,6 +135,15 @@ struct Batch {
   const Recurrent *recurrent;               // or null
 };
 
+// How a token is drawn from a row of logits: temperature 0 takes the likeliest.
+struct Sampling {
+  float temperature;
+  int32_t top_k;                            // 0 keeps all
+  double top_p;                             // 1 keeps all
+  float least;                              // the least score, (logit - largest) / temperature, that min-p leaves
+  int32_t pad;
+};
+
 // Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
 // rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
 // a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
@@ -144,7 +153,7 @@ struct Batch {
 struct Chain {
   int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
   const int32_t *active;                    // [levels], never rising
-  const float *temperature;                 // [rows], 0 says the likeliest
+  const Sampling *sampling;                 // [rows]
   const uint64_t *keys;                     // [levels][rows] streams of noise
   int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or said by `first`
   const int64_t *ids;                       // [said] tokens that logits are of, or null: all in order
@@ -180,7 +189,7 @@ struct Variant {
   bool (*repack)(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale);
   void (*unpack)(const Matrix &a, int64_t output, float *to);
   int64_t (*draw)(const float *scores, int vocab, uint64_t key);
-  int64_t (*say)(const float *logits, int vocab, float temperature, uint64_t key, const int64_t *ids);
+  int64_t (*say)(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids);
   bool (*rank)(const float *logits, int vocab, int32_t *tokens, float *logs);
 };
 

@@ -1,5 +1,9 @@
-// The draw: the likeliest token of a row of logits, or one of softmax(logits / temperature), by Gumbel-max.
+// Sampling: the likeliest token of a row of logits, or one of softmax(logits / temperature) behind top-k, top-p and min-p, by
+// Gumbel-max.
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "noise.h"
 #include "vector.h"
 
@@ -87,13 +91,119 @@ int64_t draw(const float *scores, int vocab, uint64_t key) {
   return winner < 0 ? 0 : draw_scores(scores, vocab, 0.0f, 1.0f, key, winner);
 }
 
-// The likeliest token at temperature 0, else one of softmax(logits / temperature); -1 where logits are not finite. Logits
-// are of the tokens `ids`, which ascend, or of all in order where that is null.
-int64_t say(const float *logits, int vocab, float temperature, uint64_t key, const int64_t *ids) {
+// A token that is left by filters: its score, (logit - largest) / temperature, which is at most 0, and its place in the row.
+struct Candidate {
+  float score;
+  int32_t place;
+  bool operator<(const Candidate &other) const {  // the likeliest first, ties by place
+    return score > other.score || (score == other.score && place < other.place);
+  }
+};
+using Candidates = std::vector<Candidate>;
+
+// Call `take(score, place)` for each score that is at least `bar` and not -inf, in the order of places; `take` returns the
+// bar for later ones.
+template <class Take>
+void scan_scores(const float *x, int vocab, float shift, float temperature, float bar, const Take &take) {
+  for (int i = 0; i < vocab; i += W) {
+    vf s = (scores_at(x, i, vocab) - shift) / temperature;
+    if (!any(set1(bar) <= s)) continue;
+    for (int j = 0; j < W && i + j < vocab; j++)
+      if (s[j] >= bar && s[j] > -INFINITY) bar = take(s[j], i + j);
+  }
+}
+
+// Only the scores that are at least the k-th largest: ties at the border stay.
+void cut_to(Candidates &kept, int k) {
+  std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end());
+  const float least = kept[k - 1].score;
+  kept.erase(std::remove_if(kept.begin() + k, kept.end(), [=](const Candidate &c) { return c.score < least; }), kept.end());
+}
+
+void keep_top_k(const float *x, int vocab, float shift, float temperature, int k, Candidates &kept) {
+  size_t room = std::max(2 * k, 256);
+  float bar = -INFINITY;
+  scan_scores(x, vocab, shift, temperature, -INFINITY, [&](float score, int place) {
+    kept.push_back({score, place});
+    if (kept.size() < room) return bar;
+    cut_to(kept, k);
+    room = std::max(room, 2 * kept.size());
+    return bar = kept[k - 1].score;
+  });
+  if (kept.size() > (size_t)k) cut_to(kept, k);
+}
+
+// The first scores of a sorted list whose probability reaches `top_p` of `total`, a sum of exponentials.
+void cut_to_nucleus(Candidates &kept, double top_p, double total) {
+  double sum = 0;
+  for (size_t i = 0; i < kept.size(); i++) {
+    if (i && sum >= top_p * total) return kept.resize(i);
+    sum += exp((double)kept[i].score);
+  }
+}
+
+// Tokens in the order of their probability until they reach `top_p`, without sorting the vocabulary: those above a bar that
+// falls until they are enough.
+void keep_top_p(const float *x, int vocab, float shift, float temperature, double top_p, Candidates &kept) {
+  double total = 0, found = -1;
+  scan_scores(x, vocab, shift, temperature, -40.0f, [&](float score, int) {  // less adds nothing to a sum of 1 or more
+    total += exp((double)score);
+    return -40.0f;
+  });
+  for (float bar = -8.0f; found < top_p * total; bar = bar < -32.0f ? -INFINITY : bar - 8.0f) {
+    kept.clear(), found = 0;
+    scan_scores(x, vocab, shift, temperature, bar, [&](float score, int place) {
+      kept.push_back({score, place}), found += exp((double)score);
+      return bar;
+    });
+    if (bar == -INFINITY) break;
+  }
+  std::sort(kept.begin(), kept.end());
+  cut_to_nucleus(kept, top_p, total);
+}
+
+// As draw_scores, of the tokens that the filters leave: top-k, of these the nucleus, and of that what min-p leaves.
+int draw_filtered(const float *x, int vocab, float most, const Sampling &by, uint64_t key, const int64_t *ids) {
+  static thread_local Candidates kept;
+  kept.clear();
+  if (by.top_k > 0 && by.top_k < vocab) {
+    keep_top_k(x, vocab, most, by.temperature, by.top_k, kept);
+    if (by.top_p < 1) {
+      std::sort(kept.begin(), kept.end());
+      double total = 0;
+      for (const Candidate &c : kept) total += exp((double)c.score);
+      cut_to_nucleus(kept, by.top_p, total);
+    }
+  } else if (by.top_p < 1) {
+    keep_top_p(x, vocab, most, by.temperature, by.top_p, kept);
+  } else {
+    scan_scores(x, vocab, most, by.temperature, by.least, [&](float score, int place) {
+      kept.push_back({score, place});
+      return by.least;
+    });
+  }
+  int winner = -1;
+  double best = -INFINITY;
+  for (const Candidate &c : kept) {
+    if (c.score < by.least) continue;
+    double sum = c.score + gumbel(key, token_at(ids, c.place));
+    if (sum > best || (sum == best && c.place < winner)) best = sum, winner = c.place;
+  }
+  return winner;
+}
+
+// The likeliest token at temperature 0, else one drawn as `by` says; -1 where logits are not finite. Logits are of the tokens
+// `ids`, which ascend, or of all in order where that is null.
+int64_t say(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids) {
   float most;
   int winner = likeliest(logits, vocab, &most);
-  if (winner >= 0 && temperature > 0) winner = draw_scores(logits, vocab, most, temperature, key, winner, ids);
-  return winner < 0 ? winner : token_at(ids, winner);
+  if (winner < 0) return winner;
+  if (by.temperature > 0) {
+    const bool filters = (by.top_k > 0 && by.top_k < vocab) || by.top_p < 1 || by.least > -INFINITY;
+    winner = filters ? draw_filtered(logits, vocab, most, by, key, ids)
+                     : draw_scores(logits, vocab, most, by.temperature, key, winner, ids);
+  }
+  return token_at(ids, winner);
 }
 
 // exp(x) for x up to 0, within 4 % and right on average: the bits of a float are nearly its logarithm (Schraudolph 1999).

@@ -263,7 +263,7 @@ void say_all(
   const int count = sayable(chain);
   for (int r = 0; r < rows; r++) {
     const float *row = at(program, batch, chain->logits, r);
-    tokens[r] = std::max<int64_t>(active->say(row, count, chain->temperature[r], keys[r], chain->ids), 0);
+    tokens[r] = std::max<int64_t>(active->say(row, count, chain->sampling[r], keys[r], chain->ids), 0);
   }  // logits that are not finite: any draft is right
 }
 
@@ -304,7 +304,7 @@ bool goes_on(
     if (chance[r] < chain->floors[r]) continue;  // it has stopped
     const int64_t i = first + r;
     int sure = weigh(
-        at(program, batch, chain->logits, r), chain, chain->tokens[i], chain->temperature[r], keys[r],
+        at(program, batch, chain->logits, r), chain, chain->tokens[i], chain->sampling[r].temperature, keys[r],
         chain->beside + i * BESIDE, chain->beside_sure + i * BESIDE
     );
     chain->sure[i] = sure;
@@ -428,11 +428,11 @@ void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab
   for (int i = 0; i < rows; i++) drawn[i] = variant->draw(scores + (int64_t)i * vocab, vocab, keys[i]);
 }
 
-// One token for each row of logits, each at its own temperature; returns how many rows were finite until one was not.
-int forerun_say(const float *logits, const float *temperature, const uint64_t *keys, int rows, int vocab, int64_t *said) {
+// One token for each row of logits, each drawn in its own way; returns how many rows were finite until one was not.
+int forerun_say(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *said) {
   const Variant *variant = active ? active : choose("");
   for (int i = 0; i < rows; i++) {
-    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, temperature[i], keys[i], nullptr);
+    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, by[i], keys[i], nullptr);
     if (said[i] < 0) return i;
   }
   return rows;
