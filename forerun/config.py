@@ -101,8 +101,9 @@ class Config:
             model whose layers keep keys and values), or auto. auto is forerun where it has the
             family, otherwise transformers, also for a draft model. transformers is slower, has no
             quantization and no self: drafts, and its results are equal up to rounding.
-        kernels: Implementation of the forward pass: native (compiled, exact in every dtype), torch,
-            or auto, which is native on CPU where possible.
+        kernels: Implementation of the forward pass: native (compiled, exact in every dtype), torch
+            (plain operations), or auto, which is native on CPU where possible, and CUDA graphs of
+            torch's operations on a GPU.
         device: Device of the target, such as cpu or cuda:0; auto is CUDA if available.
         draft_device: Device of a draft model (model:); auto is that of the target. A separate
             device, such as cuda:1, or cpu beside a GPU, saves memory of the target's device and

@@ -11,6 +11,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from forerun.devices import upload
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -58,7 +60,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Return standard Gumbel noise of the given tokens in the given streams.
 
-    int64 [K], int64 [K] -> float64 [K]
+    int64 [K], int64 [K] -> float64 [K], or shapes that broadcast.
     """
     x = keys + (tokens + 1) * _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
@@ -76,10 +78,13 @@ def gumbel_scalar(key: int, token: int) -> float:
 def perturb(scores: Tensor, keys: list[int]) -> Tensor:
     """Add Gumbel noise to scores; -inf stays -inf. [M, V], M stream keys -> float64 [M, V]
 
-    Noise is generated only for finite scores, so rows filtered by top-k are cheap.
+    On the CPU noise is generated only for finite scores, so rows filtered by top-k are cheap.
     """
+    key = upload([_signed(k) for k in keys], torch.int64, scores.device)
+    if not scores.is_cpu:  # the host need not know which scores are finite
+        token = torch.arange(scores.shape[1], device=scores.device)
+        return scores.double() + gumbel(key[:, None], token)
     row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
-    key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=scores.device)
     noisy = torch.full(scores.shape, -math.inf, dtype=torch.float64, device=scores.device)
     noisy[row, token] = scores[row, token].double() + gumbel(key[row], token)
     return noisy
@@ -90,6 +95,8 @@ def gumbel_argmax(scores: Tensor, keys: list[int]) -> Tensor:
 
     Ties are resolved in favour of the lowest token id. Every row needs a finite score.
     """
+    if not scores.is_cpu:
+        return perturb(scores, keys).argmax(-1)
     row, token = torch.nonzero(scores > -math.inf, as_tuple=True)
     if len(row) == len(scores):  # one candidate per row: nothing to draw
         return token

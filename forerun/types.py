@@ -192,11 +192,13 @@ class Forward:
             layers is the output of the last layer.
         experts: int16 [T, layers with experts, used], the experts of each token; None if the model
             has none or does not tell.
+        is_cold: True if the pass took longer than its next ones will: nothing is learned from it.
     """
 
     logits: Tensor
     features: dict[int, Tensor] = field(default_factory=dict)
     experts: np.ndarray | None = None
+    is_cold: bool = False
 
 
 @dataclass(slots=True)

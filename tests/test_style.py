@@ -27,7 +27,7 @@ FRAGMENTS = ("Of ", "Who ", "Whose ", "Whom ", "For whom", "What ", "Whether ", 
 
 # Each layer imports from itself and from those below it.
 LAYERS = [
-    {"errors", "types", "rng", "utils", "hardware", "worker_process", "cli.progress"},
+    {"errors", "types", "rng", "utils", "devices", "hardware", "worker_process", "cli.progress"},
     {"config", "costs", "draft_spec", "kernels", "sampling", "verify"},
     {"models"},
     {"cache"},

@@ -155,7 +155,11 @@ class Attention:
         counts = [len(segment.tokens) for segment in segments]
         totals = [self.cache.length[s.slot] + len(s.parents) for s in segments]
         num_queries, num_keys = max(counts), max(totals)
-        masks = self._masks(segments, depths, num_queries, num_keys)
+        shape = len(segments), num_queries, num_keys
+        masks = {
+            keys: None if seen.all() else self._tensor(seen)
+            for keys, seen in visible_masks(segments, depths, self.cache, self.config, shape)
+        }
         table = np.stack([self.cache.pages.rows[s.slot, :num_keys] for s in segments])
         if len(segments) == 1:
             start = int(starts[0])
@@ -171,52 +175,6 @@ class Attention:
         filled = None if is_filled.all() else self._tensor(is_filled)
         return _Group(self._tensor(queries), self._tensor(table), masks, filled)
 
-    def _masks(
-        self, segments: list[Segment], depths: list[np.ndarray], num_queries: int, num_keys: int
-    ) -> dict[VisibleKeys, Tensor | None]:
-        """Return which keys each query sees, for each of the model's windows."""
-        seen = np.zeros((len(segments), num_queries, num_keys), dtype=bool)
-        for r, segment in enumerate(segments):
-            length, count = self.cache.length[segment.slot], len(segment.tokens)
-            new = slice(length, length + len(segment.parents))
-            seen[r, :count, :length] = True
-            seen[r, :count, new] = _ancestors(segment.parents)[segment.offset :]
-            seen[r, count:, 0] = True  # a padding query that sees nothing would be NaN
-        masks: dict[VisibleKeys, Tensor | None] = {}
-        for keys in set(map(self.config.visible_keys, range(self.config.layers))):
-            mask = seen
-            if keys.window is not None or keys.chunk is not None:
-                distances = self._distances(segments, depths, seen.shape)
-            if keys.window is not None:
-                is_near = distances < keys.window
-                mask = seen & (is_near | (np.arange(num_keys) < keys.sinks))
-            if keys.chunk is not None:
-                mask = mask & (distances <= self._places(segments, depths, num_queries, keys.chunk))
-            masks[keys] = None if mask.all() else self._tensor(mask)
-        return masks
-
-    def _distances(
-        self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, ...]
-    ) -> np.ndarray:
-        """Return how many positions each key is before each query, 0 for padding: [R, N, K]."""
-        distance = np.zeros(shape, dtype=np.int32)
-        for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
-            length, count = self.cache.length[segment.slot], len(segment.tokens)
-            keys = np.concatenate([np.arange(length), length + depth]).astype(np.int32)
-            queries = (length + depth[segment.offset :])[:, None]
-            distance[r, :count, : len(keys)] = queries - keys
-        return distance
-
-    def _places(
-        self, segments: list[Segment], depths: list[np.ndarray], num_queries: int, chunk: int
-    ) -> np.ndarray:
-        """Return the place of each query in its chunk of the text, 0 for padding: [R, N, 1]."""
-        places = np.zeros((len(segments), num_queries, 1), dtype=np.int32)
-        for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
-            positions = self.cache.length[segment.slot] + depth[segment.offset :]
-            places[r, : len(segment.tokens), 0] = positions % chunk
-        return places
-
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
@@ -226,6 +184,74 @@ class Attention:
         if last - first == len(rows) - 1 and (np.diff(rows) == 1).all():
             return slice(first, last + 1)
         return self._tensor(rows)
+
+
+def visible_masks(
+    segments: Sequence[Segment],
+    depths: Sequence[np.ndarray],
+    cache: KVCache,
+    config: ModelConfig,
+    shape: tuple[int, int, int],
+) -> list[tuple[VisibleKeys, np.ndarray]]:
+    """Return which keys each query sees, bool [R, N, K], for each kind of layer of the model.
+
+    Args:
+        depths: `Segment.depths` of each segment.
+        shape: R of at least the number of segments, N and K of at least the tokens of each, with
+            its committed ones. Padding queries see the first key alone: without any they would be
+            NaN.
+    """
+    seen = np.zeros(shape, dtype=bool)
+    seen[:, :, 0] = True
+    for r, segment in enumerate(segments):
+        length, count = cache.length[segment.slot], len(segment.tokens)
+        new = slice(length, length + len(segment.parents))
+        seen[r, :count, :length] = True
+        if not length:
+            seen[r, :count, 0] = False
+        seen[r, :count, new] = _ancestors(segment.parents)[segment.offset :]
+    masks = []
+    for keys in sorted(set(map(config.visible_keys, range(config.layers))), key=str):
+        mask = seen
+        if keys.window is not None or keys.chunk is not None:
+            distances = _distances(segments, depths, cache, shape)
+        if keys.window is not None:
+            mask = seen & ((distances < keys.window) | (np.arange(shape[2]) < keys.sinks))
+        if keys.chunk is not None:
+            mask = mask & (distances <= _places(segments, depths, cache, shape, keys.chunk))
+        masks.append((keys, mask))
+    return masks
+
+
+def _distances(
+    segments: Sequence[Segment],
+    depths: Sequence[np.ndarray],
+    cache: KVCache,
+    shape: tuple[int, int, int],
+) -> np.ndarray:
+    """Return how many positions each key is before each query, 0 for padding: [R, N, K]."""
+    distance = np.zeros(shape, dtype=np.int32)
+    for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
+        length, count = cache.length[segment.slot], len(segment.tokens)
+        keys = np.concatenate([np.arange(length), length + depth]).astype(np.int32)
+        queries = (length + depth[segment.offset :])[:, None]
+        distance[r, :count, : len(keys)] = queries - keys
+    return distance
+
+
+def _places(
+    segments: Sequence[Segment],
+    depths: Sequence[np.ndarray],
+    cache: KVCache,
+    shape: tuple[int, int, int],
+    chunk: int,
+) -> np.ndarray:
+    """Return the place of each query in its chunk of the text, 0 for padding: [R, N, 1]."""
+    places = np.zeros((*shape[:2], 1), dtype=np.int32)
+    for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
+        positions = cache.length[segment.slot] + depth[segment.offset :]
+        places[r, : len(segment.tokens), 0] = positions % chunk
+    return places
 
 
 def _ancestors(parents: Sequence[int]) -> np.ndarray:

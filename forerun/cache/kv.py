@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.cache.pages import Pages
 from forerun.cache.recurrent import RecurrentStates
+from forerun.devices import upload
 from forerun.errors import CapacityError
 from forerun.models.config import ModelConfig
 
@@ -140,8 +141,11 @@ class KVCache:
         start, count = self.length[slot], len(path)
         if list(path) != list(range(count)):
             rows = self.pages.rows[slot]
-            source = torch.from_numpy(rows[[start + i for i in path]]).to(self.data.device)
-            target = torch.from_numpy(rows[start : start + count].copy()).to(self.data.device)
+            moved = [
+                *rows[[start + i for i in path]].tolist(),
+                *rows[start : start + count].tolist(),
+            ]
+            source, target = torch.split(upload(moved, torch.int64, self.data.device), count)
             self.move(source, target)
         self.length[slot] += count
 

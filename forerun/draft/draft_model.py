@@ -77,7 +77,8 @@ class DraftModel(Proposer):
         logits = self.read(requests, [(tree.draft, tree.frontier) for tree in trees])
         for tree in trees:
             tree.fed = len(tree.draft)
-        self._grow(trees, logits)
+        if not self._chain_from(trees, logits):
+            self._grow(trees, logits)
 
     def _continue(self, trees: Sequence[Tree]) -> None:
         """Add a level, or all that is left to draft."""
@@ -158,8 +159,8 @@ class DraftModel(Proposer):
     def _chain(self, trees: Sequence[Tree]) -> bool:
         """Finish chains in one native call.
 
-        Returns False, and does nothing, where that is impossible: branches, sampled nodes, a
-        filter, or a model on torch.
+        Returns False, and does nothing, where that is impossible: branches, sampled nodes, or a
+        model on torch.
         """
         if self.width > 1 or not all(tree.is_plain for tree in trees):
             return False
@@ -168,6 +169,22 @@ class DraftModel(Proposer):
             return False
         for tree, tokens in zip(trees, chains, strict=True):
             tree.extend(tokens, self.source)
+        return True
+
+    def _chain_from(self, trees: Sequence[Tree], logits: Tensor) -> bool:
+        """Add all levels of chains whose drafted tokens never leave the device on the way.
+
+        logits [F, V] after each frontier. Returns False, and does nothing, where that is
+        impossible: branches, sampled nodes, or a model whose passes are not recorded."""
+        if self.width > 1 or not all(tree.is_plain for tree in trees):
+            return False
+        starts = [tree.link(tree.fed, tree.level) for tree in trees]
+        chains = self.runner.draft_chains_from(starts, self.vocab, logits)
+        if chains is None:
+            return False
+        for tree, tokens in zip(trees, chains, strict=True):
+            tree.extend(tokens, self.source)
+            tree.fed += max(len(tokens) - 1, 0)
         return True
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:

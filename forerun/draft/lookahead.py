@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
-from forerun.kernels.draw import GREEDY, Sampling, sample_tokens
+from forerun.kernels.draw import sample_tokens
+from forerun.sampling.params import GREEDY, Sampling
 from forerun.types import Draft
 from forerun.verify import Noise
 

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.devices import upload
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import Tensors, assemble, read_tensors, size_of, write
 from forerun.draft.head_modules import Operations, with_native_products
@@ -447,7 +448,7 @@ class MedusaProposer(Proposer):
             nodes = [(tree, node) for tree in growing for node in tree.frontier]
             tokens = [tree.draft.tokens[node] for tree, node in nodes]
             logits, carried = self.heads.step(
-                level, carried, torch.tensor(tokens, device=carried.device)
+                level, carried, upload(tokens, torch.int64, carried.device)
             )
             logits = spread(logits, self.heads.tokens(), self.target.vocab)
             grow(growing, logits, self.width, self.name)

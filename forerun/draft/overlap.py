@@ -30,7 +30,8 @@ from forerun.draft.proposer import CompositeProposer, DraftRequest, Reference
 from forerun.draft.tree import Tree, grow
 from forerun.draft_spec import AHEAD
 from forerun.kernels import native
-from forerun.kernels.draw import GREEDY, Sampling, sample_tokens, shape_scores
+from forerun.kernels.draw import sample_tokens, shape_scores
+from forerun.sampling.params import GREEDY, Sampling
 from forerun.types import Draft
 
 MAX_OUTCOMES = 8  # drafted for in a step, over all requests; one per request at least

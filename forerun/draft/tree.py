@@ -67,11 +67,13 @@ class Tree:
         """True if there is something to expand and the draft is not as deep as requested."""
         return bool(self.frontier) and self.level < self.request.depth
 
-    def link(self, offset: int) -> ChainStart:
-        """Return the input of a native call that continues behind the last node, `offset` rows
-        behind the committed ones."""
+    def link(self, offset: int, first: int | None = None) -> ChainStart:
+        """Return the start of a chain that continues behind the last node, `offset` rows behind the
+        committed ones; its first token is drawn at depth `first`, by default behind what was
+        read."""
         request = self.request
-        keys = [request.noise.target(depth) for depth in range(self.fed, request.depth)]
+        first = self.fed if first is None else first
+        keys = [request.noise.target(depth) for depth in range(first, request.depth)]
         sampling = request.params.sampling
         return ChainStart(
             request.slot, self.draft.tokens[-1], offset, sampling, keys, request.min_prob

@@ -425,7 +425,8 @@ class Engine:
                     scheduled, scheduled.draft, scheduled.verdict, rows, states, timing
                 )
         emitted = {event.request_id: len(event.token_ids) for event in events}
-        self.drafting.record_step(batch, emitted, forward.experts)
+        if not forward.is_cold:
+            self.drafting.record_step(batch, emitted, forward.experts)
         return events
 
     def _commit_rows(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forerun import rng
+from forerun.devices import upload
 from forerun.engine.request import Request
 from forerun.types import Draft, Round, States, TokenLogprobs, Verdict
 from forerun.verify import Noise
@@ -29,7 +30,10 @@ def take_rows(states: States, first: int, path: Sequence[int]) -> States:
     if len(path) == 1 and not isinstance(states, Tensor):
         row = first + path[0]
         return states[row : row + 1].copy()
-    return states[[first + i for i in path]]
+    rows = [first + i for i in path]
+    if not isinstance(states, Tensor):
+        return states[rows]
+    return states[upload(rows, torch.int64, states.device)]
 
 
 def trace_round(

@@ -13,36 +13,18 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun import rng
+from forerun.devices import upload
 from forerun.errors import StateError
 from forerun.kernels import native
 from forerun.kernels.native import address
+from forerun.sampling.params import GREEDY, Sampling
 
 MAX_SELECTED = 1024  # top_k up to which tokens are selected; the vocabulary is sorted otherwise
-
-
-class Sampling(NamedTuple):
-    """Parameters by which a token is drawn from a row of logits; by default greedily.
-
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k: keeps this many likeliest tokens, with ties at the border; 0 keeps all.
-        top_p: keeps of these the likeliest until their probability reaches this.
-        min_p: keeps of these the tokens that are at least this times as likely as the likeliest.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-GREEDY = Sampling()
 
 
 def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
@@ -77,11 +59,12 @@ def sample_tokens(
     """
     lib = _library_for(logits)
     if lib is None:
-        if strict:
-            check_finite(logits)
-        scores = shape_scores(logits, samplings)
-        drawn: list[int] = rng.gumbel_argmax(scores, list(keys)).tolist()
-        return drawn
+        finite_rows = torch.isfinite(logits.amax(-1))
+        drawn = draw_on_device(logits, samplings, keys)
+        known = torch.stack((finite_rows.to(drawn.dtype), drawn)).tolist()  # one copy to the host
+        if strict and not all(known[0]):
+            raise _not_finite()
+        return list(known[1])
     logits = logits.contiguous()
     rows, vocab = logits.shape
     streams, tokens = array("Q", keys), array("q", [0] * len(keys))
@@ -91,6 +74,14 @@ def sample_tokens(
     if strict and finite < rows:
         raise _not_finite()
     return [max(token, 0) for token in tokens]
+
+
+def draw_on_device(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
+    """Draw as `sample_tokens` without `strict`, and leave the tokens where the logits are: int64
+    [M]."""
+    if not any(by.temperature for by in samplings):
+        return logits.argmax(-1)
+    return rng.gumbel_argmax(shape_scores(logits, samplings), list(keys))
 
 
 def packed(samplings: Sequence[Sampling]) -> bytes:
@@ -125,7 +116,7 @@ def shape_scores(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     result = torch.empty_like(scores)
     for kind in kinds:  # rows do not depend on each other, so equal filters can be batched
         rows = [i for i, own in enumerate(filters) if own == kind]
-        index = torch.tensor(rows, device=scores.device)
+        index = upload(rows, torch.int64, scores.device)
         result[index] = _filter(scores[index], *kind)
     return result
 
@@ -134,10 +125,10 @@ def _scale_by_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tens
     if not any(temperatures):
         return _greedy(logits)
     scales = [t or 1.0 for t in temperatures]
-    scale = torch.tensor(scales, dtype=logits.dtype, device=logits.device)[:, None]
+    scale = upload(scales, logits.dtype, logits.device)[:, None]
     scores = (logits - logits.amax(-1, keepdim=True)) / scale  # subtracting first avoids overflow
     if not all(temperatures):
-        is_greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)[:, None]
+        is_greedy = upload([t == 0 for t in temperatures], torch.bool, logits.device)[:, None]
         scores = torch.where(is_greedy, _greedy(logits), scores)
     return scores
 
@@ -150,6 +141,8 @@ def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Keep the top_k likeliest tokens with ties at the border, of these the nucleus, and of that
     what min_p leaves. [M, V]"""
     vocab = scores.shape[-1]
+    if not scores.is_cpu:
+        return _filter_on_device(scores, top_k, top_p, min_p)
     if not 0 < top_k <= MAX_SELECTED or top_k >= vocab:
         return _filter_sorted(scores, top_k, top_p, min_p)
     # Sorting the whole vocabulary takes as long as a small model's forward pass.
@@ -163,6 +156,19 @@ def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     if is_tied.any():
         result[is_tied] = _filter_sorted(scores[is_tied], top_k, top_p, min_p)
     return result
+
+
+def _filter_on_device(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Apply the filters of `_filter` without asking the device for anything; what equals the least
+    score that is kept stays."""
+    if (top_k, top_p, min_p) == GREEDY[1:]:
+        return scores
+    if top_p >= 1 and not 0 < top_k < scores.shape[-1]:
+        return _apply_min_p(scores, min_p)
+    count = top_k if 0 < top_k < scores.shape[-1] else scores.shape[-1]
+    kept = _apply_min_p(_apply_top_p(scores.topk(count, dim=-1).values, top_p), min_p)
+    least = kept.masked_fill(torch.isneginf(kept), math.inf).amin(-1, keepdim=True)
+    return scores.masked_fill(scores < least, -math.inf)
 
 
 def _filter_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -22,10 +22,11 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.kernels import native
-from forerun.kernels.draw import Sampling, packed
+from forerun.kernels.draw import packed
 from forerun.kernels.native import CBatch, CChain, CMatrix, COp, CProgram, address
 from forerun.models.families import Experts
 from forerun.runtime.packed import PackedMatrix
+from forerun.sampling.params import Sampling
 from forerun.types import BESIDE
 
 # buffers of a decoder: residual stream, stacked queries, keys and values, output of attention,

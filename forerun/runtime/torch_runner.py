@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.cache.recurrent import Recurrence
+from forerun.devices import upload
 from forerun.errors import ConfigError
 from forerun.models.config import TRANSFORMERS
 from forerun.models.decoder import Decoder
+from forerun.runtime.captured import CapturedPasses, Graphs
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.types import Forward
@@ -24,16 +27,26 @@ class Runner:
     tokens and draft trees at the same time."""
 
     def __init__(
-        self, decoder: Decoder | NativeDecoder, *, tokens: int, page: int, slots: int
+        self,
+        decoder: Decoder | NativeDecoder,
+        *,
+        tokens: int,
+        page: int,
+        slots: int,
+        graphs: Graphs | None = None,
     ) -> None:
-        """Allocate a cache of `tokens` tokens in pages of `page` for `slots` requests."""
+        """Allocate a cache of `tokens` tokens in pages of `page` for `slots` requests.
+
+        `graphs` records passes of a decoder on torch; without it none are recorded."""
         self.decoder = decoder
+        self.graphs = graphs
         self._shape = {"tokens": tokens, "page": page, "slots": slots}
         self.reset()
 
     def reset(self) -> None:
         """Start over with an empty cache."""
         decoder = self.decoder
+        self.captured: CapturedPasses | None = None
         if decoder.config.layout == TRANSFORMERS:
             from forerun.runtime.transformers_backend import TransformersDecoder
 
@@ -48,6 +61,8 @@ class Runner:
             device=decoder.device,
             native=isinstance(decoder, NativeDecoder),
         )
+        if self.graphs and isinstance(decoder, Decoder) and CapturedPasses.supports(decoder):
+            self.captured = CapturedPasses(decoder, self.cache, self.graphs)
 
     def make_room(self, tokens: int) -> None:
         """Start over with a cache of `tokens` tokens."""
@@ -73,6 +88,14 @@ class Runner:
             return self.decoder.draft_chains(starts, self.cache, vocab)
         return None
 
+    def draft_chains_from(
+        self, starts: Sequence[ChainStart], vocab: int, logits: Tensor
+    ) -> list[list[int]] | None:
+        """Draft as `CapturedPasses.draft_chains`; None if passes are not recorded."""
+        if self.captured is None:
+            return None
+        return self.captured.draft_chains(starts, vocab, logits)
+
     def forward(
         self, segments: Sequence[Segment], aux_hidden_layers: Sequence[int] = (), keep: bool = True
     ) -> Forward:
@@ -82,6 +105,11 @@ class Runner:
         the order of their tokens. Without `keep` the next pass may overwrite the logits."""
         if isinstance(self.decoder, NativeDecoder):
             return self.decoder.forward(segments, self.cache, aux_hidden_layers, keep)
+        if self.captured is not None:
+            found = self.captured.forward(segments, aux_hidden_layers)
+            if found is not None:
+                found.logits = found.logits.clone() if keep else found.logits
+                return found
         return self._forward_on_torch(self.decoder, segments, aux_hidden_layers)
 
     @torch.inference_mode()
@@ -90,12 +118,12 @@ class Runner:
     ) -> Forward:
         device = decoder.device
         attention = Attention(segments, self.cache, decoder.config)
-        ids = torch.tensor([token for s in segments for token in s.tokens], device=device)
+        ids = upload([token for s in segments for token in s.tokens], torch.int64, device)
         want, start = [], 0
         for segment in segments:
             want += [start + i for i in segment.want]
             start += len(segment.tokens)
-        wanted = torch.tensor(want, dtype=torch.int64, device=device)
+        wanted = upload(want, torch.int64, device)
         args = ids, attention.positions, attention, wanted, aux_hidden_layers
         if self.cache.recurrent is None:
             return decoder.forward(*args)
@@ -110,6 +138,7 @@ class _PartRunner(Runner):
 
     def __init__(self, owner: Runner, decoder: Decoder | NativeDecoder) -> None:
         self.owner, self.decoder, self.cache = owner, decoder, owner.cache
+        self.graphs = self.captured = None
 
     def reset(self) -> None:
         self.cache = self.owner.cache

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.kernels.draw import Sampling, check_finite, sample_tokens, shape_scores
+from forerun.kernels.draw import check_finite, sample_tokens, shape_scores
 from forerun.sampling.matcher import Matcher
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.errors import RequestError, shorten, suggest
-from forerun.kernels.draw import GREEDY, Sampling
 from forerun.sampling.grammar import Grammar
 
 # llama.cpp's defaults, for values that neither the user nor the model's authors set.
@@ -35,6 +34,25 @@ _RANGES = {
     "n": (1, 1024),
 }
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs")
+
+
+class Sampling(NamedTuple):
+    """Parameters by which a token is drawn from a row of logits; by default greedily.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: keeps this many likeliest tokens, with ties at the border; 0 keeps all.
+        top_p: keeps of these the likeliest until their probability reaches this.
+        min_p: keeps of these the tokens that are at least this times as likely as the likeliest.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

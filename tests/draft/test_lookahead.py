@@ -17,7 +17,8 @@ from forerun.draft import lookahead
 from forerun.draft.lookahead import Lookahead, NGramPool
 from forerun.draft.proposer import DraftRequest
 from forerun.draft_spec import drafts_in, lookahead_options
-from forerun.kernels.draw import Sampling, sample_tokens
+from forerun.kernels.draw import sample_tokens
+from forerun.sampling.params import Sampling
 from forerun.types import Draft
 from forerun.verify import Noise
 from tests import tiny

@@ -9,8 +9,9 @@ import torch
 
 from forerun import rng
 from forerun.errors import ForerunError
-from forerun.kernels import native
-from forerun.kernels.draw import Sampling, gumbel_argmax, sample_tokens, shape_scores
+from forerun.kernels import draw, native
+from forerun.kernels.draw import gumbel_argmax, sample_tokens, shape_scores
+from forerun.sampling.params import Sampling
 
 # spread of the logits for each vocabulary: from near uniform, where many tokens can win, to peaked
 CASES = [
@@ -105,3 +106,27 @@ def test_a_library_of_another_version_is_named(monkeypatch):
         None,
         "the compiled library is of another version of forerun: install it again",
     )
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+def test_filters_that_never_ask_the_device_keep_the_same_tokens(filters):
+    """Ties at the border apart, which there are none of among random numbers."""
+    scores = torch.randn(20, 900, generator=torch.Generator().manual_seed(2)).double() * 3
+    scores[:5, 100:] = -torch.inf
+    scores -= scores.amax(-1, keepdim=True)
+    assert torch.equal(draw._filter_on_device(scores, *filters), draw._filter(scores, *filters))
+
+
+def test_draws_of_another_device_and_their_check_take_one_copy_to_the_host(monkeypatch):
+    """What waits for a device is counted where this code runs on the CPU: `tolist` alone."""
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: copies.append(self) or to_list(self))
+    monkeypatch.setattr(torch, "nonzero", None)
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3)).double()
+    by = [Sampling(0.8, 40, 0.95, 0.05), Sampling(), Sampling(1.3)] * 2
+    drawn = sample_tokens(logits, by, keys_of(6))
+    assert len(copies) == 1
+    monkeypatch.undo()
+    assert drawn == sample_tokens(logits, by, keys_of(6))

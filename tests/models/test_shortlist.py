@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.errors import ForerunError, LoadError
 from forerun.kernels import native
-from forerun.kernels.draw import Sampling, gumbel_argmax
+from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
 from forerun.models.shortlist import (
@@ -30,6 +30,7 @@ from forerun.models.shortlist import (
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
+from forerun.sampling.params import Sampling
 from tests import tiny
 
 IDS = torch.tensor(tiny.LISTED)

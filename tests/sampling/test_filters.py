@@ -16,9 +16,9 @@ import torch
 
 from forerun import rng
 from forerun.kernels import draw
-from forerun.kernels.draw import Sampling, shape_scores
+from forerun.kernels.draw import shape_scores
 from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft
 
 VOCAB, PROMPT, ENDS = 12, [1, 2, 2, 7], [3, 9]

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from forerun.errors import RequestError
-from forerun.kernels.draw import GREEDY, Sampling
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, SamplingParams
+from forerun.sampling.params import DEFAULT, DEFAULT_MAX_TOKENS, GREEDY, Sampling, SamplingParams
 
 BAD = {
     "temperature": [-0.1, 100.5, math.nan, math.inf, "hot", True],

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
+from forerun.devices import upload
 from forerun.draft.block.formats import BlockConfig
 from forerun.draft.block.module import BlockHead, Markov
 from forerun.draft.head_modules import (
@@ -197,7 +198,7 @@ class _Growing:
     def frontier_tokens(self) -> Tensor:
         """The tokens of the frontier, [F] int64."""
         tokens = [self.tree.draft.tokens[node] for node in self.tree.frontier]
-        return torch.tensor(tokens, device=self.slots.device)
+        return upload(tokens, torch.int64, self.slots.device)
 
 
 class BlockProposer(HiddenStateProposer):
@@ -304,7 +305,7 @@ class BlockProposer(HiddenStateProposer):
         else:
             attention = _BlockAttention(segments, self.cache, c)
             tokens = [token for segment in segments for token in segment.tokens]
-            embedded = self.head.embed(torch.tensor(tokens, device=self.target.device))
+            embedded = self.head.embed(upload(tokens, torch.int64, self.target.device))
             rotation = self.rotation_at(attention.positions)
             slots = self.head(embedded.to(self.dtype), rotation, attention)
         deepest = min(max(tree.request.depth for tree in trees), c.depth)
@@ -320,7 +321,7 @@ class BlockProposer(HiddenStateProposer):
         if self.config.markov is not None:
             markov, draft = self.head.markov_head, g.tree.draft
             if level == 0:
-                anchor = torch.tensor([g.tree.request.tokens[-1]], device=self.target.device)
+                anchor = upload(g.tree.request.tokens[-1:], torch.int64, self.target.device)
                 g.markov_states[-1] = markov.initial_state(g.slots, anchor)
             parents = [g.markov_states[draft.parents[node]] for node in g.tree.frontier]
             logits, states = markov(g.outputs[level], logits, previous, torch.stack(parents))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
+from forerun.devices import upload
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.own_module import OwnModule
 from forerun.draft.head_modules import (
@@ -286,7 +287,7 @@ class EagleProposer(HiddenStateProposer):
     def _run(self, segments: Sequence[Segment], states: Tensor) -> Sequence[Tensor]:
         """Run the segments' tokens paired with states [T, Hd]; the outputs of each, [n, Hd]."""
         tokens = [token for segment in segments for token in segment.tokens]
-        ids = torch.tensor(tokens, device=self.target.device)
+        ids = upload(tokens, torch.int64, self.target.device)
         embedded = self.head.embed(ids).to(self.dtype)
         if self.native is not None:
             outputs = self.native(embedded, states, segments, self.cache)

@@ -1,0 +1,296 @@
+"""Passes that are recorded once and replayed give what unrecorded ones give.
+
+There is no GPU in the tests: `RecordedOperations` keeps the torch operations of a pass and runs
+them again on the same tensors. A number that the host computed while recording, a tensor that is
+made anew for each pass, or an input that is not staged gives wrong logits then, as in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forerun.cache.attention import Segment
+from forerun.models.decoder import Decoder
+from forerun.runtime.captured import CapturedPasses, PassShape, shape_of
+from forerun.runtime.torch_runner import Runner
+from tests import families, tiny
+from tests.engine import build
+from tests.models.test_parity import grown_tree, text_of
+
+FAMILIES = [*tiny.FAMILIES, *families.MODELS]
+
+
+class RecordedOperations(TorchDispatchMode):
+    """A `Graphs` that runs the same operations again, on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.count = 0
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        self.count += 1
+        self.calls = calls = []
+        with self:
+            result = run()
+        return result, lambda: replay(calls)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, found))
+        return found
+
+
+@torch.inference_mode()
+def replay(calls: Sequence[tuple[Any, Any, Any, Any]]) -> None:
+    """Run operations again; results go to the tensors of the first time."""
+    for func, args, kwargs, first in calls:
+        again = func(*args, **kwargs)
+        for old, new in zip(tree_leaves(first), tree_leaves(again), strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
+def pair(decoder: Decoder, slots: int = 4) -> tuple[Runner, Runner, RecordedOperations]:
+    """A runner that records and one that does not."""
+    graphs, sizes = RecordedOperations(), dict(tokens=1024, page=4, slots=slots)
+    return Runner(decoder, **sizes, graphs=graphs), Runner(decoder, **sizes), graphs
+
+
+def both(
+    runners: Sequence[Runner], segments: Sequence[Segment], layers: Sequence[int] = ()
+) -> list[Tensor]:
+    """Run one pass on both and compare all that they return."""
+    for runner in runners:
+        for segment in segments:
+            length = runner.cache.length[segment.slot] + len(segment.parents)
+            assert runner.cache.pages.grow(segment.slot, length)
+    recorded, plain = (runner.forward(segments, layers) for runner in runners)
+    torch.testing.assert_close(recorded.logits, plain.logits, rtol=0, atol=1e-9)
+    assert recorded.features.keys() == plain.features.keys()
+    for layer, states in plain.features.items():
+        torch.testing.assert_close(recorded.features[layer], states, rtol=0, atol=1e-9)
+    return [recorded.logits, plain.logits]
+
+
+def chain(slot: int, tokens: list[int], **options: Any) -> Segment:
+    parents = list(range(-1, len(tokens) - 1))
+    return Segment(slot, tokens, parents, list(range(len(tokens))), **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
+    """Prompts, single tokens, trees and several slots in one pass, each shape recorded once and
+    replayed with other tokens, lengths and pages."""
+    decoder = tiny.decoder(tiny.family(name))
+    if not CapturedPasses.supports(decoder):
+        assert decoder.config.experts or decoder.config.recurrent
+        return
+    recorded, plain, graphs = pair(decoder)
+    runners = recorded, plain
+    layers = (0, decoder.config.layers)
+    for slot, length in ((0, 20), (1, 3), (2, 9)):
+        both(runners, [chain(slot, text_of(length, slot))], layers)
+        for runner in runners:
+            runner.cache.commit(slot, range(length))
+    for seed in range(4):
+        tokens, parents = grown_tree(6 + seed, seed)
+        tree = Segment(0, tokens, parents, list(range(1, len(tokens))))
+        single = Segment(1, text_of(1, seed), [-1], [0])
+        both(runners, [tree, single, chain(2, text_of(2, seed))], layers)
+        path = [0, *(i for i in range(1, len(parents)) if parents[i] == 0)][:2]
+        path = path if parents[path[-1]] == path[0] or len(path) == 1 else path[:1]
+        for runner in runners:
+            for slot, kept in ((0, path), (1, [0]), (2, [0, 1])):
+                runner.cache.commit(slot, kept)
+        both(runners, [Segment(0, text_of(1, 9 + seed), [-1], [0])])
+    assert graphs.count <= 6
+
+
+def test_uncommitted_tokens_of_earlier_passes_are_seen() -> None:
+    """A draft model adds a level a pass behind tokens that are not committed."""
+    recorded, plain, _ = pair(tiny.decoder(tiny.family("llama")))
+    runners = recorded, plain
+    both(runners, [chain(0, text_of(7))])
+    for runner in runners:
+        runner.cache.commit(0, range(7))
+    both(runners, [Segment(0, [5], [-1], [0])])
+    both(runners, [Segment(0, [6, 7], [-1, 0, 0], [0, 1], offset=1)])
+    both(runners, [Segment(0, [8], [-1, 0, 0, 2], [0], offset=3)])
+
+
+def test_keys_of_long_texts_get_larger_shapes() -> None:
+    decoder = tiny.decoder(tiny.family("llama"))
+    recorded, plain, graphs = pair(decoder, slots=1)
+    text = text_of(decoder.context - 8)
+    both((recorded, plain), [chain(0, text)])
+    for runner in (recorded, plain):
+        runner.cache.commit(0, range(len(text)))
+    for _ in range(3):
+        both((recorded, plain), [chain(0, [5])])
+        for runner in (recorded, plain):
+            runner.cache.commit(0, [0])
+    assert graphs.count == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1], (1, 16, 256)),
+        ([16], (1, 16, 256)),
+        ([17], (1, 32, 256)),
+        ([33], None),
+        ([1, 1, 5], (4, 16, 256)),
+        ([1] * 5, (8, 1, 256)),
+        ([3] * 9, (16, 4, 256)),
+        ([32] * 17, None),
+    ],
+    ids=str,
+)
+def test_shapes(tokens: list[int], expected: tuple[int, int, int] | None) -> None:
+    """Plain decoding of up to four requests has the shape of drafts of up to 15 tokens."""
+    recorded, _, _ = pair(tiny.decoder(tiny.family("llama")), slots=17)
+    segments = [chain(slot, [5] * count) for slot, count in enumerate(tokens)]
+    found = shape_of(segments, recorded.cache)
+    assert found == (None if expected is None else PassShape(*expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "draft", ["suffix", "recycle", "model", "tree", "eagle", "medusa", "block"]
+)
+def test_speculation_with_recorded_passes_is_lossless(draft: str, temperature: float) -> None:
+    """Also the text of a target whose passes are not recorded."""
+
+    def texts(name: str, graphs: RecordedOperations | None) -> list[list[int]]:
+        engine = build.engine(drafts=[name])
+        for runner in (engine.target, *_runners(engine.proposers.values())):
+            runner.graphs = graphs
+        engine.reset()
+        requests = [
+            engine.add(prompt, build.params(i, temperature), draft=name, depth=3)
+            for i, prompt in enumerate(build.prompts(4))
+        ]
+        while engine.busy:
+            engine.step_or_raise()
+        return [request.tokens for request in requests]
+
+    graphs = RecordedOperations()
+    drafted = texts(draft, graphs)
+    assert graphs.count
+    assert drafted == texts("off", RecordedOperations()) == texts("off", None)
+
+
+def _runners(proposers: Any) -> list[Runner]:
+    parts = [part for whole in proposers for part in whole.parts]
+    return [part.runner for part in parts if isinstance(getattr(part, "runner", None), Runner)]
+
+
+def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def record(self, run: Callable[[], Any]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+
+    decoder = tiny.decoder(tiny.family("llama"))
+    sizes = dict(tokens=64, page=4, slots=1)
+    recorded, plain = Runner(decoder, **sizes, graphs=Failing()), Runner(decoder, **sizes)
+    with caplog.at_level(logging.WARNING, "forerun.runtime"):
+        both((recorded, plain), [chain(0, [5, 6])])
+        both((recorded, plain), [chain(0, [7])])
+    assert [record.getMessage() for record in caplog.records] == [
+        "passes are not recorded as CUDA graphs: operation not permitted when stream is capturing"
+    ]
+
+
+def test_the_first_pass_of_a_shape_is_cold() -> None:
+    recorded, _, _ = pair(tiny.decoder(tiny.family("llama")))
+    assert recorded.cache.pages.grow(0, 4)
+    assert recorded.forward([chain(0, [5])]).is_cold
+    assert not recorded.forward([chain(0, [6, 7])]).is_cold
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_models_that_decide_on_the_host_are_not_recorded(name: str) -> None:
+    decoder = tiny.decoder(tiny.family(name))
+    runner = Runner(decoder, tokens=64, page=4, slots=1, graphs=RecordedOperations())
+    assert not CapturedPasses.supports(decoder) and runner.captured is None
+
+
+def test_a_number_of_the_host_in_a_pass_is_found() -> None:
+    """The stand-in for a graph fails where a graph would: what was not recorded stays as it was."""
+    number = torch.tensor([3.0])
+    source = torch.tensor([1.0])
+    result, again = RecordedOperations().record(lambda: source * float(number))
+    number += 1
+    source += 1
+    again()
+    assert result.tolist() == [6.0]
+
+
+class Waiting(TorchDispatchMode):
+    """Counts what would wait for a device, on the CPU: values that the host asks for, sizes that
+    depend on values, and tensors made on the device from the host's numbers."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        patch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
+        patch.setattr(Tensor, "tolist", self._counted(Tensor.tolist))
+        patch.setattr(Tensor, "numpy", self._counted(Tensor.numpy))
+        make = torch.tensor
+        patch.setattr(
+            torch,
+            "tensor",
+            lambda *a, **k: (self._counted(make) if "device" in k else make)(*a, **k),
+        )
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        self.count += name in self.ASKING or by_mask
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 8, "top_p": 0.9, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("draft", "most"), [("off", 1), ("suffix", 1), ("ngram", 1), ("model", 2)])
+def test_a_step_waits_for_the_device_at_most_twice(
+    draft: str, most: int, temperature: float, options: dict[str, Any], monkeypatch: Any
+) -> None:
+    """Once for the draft of a draft model, however deep, and once for the target's tokens."""
+    engine = build.engine(drafts=[draft])
+    for runner in (engine.target, *_runners(engine.proposers.values())):
+        runner.graphs = RecordedOperations()
+    engine.reset()
+    params = build.SamplingParams.pure(
+        temperature=temperature, seed=3, max_tokens=60, ignore_eos=True, **options
+    )
+    for prompt in build.prompts(2):
+        engine.add(prompt, params, draft=draft, depth=5)
+    for _ in range(6):  # prompts are read and shapes recorded
+        engine.step_or_raise()
+    with monkeypatch.context() as patch, Waiting(patch) as waiting:
+        for _ in range(3):
+            waiting.count = 0
+            events = engine.step_or_raise()
+            assert events and waiting.count <= most
