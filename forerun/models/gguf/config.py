@@ -31,6 +31,8 @@ OTHER_KINDS = {
     "mmproj": "an image projector",
     "imatrix": "an importance matrix",
     "clip": "an image projector",
+    "eagle3": "an EAGLE-3 head, which --draft takes",
+    "dflash": "a block drafter, which --draft takes",
 }
 # metadata of features that the decoder does not have, or only for some architectures
 UNSUPPORTED = {
