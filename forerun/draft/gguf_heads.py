@@ -283,7 +283,9 @@ def head_tensors(gguf: GgufFile, raw: Json) -> dict[str, Tensor]:
     LoadError."""
     import torch
 
-    tensors = {name: _read(entry) for name, entry in head_entries(gguf).items()}
+    from forerun.models.gguf.blocks import read_tensor
+
+    tensors = {name: read_tensor(entry) for name, entry in head_entries(gguf).items()}
     layer = raw["transformer_layer_config"]
     if gguf.architecture == "eagle3":
         _undo_permutation(tensors, layer)
@@ -295,20 +297,6 @@ def head_tensors(gguf: GgufFile, raw: Json) -> dict[str, Tensor]:
         tensors[f"{CONFIDENCE}.weight"] = weight.reshape(1, -1) if weight.ndim == 1 else weight
         tensors.setdefault(f"{CONFIDENCE}.bias", torch.zeros(1))
     return tensors
-
-
-def _read(entry: Entry) -> Tensor:
-    """Read one tensor: float32, or int64 where the file has integers. Raises LoadError."""
-    import torch
-
-    from forerun.models.gguf.blocks import Blocks, Piece, floats
-
-    if entry.kind in ("I32", "I64"):
-        stored = entry.read().view(np.int32 if entry.kind == "I32" else np.int64)
-        return torch.from_numpy(stored.astype(np.int64)).reshape(entry.shape)
-    if len(entry.shape) == 2:
-        return Blocks((Piece(entry),)).dequantize()
-    return floats(entry.kind, entry.read()).reshape(entry.shape)
 
 
 def _undo_permutation(tensors: dict[str, Tensor], layer: Json) -> None:
