@@ -7,6 +7,7 @@ knows of these files:
 - `target_layers` are numbers of layers whose inputs are read, which is what forerun means, too.
 - `d2t` holds the target's ids themselves, in any order; here it becomes offsets of ascending ids.
 - EAGLE-3's rows of queries and keys are permuted as those of Llama models; DFlash's are not.
+- EAGLE-3 heads without an `output.weight` use the target's lm head.
 - llama.cpp pairs a drafted token with the state before the last norm (`norm_output` false), and
   slots see their whole block also in layers with a window.
 
@@ -139,6 +140,7 @@ def _eagle3_config(metadata: Metadata) -> Json:
         "norm_before_residual": metadata.flag("norm_before_residual", False),
         "norm_before_fc": metadata.flag("norm_before_fc", False),
         "norm_output": False,
+        **({} if metadata.has("output.weight") else {"own_head": False}),
         **_draft_vocab(metadata),
     }
 

@@ -42,7 +42,7 @@ EAGLE3 = {
         name: SHAPES["eagle3"][name]
         for name in (
             "plain", "norm before residual", "reduced vocabulary", "one state", "own embedding, narrower",
-            "narrower, some tokens", "fewer tokens than the target",
+            "narrower, some tokens", "the target's head", "fewer tokens than the target",
         )
     },
     "norm before fc": {"norm_before_fc": True},
@@ -271,7 +271,8 @@ BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("eagle3", {}, {"fc.weight": ...}, "no fc.weight"),
     ("eagle3", {}, {"fc.weight": VECTOR}, "no fc.weight"),
     ("eagle3", {}, {"fc.weight": MATRIX}, "reads 3 numbers"),
-    ("eagle3", {}, {"output.weight": ...}, "no lm_head.weight"),
+    ("eagle3 of 40", {}, {"output.weight": ...}, "draft_vocab_size is 40"),
+    ("eagle3", {"eagle3.vocab_size": 50}, {"output.weight": ...}, "50 tokens, this one has"),
     ("eagle3", {}, {"blk.0.attn_q.weight": MATRIX}, "self_attn.q_proj.weight is"),
     ("eagle3", {}, {"blk.0.attn_sinks.weight": VECTOR}, "has blk.0.attn_sinks.weight"),
     ("eagle3", {}, {"output_norm.weight": NAN}, "not finite"),

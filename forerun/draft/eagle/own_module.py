@@ -224,7 +224,7 @@ def store_module(directory: Path, target: Path, out: Path) -> None:
         if _essentials(own) != _essentials(module.layer):
             raise LoadError("its layer is not the one that forerun train makes for this target")
     metadata, prefix = gguf.metadata, f"{gguf.architecture}."
-    block = metadata.get(f"{prefix}block_count")
+    block = metadata[f"{prefix}block_count"]
     extra = metadata.get(f"{prefix}nextn_predict_layers", 0)
     if not is_integer(block) or not is_integer(extra):
         raise LoadError(f"{target}: {prefix}block_count is {shown(block)}, not a whole number")
