@@ -307,7 +307,7 @@ def embed(
 ) -> None:
     """Write a copy of a GGUF model with a trained multi-token module in it, for --draft auto.
 
-    The model's own tensors and metadata are copied as they are.
+    The model's own tensors and metadata are copied as they are, but for the number of blocks.
     """
     from forerun.draft.eagle.own_module import store_module
     from forerun.models.hub import find_model
