@@ -860,9 +860,14 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32), "F32"
-    if rope.get("rope_type") != "llama3":
-        return
-    dim, factor = config.hidden_size // config.num_attention_heads, rope["factor"]
+    if rope.get("rope_type") == "llama3":
+        dim = config.hidden_size // config.num_attention_heads
+        yield "rope_freqs.weight", llama3_divisors(rope, dim), "F32"
+
+
+def llama3_divisors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
+    """The divisors of the frequencies of Llama 3's scaling, float32 [dim / 2]."""
+    factor = rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     old, found = rope["original_max_position_embeddings"], []
     for i in range(0, dim, 2):
@@ -874,7 +879,7 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, np.ndarray, str]]:
         else:
             smooth = (old / wavelength - low) / (high - low)
             found.append(1 / ((1 - smooth) / factor + smooth))
-    yield "rope_freqs.weight", np.array(found, np.float32), "F32"
+    return np.array(found, np.float32)
 
 
 def tensors_of(path: Path) -> dict[str, tuple[int, int, int]]:

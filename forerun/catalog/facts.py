@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from forerun.catalog import hub
 from forerun.catalog.survey import tokenizer_digest
+from forerun.draft.gguf_heads import head_config, head_kind, head_shapes
 from forerun.draft.kinds import OWN_MTP, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, one_line
 from forerun.models.files import read_header, read_object, read_text, weight_files
@@ -31,7 +32,8 @@ class Facts:
         name: the name by which it was requested.
         path: local directory or file; None on the Hub.
         raw: its config.json; for a GGUF file the corresponding fields.
-        shapes: its tensors; empty where they cannot be read without loading the weights.
+        shapes: its tensors, those of a head in a GGUF file under forerun's names; empty where they
+            cannot be read without loading the weights.
         bytes: size of all its weights.
         vocabulary: identifies its tokenizer file; "" without one.
         card: metadata of its model card.
@@ -53,6 +55,8 @@ class Facts:
         if self.raw.get("gguf"):
             if self.raw.get("own_module"):
                 return Kind("mtp", "gguf", OWN_MTP, "mtp")
+            if "speculators_model_type" in self.raw:  # a head, in the layout of speculators
+                return replace(recognise(Look(self.raw, self.shapes)), dialect="gguf")
             return Kind("lm", "gguf", "language model", "model")
         return recognise(Look(self.raw, self.shapes, bool(self.vocabulary)))
 
@@ -153,8 +157,12 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
     if path.is_dir():
         raise LoadError(f"{name} is no model: it has neither config.json nor a GGUF file")
     file = skim(path)
-    shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     size = sum(part.stat().st_size for part in file.parts)
+    vocabulary = token_digest(file.metadata)
+    if head_kind(file):
+        raw = head_config(file) | {"gguf": True}
+        return Facts(name, path, raw, head_shapes(file), size, vocabulary)
+    shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
     prefix = file.architecture
     blocks = file.metadata.get(f"{prefix}.block_count")
     extra = file.metadata.get(f"{prefix}.nextn_predict_layers")
@@ -167,7 +175,7 @@ def _facts_of_gguf(path: Path, name: str) -> Facts:
         "num_hidden_layers": blocks,
         "vocab_size": shapes.get("token_embd.weight", (None,))[0],
     }
-    return Facts(name, path, raw, shapes, size, token_digest(file.metadata))
+    return Facts(name, path, raw, shapes, size, vocabulary)
 
 
 def _facts_on_hub(name: str, tensors: bool) -> Facts:

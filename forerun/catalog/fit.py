@@ -61,7 +61,8 @@ def _refuse_eagle3(facts: Facts) -> str:
     if "speculators_model_type" not in facts.raw and flags.get("norm_output") is False:
         return "norm_output false (no norm before its lm_head) is not supported in this format"
     num_layers = None if facts.kind.family == "peagle" else 1
-    return _refuse_layer(facts.raw, num_layers) or _missing(facts, "fc.weight", "lm_head.weight")
+    names = ["fc.weight"] if flags.get("own_head") is False else ["fc.weight", "lm_head.weight"]
+    return _refuse_layer(facts.raw, num_layers) or _missing(facts, *names)
 
 
 def _refuse_eagle(facts: Facts) -> str:

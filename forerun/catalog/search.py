@@ -33,13 +33,14 @@ from forerun.catalog.survey import survey
 from forerun.draft.eagle.mtp_formats import has_own_module
 from forerun.draft.kinds import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
-from forerun.models.files import read_object, title
+from forerun.models.files import is_gguf, read_object, title
 from forerun.models.local import LocalModel, cached_repositories, list_local_models
 
 MAX_DEPTH = 4  # folders below one that is searched
 MAX_FOLDERS = 20_000
 SKIPPED_FOLDERS = ("node_modules", "site-packages", "__pycache__")
 SHOWN_CATEGORIES = 3
+HEAD_FILES = ("eagle3", "dflash", "dspark")  # parts of the names of GGUF files of heads
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
 QUERY_WORDS = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")
@@ -167,20 +168,22 @@ def _is_head(kind: Kind) -> bool:
 
 
 def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, str]]:
-    """Yield directories whose configuration may be that of a head, each once."""
+    """Yield directories whose configuration may be that of a head, and GGUF files that are named
+    as heads, each once."""
     places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
     places += [(name, path, "hub") for name, path in cached_repositories()]
     places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
+    places += [(str(path), path, "directory") for folder in folders for path in _head_files(folder)]
     seen = set()
     for name, path, origin in places:
         if path.resolve() in seen:
             continue
         seen.add(path.resolve())
         try:
-            raw = read_object(path / "config.json")
+            raw = {} if path.is_file() else read_object(path / "config.json")
         except LoadError:
             continue  # no model, or an unfinished download
-        if _is_head(recognise(Look(raw))):
+        if path.is_file() or _is_head(recognise(Look(raw))):
             try:
                 yield facts_at(path, name), origin
             except LoadError as error:
@@ -188,14 +191,27 @@ def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, s
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield directories with a config.json; hidden ones and links to folders are left out."""
+    """Yield directories with a config.json."""
+    return (directory for directory, files in _walk(folder) if "config.json" in files)
+
+
+def _head_files(folder: Path) -> Iterator[Path]:
+    """Yield GGUF files that llama.cpp's naming rule says are heads."""
+    for directory, files in _walk(folder):
+        for file in sorted(files):
+            if is_gguf(file) and any(mark in file.lower() for mark in HEAD_FILES):
+                yield directory / file
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield directories and the names of their files; hidden directories and links to folders are
+    left out."""
     for count, (place, names, files) in enumerate(os.walk(folder)):
         directory = Path(place)
         is_deep = len(directory.relative_to(folder).parts) >= MAX_DEPTH or count > MAX_FOLDERS
         kept = (n for n in names if not n.startswith(".") and n not in SKIPPED_FOLDERS)
         names[:] = [] if is_deep else sorted(kept)
-        if "config.json" in files:
-            yield directory
+        yield directory, files
 
 
 def _smaller_models(

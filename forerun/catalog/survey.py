@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.gguf_heads import head_kind
 from forerun.draft.kinds import Look, automatic, has_drafter, recognise
 from forerun.draft_spec import draft_name
 from forerun.errors import LoadError
@@ -38,6 +39,7 @@ DTYPES = {
     "I32": ("int32", 32), "I64": ("int64", 64),
 }  # fmt: skip
 MEMORY_FACTOR = 1.1  # memory of a model relative to its file, without the KV cache
+DRAFTER = "is no model but a drafter for one, which --draft takes"
 MAX_DRAFT_SHARE = 0.5  # a drafter with a larger share of its target's parameters cannot pay
 
 
@@ -137,7 +139,7 @@ def _survey_gguf(path: Path, row: Survey) -> Survey:
         family=file.architecture,
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         context=context if isinstance(context, int) else None,
-        reason=unsupported_reason(file),
+        reason=DRAFTER if head_kind(file) else unsupported_reason(file),
         vocabulary=token_digest(file.metadata),
     )
 
@@ -186,8 +188,7 @@ def _method(quantization: Any) -> str:
 def _directory_refusal(path: Path, raw: dict[str, Any], tensors: Collection[str]) -> str:
     kind = recognise(Look(raw, tensors, tokenizer=True))
     if kind.draft != "model" and kind.dialect != "native":
-        use = "which --draft takes" if kind.draft else f"and {kind.why}"
-        return f"is no model but a drafter for one, {use}"
+        return DRAFTER if kind.draft else f"is no model but a drafter for one, and {kind.why}"
     if not is_known_family(raw):
         return f"family {raw.get('model_type') or 'without a name'} is not supported"
     quantization = raw.get("quantization_config") or raw.get("quantization")

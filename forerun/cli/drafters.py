@@ -1,6 +1,6 @@
-"""The commands under `forerun drafters`: list, search, info, pull and push.
+"""The commands under `forerun drafters`: list, search, info, pull, push and embed.
 
-Must not import torch.
+Must not import torch; `embed` does when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.cli.completion import model_names
 from forerun.cli.flags import Json, examples
 from forerun.cli.models import count_of, print_notes, print_rows, size_of
 from forerun.cli.progress import progress
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, ForerunError
 
 if TYPE_CHECKING:
     from forerun.catalog.facts import Facts
@@ -285,6 +285,47 @@ def push(
     print(
         json.dumps({"address": address, **prepared.as_dict()}, default=str) if as_json else address
     )
+
+
+@app.command(epilog=examples("forerun drafters embed my-mtp model.gguf --out model-mtp.gguf"))
+def embed(
+    module: Annotated[
+        str,
+        typer.Argument(
+            help="Directory that forerun train --recipe mtp has written.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="GGUF file of the model that the module was trained for.",
+            autocompletion=model_names,
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+) -> None:
+    """Write a copy of a GGUF model with a trained multi-token module in it, for --draft auto.
+
+    The model's own tensors and metadata are copied as they are, but for the number of blocks.
+    """
+    from forerun.draft.eagle.own_module import store_module
+    from forerun.models.hub import find_model
+
+    path, directory = find_model(target), find_model(module, pickled=True)
+    if not path.is_file():
+        raise ConfigError(
+            f"{target} is no GGUF file: beside a model in safetensors files, copy the module's"
+            " model.safetensors as mtp.safetensors"
+        )
+    if out.exists():
+        raise ConfigError(f"{out} is there already: give another file to --out")
+    try:
+        store_module(directory, path, out)
+    except OSError as error:
+        why = error.strerror or error
+        raise ForerunError(f"{out} cannot be written: {why}") from None
+    print(f"next: forerun generate ... --model {out}")
 
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:

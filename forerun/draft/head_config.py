@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.gguf_heads import read_head
 from forerun.errors import LoadError, shown
 from forerun.models.config import ModelConfig
 from forerun.models.families import Json, is_integer
@@ -46,7 +47,10 @@ class HeadConfig:
 
 
 def read_config(directory: Path, title: str) -> Json:
-    """Read config.json; `title` names the kind of head in messages. Raises LoadError."""
+    """Read config.json, or the metadata of a GGUF file in its layout; `title` names the kind of
+    head in messages. Raises LoadError."""
+    if directory.is_file():
+        return read_head(directory, title)[1]
     path = directory / "config.json"
     if not os.path.exists(path):
         raise LoadError(

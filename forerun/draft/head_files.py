@@ -1,4 +1,5 @@
-"""Directories of draft heads: config.json and tensors, read strictly and written atomically.
+"""Directories of draft heads: config.json and tensors, read strictly and written atomically. GGUF
+files of heads are read as such directories (`gguf_heads`).
 
 Every expected tensor must be there with its shape and dtype, and no other tensor may be there.
 Pickled checkpoints are read with `weights_only`, so that nothing in a file is executed."""
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from forerun.draft.gguf_heads import head_tensors, read_head
 from forerun.draft.head_config import reading
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
@@ -111,10 +113,15 @@ def read_layer(
 
 
 def read_tensors(directory: Path, title: str) -> Tensors:
-    """Read all tensors of *.safetensors or, if there are none, of pickled files.
+    """Read all tensors of *.safetensors or, if there are none, of pickled files; or those of a GGUF
+    file, under forerun's names.
 
     Floats become float32, and int8 weights with row scales are dequantised. Raises LoadError.
     """
+    if directory.is_file():
+        gguf, raw = read_head(directory, title)
+        with reading(directory, title):
+            return head_tensors(gguf, raw)
     paths = sorted(directory.glob("*.safetensors")) or _pickled_files(directory)
     if not paths:
         formats = f"neither *.safetensors nor {' nor '.join(PICKLED)}"
@@ -220,8 +227,8 @@ def assemble(make: Callable[[], M], tensors: Tensors, title: str) -> M:
         stored = tensors[name]
         if (stored.shape, stored.dtype) != (wanted.shape, wanted.dtype):
             raise LoadError(
-                f"{name} is {stored.dtype} of shape {list(stored.shape)}, but config.json asks for"
-                f" {list(wanted.shape)}"
+                f"{name} is {stored.dtype} of shape {list(stored.shape)}, but its configuration"
+                f" asks for {list(wanted.shape)}"
             )
         if stored.is_floating_point() and not stored.isfinite().all():
             raise LoadError(f"{name} holds numbers that are not finite: download it again")

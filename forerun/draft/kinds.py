@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from forerun.draft.eagle.mtp_formats import has_own_module, refuse_own_module
+from forerun.draft.gguf_heads import head_kind
 from forerun.errors import LoadError, one_line
 from forerun.models.config import TRAINED_MTP_PREFIX
 from forerun.models.files import read_header, read_object, weight_files
+from forerun.models.gguf.container import open_gguf
 from forerun.models.hub import DEFAULT
 
 Json = dict[str, Any]
@@ -129,7 +131,13 @@ def recognise(look: Look) -> Kind:
 
 
 def kind_of(directory: Path) -> str:
-    """Return the `--draft` kind of the drafter in a directory; "model" if no other fits."""
+    """Return the `--draft` kind of the drafter in a directory or a GGUF file; "model" if no other
+    fits."""
+    if directory.is_file():
+        try:
+            return head_kind(open_gguf(directory)) or "model"
+        except LoadError:
+            return "model"
     try:
         raw = read_object(directory / "config.json")
     except LoadError:

@@ -12,6 +12,7 @@ from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.own_module import load_any_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.kinds import kind_of
 from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
 from forerun.draft.ngram import NGram
@@ -64,7 +65,9 @@ def make_proposers(
         if kind == "retrieval":
             return Retrieval({place: load.index(place) for place in argument.split(",")})
         if kind == "model":
-            return load.model(argument, width)
+            kind = _kind_of_model(argument)
+            if kind == "model":
+                return load.model(argument, width)
         if kind == "self":
             return load.itself(argument, width)
         if kind in MEDUSA_LOADERS:
@@ -79,7 +82,9 @@ def make_proposers(
             return eagle(name, head, target, **room, width=width)
         if kind == "block":
             block = load_block(find_model(argument, pickled=True), target)
-            return BlockProposer(block, target, **room, width=width, threshold=threshold)
+            proposer = BlockProposer(block, target, **room, width=width, threshold=threshold)
+            proposer.name = name
+            return proposer
         if name not in proposers and kind in plugins():
             plugin = load_plugin(kind, argument)
             plugin.name = name
@@ -110,6 +115,12 @@ def make_proposers(
         for name, proposer in proposers.items()
     }
     return {**proposers, references.name: references, **behind_references}
+
+
+def _kind_of_model(name: str) -> str:
+    """Return the kind of what `model:` names: that of its head for a GGUF file that holds one."""
+    path = find_model(name)
+    return kind_of(path) if path.is_file() else "model"
 
 
 def load_plugin(name: str, argument: str) -> Proposer:

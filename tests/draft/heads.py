@@ -143,6 +143,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "joined pairs": {"join": True, "fc_norm": True, "norm_output": True, "draft_vocab": 40},
         "qwen3, other rope": {"layer": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 500.0}},
         "window": {"windows": (4,)},
+        "the target's head": {"own_head": False},
         "fewer tokens than the target": {"own_embedding": True, "layer": {"vocab_size": 50}, "draft_vocab": 50},
     },
     "eagle": {

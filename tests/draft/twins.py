@@ -189,7 +189,8 @@ class EagleTwin(PairTwin):
         return self.norm(outputs, "norm") if self.config.norm_output else outputs
 
     def lm_head(self, outputs: Tensor) -> Tensor:
-        return self.product(self.norm(outputs, "norm"), "lm_head")
+        normed = self.norm(outputs, "norm")
+        return normed @ self.w.get("lm_head.weight", self.target_head).T
 
 
 class ParallelTwin(EagleTwin):

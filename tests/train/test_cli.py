@@ -1,6 +1,7 @@
 """The verb: from data to a directory that the engine drafts with, interrupted and resumed, with one
 line for bad input."""
 
+import copy
 import errno
 import json
 import re
@@ -17,10 +18,11 @@ from safetensors import SafetensorError
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.catalog.facts import facts_at, facts_of
 from forerun.catalog.transfer import prepare
-from forerun.draft import head_files
+from forerun.draft import head_files, kinds
 from forerun.kernels import native
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import load_config
+from forerun.models.gguf.export import write_tokenizer
 from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY
 from forerun.train import export, loop
 from forerun.train.evaluate import Evaluation, Measurements, TaskResult
@@ -171,6 +173,50 @@ def test_a_gguf_target(recipe: str, bare: Verb, tmp_path: Path) -> None:
         outputs += llm.generate("the inn", params)
     plain, drafted = outputs
     assert plain.token_ids == drafted.token_ids and drafted.stats.by_source[draft].drafted > 2
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_module_is_stored_in_the_file_of_its_target(
+    family: str,
+    bare: Verb,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From training to drafting with auto: for a dense model from its file, for a hybrid from its
+    checkpoint, which training needs."""
+    written = gguf_files.written(family, "Q8_0", tokenizer="gpt2")
+    target = written.path
+    if family == "qwen3_5":
+        target = tmp_path / "target"
+        copy.deepcopy(written.model).float().save_pretrained(target)
+        write_tokenizer(written.path, target)
+    data, module, out = tmp_path / "data.jsonl", tmp_path / "module", tmp_path / "both.gguf"
+    texts = [f"the king and the ring in the inn, number {i * 37}" * 2 for i in range(12)]
+    data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = ("--target", str(target), "--recipe", "mtp", "--data", str(data), "--out", str(module))
+    code, _, err = bare(*words, *RECIPES["mtp"], *FLAGS, "--steps", "3", "--depth", "1")
+    assert code == 0, err
+    words = ("drafters", "embed", str(module), str(written.path), "--out", str(out))
+    code, text, err = run(monkeypatch, capsys, *words)
+    assert code == 0 and f"--model {out}" in text, err
+    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    params = SamplingParams.pure(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    found = []
+    for path, draft in (
+        (written.path, "auto"),
+        (written.path, f"mtp:{module}"),
+        (out, "auto"),
+        (out, "mtp"),
+    ):
+        llm = LLM(path, draft=draft, kv_tokens=1024)
+        found.append((llm.draft, llm.generate("the inn", params, depth=2)[0]))
+    assert [name for name, _ in found] == ["suffix", "mtp", "suffix+mtp", "mtp"]
+    assert len({tuple(output.token_ids) for _, output in found}) == 1
+    apart, both = found[1][1].stats.by_source["mtp"], found[3][1].stats.by_source["mtp"]
+    assert (apart.drafted, apart.accepted) == (both.drafted, both.accepted)
+    assert both.drafted > 10 and found[2][1].stats.by_source["mtp"].drafted > 2
 
 
 def test_a_seed_gives_one_drafter(train: Verb, tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from forerun import SamplingParams
 from forerun.draft.eagle import proposer as eagle_proposer
+from forerun.draft.eagle.formats import EagleConfig
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.head_modules import JoinedLayer, layer_like
 from forerun.draft.proposer import DraftRequest, view_of
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, LoadError
 from forerun.models.config import load_config
 from forerun.models.rope import rope_tables
 from forerun.models.weights import load_weights
@@ -31,6 +32,7 @@ from forerun.train.run import TrainingPlan
 from forerun.train.target import Batch, Target
 from forerun.verify import Noise
 from tests import tiny
+from tests.draft import gguf_heads
 from tests.train.test_recipes import AHEAD, TEXTS, built, restored  # noqa: F401
 
 SOME: dict[str, Any] = AHEAD | {"unroll": 3, "thin": 1}
@@ -226,6 +228,25 @@ def test_a_head_continues_from_an_earlier_one(
     assert TrainingPlan.from_values({"options": {"init": str(tmp_path)}}).recipe == recipe.name
     with pytest.raises(ConfigError, match="init and intermediate contradict"):
         type(recipe.options)(init=str(tmp_path), intermediate=8)
+
+
+def test_only_a_head_with_an_lm_head_of_its_own_continues(
+    target: Target, corpus: Corpus, tmp_path: Path
+) -> None:
+    """One without, as some GGUF files hold, borrows what training would change."""
+    c = target.llm.decoder.config
+    shape = dict(target_hidden=c.hidden, aux_hidden_layers=(1, 2), draft_vocab=c.vocab)
+    for own_head in (True, False):
+        head = tiny.eagle(EagleConfig(layer=layer_like(c), own_head=own_head, **shape))
+        path = gguf_heads.write(tmp_path / f"{own_head}.gguf", head)
+        assert TrainingPlan.from_values({"options": {"init": str(path)}}).recipe == "eagle3"
+        recipe = Eagle3(EagleOptions(init=str(path)))
+        if own_head:
+            begun: Any = recipe.build(target, corpus)
+            assert torch.equal(begun.lm_head.weight, head.lm_head.weight.float())
+        else:
+            with pytest.raises(LoadError, match="without an lm head of its own"):
+                recipe.build(target, corpus)
 
 
 def weights(path: Any) -> Any:

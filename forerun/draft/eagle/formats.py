@@ -40,6 +40,7 @@ class EagleConfig(HeadConfig):
         norm_output: drafted tokens are paired with the state after the last norm.
         join: a product joins a pair into one vector before an ordinary layer, as in multi-token
             modules; excludes `norm_before_residual`, which is about the paper's layer.
+        own_head: it has its own lm head; otherwise it uses the target's.
     """
 
     norm_before_fc: bool = False
@@ -47,6 +48,7 @@ class EagleConfig(HeadConfig):
     norm_before_residual: bool = False
     norm_output: bool = False
     join: bool = False
+    own_head: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,6 @@ class Eagle3Head(EagleModule):
 
     title = EAGLE3
     program_prefix = "layers"
-    lm_head: nn.Linear
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -207,14 +206,16 @@ class Eagle3Head(EagleModule):
         if config.mask_token is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width))
         self.norm = nn.RMSNorm(c.hidden, c.norm_eps)
-        self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
+        if config.own_head:
+            self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab, c.hidden)
         self.init_token_map(config.draft_vocab, c.vocab)
 
     def attach(self, target: TargetView) -> None:
-        borrows = not self.config.own_embedding
-        check_fit(EAGLE3, target, self.config, borrows=borrows, fewer=True)
+        own_head = self.config.own_head
+        borrows = not (self.config.own_embedding and own_head)
+        check_fit(EAGLE3, target, self.config, borrows=borrows, fewer=own_head)
         self.target = target
 
     def tokens(self) -> Tensor | None:
@@ -349,12 +350,15 @@ def load_head(directory: Path, target: TargetView) -> Eagle3Head:
             read_int(found.layer, "num_hidden_layers", 1, MAX_LAYERS, default=1) if parallel else 1
         )
         layer = read_layer(found.layer, tensors, target.vocab, layers=layers)
+        own_head = read_flag(raw, "own_head", True)
+        rows = size_of(tensors, LM_HEAD, 0) if own_head else layer.vocab
         config = EagleConfig(
             layer=layer,
             target_hidden=target.hidden,
             aux_hidden_layers=found.aux_hidden_layers,
-            draft_vocab=read_draft_vocab(raw, size_of(tensors, LM_HEAD, 0), layer.vocab),
+            draft_vocab=read_draft_vocab(raw, rows, layer.vocab),
             own_embedding=EMBEDDING in tensors,
+            own_head=own_head,
             norm_before_fc=read_flag(raw, "norm_before_fc", "input_norm.weight" in tensors),
             fc_norm=read_flag(raw, "fc_norm", "fc_norm.0.weight" in tensors),
             norm_before_residual=found.norm_before_residual,
@@ -393,7 +397,8 @@ def _normalise_token_map(config: EagleConfig, tensors: Tensors) -> None:
     if (stored.diff() < 0).any() or ids[-1] >= vocab:
         # no offsets of ascending ids: some files store the ids themselves
         ids, rows = stored.sort()
-        tensors[LM_HEAD] = tensors[LM_HEAD][rows]
+        if config.own_head:
+            tensors[LM_HEAD] = tensors[LM_HEAD][rows]
     if ids[0] < 0 or ids[-1] >= vocab or (ids.diff() < 1).any():
         raise LoadError(f"d2t does not name {size} different tokens of {vocab}")
     if size < vocab:
@@ -420,6 +425,7 @@ def save_head(
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
         **({"join": True} if c.join else {}),
+        **({} if c.own_head else {"own_head": False}),
         "embed_requires_grad": False,
     }
     described = describe_speculator("eagle3", "Eagle3Speculator", c.layer, 3, target)

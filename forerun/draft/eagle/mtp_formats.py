@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forerun.draft.gguf_heads import LAYER_NAMES
 from forerun.errors import LoadError, shown
 from forerun.models.config import (
     MTP_PREFIXES,
@@ -17,7 +18,7 @@ from forerun.models.config import (
 )
 from forerun.models.families import Json, is_integer
 from forerun.models.files import indexed_files, joined, read_header, read_object, weight_files
-from forerun.models.gguf.config import skim
+from forerun.models.gguf.config import TRAINED_BLOCK, skim
 from forerun.models.gguf.container import GgufFile
 from forerun.models.tensor_names import NAMES
 
@@ -47,6 +48,11 @@ GGUF_NAMES = {
     "state_norm": "nextn.hnorm",
     "last_norm": "nextn.shared_head_norm",
 }
+# names of a module from `forerun train` in a GGUF file, by its own names behind "mtp_layers.0."
+TRAINED_GGUF_NAMES = {name: part for part, name in LAYER_NAMES.items()} | {
+    MIMO_NAMES[part]: name for part, name in GGUF_NAMES.items()
+}
+TRAINED_GGUF_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 # the target's embedding and lm head, which some checkpoints repeat beside the module
 TARGET_COPIES = (
@@ -222,17 +228,40 @@ def refuse_gguf_module(gguf: GgufFile) -> str:
     extra = gguf.metadata.get(f"{architecture}.nextn_predict_layers", 0)
     if not is_integer(extra) or extra < 1:
         return "the file has no multi-token layers; some copies leave them out"
-    if architecture not in GGUF_ARCHITECTURES:
+    is_trained = TRAINED_BLOCK in gguf.metadata
+    if not is_trained and architecture not in GGUF_ARCHITECTURES:
         return (
             f"multi-token layers of GGUF files of the architecture {shown(architecture)} are not"
             f" read: only those of {', '.join(GGUF_ARCHITECTURES)} are"
         )
     blocks = gguf.metadata.get(f"{architecture}.block_count")
-    if not is_integer(blocks) or not extra < blocks:
+    if not isinstance(blocks, int) or not is_integer(blocks) or not extra < blocks:
         return f"block_count is {shown(blocks)}, and {shown(extra)} of the blocks are multi-token"
+    if is_trained:
+        return _refuse_trained_block(gguf, range(blocks - extra, blocks))
     at = GGUF_LAYOUT.at(blocks - extra)
     wanted = [f"{at}{name}.weight" for name in (*GGUF_NAMES.values(), "attn_norm")]
     missing = [name for name in wanted if name not in gguf.tensors]
+    return f"the file has no {joined(missing, 3)}: it is incomplete" if missing else ""
+
+
+def trained_names(gguf: GgufFile) -> dict[str, str]:
+    """Return the names of the tensors of the module from `forerun train` in a GGUF file, by those
+    behind "mtp_layers.0." in its own export."""
+    at = GGUF_LAYOUT.at(gguf.metadata[TRAINED_BLOCK])
+    normed = f"{at}attn_q_norm.weight" in gguf.tensors
+    names = TRAINED_GGUF_NAMES | (TRAINED_GGUF_NORMS if normed else {})
+    return {f"{own}.weight": f"{at}{name}.weight" for own, name in names.items()}
+
+
+def _refuse_trained_block(gguf: GgufFile, blocks: range) -> str:
+    block = gguf.metadata[TRAINED_BLOCK]
+    if not is_integer(block) or block not in blocks:
+        return (
+            f"{TRAINED_BLOCK} is {shown(block)}, not one of the multi-token blocks"
+            f" {blocks[0]} to {blocks[-1]}"
+        )
+    missing = [name for name in trained_names(gguf).values() if name not in gguf.tensors]
     return f"the file has no {joined(missing, 3)}: it is incomplete" if missing else ""
 
 

@@ -20,24 +20,31 @@ from forerun.draft.eagle.mtp import MTP, MtpModule, load_module
 from forerun.draft.eagle.mtp_formats import (
     GGUF_LAYOUT,
     TARGET_COPIES,
+    TRAINED_GGUF_NAMES,
+    TRAINED_GGUF_NORMS,
     OwnLayout,
     holds_trained_module,
     own_layout,
     refuse_gguf_module,
     refuse_own_module,
+    trained_names,
 )
 from forerun.draft.head_config import read_config, reading
-from forerun.draft.head_files import assemble, size_of
+from forerun.draft.head_files import Tensors, assemble, read_layer, read_tensors, size_of
 from forerun.draft.head_modules import Rotation, layer_like
 from forerun.draft.proposer import TargetView
-from forerun.errors import LoadError
+from forerun.errors import LoadError, shown
 from forerun.kernels import reference as kernels
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import TRAINED_MTP_PREFIX, ModelConfig, load_config
 from forerun.models.decoder import Attend, DecoderLayers
 from forerun.models.experts import StackedRows
+from forerun.models.families import is_integer
 from forerun.models.files import joined
-from forerun.models.gguf.container import open_gguf
+from forerun.models.gguf.append import NewTensor, append_tensors
+from forerun.models.gguf.blocks import read_tensor
+from forerun.models.gguf.config import TRAINED_BLOCK
+from forerun.models.gguf.container import GgufFile, open_gguf
 from forerun.models.gguf.weights import GgufLoader
 from forerun.models.packed_cache import PackedCache
 from forerun.models.parameters import LayerWeights, LinearWeights, Matrix, Norm, Source
@@ -150,6 +157,8 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
         with reading(path, MTP):
             if reason := refuse_gguf_module(gguf):
                 raise LoadError(reason)
+            if TRAINED_BLOCK in gguf.metadata:
+                return _load_trained_block(gguf, target)
             return _load(path, GGUF_LAYOUT, target)
     raw = read_config(path, MTP)
     with reading(path, MTP):
@@ -164,13 +173,89 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
 
 
 def _load_trained(checkpoint: Checkpoint, target: TargetView) -> MtpModule:
-    """Load a module as `forerun train` writes it, from among the tensors of its target. It has the
-    layer that modules of `forerun train` have for this target, of any inner size."""
-    at = TRAINED_MTP_PREFIX
-    own = [name for name in checkpoint.where if name.startswith(at)]
+    """Load a module as `forerun train` writes it, from among the tensors of its target."""
+    own = [name for name in checkpoint.where if name.startswith(TRAINED_MTP_PREFIX)]
     tensors = {name: checkpoint.floats(name).float() for name in own}
-    layer = layer_like(target.config, size_of(tensors, f"{at}mlp.gate_proj.weight", 0))
+    return _assemble_trained(tensors, target.config)
+
+
+def _load_trained_block(gguf: GgufFile, target: TargetView) -> MtpModule:
+    """Load a module that `store_module` wrote into the file of its target."""
+    tensors = {
+        f"{TRAINED_MTP_PREFIX}{own}": read_tensor(gguf.tensors[name])
+        for own, name in trained_names(gguf).items()
+    }
+    return _assemble_trained(tensors, target.config)
+
+
+def _assemble_trained(tensors: Tensors, target: ModelConfig) -> MtpModule:
+    """Build a module with the layer that modules of `forerun train` have for this target, of any
+    inner size."""
+    gate = f"{TRAINED_MTP_PREFIX}mlp.gate_proj.weight"
+    layer = layer_like(target, size_of(tensors, gate, 0))
     return assemble(lambda: MtpModule(layer, target.layers), tensors, MTP)
+
+
+def store_module(directory: Path, target: Path, out: Path) -> None:
+    """Write a copy of a target's GGUF file with the module that `forerun train` made for it.
+
+    The module becomes a block behind the model's layers, as llama.cpp's converter writes modules,
+    with rows in the order of transformers. Its numbers are kept.
+
+    Raises:
+        LoadError: the module cannot be read or is not for this target, or the file cannot be read.
+        OSError: the copy cannot be written.
+    """
+    config, gguf = load_config(target), open_gguf(target)
+    if TRAINED_BLOCK in gguf.metadata:
+        raise LoadError(f"{target} has a module of forerun train already: give the original file")
+    raw, tensors = read_config(directory, MTP), read_tensors(directory, MTP)
+    with reading(directory, MTP):
+        layer = raw.get("transformer_layer_config")
+        if raw.get("speculators_model_type") != "mtp" or not isinstance(layer, dict):
+            raise LoadError("config.json does not describe one of the speculators layout")
+        if "d2t" in tensors:
+            raise LoadError(
+                "it predicts part of the vocabulary, and such a module cannot be stored with its"
+                " target"
+            )
+        module = _assemble_trained(tensors, config)
+        own = read_layer(layer, tensors, config.vocab, TRAINED_MTP_PREFIX)
+        if _essentials(own) != _essentials(module.layer):
+            raise LoadError("its layer is not the one that forerun train makes for this target")
+    metadata, prefix = gguf.metadata, f"{gguf.architecture}."
+    block = metadata[f"{prefix}block_count"]
+    extra = metadata.get(f"{prefix}nextn_predict_layers", 0)
+    if not is_integer(block) or not is_integer(extra):
+        raise LoadError(f"{target}: {prefix}block_count is {shown(block)}, not a whole number")
+    names = TRAINED_GGUF_NAMES | (TRAINED_GGUF_NORMS if module.layer.qk_norm else {})
+    added = [
+        _as_stored(
+            f"{GGUF_LAYOUT.at(block)}{name}.weight", tensors[f"{TRAINED_MTP_PREFIX}{part}.weight"]
+        )
+        for part, name in names.items()
+    ]
+    numbers = {
+        f"{prefix}block_count": block + 1,
+        f"{prefix}nextn_predict_layers": extra + 1,
+        TRAINED_BLOCK: block,
+    }
+    append_tensors(target, out, added, numbers)
+
+
+def _essentials(c: ModelConfig) -> tuple[Any, ...]:
+    """Return what the weights of a layer do not show."""
+    rope = c.ropes[0].parameters
+    sizes = c.hidden, c.heads, c.kv_heads, c.head_dim
+    return *sizes, c.norm_eps, c.activation, c.qk_norm, rope["rope_type"], rope["rope_theta"]
+
+
+def _as_stored(name: str, tensor: Tensor) -> NewTensor:
+    """Return a tensor in float32, or a matrix in bfloat16 if that holds its numbers."""
+    shape, short = tuple(tensor.shape), tensor.bfloat16()
+    if tensor.ndim > 1 and torch.equal(short.float(), tensor):
+        return NewTensor(name, "BF16", shape, short.contiguous().view(torch.int16).numpy())
+    return NewTensor(name, "F32", shape, tensor.float().contiguous().numpy())
 
 
 def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:

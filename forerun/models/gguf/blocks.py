@@ -148,6 +148,16 @@ def floats(kind: str, rows: Rows) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
+def read_tensor(entry: Entry) -> Tensor:
+    """Read a whole tensor: float32, or int64 where the file has integers. Raises LoadError."""
+    if entry.kind in ("I32", "I64"):
+        stored = entry.read().view(np.int32 if entry.kind == "I32" else np.int64)
+        return torch.from_numpy(stored.astype(np.int64)).reshape(entry.shape)
+    if len(entry.shape) == 2:
+        return Blocks((Piece(entry),)).dequantize()
+    return floats(entry.kind, entry.read()).reshape(entry.shape)
+
+
 def unpermuted(rows: int, heads: int, rotary: int) -> Tensor:
     """Return the row order that undoes llama.cpp's permutation of queries and keys.
 

@@ -31,6 +31,8 @@ OTHER_KINDS = {
     "mmproj": "an image projector",
     "imatrix": "an importance matrix",
     "clip": "an image projector",
+    "eagle3": "an EAGLE-3 head, which --draft takes",
+    "dflash": "a block drafter, which --draft takes",
 }
 # metadata of features that the decoder does not have, or only for some architectures
 UNSUPPORTED = {
@@ -50,6 +52,8 @@ RECURRENT = ("ssm.state_size", "shortconv.l_cache")  # those of architectures th
 # names of the flag of biases in config.json, where it is not attention_bias
 BIAS_FLAGS = {"starcoder2": "use_bias", "ernie4_5": "use_bias", "stablelm": "use_qkv_bias"}
 TOKENS = f"{PREFIX}tokens"
+# key of the block of a module from `forerun train`, one of those behind the model's layers
+TRAINED_BLOCK = "forerun.nextn_block"
 # tokens that only fill up the rows of an embedding, and differ between sizes of one family
 PADDING = re.compile(r"\[PAD[0-9]+\]")
 
@@ -164,7 +168,12 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raw = hugging_face(Metadata(gguf))
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise LoadError(f"{path}: its metadata lacks or misstates {one_line(str(error))}") from None
-    kinds = {entry.kind for entry in gguf.tensors.values() if len(entry.shape) > 1} - {"F32"}
+    own = f"blk.{gguf.metadata.get(TRAINED_BLOCK)}."  # a module says nothing of the model's types
+    kinds = {
+        entry.kind
+        for name, entry in gguf.tensors.items()
+        if len(entry.shape) > 1 and not name.startswith(own)
+    } - {"F32"}
     if kinds:
         raw["quantization_config"] = {"quant_method": "gguf"}  # keeps the file's own numbers
     raw["dtype"] = "float16" if kinds == {"F16"} else "bfloat16" if kinds else "float32"

@@ -161,6 +161,7 @@ class Eagle3(EagleRecipe):
             join=not portable,
         )
         head = Eagle3Head(config)
+        assert head.lm_head is not None
         with torch.no_grad():
             if draft_vocab < c.vocab:
                 init_short_head(head, head.lm_head, target, corpus)
@@ -183,6 +184,10 @@ class Eagle3(EagleRecipe):
         if head.mask_token is not None:
             raise LoadError(
                 f"{directory} has a head that drafts in parallel, which is not supported here"
+            )
+        if head.lm_head is None:
+            raise LoadError(
+                f"{directory} has a head without an lm head of its own, which is not supported here"
             )
         return head
 
