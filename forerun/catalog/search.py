@@ -42,7 +42,10 @@ SKIPPED_FOLDERS = ("node_modules", "site-packages", "__pycache__")
 SHOWN_CATEGORIES = 3
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
-QUERY_WORDS = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")
+QUERY_WORDS = (
+    *("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft"),
+    "assistant",
+)
 MAX_ANSWERS = 30  # cached_repositories per query
 MAX_READ = 24  # configurations that are read
 NUM_THREADS = 6
