@@ -620,6 +620,7 @@ DENSE: dict[str, Callable[[Json], Json]] = {
     "cohere2": _cohere2,
     "ernie4_5": ernie,
     "exaone4": _exaone4,
+    "exaone4_5_text": _exaone4,
     "glm4": _glm4,
     "granite": granite,
     "hunyuan_v1_dense": hunyuan,
