@@ -110,7 +110,9 @@ class HiddenStateProposer(Proposer):
         `context` tokens each. Subclasses call `reset` to allocate it."""
         self.target, self.layer, self.dtype = target, layer, dtype
         self._room = {"tokens": tokens, "page": page, "slots": slots, "context": context}
-        cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
+        cosine = sine = torch.zeros(context, 1, 0)  # of a layer that does not rotate
+        if layer.ropes:
+            cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
         self.rotation = cosine.to(target.device), sine.to(target.device)
 
     # ------------------------------------------------------------ for subclasses

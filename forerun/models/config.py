@@ -67,6 +67,7 @@ MTP_PREFIXES = {
     "qwen3_next": "mtp.",
     "exaone4": "mtp.",
     "exaone4_5_text": "mtp.",
+    "exaone_moe": "mtp.",
     "ernie4_5_moe": "model.mtp_",
 }
 

@@ -53,7 +53,8 @@ from tests.gguf_files import finish, written_with_module
 compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NEXTN = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-FIRST = ("exaone4", "ernie4_5_moe")  # whose module is built like their first layer
+# whose module is built like their first layer, or has no experts as that
+FIRST = ("exaone4", "ernie4_5_moe", "exaone_moe")
 FAMILIES = (*QWEN, *NEXTN, *FIRST)
 families = pytest.mark.parametrize("family", FAMILIES)
 # GGUF files, in numbers that the native kernels compute in float32, and in types as files have
@@ -144,6 +145,8 @@ def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin | FirstLayerTwin:
         return nextn_twin(model(family), decoder(family).config)
     if family == "exaone4":
         return FirstLayerTwin(model(family), "mtp.layers.0.", EXAONE_PARTS)
+    if family == "exaone_moe":
+        return FirstLayerTwin(model(family), "mtp.layers.0.", EXAONE_PARTS, windowed=False)
     if family == "ernie4_5_moe":
         return FirstLayerTwin(model(family), "model.mtp_block.0.", ERNIE_PARTS)
     return QwenMtpTwin(model(family), decoder(family).config)
@@ -593,6 +596,15 @@ def test_a_layout_has_every_tensor_of_its_module(family: str) -> None:
     assert refuse_own_module(raw, stored.keys() - copies) == ""
     extra = refuse_own_module(raw, {*stored, f"{at}{layout.layer}self_attn.o_proj.bias"})
     assert "self_attn.o_proj.bias, which is not supported" in extra
+
+
+def test_a_module_with_windows_of_k_exaone_is_refused() -> None:
+    raw = json.loads((model("exaone_moe") / "config.json").read_text())
+    stored = load_file(model("exaone_moe") / "model.safetensors")
+    assert refuse_own_module(raw | {"mtp_layer_types": ["full_attention"]}, stored) == ""
+    for types in (["sliding_attention"], ["full_attention"] * 2, "full_attention"):
+        refused = refuse_own_module(raw | {"mtp_layer_types": types}, stored)
+        assert "only one layer of full attention is supported" in refused
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe", "deepseek_v3"])

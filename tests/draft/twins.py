@@ -399,7 +399,10 @@ class FirstLayerTwin:
     transformers', in float64, and what is around it is written here. For EXAONE 4.5 as vLLM
     computes it, for ERNIE 4.5 as its authors' code for training does."""
 
-    def __init__(self, path: Path, layer: str, parts: tuple[str, str, str, str]) -> None:
+    def __init__(
+        self, path: Path, layer: str, parts: tuple[str, str, str, str], windowed: bool = True
+    ) -> None:
+        """Without `windowed` the layer has full attention, and rotates nothing beside windows."""
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -411,6 +414,9 @@ class FirstLayerTwin:
         self.layer = type(self.model.model.layers[0])(self.config, 0).double().eval()
         own = {n.removeprefix(layer): t for n, t in self.w.items() if n.startswith(layer)}
         self.layer.load_state_dict(own)
+        self.windowed = windowed
+        if not windowed:
+            self.layer.self_attn.is_sliding = False
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return norm(x, self.w[f"{name}.weight"], self.config.rms_norm_eps)
@@ -427,7 +433,8 @@ class FirstLayerTwin:
         x = (pair @ self.w[f"{product}.weight"].T)[None]
         positions = torch.arange(len(ids))
         distance = positions[:, None] - positions
-        window = self.config.sliding_window if hasattr(self.config, "layer_types") else None
+        has_windows = self.windowed and hasattr(self.config, "layer_types")
+        window = self.config.sliding_window if has_windows else None
         seen = (distance >= 0) & (distance < (window or len(ids)))
         mask = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, -torch.inf)
         out = self.layer(

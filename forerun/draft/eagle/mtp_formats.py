@@ -75,6 +75,7 @@ class OwnLayout:
         state_first: the product that joins a pair has the columns of the state first.
         like_first: the layer is built like the target's first one, which may be dense among others
             with experts, and not like the last one that attends.
+        dense: the layer has no experts, though the target's last one has.
         shares_norm: the norm behind the layer is the target's last one, and states pass from one
             token to the next before it, the target's own too.
     """
@@ -84,6 +85,7 @@ class OwnLayout:
     outside: dict[str, str] = field(default_factory=lambda: NEXTN_NAMES)
     state_first: bool = False
     like_first: bool = False
+    dense: bool = False
     shares_norm: bool = False
 
     def at(self, layers: int) -> str:
@@ -92,12 +94,12 @@ class OwnLayout:
 
     def layer_config(self, c: ModelConfig) -> ModelConfig:
         """Return the config of the only layer of the module of a model: like one of the model's
-        layers with attention, and with experts if the model has any there or anywhere."""
+        layers with attention, and with experts as the layout says."""
         i = 0 if self.like_first else max(i for i in range(c.layers) if c.has_attention(i))
         rope = c.rope_of[i]
         has_experts = c.has_experts(i) if self.like_first else c.experts is not None
         experts = None
-        if has_experts and c.experts is not None:
+        if has_experts and not self.dense and c.experts is not None:
             experts = replace(c.experts, layers=(True,))
         return replace(
             c,
@@ -126,6 +128,11 @@ class OwnLayout:
         held = {name for name in tensors if name.startswith(at)}
         if not held:
             return "its checkpoint has no multi-token layers; some copies leave them out"
+        kinds = c.raw.get("mtp_layer_types")
+        if kinds not in (None, ["full_attention"]):
+            return (
+                f"mtp_layer_types is {shown(kinds)}: only one layer of full attention is supported"
+            )
         quantized = any(c.raw.get(key) is not None for key in QUANTIZED)
         names = list(self.names(c))
         matrices = [name for name, is_matrix in names if is_matrix]
@@ -202,6 +209,9 @@ OWN_LAYOUTS = {
         )
         for family in EXAONE
     },
+    "exaone_moe": OwnLayout(
+        prefix=MTP_PREFIXES["exaone_moe"], layer="layers.0.", outside=QWEN_NAMES, dense=True
+    ),
     "ernie4_5_moe": OwnLayout(
         prefix=MTP_PREFIXES["ernie4_5_moe"],
         layer="block.0.",
@@ -251,7 +261,7 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
         family = shown(text_part(raw).get("model_type"))
         return (
             f"multi-token layers of the family {family} are not read: only those of MiMo,"
-            " Qwen3-Next, Qwen3.5, GLM-4.5 to GLM-4.7, DeepSeek V3, EXAONE 4.5 and ERNIE 4.5 are"
+            " Qwen3-Next, Qwen3.5, GLM-4.5 to GLM-4.7, DeepSeek V3, EXAONE and ERNIE 4.5 are"
         )
     if tensors is None:
         return ""
