@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from forerun.config import Config
+from forerun.draft.assistant_formats import is_assistant
 from forerun.draft.corpus import Index
 from forerun.draft.cross_vocabulary import make_draft_model
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import Proposer
 from forerun.draft.self_speculation import SelfSpeculation, automatic_layers, parse_layers
-from forerun.errors import RequestError
+from forerun.errors import LoadError, RequestError
 from forerun.load import check_vocabulary, fit_kv_tokens, free_memory, load_tokenizer, make_runner
 from forerun.models.hub import find_model
 from forerun.models.tokenizer import Tokenizer
@@ -38,6 +39,11 @@ class Loader:
     def model(self, where: str, width: int) -> Proposer:
         """Return a draft model, with drafts of `width` if its vocabulary is the target's."""
         directory = find_model(where)
+        if is_assistant(directory):
+            raise LoadError(
+                f"{where} is a Gemma 4 assistant, which reads its target's states, keys and values:"
+                f" give --draft mtp:{where}"
+            )
         vocab = self.target.decoder.config.vocab
         tokenizer = load_tokenizer(directory)
         if self.tokenizer is None or tokenizer is None:

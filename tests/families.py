@@ -80,6 +80,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", dict(PADDED, sliding_window=8, head_dim=8)),
     "ernie4_5": ("ernie4_5", dict(PADDED, head_dim=8)),
     "exaone4": ("exaone4", dict(PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4)),
+    "exaone_moe": (
+        "exaone_moe",
+        dict(
+            PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4, moe_intermediate_size=16, num_experts=8,
+            num_experts_per_tok=2, n_group=2, topk_group=1,
+        ),
+    ),
     "glm4": ("glm4", dict(PADDED, head_dim=8)),
     "granite": ("granite", dict(PADDED, **MULTIPLIERS)),
     "granite4-dense": (

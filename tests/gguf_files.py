@@ -84,10 +84,10 @@ ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
 # files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
-# attention, Llama 4 and Gemma 3n are not read
+# attention, Llama 4, Gemma 3n and K-EXAONE are not read
 NOT_READ = (
     "falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "llama4", "llama4-two", "gemma3n",
-    "gemma3n-own-keys",
+    "gemma3n-own-keys", "exaone_moe",
 )  # fmt: skip
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]

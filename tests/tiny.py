@@ -180,6 +180,40 @@ def medusa(name: str, heads: int = 3) -> MedusaHeads:
     return made
 
 
+@functools.cache
+def assistant(name: str, ordered: bool = False) -> tuple[Any, Path]:
+    """An assistant for `family(name)`, a Gemma 4, with random weights: transformers' module, and its
+    directory. If `ordered`, it scores the tokens of some of its centroids."""
+    text = hf.AutoConfig.from_pretrained(family(name))
+    layers = dict(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, head_dim=8,
+        global_head_dim=16, sliding_window=8, hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=0, attention_k_eq_v=text.attention_k_eq_v,
+        num_global_key_value_heads=1 if text.attention_k_eq_v else None, num_kv_shared_layers=4,
+    )  # fmt: skip
+    config = hf.Gemma4AssistantConfig(
+        text_config=hf.Gemma4TextConfig(**layers),
+        backbone_hidden_size=text.hidden_size,
+        use_ordered_embeddings=ordered,
+        num_centroids=16,
+        centroid_intermediate_top_k=5,
+    )
+    torch.manual_seed(3)
+    model = hf.Gemma4AssistantForCausalLM(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0.0, 0.4 if value.ndim > 1 else 0.1)
+            if value.ndim == 1:
+                value.add_(1.0)
+        if ordered:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    directory = new_directory("assistant-") / "assistant"
+    model.save_pretrained(directory)
+    return model, directory
+
+
 def mlp(name: str, **changes: Any) -> MlpSpeculator:
     """A speculator for `family(name)`: what it says is anything, and depends on everything it is
     given."""

@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,6 +149,16 @@ class KVCache:
             source, target = torch.split(upload(moved, torch.int64, self.data.device), count)
             self.move(source, target)
         self.length[slot] += count
+
+    def read(self, slot: int, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values of a layer, [n, Hkv, D] each: those of the slot's
+        committed rows from `first` on."""
+        numbers = self.pages.rows[slot, first : self.length[slot]]
+        rows = torch.from_numpy(numbers.astype(np.int64)).to(self.data.device)
+        keys, values = self.keys[layer], self.values[layer]
+        if not self.native:
+            return keys[rows], values[rows]
+        return keys[:, rows // LANES, :, rows % LANES], values[:, rows].transpose(0, 1)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows in all layers. source, target: int64 [n]"""

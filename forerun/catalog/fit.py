@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
+from forerun.draft.assistant_formats import ASSISTANT, GEMMA_ASSISTANTS, read_assistant
 from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
 from forerun.draft.eagle.formats import read_format
 from forerun.draft.eagle.mtp_formats import refuse_gguf_module, refuse_own_module
@@ -52,7 +53,10 @@ def draft_argument(facts: Facts) -> str:
 
 def layer_config(raw: Json) -> Json:
     """Return the configuration of a head's decoder layer, which may be nested."""
-    nested = [raw.get(name) for name in ("transformer_layer_config", "model")]
+    names: tuple[str, ...] = ("transformer_layer_config", "model")
+    if raw.get("model_type") in GEMMA_ASSISTANTS:
+        names = ("text_config",)
+    nested = [raw.get(name) for name in names]
     return next((layer for layer in nested if isinstance(layer, dict)), raw)
 
 
@@ -98,6 +102,9 @@ def _refuse_block(facts: Facts) -> str:
 def _refuse_mtp(facts: Facts) -> str:
     if facts.raw.get("gguf"):
         return refuse_gguf_module(skim(facts.path)) if facts.path else ""
+    if facts.kind.family == ASSISTANT:
+        read_assistant(facts.raw)
+        return _missing(facts, "pre_projection.weight")
     if facts.kind.dialect == "native":
         return refuse_own_module(facts.raw, facts.shapes or None)
     num_layers = facts.raw.get("num_nextn_predict_layers", 1)
@@ -318,7 +325,7 @@ def _check_vocabulary(drafter: Facts, target: Sizes) -> FitCheck:
 def _target_hidden_size(drafter: Facts) -> int:
     if drafter.kind.draft == "mlp":
         return _size(drafter.raw, "input_hidden_dim", "emb_dim")
-    size = _size(drafter.raw, "target_hidden_size")
+    size = _size(drafter.raw, "target_hidden_size", "backbone_hidden_size")
     if drafter.kind.family in ("medusa", "mtp", "eagle"):  # their states have the target's size
         size = size or _size(layer_config(drafter.raw), "hidden_size")
     return size
@@ -367,7 +374,7 @@ def aux_hidden_layers(drafter: Facts, target: Sizes) -> tuple[int, ...] | None:
 
 
 def _check_embedding(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
-    if drafter.kind.draft in ("medusa", "mlp"):
+    if drafter.kind.draft in ("medusa", "mlp") or drafter.kind.family == ASSISTANT:
         return
     hidden_size = _size(layer_config(drafter.raw), "hidden_size")
     rows = _rows(drafter, "embed_tokens.weight")

@@ -43,7 +43,10 @@ SHOWN_CATEGORIES = 3
 HEAD_FILES = ("eagle3", "dflash", "dspark")  # parts of the names of GGUF files of heads
 
 TAGS = ("speculative-decoding", "speculators", "eagle3", "dflash", "draft-model", "forerun")
-QUERY_WORDS = ("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft")
+QUERY_WORDS = (
+    *("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft"),
+    "assistant",
+)
 MAX_ANSWERS = 30  # cached_repositories per query
 MAX_READ = 24  # configurations that are read
 NUM_THREADS = 6

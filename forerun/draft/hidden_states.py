@@ -1,9 +1,10 @@
-"""Base of proposers that read the target's hidden states and keep a KV cache of their own.
+"""Bases of proposers that read the target's hidden states, with a KV cache or without one.
 
-What a head computes from a committed token depends on the target's hidden states alone, never on a
-draft. It is computed once, when a draft is next requested; until then the states are pending, and
-many of them are fused early because that makes them narrower. Cache pages are shared between
-requests with a common prefix, as the target shares its own.
+`HiddenStateProposer` has a cache. What its head computes from a committed token depends on the
+target's hidden states alone, never on a draft. It is computed once, when a draft is next requested;
+until then the states are pending, and many of them are fused early because that makes them
+narrower. Cache pages are shared between requests with a common prefix, as the target shares its
+own.
 
 The target does not show the hidden states of a cached prefix. Usually the head's own cache holds
 what was computed from them. Otherwise positions are counted from the first states that the slot
@@ -23,7 +24,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
-from forerun.draft.tree import Tree
+from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
 from forerun.runtime.program import DraftedChain, RoundStart
@@ -109,7 +110,9 @@ class HiddenStateProposer(Proposer):
         `context` tokens each. Subclasses call `reset` to allocate it."""
         self.target, self.layer, self.dtype = target, layer, dtype
         self._room = {"tokens": tokens, "page": page, "slots": slots, "context": context}
-        cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
+        cosine = sine = torch.zeros(context, 1, 0)  # of a layer that does not rotate
+        if layer.ropes:
+            cosine, sine = rope_tables(layer, layer.ropes[0], context, dtype)
         self.rotation = cosine.to(target.device), sine.to(target.device)
 
     # ------------------------------------------------------------ for subclasses
@@ -323,6 +326,103 @@ class HiddenStateProposer(Proposer):
             pending.fused.append(self.fuse(torch.cat(columns, dim=-1).to(self.dtype)))
             pending.raw.clear()
             pending.num_raw = 0
+
+
+class LastStateProposer(Proposer):
+    """Base of proposers that draft from the target's state of the token before the root.
+
+    What is carried from a node to its children is all the state that they have. Drafts are chains,
+    or trees of `width` nodes a level.
+
+    Attributes:
+        dtype: of the states that enter the heads.
+        max_depth: the number of tokens that the heads can draft, None for any.
+    """
+
+    max_depth: int | None = None
+
+    def __init__(self, name: str, target: TargetView, width: int, dtype: torch.dtype) -> None:
+        """`name` is the source in statistics."""
+        self.name, self.target, self.width, self.dtype = name, target, width, dtype
+        self.aux_hidden_layers = (target.layers,)
+        self._last: dict[int, tuple[int, States]] = {}  # by slot: position and state
+
+    # ------------------------------------------------------------ for subclasses
+
+    def grow_trees(self, trees: Sequence[Tree], states: Tensor) -> None:
+        """Grow each tree as deep as its request allows, from the target's normed states [n, H] of
+        the tokens before the roots; there is at least one."""
+        raise NotImplementedError
+
+    def step(
+        self, level: int, trees: Sequence[Tree], carried: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one level behind nodes.
+
+        Args:
+            level: the depth of the nodes, 0 for roots.
+            trees: the tree of each node.
+            carried: what each node got from its parent, [F, C].
+            tokens: the nodes' tokens, int64 [F].
+
+        Returns:
+            logits over the target's vocabulary [F, V], and what is carried on, [F, C].
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ Proposer
+
+    def open(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        references: Sequence[Reference] = (),
+        tenant: str = "",
+    ) -> None:
+        self._last.pop(slot, None)
+
+    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
+        self._last.pop(slot, None)
+
+    def reset(self) -> None:
+        self._last.clear()
+
+    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
+        states = features[self.target.layers]
+        self._last[slot] = start + len(states) - 1, states[-1]
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
+        trees = [Tree(row, fed=0) for row in rows]
+        active = [tree for tree in trees if self.can_draft(tree.request)]
+        if active:
+            states = torch.stack([as_tensor(self._last[tree.request.slot][1]) for tree in active])
+            self.grow_trees(active, self.target.normalise(states).to(self.dtype))
+        return [tree.finish(self.target.vocab) for tree in trees]
+
+    def can_draft(self, row: DraftRequest) -> bool:
+        """Return True if the last state received is that of the token before the root."""
+        return row.slot in self._last and self._last[row.slot][0] == len(row.tokens) - 2
+
+    def draft_by_levels(self, trees: Sequence[Tree], carried: Tensor) -> None:
+        """Grow the trees one level at a time; `carried` [n, C] belongs to their roots."""
+        growing, level = list(trees), 0
+        while growing and level != self.max_depth:
+            # one row for each frontier node, tree by tree
+            nodes = [(tree, node) for tree in growing for node in tree.frontier]
+            tokens = [tree.draft.tokens[node] for tree, node in nodes]
+            ids = torch.tensor(tokens, device=carried.device)
+            logits, carried = self.step(level, [tree for tree, _ in nodes], carried, ids)
+            grow(growing, logits, self.width, self.name)
+            level += 1
+            growing = [tree for tree in growing if tree.request.depth > level and tree.frontier]
+            index = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
+            parents = [
+                index[id(tree), tree.draft.parents[node]]
+                for tree in growing
+                for node in tree.frontier
+            ]
+            carried = carried[parents]
 
 
 def as_tensor(states: States) -> Tensor:

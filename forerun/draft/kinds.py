@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.draft.assistant_formats import ASSISTANT, GEMMA_ASSISTANTS
 from forerun.draft.eagle.mtp_formats import has_own_module, refuse_own_module
 from forerun.draft.gguf_heads import head_kind
 from forerun.errors import LoadError, one_line
@@ -28,7 +29,7 @@ MIN_BITS = {"avx512": 0.0, "avx512vnni": 0.0, "avx2": 8.0, "avxvnni": 8.0}
 WORDS = (
     *("eagle3", "eagle-3", "p-eagle", "peagle", "eagle", "dflash", "dspark", "medusa", "mtp"),
     *("pard", "speculator", "speculators", "speculative-decoding", "draft", "draft-model"),
-    "drafter",
+    *("drafter", "assistant"),
 )
 
 DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
@@ -36,7 +37,6 @@ DEEPSPECS = (DEEPSPEC, DEEPSPEC_GEMMA)
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # in the order in which vLLM looks
 MLP_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 NUM_NATIVE_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 # Names in `--draft` of the types of vLLM's speculators.
@@ -228,7 +228,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     (lambda k: k.has("speculators_model_type"), _speculators),
     (
         lambda k: k.type in GEMMA_ASSISTANTS,
-        Kind("gemma4_assistant", "", "Gemma 4 assistant", "", NOT_READ),
+        Kind(ASSISTANT, "", "Gemma 4 assistant", "mtp"),
     ),
     (_is_arctic, Kind("arctic", "", "Arctic speculator", "", NOT_READ)),
     (_is_mlp, Kind("mlp", "", "MLP speculator", "mlp")),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,21 +28,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.devices import upload
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import Tensors, assemble, read_tensors, size_of, write
 from forerun.draft.head_modules import Operations, with_native_products
-from forerun.draft.hidden_states import as_tensor
+from forerun.draft.hidden_states import LastStateProposer
 from forerun.draft.medusa_formats import MAX_LEVELS, MlpConfig, read_medusa, read_mlp
-from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
-from forerun.draft.tree import Tree, grow
+from forerun.draft.proposer import TargetView
+from forerun.draft.tree import Tree
 from forerun.errors import LoadError
 from forerun.kernels.native import ACTIVATIONS, ADD, COp
 from forerun.models.config import ModelConfig
 from forerun.models.families import Json
 from forerun.models.shortlist import spread
 from forerun.runtime.program import LOGITS, ChainStart, DraftedChain, Program, X
-from forerun.types import BESIDE, Draft, States
+from forerun.types import BESIDE
 
 MEDUSA = "set of Medusa heads"
 MLP = "MLP speculator"
@@ -371,7 +370,7 @@ class NativeMedusa:
         )
 
 
-class MedusaProposer(Proposer):
+class MedusaProposer(LastStateProposer):
     """Drafts chains, or trees of `width` nodes a level, with Medusa-style heads.
 
     The heads read the state of the token before the root.
@@ -383,9 +382,8 @@ class MedusaProposer(Proposer):
         """`name` is the source in statistics. Computes in the heads' dtype, or in the target's
         native form. Raises LoadError if the heads are not made for this target."""
         heads.attach(target)
-        self.name, self.target, self.width = name, target, width
-        self.aux_hidden_layers = (target.layers,)
-        self.dtype = next(heads.parameters()).dtype
+        super().__init__(name, target, width, next(heads.parameters()).dtype)
+        self.max_depth = heads.levels
         self.heads = heads.to(target.device)
         self.native: NativeMedusa | None = None
         if target.form is not None:
@@ -394,41 +392,17 @@ class MedusaProposer(Proposer):
                 self.native = NativeMedusa(self.heads, target.config, target.form)
         self.ends_chains = self.reports_confidence = self.native is not None
         self.extra_nodes = BESIDE if self.native is not None else 0
-        self._last: dict[int, tuple[int, States]] = {}  # by slot: position and state
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
-        self._last.pop(slot, None)
+    def grow_trees(self, trees: Sequence[Tree], states: Tensor) -> None:
+        initial = self.heads.initial(states)
+        if not self._draft_natively(trees, initial):
+            self.draft_by_levels(trees, initial)
 
-    def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
-        self._last.pop(slot, None)
-
-    def reset(self) -> None:
-        self._last.clear()
-
-    def observe(self, slot: int, start: int, features: Mapping[int, States]) -> None:
-        states = features[self.target.layers]
-        self._last[slot] = start + len(states) - 1, states[-1]
-
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-        trees = [Tree(row, fed=0) for row in rows]
-        active = [tree for tree in trees if self._can_draft(tree.request)]
-        if active:
-            states = torch.stack([as_tensor(self._last[tree.request.slot][1]) for tree in active])
-            initial = self.heads.initial(self.target.normalise(states).to(self.dtype))
-            if not self._draft_natively(active, initial):
-                self._draft_by_levels(active, initial)
-        return [tree.finish(self.target.vocab) for tree in trees]
-
-    def _can_draft(self, row: DraftRequest) -> bool:
-        """Return True if the last state received is that of the token before the root."""
-        return row.slot in self._last and self._last[row.slot][0] == len(row.tokens) - 2
+    def step(
+        self, level: int, trees: Sequence[Tree], carried: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logits, carried = self.heads.step(level, carried, tokens)
+        return spread(logits, self.heads.tokens(), self.target.vocab), carried
 
     def _draft_natively(self, trees: Sequence[Tree], initial: Tensor) -> bool:
         """Draft chains in one native call; False, with nothing done, if that is not possible."""
@@ -440,25 +414,3 @@ class MedusaProposer(Proposer):
         for tree, own in zip(trees, found, strict=True):
             tree.weigh(own, self.name, BESIDE)
         return True
-
-    def _draft_by_levels(self, trees: Sequence[Tree], carried: Tensor) -> None:
-        growing = list(trees)
-        for level in range(self.heads.levels):
-            # one row for each frontier node, tree by tree
-            nodes = [(tree, node) for tree in growing for node in tree.frontier]
-            tokens = [tree.draft.tokens[node] for tree, node in nodes]
-            logits, carried = self.heads.step(
-                level, carried, upload(tokens, torch.int64, carried.device)
-            )
-            logits = spread(logits, self.heads.tokens(), self.target.vocab)
-            grow(growing, logits, self.width, self.name)
-            growing = [tree for tree in growing if tree.request.depth > level + 1 and tree.frontier]
-            if not growing:
-                return
-            index = {(id(tree), node): i for i, (tree, node) in enumerate(nodes)}
-            parents = [
-                index[id(tree), tree.draft.parents[node]]
-                for tree in growing
-                for node in tree.frontier
-            ]
-            carried = carried[parents]

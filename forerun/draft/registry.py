@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forerun.cache.kv import KVCache
+from forerun.draft.assistant import AssistantProposer, load_assistant
+from forerun.draft.assistant_formats import is_assistant
 from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
@@ -75,7 +77,11 @@ def make_proposers(
             return MedusaProposer(name, heads, target, width)
         if kind in EAGLE_LOADERS:
             if argument:
-                head = EAGLE_LOADERS[kind](find_model(argument, pickled=True), target)
+                directory = find_model(argument, pickled=True)
+                if kind == "mtp" and is_assistant(directory):
+                    assistant = load_assistant(directory, target)
+                    return AssistantProposer(name, assistant, target, load.target, width)
+                head = EAGLE_LOADERS[kind](directory, target)
             else:
                 head = load_own_module(load.directory, target)
             eagle = EagleProposer if head.mask_token is None else ParallelEagleProposer

@@ -65,6 +65,10 @@ MTP_PREFIXES = {
     "qwen3_5_text": "mtp.",
     "qwen3_5_moe_text": "mtp.",
     "qwen3_next": "mtp.",
+    "exaone4": "mtp.",
+    "exaone4_5_text": "mtp.",
+    "exaone_moe": "mtp.",
+    "ernie4_5_moe": "model.mtp_",
 }
 
 

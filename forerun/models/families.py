@@ -431,7 +431,7 @@ def _glm4(c: Json) -> Json:
     )
 
 
-def _exaone4(c: Json) -> Json:
+def exaone4(c: Json) -> Json:
     fields, window = llama({"rms_norm_eps": 1e-5} | c), c.get("sliding_window")
     period = c.get("sliding_window_pattern") or 4
     if isinstance(period, str):  # a letter for each layer of a period, L for local ones
@@ -619,7 +619,8 @@ DENSE: dict[str, Callable[[Json], Json]] = {
     "cohere": _cohere,
     "cohere2": _cohere2,
     "ernie4_5": ernie,
-    "exaone4": _exaone4,
+    "exaone4": exaone4,
+    "exaone4_5_text": exaone4,
     "glm4": _glm4,
     "granite": granite,
     "hunyuan_v1_dense": hunyuan,

@@ -19,6 +19,7 @@ from forerun.models.families import (
     QueryGrowth,
     RecurrentLayers,
     ernie,
+    exaone4,
     gemma3,
     granite,
     hunyuan,
@@ -192,6 +193,21 @@ def _ernie_moe(c: Json) -> Json:
         choice_bias=True,
     )
     return fields | dict(layout="ernie_moe", experts=experts)
+
+
+def _exaone_moe(c: Json) -> Json:
+    """Attention is that of EXAONE 4, with norms before each branch."""
+    for name in ("swiglu_limits", "sliding_windows"):
+        if any(c.get(name) or ()):
+            raise ValueError(f"{name} {shown(c[name])}, which is not supported")
+    fields = exaone4(c) | dict(layout="exaone_moe", pre_norm=True, sandwich=False)
+    layers, dense = range(fields["layers"]), c.get("first_k_dense_replace", 1)
+    kinds = c.get("mlp_layer_types")
+    is_sparse = [i >= dense for i in layers] if kinds is None else [k == "sparse" for k in kinds]
+    inner = c["moe_intermediate_size"]
+    shared = c.get("num_shared_experts", 1) * inner
+    named = c | {"n_routed_experts": c["num_experts"]}
+    return fields | dict(experts=_deepseek_experts(named, tuple(is_sparse), shared))
 
 
 def _hunyuan_moe(c: Json) -> Json:
@@ -600,6 +616,7 @@ def _lfm2_moe(c: Json) -> Json:
 
 FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "ernie4_5_moe": _ernie_moe,
+    "exaone_moe": _exaone_moe,
     "falcon_h1": _falcon_h1,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,

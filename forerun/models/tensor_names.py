@@ -147,6 +147,10 @@ NAMES: dict[str, Names] = {
     | EXPERT_NAMES
     | _shared_names("shared_experts")
     | {"choice_bias": "mlp.gate.e_score_correction_bias"},
+    "exaone_moe": LLAMA_NAMES
+    | EXPERT_NAMES
+    | _shared_names("shared_experts")
+    | {"choice_bias": "mlp.e_score_correction_bias"},
     "deepseek": LLAMA_NAMES
     | EXPERT_NAMES
     | _shared_names("shared_experts")

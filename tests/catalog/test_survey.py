@@ -228,6 +228,6 @@ def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
 
 
 def test_a_drafter_that_is_not_read_is_no_model_either(home: Path) -> None:
-    row = one(safetensors(home / "mine/drafter", model_type="gemma4_assistant"))
+    row = one(safetensors(home / "mine/drafter", hydra_num_heads=4))
     why = "is no model but a drafter for one, and forerun does not read this kind of drafter"
     assert not row.runs and row.reason == why

@@ -159,8 +159,8 @@ def test_pull_downloads_nothing_that_does_not_fit(stocked: FakeHub, forerun) -> 
         and "does not fit, hidden size" in err
         and "nothing was downloaded" in err
     )
-    stocked.add("them/x-assistant", {"model_type": "gemma4_assistant"}, {"a": (9999, 999)})
-    code, _, err = forerun("pull", "them/x-assistant")
+    stocked.add("them/x-hydra", {"hydra_num_heads": 4}, {"a": (9999, 999)})
+    code, _, err = forerun("pull", "them/x-hydra")
     assert code == 2 and "forerun does not read this kind" in err
     assert (
         not any("tree" in path for path in stocked.asked)

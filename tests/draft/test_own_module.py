@@ -40,18 +40,27 @@ from forerun.runtime.torch_runner import Runner
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.heads import ROOM
-from tests.draft.twins import QwenMtpTwin, TransformersMtpTwin, nextn_twin
+from tests.draft.twins import (
+    ERNIE_PARTS,
+    EXAONE_PARTS,
+    FirstLayerTwin,
+    QwenMtpTwin,
+    TransformersMtpTwin,
+    nextn_twin,
+)
 from tests.gguf_files import finish, written_with_module
 
 compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NEXTN = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = (*QWEN, *NEXTN)
+# whose module is built like their first layer, or has no experts as that
+FIRST = ("exaone4", "ernie4_5_moe", "exaone_moe")
+FAMILIES = (*QWEN, *NEXTN, *FIRST)
 families = pytest.mark.parametrize("family", FAMILIES)
 # GGUF files, in numbers that the native kernels compute in float32, and in types as files have
 GGUFS = ("qwen3_5/F32", "qwen3_5_moe/F32", "qwen3_next/F32", "glm4_moe/F32")
 QUANTIZED_GGUFS = ("qwen3_5/q4_1", "qwen3_5_moe/Q8_0", "glm4_moe/experts")
-TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8]
+TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 12, 21]  # more than windows of tiny models
 
 
 def append_nextn(directory: Path) -> None:
@@ -92,6 +101,24 @@ def append_module(directory: Path) -> None:
     save_file(stored, directory / "model.safetensors")
 
 
+def append_first(directory: Path) -> None:
+    """Append a random multi-token module to a model of EXAONE 4 or ERNIE 4.5, as published ones
+    name it."""
+    stored = load_file(directory / "model.safetensors")
+    layout = OWN_LAYOUTS[load_config(directory).family]
+    hidden = stored["model.embed_tokens.weight"].shape[1]
+    torch.manual_seed(5)
+    for name in [name for name in stored if name.startswith("model.layers.0.")]:
+        copied = layout.prefix + layout.layer + name.removeprefix("model.layers.0.")
+        random = torch.randn_like(stored[name])
+        stored[copied] = 1 + 0.1 * random if random.ndim == 1 else 0.4 * random
+    for part, name in layout.outside.items():
+        weight = torch.randn(hidden, 2 * hidden) * 0.4
+        norm = 1 + torch.randn(hidden) * 0.1
+        stored[f"{layout.prefix}{name}.weight"] = weight if part == "join" else norm
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+
+
 @functools.cache
 def model(family: str = "qwen3_5") -> Path:
     """A directory with a module in its checkpoint, or a GGUF file with one."""
@@ -99,7 +126,8 @@ def model(family: str = "qwen3_5") -> Path:
         return written_with_module(*family.split("/")).path
     directory = tiny.new_directory(f"{family}-mtp-") / "model"
     shutil.copytree(tiny.family(family), directory)
-    (append_nextn if family in NEXTN else append_module)(directory)
+    append = append_first if family in FIRST else append_module
+    (append_nextn if family in NEXTN else append)(directory)
     return directory
 
 
@@ -108,13 +136,19 @@ def decoder(family: str = "qwen3_5") -> NativeDecoder:
     return tiny.native_decoder(model(family), form="float32")
 
 
-def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin:
+def twin_of(family: str) -> QwenMtpTwin | TransformersMtpTwin | FirstLayerTwin:
     """The reference of a model's module."""
     if "/" in family:
         written = written_with_module(*family.split("/"))
         return TransformersMtpTwin(written.model, written.module)
     if family in NEXTN:
         return nextn_twin(model(family), decoder(family).config)
+    if family == "exaone4":
+        return FirstLayerTwin(model(family), "mtp.layers.0.", EXAONE_PARTS)
+    if family == "exaone_moe":
+        return FirstLayerTwin(model(family), "mtp.layers.0.", EXAONE_PARTS, windowed=False)
+    if family == "ernie4_5_moe":
+        return FirstLayerTwin(model(family), "model.mtp_block.0.", ERNIE_PARTS)
     return QwenMtpTwin(model(family), decoder(family).config)
 
 
@@ -146,6 +180,30 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     logits = twin.lm_head(expected)
     assert torch.allclose(drafter.head.logits(output)[0].double(), logits, atol=1e-4)
     assert draft.tokens[1] == int(logits.argmax())
+
+
+@compiled
+def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """EXAONE 4.5 is EXAONE 4 as one part of a model; its module is beside that part."""
+    stored = load_file(model("exaone4") / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
+    named["model.visual.patch_embed.weight"] = torch.zeros(4, 4)
+    raw = json.loads((model("exaone4") / "config.json").read_text())
+    outer = {"model_type": "exaone4_5", "num_nextn_predict_layers": 1}
+    outer["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    outer["text_config"] = raw | {"model_type": "exaone4_5_text"}
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert has_own_module(tmp_path) and facts_at(tmp_path, "x").kind.draft == "mtp"
+    params = SamplingParams.pure(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+    results = []
+    for directory in (model("exaone4"), tmp_path):
+        llm = LLM(directory, draft="mtp", kv_tokens=1024)
+        plain = llm.generate([5, 6, 7], params, draft="off")[0]
+        drafted = llm.generate([5, 6, 7], params, depth=3)[0]
+        assert drafted.token_ids == plain.token_ids
+        results.append((drafted.token_ids, drafted.stats.by_source["mtp"]))
+    assert results[0] == results[1] and results[0][1].drafted > 20
 
 
 @compiled
@@ -408,7 +466,7 @@ def quantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         ({}, without("mtp."), "no multi-token layers"),
         ({}, without("mtp.norm"), "no mtp.norm.weight"),
         ({}, quantized, "mtp.fc.weight_scale_inv, which is not supported"),
-        ({"model_type": "exaone4"}, None, "family 'exaone4' are not read"),
+        ({"model_type": "cohere"}, None, "family 'cohere' are not read"),
         ({"model_type": None}, None, "family None are not read"),
     ],
 )
@@ -538,6 +596,15 @@ def test_a_layout_has_every_tensor_of_its_module(family: str) -> None:
     assert refuse_own_module(raw, stored.keys() - copies) == ""
     extra = refuse_own_module(raw, {*stored, f"{at}{layout.layer}self_attn.o_proj.bias"})
     assert "self_attn.o_proj.bias, which is not supported" in extra
+
+
+def test_a_module_with_windows_of_k_exaone_is_refused() -> None:
+    raw = json.loads((model("exaone_moe") / "config.json").read_text())
+    stored = load_file(model("exaone_moe") / "model.safetensors")
+    assert refuse_own_module(raw | {"mtp_layer_types": ["full_attention"]}, stored) == ""
+    for types in (["sliding_attention"], ["full_attention"] * 2, "full_attention"):
+        refused = refuse_own_module(raw | {"mtp_layer_types": types}, stored)
+        assert "only one layer of full attention is supported" in refused
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe", "deepseek_v3"])

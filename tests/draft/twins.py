@@ -390,6 +390,70 @@ def nextn_twin(path: Path, config: ModelConfig) -> TransformersMtpTwin:
     return TransformersMtpTwin(model, module)
 
 
+# names of embedding norm, state norm, product and last norm, which is the model's own in ERNIE 4.5
+EXAONE_PARTS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+ERNIE_PARTS = ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "")
+
+
+class FirstLayerTwin:
+    """A multi-token module whose layer is built like its model's first one: that layer is
+    transformers', in float64, and what is around it is written here. For EXAONE 4.5 as vLLM
+    computes it, for ERNIE 4.5 as its authors' code for training does."""
+
+    def __init__(
+        self, path: Path, layer: str, parts: tuple[str, str, str, str], windowed: bool = True
+    ) -> None:
+        """Without `windowed` the layer has full attention, and rotates nothing beside windows."""
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager"
+        ).double()
+        stored = load_file(path / "model.safetensors")
+        self.w = {name: tensor.double() for name, tensor in stored.items()}
+        self.config, self.parts = self.model.config, parts
+        self.layer = type(self.model.model.layers[0])(self.config, 0).double().eval()
+        own = {n.removeprefix(layer): t for n, t in self.w.items() if n.startswith(layer)}
+        self.layer.load_state_dict(own)
+        self.windowed = windowed
+        if not windowed:
+            self.layer.self_attn.is_sliding = False
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return norm(x, self.w[f"{name}.weight"], self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def outputs(self, ids: list[int], states: Tensor) -> Tensor:
+        """Run pairs of these tokens and the target's last states, before its norm. What an output
+        is paired with is a state, so it has a last norm where states have one. [T, H]"""
+        embed_norm, state_norm, product, last = self.parts
+        embedded, states = self.w["model.embed_tokens.weight"][ids], states.double()
+        if last:
+            states = self.norm(states, "model.norm")
+        pair = torch.cat((self.norm(embedded, embed_norm), self.norm(states, state_norm)), -1)
+        x = (pair @ self.w[f"{product}.weight"].T)[None]
+        positions = torch.arange(len(ids))
+        distance = positions[:, None] - positions
+        has_windows = self.windowed and hasattr(self.config, "layer_types")
+        window = self.config.sliding_window if has_windows else None
+        seen = (distance >= 0) & (distance < (window or len(ids)))
+        mask = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, -torch.inf)
+        out = self.layer(
+            x,
+            attention_mask=mask[None, None],
+            position_ids=positions[None],
+            position_embeddings=self.model.model.rotary_emb(x, positions[None]),
+        )
+        out = (out[0] if isinstance(out, tuple) else out)[0]
+        return self.norm(out, last) if last else out
+
+    @torch.no_grad()
+    def lm_head(self, outputs: Tensor) -> Tensor:
+        normed = outputs if self.parts[-1] else self.norm(outputs, "model.norm")
+        logits: Tensor = self.model.lm_head(normed)
+        return logits
+
+
 class BlockTwin(Twin):
     """Block drafters: DFlash and DSpark (2607.05147)."""
 

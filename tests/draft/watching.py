@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.draft import medusa
+from forerun.draft import hidden_states
 from forerun.draft.block import proposer as block
 from forerun.draft.eagle import proposer as eagle
 from forerun.draft.hidden_states import HiddenStateProposer
@@ -62,7 +62,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watch:
         observe(self, slot, start, features)
         watch.first[slot] = self.pending[slot].begin
 
-    for module in (eagle, block, medusa):
+    for module in (eagle, block, hidden_states):
         monkeypatch.setattr(module, "grow", watched_grow)
     monkeypatch.setattr(eagle, "grow_all", watched_grow_all)
     monkeypatch.setattr(HiddenStateProposer, "observe", watched_observe)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forerun.draft.assistant import AssistantProposer, load_assistant
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.cascade import Cascade
@@ -51,6 +52,7 @@ BLOCKS: dict[str, dict[str, Any]] = {  # kinds of block drafters beside the one 
     "rnn": {"markov": MarkovShape(5, "rnn"), "sample_from_anchor": False},
     "windows, causal": {"layer": WINDOWS, "window_causal": True},
 }
+ASSISTANTS = ("assistant", "ordered assistant")  # of Gemma 4
 HEADS = ("medusa", "mlp", "eagle", "eagle1", "parallel", "mtp", "block")
 
 
@@ -102,7 +104,7 @@ def engine(
         return Runner(made, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
 
     target = decoder(paths[0])
-    view = view_of(target)
+    view, main = view_of(target), runner(target)
 
     def model(listed: Sequence[int] | None = None, width: int = 1) -> DraftModel:
         return DraftModel(runner(decoder(paths[1], listed)), tiny.VOCAB, width=width)
@@ -114,6 +116,10 @@ def engine(
         name: str, head: EagleModule, kind: type[EagleProposer] = EagleProposer, width: int = width
     ) -> EagleProposer:
         return kind(name, head, view, **room, width=width)
+
+    def assistant(ordered: bool) -> AssistantProposer:
+        made = load_assistant(tiny.assistant(family, ordered)[1], view)
+        return AssistantProposer("mtp", made, view, main, width)
 
     make: dict[str, Callable[[], Proposer]] = {
         "ngram": lambda: NGram(longest=3, shortest=1),
@@ -133,6 +139,8 @@ def engine(
         "block": lambda: BlockProposer(
             tiny.block(tiny.block_config(family)), view, **room, width=width
         ),
+        "assistant": lambda: assistant(False),
+        "ordered assistant": lambda: assistant(True),
         "ahead": lambda: Foreseeing(model()),
         **{
             name: lambda kind=kind: BlockProposer(
@@ -149,7 +157,7 @@ def engine(
         ),
     }
     return Engine(
-        runner(target),
+        main,
         {name: make[name]() for name in drafts if name != "off"},
         rule=rule,
         chunk=chunk,

@@ -101,6 +101,36 @@ def test_chains_in_one_native_call(family: str, draft: str) -> None:
         )
 
 
+@pytest.mark.parametrize("draft", build.ASSISTANTS)
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-small"])
+def test_assistants_that_read_the_keys_of_their_target(family: str, width: int, draft: str) -> None:
+    """Chains and trees in batches, with small chunks and preemption, greedily and drawn."""
+    engine = build.engine(family, [draft], width=width, chunk=3, tokens=build.SMALL)
+    requests = run(engine, draft, BOTH, count=build.MANY)
+    same_as_plain(requests, family, BOTH)
+    assert sum(r.stats.preemptions for r in requests) > 0
+    assert sum(r.stats.accepted for r in requests) > 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+def test_assistants_are_greedy_under_ratio_rules(rule: str) -> None:
+    requests = run(build.engine("gemma4", ["assistant"], rule=rule), "assistant", 0.0)
+    same_as_plain(requests, "gemma4", 0.0)
+
+
+@without
+@pytest.mark.parametrize("draft", build.ASSISTANTS)
+def test_assistants_of_targets_on_the_native_kernels(draft: str) -> None:
+    texts = []
+    for name in (draft, "off"):
+        engine = build.engine("gemma4", [name], form="float32", chunk=3, tokens=build.SMALL)
+        requests = run(engine, name, BOTH)
+        texts.append([list(request.output)[:16] for request in requests])
+        assert name == "off" or sum(r.stats.drafted for r in requests) > 0
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("draft", build.BLOCKS)

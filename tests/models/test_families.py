@@ -158,6 +158,8 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("glm4_moe", "n_group", 3),
         ("glm4_moe", "topk_group", 4),
         ("glm4_moe", "routed_scaling_factor", float("nan")),
+        ("exaone_moe", "mlp_layer_types", ["dense", "sparse"]),
+        ("exaone_moe", "num_experts", None),
         ("granite", "residual_multiplier", 0),
         ("granite", "logits_scaling", "8"),
         ("gpt_oss", "swiglu_limit", 5.0),
@@ -207,6 +209,15 @@ def test_a_broken_configuration_is_refused_in_one_line(
     with pytest.raises(LoadError) as caught:
         make_config(raw | {field: value}, Path("config.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_limits_and_windows_by_layer_of_k_exaone_are_refused() -> None:
+    """Later models have them, and transformers does not read them."""
+    raw = json.loads((directory("exaone_moe") / "config.json").read_text())
+    make_config(raw | {"swiglu_limits": [0.0] * 4, "sliding_windows": None}, Path("config.json"))
+    for name, value in (("swiglu_limits", [0.0, 0.0, 0.0, 7.0]), ("sliding_windows", [8, 8, 8, 0])):
+        with pytest.raises(LoadError, match=f"{name} .*, which is not supported"):
+            make_config(raw | {name: value}, Path("config.json"))
 
 
 def test_fields_that_gemma3n_leaves_out() -> None:

@@ -4,7 +4,7 @@ under which tensor names. Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forerun.draft.gguf_heads import LAYER_NAMES
@@ -23,7 +23,8 @@ from forerun.models.gguf.container import GgufFile
 from forerun.models.tensor_names import NAMES
 
 LATENT = "kv_a_proj_with_mqa"  # part of the names of latent attention (MLA)
-JOINED = ("join", "embed_norm", "state_norm", "last_norm")  # parts of a module outside of its layer
+# parts of a module outside of its layer; the last one may be the target's
+JOINED = ("join", "embed_norm", "state_norm", "last_norm")
 MIMO_NAMES = {
     "join": "input_proj",
     "embed_norm": "token_layernorm",
@@ -41,6 +42,11 @@ NEXTN_NAMES = {
     "embed_norm": "enorm",
     "state_norm": "hnorm",
     "last_norm": "shared_head.norm",
+}
+ERNIE_NAMES = {
+    "join": "linear_proj.0",
+    "embed_norm": "emb_norm.0",
+    "state_norm": "hidden_norm.0",
 }
 GGUF_NAMES = {
     "join": "nextn.eh_proj",
@@ -73,16 +79,45 @@ class OwnLayout:
         layer: what follows before the names of the decoder layer, which are those of the target's.
         outside: names of `JOINED`.
         state_first: the product that joins a pair has the columns of the state first.
+        like_first: the layer is built like the target's first one, which may be dense among others
+            with experts, and not like the last one that attends.
+        dense: the layer has no experts, though the target's last one has.
+        shares_norm: the norm behind the layer is the target's last one, and states pass from one
+            token to the next before it, the target's own too.
     """
 
     prefix: str
     layer: str = ""
     outside: dict[str, str] = field(default_factory=lambda: NEXTN_NAMES)
     state_first: bool = False
+    like_first: bool = False
+    dense: bool = False
+    shares_norm: bool = False
 
     def at(self, layers: int) -> str:
         """Return how the names of the module's tensors begin behind this many layers."""
         return self.prefix.format(i=layers)
+
+    def layer_config(self, c: ModelConfig) -> ModelConfig:
+        """Return the config of the only layer of the module of a model: like one of the model's
+        layers with attention, and with experts as the layout says."""
+        i = 0 if self.like_first else max(i for i in range(c.layers) if c.has_attention(i))
+        rope = c.rope_of[i]
+        has_experts = c.has_experts(i) if self.like_first else c.experts is not None
+        experts = None
+        if has_experts and not self.dense and c.experts is not None:
+            experts = replace(c.experts, layers=(True,))
+        return replace(
+            c,
+            layers=1,
+            ropes=() if rope is None else c.ropes[rope : rope + 1],
+            rope_of=(None if rope is None else 0,),
+            windows=(c.windows[i] if self.like_first else None,),
+            sinks=(),
+            experts=experts,
+            recurrent=None,
+            attends=(),
+        )
 
     def names(self, c: ModelConfig) -> Iterator[tuple[str, bool]]:
         """Return the names of all tensors of the module of a model, each with whether it is a
@@ -90,7 +125,7 @@ class OwnLayout:
         at = self.at(c.layers)
         for part, name in self.outside.items():
             yield (f"{at}{name}", True) if part == "join" else (f"{at}{name}.weight", False)
-        for name, is_matrix in _layer_names(c):
+        for name, is_matrix in _layer_names(self.layer_config(c)):
             yield f"{at}{self.layer}{name}", is_matrix
 
     def refuse(self, c: ModelConfig, tensors: Collection[str]) -> str:
@@ -99,6 +134,11 @@ class OwnLayout:
         held = {name for name in tensors if name.startswith(at)}
         if not held:
             return "its checkpoint has no multi-token layers; some copies leave them out"
+        kinds = c.raw.get("mtp_layer_types")
+        if kinds not in (None, ["full_attention"]):
+            return (
+                f"mtp_layer_types is {shown(kinds)}: only one layer of full attention is supported"
+            )
         quantized = any(c.raw.get(key) is not None for key in QUANTIZED)
         names = list(self.names(c))
         matrices = [name for name, is_matrix in names if is_matrix]
@@ -130,7 +170,8 @@ def _layer_names(c: ModelConfig) -> Iterator[tuple[str, bool]]:
         stored = names[part]
         return [stored] if isinstance(stored, str) else stored
 
-    vectors = ["attention_norm", "mlp_norm"]
+    vectors = ["attention_norm", "mlp_norm"] if c.pre_norm else []
+    vectors += ["attention_out_norm", "mlp_out_norm"] if c.sandwich else []
     matrices = ["out"]
     if c.latent is None:
         matrices.append("qkv")
@@ -159,6 +200,7 @@ def _layer_names(c: ModelConfig) -> Iterator[tuple[str, bool]]:
 
 
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+EXAONE = ("exaone4", "exaone4_5_text")
 NEXTN = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 # by the `model_type` of the language model
 OWN_LAYOUTS = {
@@ -167,6 +209,22 @@ OWN_LAYOUTS = {
         family: OwnLayout(prefix=MTP_PREFIXES[family], layer="layers.0.", outside=QWEN_NAMES)
         for family in QWEN
     },
+    **{
+        family: OwnLayout(
+            prefix=MTP_PREFIXES[family], layer="layers.0.", outside=QWEN_NAMES, like_first=True
+        )
+        for family in EXAONE
+    },
+    "exaone_moe": OwnLayout(
+        prefix=MTP_PREFIXES["exaone_moe"], layer="layers.0.", outside=QWEN_NAMES, dense=True
+    ),
+    "ernie4_5_moe": OwnLayout(
+        prefix=MTP_PREFIXES["ernie4_5_moe"],
+        layer="block.0.",
+        outside=ERNIE_NAMES,
+        like_first=True,
+        shares_norm=True,
+    ),
     **{family: OwnLayout(prefix="model.layers.{i}.") for family in NEXTN},
 }
 GGUF_LAYOUT = OwnLayout(prefix="blk.{i}.", outside=GGUF_NAMES)
@@ -209,7 +267,7 @@ def refuse_own_module(raw: Json, tensors: Collection[str] | None) -> str:
         family = shown(text_part(raw).get("model_type"))
         return (
             f"multi-token layers of the family {family} are not read: only those of MiMo,"
-            " Qwen3-Next, Qwen3.5, GLM-4.5 to GLM-4.7 and DeepSeek V3 are"
+            " Qwen3-Next, Qwen3.5, GLM-4.5 to GLM-4.7, DeepSeek V3, EXAONE and ERNIE 4.5 are"
         )
     if tensors is None:
         return ""

@@ -63,6 +63,7 @@ class OwnWeights:
         layers: the decoder layer.
         last_norm: the norm behind it.
         state_first: the state is the first half of a pair, not the second.
+        shares_norm: the last norm is the target's, and states are those before it.
     """
 
     embed_norm: Norm
@@ -71,6 +72,7 @@ class OwnWeights:
     layers: list[LayerWeights]
     last_norm: Norm
     state_first: bool
+    shares_norm: bool
 
 
 class _Layer(DecoderLayers):
@@ -114,30 +116,18 @@ class OwnModule(EagleModule):
     ) -> Tensor:
         return _Layer(self.layer, self.weights).run(embedded, state, rotation, attend)
 
+    def fuse(self, states: Tensor) -> Tensor:
+        return states if self.weights.shares_norm else super().fuse(states)
+
     def logits(self, output: Tensor) -> Tensor:
-        return self.compute_logits(self.next_state(output))
+        return self.compute_logits(self._normed(output))
 
     def next_state(self, output: Tensor) -> Tensor:
+        return output if self.weights.shares_norm else self._normed(output)
+
+    def _normed(self, output: Tensor) -> Tensor:
         norm = self.weights.last_norm
         return kernels.norm(output, norm.weight, norm.bias, self.layer.norm_eps)
-
-
-def own_layer_config(c: ModelConfig) -> ModelConfig:
-    """Return the config of the only layer of a target's module: like the target's last layer with
-    attention, and with experts if the target has any."""
-    attends = [i for i in range(c.layers) if c.has_attention(i)]
-    rope = c.rope_of[attends[-1]]
-    return replace(
-        c,
-        layers=1,
-        ropes=() if rope is None else c.ropes[rope : rope + 1],
-        rope_of=(None if rope is None else 0,),
-        windows=(None,),
-        sinks=(),
-        experts=None if c.experts is None else replace(c.experts, layers=(True,)),
-        recurrent=None,
-        attends=(),
-    )
 
 
 def load_any_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
@@ -270,24 +260,26 @@ def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
     loader_of = GgufLoader if path.is_file() else WeightLoader
     loader = loader_of(config, path, dtype, device, make_linear, Source.weight)
     weights = _read(loader, layout)
-    return OwnModule(own_layer_config(config), target.layers, weights, dtype)
+    return OwnModule(layout.layer_config(config), target.layers, weights, dtype)
 
 
 def _read(loader: WeightLoader, layout: OwnLayout) -> OwnWeights:
     """Read a module from behind a model's layers. Raises LoadError, also for tensors that no part
     of a module has."""
     at = layout.at(loader.config.layers)
+    last_norm = loader.norm("norm") if layout.shares_norm else None
     loader.prefix = ""
     outside = {part: f"{at}{name}" for part, name in layout.outside.items()}
     loader.names = loader.names | outside | {"layer": f"{at}{layout.layer}"}
-    loader.config = c = own_layer_config(loader.config)
+    loader.config = c = layout.layer_config(loader.config)
     weights = OwnWeights(
         embed_norm=loader.norm("embed_norm"),
         state_norm=loader.norm("state_norm"),
         join=loader.linear("join", None, [c.hidden], 2 * c.hidden, False),
         layers=[loader.layer(0)],
-        last_norm=loader.norm("last_norm"),
+        last_norm=last_norm or loader.norm("last_norm"),
         state_first=layout.state_first,
+        shares_norm=layout.shares_norm,
     )
     if isinstance(loader, GgufLoader):  # the names in a checkpoint were compared before
         unread = sorted(n for n in loader.gguf.tensors.keys() - loader.taken if n.startswith(at))

@@ -204,12 +204,13 @@ class _ModuleRecorder(DecoderRecorder):
     def drafting(self, layer: list[COp], lm_head: PackedMatrix, softcap: float) -> list[COp]:
         """Return the operations from a token and STATE to LOGITS and the next token's STATE."""
         last = self.weights.last_norm
+        carried = None if self.weights.shares_norm else last
         self.owned.append(lm_head)
         return [
             self._embed(self._table, EMBEDDED, self._scale),
             *layer,
             *self._linear(lm_head, X, LOGITS, last, wanted=1, softcap=softcap),
-            mix_op(X, STATE, self.config.hidden, after=self._norm(last)),
+            mix_op(X, STATE, self.config.hidden, after=self._norm(carried)),
         ]
 
 
