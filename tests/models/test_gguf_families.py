@@ -23,8 +23,9 @@ from forerun.errors import LoadError
 from forerun.kernels import native, reference
 from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.architectures import ARCHITECTURES, XIELU
+from forerun.models.gguf.architectures import ARCHITECTURES
 from forerun.models.gguf.config import skim, unsupported_reason
+from forerun.models.gguf.dense_architectures import XIELU
 from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
 from forerun.models.weights import LinearWeights

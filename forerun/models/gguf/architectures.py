@@ -1,5 +1,7 @@
 """Translate GGUF metadata into the keys of config.json, from which the families are read.
 
+`dense_architectures` has those of dense models; the others and the table of all are here.
+
 Many values are not stored in a file but follow from its architecture or its tensors. To add an
 architecture, add an entry to `ARCHITECTURES`: a function that returns the keys of its config.json,
 how its rotary embedding is stored, and which of the features in `config.UNSUPPORTED` it has."""
@@ -7,7 +9,7 @@ how its rotary embedding is stored, and which of the features in `config.UNSUPPO
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,11 +17,17 @@ import numpy as np
 from forerun.models.config import MAX_CONTEXT
 from forerun.models.families import Json
 from forerun.models.gguf.container import GgufFile
+from forerun.models.gguf.dense_architectures import (
+    DENSE,
+    Architecture,
+    llama,
+    partial_rope,
+    rms_eps,
+)
 from forerun.models.gguf.metadata import Metadata
 
 # values of expert_gating_func; absent and 0 mean the architecture's own
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # parameters of the activation of Apertus
 
 
 def hugging_face(m: Metadata) -> Json:
@@ -66,91 +74,7 @@ def hugging_face(m: Metadata) -> Json:
     return common | architecture.read(m, common)
 
 
-# ---------------------------------------------------------------- architectures
-
-
-def _rms_eps(m: Metadata) -> float:
-    return m.number("attention.layer_norm_rms_epsilon", 1e-6)
-
-
-def _llama(m: Metadata, c: Json, family: str = "llama") -> Json:
-    return dict(model_type=family, rms_norm_eps=_rms_eps(m), rope_parameters=m.rope(c["head_dim"]))
-
-
-def _partial(m: Metadata, c: Json, family: str) -> Json:
-    """Return the keys of a family that rotates a share of each head."""
-    fields = _llama(m, c, family)
-    share = fields["rope_parameters"].get("partial_rotary_factor", 1.0)
-    return fields | dict(partial_rotary_factor=share)
-
-
-def _layer_norm(m: Metadata, c: Json, family: str, key: str = "layer_norm_eps") -> Json:
-    """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
-    eps = m.number("attention.layer_norm_epsilon", 1e-5)
-    return _partial(m, c, family) | {key: eps}
-
-
-def _apertus(m: Metadata, c: Json) -> Json:
-    """The keys of the activation have no architecture in their names; a single number is that of
-    all layers."""
-    layers, xielu = c["num_hidden_layers"], {}
-    for name in XIELU:
-        values = np.ravel(np.asarray(m.gguf.metadata[f"xielu.{name}"], np.float64))
-        if len(values) not in (1, layers) or not np.isfinite(values).all():
-            raise ValueError(f"xielu.{name}, of {len(values)} layers")
-        xielu[name] = np.broadcast_to(values, layers).tolist()
-    return _llama(m, c, "apertus") | dict(hidden_act="xielu", xielu=xielu)
-
-
-def _smollm3(m: Metadata, c: Json) -> Json:
-    return _llama(m, c, "smollm3") | dict(no_rope_layer_interval=4)
-
-
-def _phi3(m: Metadata, c: Json) -> Json:
-    fields = _llama(m, c, "phi3")
-    rope = fields["rope_parameters"]
-    fields |= dict(
-        sliding_window=m.get("attention.sliding_window") or None,
-        pad_token_id=None,
-        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
-    )
-    key = "original_max_position_embeddings"
-    return fields | ({key: rope[key]} if rope.get(key) else {})
-
-
-def _gemma(m: Metadata, c: Json, layers_of_27b: int) -> Json:
-    """Keys that Gemma 2 and 3 share; the 27B model scales attention differently."""
-    is_27b = c["num_hidden_layers"] == layers_of_27b
-    wide = c["hidden_size"] / c["num_attention_heads"]
-    return dict(
-        rms_norm_eps=_rms_eps(m),
-        query_pre_attn_scalar=wide if is_27b else c["head_dim"],
-        sliding_window=m.get("attention.sliding_window", 4096),
-    )
-
-
-def _gemma2(m: Metadata, c: Json) -> Json:
-    return _gemma(m, c, layers_of_27b=46) | dict(
-        model_type="gemma2",
-        rope_parameters=m.rope(c["head_dim"]),
-        attn_logit_softcapping=m.number("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
-        layer_types=m.layer_types(c["num_hidden_layers"], 2),
-    )
-
-
-def _gemma3(m: Metadata, c: Json) -> Json:
-    full = m.rope(c["head_dim"])
-    full["rope_theta"] = m.number("rope.global.freq_base", m.number("rope.freq_base", 1e6))
-    local = m.number("rope.local.freq_base", m.number("rope.freq_base_swa", 10000.0))
-    return _gemma(m, c, layers_of_27b=62) | dict(
-        model_type="gemma3_text",
-        layer_types=m.layer_types(c["num_hidden_layers"], 6),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-    )
+# ---------------------------------------------------------------- mixtures of experts
 
 
 def _gemma4(m: Metadata, c: Json) -> Json:
@@ -171,7 +95,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     own = [i for i in range(layers) if is_global[i] and m.has(f"blk.{i}.attn_k.weight")]
     fields = dict(
         model_type="gemma4_text",
-        rms_norm_eps=_rms_eps(m),
+        rms_norm_eps=rms_eps(m),
         layer_types=types,
         sliding_window=m.get("attention.sliding_window", 512),
         head_dim=m.integer("attention.key_length_swa"),
@@ -204,81 +128,9 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     )
 
 
-def _gpt2(m: Metadata, c: Json) -> Json:
-    return dict(
-        model_type="gpt2",
-        n_embd=c["hidden_size"],
-        n_head=c["num_attention_heads"],
-        n_layer=c["num_hidden_layers"],
-        n_positions=c["max_position_embeddings"],
-        n_inner=c["intermediate_size"],
-        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", 1e-5),
-    )
-
-
-def _mistral3(m: Metadata, c: Json) -> Json:
-    """Mistral Small 3, or Ministral 3, whose queries grow with their position."""
-    growth = m.number("attention.temperature_scale", 0.0)
-    if not growth:
-        return _llama(m, c)
-    fields = _llama(m, c, "ministral3")
-    key = "original_max_position_embeddings"
-    rope = fields["rope_parameters"]
-    length = rope.get(key) or c["max_position_embeddings"]
-    return fields | dict(rope_parameters=rope | {"llama_4_scaling_beta": growth, key: length})
-
-
-def _olmo2(m: Metadata, c: Json) -> Json:
-    """OLMo 2, or OLMo 3, which has windows and scales the rope of its other layers only."""
-    window = m.get("attention.sliding_window")
-    if not window:
-        return _llama(m, c, "olmo2")
-    full = m.rope(c["head_dim"])
-    local = m.number("rope.freq_base_swa", full["rope_theta"])
-    return _llama(m, c, "olmo3") | dict(
-        sliding_window=window,
-        layer_types=m.layer_types(c["num_hidden_layers"], 4),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-    )
-
-
-def _exaone4(m: Metadata, c: Json) -> Json:
-    window = m.get("attention.sliding_window") or None
-    types = m.layer_types(c["num_hidden_layers"], 4) if window else None
-    return _llama(m, c, "exaone4") | dict(sliding_window=window, layer_types=types)
-
-
-def _cohere(m: Metadata, c: Json, family: str) -> Json:
-    fields = _layer_norm(m, c, family) | dict(
-        logit_scale=m.number("logit_scale", 1.0),
-        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
-    )
-    if family == "cohere":
-        return fields
-    return fields | dict(
-        sliding_window=m.get("attention.sliding_window", 4096),
-        layer_types=m.layer_types(c["num_hidden_layers"], 4),
-    )
-
-
-def _starcoder2(m: Metadata, c: Json) -> Json:
-    window = m.get("attention.sliding_window", 4096)  # of all published models
-    return _layer_norm(m, c, "starcoder2", "norm_epsilon") | dict(sliding_window=window or None)
-
-
-def _stablelm(m: Metadata, c: Json) -> Json:
-    return _layer_norm(m, c, "stablelm") | dict(
-        qk_layernorm=m.has("blk.0.attn_q_norm.weight"),
-        use_parallel_residual=not m.has("blk.0.ffn_norm.weight"),
-    )
-
-
 def _granite(m: Metadata, c: Json) -> Json:
     """Granite 3 and 4: dense, with experts, with a dense MLP beside them, and with Mamba-2."""
-    fields = _llama(m, c, "granite") | dict(
+    fields = llama(m, c, "granite") | dict(
         attention_multiplier=m.number("attention.scale", 0.0) or c["head_dim"] ** -0.5,
         embedding_multiplier=m.number("embedding_scale", 1.0),
         residual_multiplier=m.number("residual_scale", 1.0),
@@ -312,15 +164,12 @@ def _granite(m: Metadata, c: Json) -> Json:
     )
 
 
-# ---------------------------------------------------------------- mixtures of experts
-
-
 def _mixtral(m: Metadata, c: Json) -> Json:
     """Llama and Mistral, or Mixtral, which shares their architecture."""
     if not m.get("expert_count"):
-        return _llama(m, c)
+        return llama(m, c)
     count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
-    return _llama(m, c, "mixtral") | dict(
+    return llama(m, c, "mixtral") | dict(
         num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
     )
 
@@ -328,7 +177,7 @@ def _mixtral(m: Metadata, c: Json) -> Json:
 def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
     count, used = m.experts(SOFTMAX, normalised=None)
     shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
-    return _llama(m, c, family) | dict(
+    return llama(m, c, family) | dict(
         num_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
@@ -339,7 +188,7 @@ def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
 
 def _olmoe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX, normalised=None)
-    return _llama(m, c, "olmoe") | dict(
+    return llama(m, c, "olmoe") | dict(
         num_experts=count,
         num_experts_per_tok=used,
         intermediate_size=m.expert_size(),
@@ -349,7 +198,7 @@ def _olmoe(m: Metadata, c: Json) -> Json:
 
 def _gpt_oss(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX_OF_CHOSEN)
-    fields = _llama(m, c, "gpt_oss")
+    fields = llama(m, c, "gpt_oss")
     return fields | dict(
         rope_parameters=fields["rope_parameters"] | {"truncate": False},
         num_local_experts=count,
@@ -362,7 +211,7 @@ def _gpt_oss(m: Metadata, c: Json) -> Json:
 
 def _glm4_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SIGMOID, normalised=None, scaled=True)
-    return _partial(m, c, "glm4_moe") | dict(
+    return partial_rope(m, c, "glm4_moe") | dict(
         n_routed_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
@@ -378,7 +227,7 @@ def _glm4_moe(m: Metadata, c: Json) -> Json:
 
 def _ernie_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX)
-    return _llama(m, c, "ernie4_5_moe") | dict(
+    return llama(m, c, "ernie4_5_moe") | dict(
         moe_num_experts=count,
         moe_k=used,
         moe_intermediate_size=m.expert_size(),
@@ -390,14 +239,14 @@ def _ernie_moe(m: Metadata, c: Json) -> Json:
 
 def _hunyuan_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX)
-    return _llama(m, c, "hunyuan_v1_moe") | dict(
+    return llama(m, c, "hunyuan_v1_moe") | dict(
         num_experts=count, moe_topk=used, intermediate_size=m.expert_size()
     )
 
 
 def _minimax_m2(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SIGMOID)
-    return _partial(m, c, "minimax_m2") | dict(
+    return partial_rope(m, c, "minimax_m2") | dict(
         num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
     )
 
@@ -421,7 +270,7 @@ def _mamba(m: Metadata) -> Json:
 def _falcon_h1(m: Metadata, c: Json) -> Json:
     """Falcon-H1: the factors are a part of the weights, and gates precede norms."""
     return (
-        _llama(m, c, "falcon_h1")
+        llama(m, c, "falcon_h1")
         | _mamba(m)
         | dict(
             mamba_d_ssm=m.integer("ssm.inner_size"),
@@ -477,7 +326,7 @@ def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
     """Qwen3-Next and Qwen3.5: gated delta rule in most layers."""
     heads = m.integer("ssm.time_step_rank")
     is_delta = m.layers_with("ssm_", c["num_hidden_layers"])
-    fields = _partial(m, c, family) | dict(
+    fields = partial_rope(m, c, family) | dict(
         layer_types=["linear_attention" if delta else "full_attention" for delta in is_delta],
         linear_num_value_heads=heads,
         linear_value_head_dim=m.integer("ssm.inner_size") // heads,
@@ -501,7 +350,7 @@ def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
 
 def _lfm2(m: Metadata, c: Json, family: str) -> Json:
     is_conv = m.layers_with("shortconv.", c["num_hidden_layers"])
-    fields = _llama(m, c, family) | dict(
+    fields = llama(m, c, family) | dict(
         layer_types=["conv" if conv else "full_attention" for conv in is_conv],
         norm_eps=m.number("attention.layer_norm_rms_epsilon", 1e-5),
         conv_L_cache=m.integer("shortconv.l_cache"),
@@ -519,28 +368,6 @@ def _lfm2(m: Metadata, c: Json, family: str) -> Json:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Translation of the models of one general.architecture.
-
-    Attributes:
-        read: returns the keys of config.json beyond those that all have.
-        rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
-        features: keys of `config.UNSUPPORTED` that `read` takes into account.
-        by_layer: `read` takes into account that heads and MLPs differ between layers.
-        recurrent: layers may be recurrent; those have no key-value heads.
-        tiled: value heads of recurrent layers are stored in another order: head h uses key head
-            h mod key heads.
-    """
-
-    read: Callable[[Metadata, Json], Json]
-    rotates_pairs: bool = False
-    features: tuple[str, ...] = ()
-    by_layer: bool = False
-    recurrent: bool = False
-    tiled: bool = False
-
-
 _EXPERTS = ("expert_count",)
 _MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
 _GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
@@ -554,41 +381,19 @@ def _hybrid(
     return Architecture(read, features=_EXPERTS, recurrent=True, tiled=tiled)
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "llama": Architecture(_mixtral, True, _EXPERTS),
-    "mistral3": Architecture(_mistral3, True, ("attention.temperature_scale",)),
-    "qwen2": Architecture(partial(_llama, family="qwen2")),
     "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
-    "qwen3": Architecture(partial(_llama, family="qwen3")),
     "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
-    "smollm3": Architecture(_smollm3, True),
-    "phi2": Architecture(partial(_layer_norm, family="phi")),
-    "phi3": Architecture(_phi3),
-    "gemma2": Architecture(_gemma2),
-    "gemma3": Architecture(_gemma3),
     "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
-    "gpt2": Architecture(_gpt2),
     "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
-    "olmo2": Architecture(_olmo2),
     "olmoe": Architecture(_olmoe, features=_EXPERTS),
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitehybrid": replace(_GRANITE, recurrent=True),
-    "glm4": Architecture(partial(_partial, family="glm4"), True),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
-    "ernie4_5": Architecture(partial(_llama, family="ernie4_5"), True),
     "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
-    "hunyuan-dense": Architecture(partial(_llama, family="hunyuan_v1_dense")),
     "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
-    "exaone4": Architecture(_exaone4),
-    "command-r": Architecture(partial(_cohere, family="cohere"), True, ("logit_scale",)),
-    "cohere2": Architecture(partial(_cohere, family="cohere2"), True, ("logit_scale",)),
-    "starcoder2": Architecture(_starcoder2),
-    "stablelm": Architecture(_stablelm),
-    "nemotron": Architecture(partial(_layer_norm, family="nemotron", key="norm_eps")),
-    "apertus": Architecture(_apertus),
-    "arcee": Architecture(partial(_llama, family="arcee"), True),
-    "seed_oss": Architecture(partial(_llama, family="seed_oss")),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
     "falcon-h1": _hybrid(_falcon_h1),
     "lfm2": _hybrid(_lfm2, "lfm2"),

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
-from forerun.models.gguf.architectures import XIELU, rotates_pairs
+from forerun.models.gguf.architectures import rotates_pairs
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.container import Entry, open_gguf
+from forerun.models.gguf.dense_architectures import XIELU
 from forerun.models.parameters import Matrix
 from forerun.models.tensor_names import Names
 from forerun.models.weights import WeightLoader
@@ -189,6 +190,16 @@ class GgufLoader(WeightLoader):
         found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
         parts = [half for each in found for half in torch.split(each, rows, dim=1)]
         return torch.cat([half.flatten() for half in parts])
+
+    def stream_matrix(self, part: str, n: int) -> Callable[[], Matrix]:
+        config, stem = self.config, self.stem(part)
+        assert config.altup is not None
+        size = config.hidden
+        entry = self.claim(f"{stem}.weight", (config.altup.streams - 1, size, size))
+        rows = np.arange(n * size, (n + 1) * size)
+        flat = replace(entry, shape=(entry.shape[0] * size, size))
+        blocks = Blocks((Piece(flat, rows),))
+        return lambda: blocks
 
     def decay_rate(self, stored: Tensor) -> Tensor:
         return stored
