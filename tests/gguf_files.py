@@ -78,17 +78,18 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # where they are not called as transformers calls them
 # queries and keys are permuted
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
-# attention, Llama 4 and Gemma 3n are not read
-NOT_READ = (
-    "falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "llama4", "llama4-two", "gemma3n",
-    "gemma3n-own-keys",
-)  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4,
+# Llama 4 and Gemma 3n are not read
+NOT_READ = ("falcon_h1-norm", "mistral4", "llama4", "llama4-two", "gemma3n", "gemma3n-own-keys")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -258,6 +259,9 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed["moe_intermediate_size"] = expert
     if name == "gemma4-small":
         changed["hidden_size_per_layer_input"] = 32
+    if name in LATENT:  # rows of all matrices are whole blocks
+        changed |= dict(moe_intermediate_size=expert, qk_nope_head_dim=64)
+        changed |= {} if name == "glm4_moe_lite" else dict(q_lora_rank=64)
     if name == "ernie4_5_moe":
         changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
     if name in ("lfm2_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h-latent"):
@@ -429,7 +433,24 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
-    return found | _recurrent(c)
+    return found | _recurrent(c) | _latent(c)
+
+
+def _latent(c: Any) -> dict[str, Any]:
+    """The keys of latent attention, which llama.cpp computes with one key-value head."""
+    if c.model_type not in LATENT:
+        return {}
+    found = {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": c.kv_lora_rank,
+        "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim, "attention.value_length": c.kv_lora_rank,
+        "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim,
+        "attention.value_length_mla": c.v_head_dim, "rope.dimension_count": c.qk_rope_head_dim,
+    }  # fmt: skip
+    if c.q_lora_rank:
+        found["attention.q_lora_rank"] = c.q_lora_rank
+    if c.rope_parameters.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * c.rope_parameters["mscale_all_dim"]
+    return found
 
 
 def _flat(c: Any) -> Any:
@@ -582,6 +603,18 @@ def _experts(c: Any) -> dict[str, Any]:
             "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
             "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
         }  # fmt: skip
+    if c.model_type in LATENT:
+        dense = [kind == "dense" for kind in getattr(c, "mlp_layer_types", None) or []]
+        found = {
+            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
+            "leading_dense_block_count": sum(dense) if dense else c.first_k_dense_replace,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_group_count": c.n_group,
+            "expert_group_used_count": c.topk_group,
+        }  # fmt: skip
+        if c.model_type == "deepseek_v3":  # others leave out how they score experts
+            found["expert_gating_func"] = 2
+        return found | ({"expert_weights_norm": True} if c.norm_topk_prob else {})
     if c.model_type == "ernie4_5_moe":
         return {
             "expert_count": c.moe_num_experts, "expert_used_count": c.moe_k,
@@ -756,6 +789,10 @@ def _published_others(key: str, value: Tensor, config: Any) -> Iterator[tuple[st
         yield f"{layer}.ffn_down_exps.scale", value
     elif "e_score_correction_bias" in key:
         yield f"{layer}.exp_probs_b.bias", value.flatten()
+    elif key.endswith("kv_b_proj.weight"):
+        heads = value.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        yield f"{layer}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].mT
+        yield f"{layer}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
     elif "shared_expert_gate" in key:
         yield key, value[0]
     elif key.endswith("in_proj_qkvz.weight"):

@@ -42,6 +42,8 @@ HAS_EXPERTS = {name for name in gguf_files.FURTHER_NAMES if "moe" in name} | {
     "gpt_oss",
     "granite4",
     "granite4-hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
     "minimax_m2",
     "mixtral",
     "nemotron_h",
@@ -199,7 +201,8 @@ class Rounded(Decoder):
     ones do: to int8, by groups of 64."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        with mock.patch.object(reference, "linear", rounded):
+        linear = mock.patch.object(reference, "linear", rounded)
+        with linear, mock.patch.object(torch, "einsum", rounded_heads):
             return super().forward(*args, **options)
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
@@ -214,10 +217,22 @@ class Rounded(Decoder):
 
 
 def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(in_groups(x), weight, bias)
+
+
+def rounded_heads(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    """The products of latent attention, where each head has a matrix of its own."""
+    is_of_heads = equation.startswith("th")
+    return EINSUM(equation, in_groups(x) if is_of_heads else x, weight)
+
+
+EINSUM = torch.einsum
+
+
+def in_groups(x: Tensor) -> Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
     scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    whole = ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
-    return torch.nn.functional.linear(whole, weight, bias)
+    return ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 @functools.cache
@@ -374,6 +389,26 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("gemma4-small", "feed_forward_length", [64, 64, 64, 128], "differs between layers"),
         ("gemma4-small", "attention.shared_kv_layers", 4, "feed_forward_length"),
         ("gemma4-small", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+        ("deepseek_v2", "attention.kv_lora_rank", ..., "deepseek2.attention.kv_lora_rank"),
+        ("deepseek_v2", "attention.kv_lora_rank", 10**9, "rank of the latent attention"),
+        ("deepseek_v2", "attention.kv_lora_rank", 64, "blk.0.attn_kv_a_mqa.weight"),
+        ("deepseek_v2", "attention.q_lora_rank", ..., "blk.0.attn_q.weight"),
+        ("deepseek_v2", "attention.q_lora_rank", "64", "q_lora_rank"),
+        ("deepseek_v2", "attention.key_length_mla", 32, "rope.dimension_count (32 of 32 channels)"),
+        ("deepseek_v2", "attention.key_length_mla", ..., "blk.0.attn_q_b.weight"),
+        ("deepseek_v2", "attention.value_length_mla", 0, "value of the latent attention"),
+        ("deepseek_v2", "attention.value_length_mla", [32, 16], "differs between layers"),
+        ("deepseek_v2", "rope.dimension_count", ..., "deepseek2.rope.dimension_count"),
+        ("deepseek_v2", "rope.dimension_count", 0, "rotary of the latent attention"),
+        ("deepseek_v2", "expert_weights_norm", True, "expert_weights_norm"),
+        ("deepseek_v2", "expert_count", ..., "deepseek2.expert_count"),
+        ("deepseek_v3", "expert_gating_func", 3, "expert_gating_func"),
+        ("deepseek_v3", "expert_gating_func", 1, "expert_weights_norm"),
+        ("deepseek_v3", "expert_group_count", 3, "3 groups"),
+        ("deepseek_v3", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
+        ("deepseek_v3", "rope.scaling.yarn_log_multiplier", float("nan"), "attention_scale"),
+        ("deepseek_v3", "rope.scaling.factor", 0.0, "the factor of its rope"),
+        ("deepseek_v3", "attention.temperature_scale", 0.1, "scaled attention temperatures"),
         ("apertus", "xielu.beta", ..., "xielu.beta"),
         ("apertus", "xielu.alpha_n", [1.0, 2.0], "xielu.alpha_n, of 2 layers"),
         ("apertus", "xielu.alpha_p", float("nan"), "xielu.alpha_p"),
@@ -445,6 +480,42 @@ def test_inputs_of_qwen3_next_in_one_tensor(tmp_path: Path) -> None:
     assert "blk.0.ssm_in.weight" in skim(path).tensors
     model.set_experts_implementation("eager")
     near(logits(load_float32(path), text), own_truth(model, text))
+
+
+@pytest.mark.parametrize("kinds", ["F32", "Q8_0"])
+def test_heads_of_latent_attention_in_one_tensor(kinds: str, tmp_path: Path) -> None:
+    """As older files have them, without the keys that tell a head's sizes from those of the
+    cache."""
+
+    def older(key: str, value: Tensor, config: Any) -> Any:
+        layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+        if key.endswith("kv_b_proj.weight"):
+            yield f"{layer}.attn_kv_b.weight", value
+        else:
+            yield from others(key, value, config)
+
+    others, path, text = gguf_files._published_others, tmp_path / "model.gguf", ids(12)
+    model = tiny.hf_model("deepseek_v2", **gguf_files.sizes("deepseek_v2", kinds))
+    sizes = {"key_length_mla": ..., "value_length_mla": ..., "key_length": 96, "value_length": 32}
+    changes = {f"deepseek2.attention.{key}": value for key, value in sizes.items()}
+    changes["deepseek2.attention.head_count_kv"] = 4
+    with mock.patch.object(gguf_files, "_published_others", older):
+        gguf_files.write(path, model, kinds, GAIN, changes=changes)
+    assert "blk.0.attn_kv_b.weight" in skim(path).tensors
+    near(logits(load_float32(path), text), eager_truth(model, text))
+
+
+@pytest.mark.parametrize("tensor", ["attn_k_b", "attn_v_b", "attn_kv_a_norm", "attn_q_a"])
+def test_a_missing_part_of_latent_attention_is_named(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, missing = gguf_files.tensors, f"blk.2.{tensor}.weight"
+    monkeypatch.setattr(
+        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
+    )
+    path = make(tmp_path / "model.gguf", "deepseek_v3", {})
+    with pytest.raises(LoadError, match=f"lacks tensor {missing}"):
+        load_float32(path)
 
 
 @pytest.mark.parametrize("tensor", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_norm.weight"])

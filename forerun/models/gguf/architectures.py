@@ -45,12 +45,12 @@ def hugging_face(m: Metadata) -> Json:
     head_dim = hidden // heads
     if m.get("attention.key_length"):
         head_dim = m.integer("attention.key_length")
-    if m.get("attention.value_length", head_dim) != head_dim:
+    architecture = ARCHITECTURES[m.gguf.architecture]
+    if not architecture.latent and m.get("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{m.prefix}attention.value_length, which differs from the keys'")
     embedding = m.gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise LookupError("the tensor token_embd.weight")
-    architecture = ARCHITECTURES[m.gguf.architecture]
     if architecture.by_layer:
         kv_heads = m.by_layer("attention.head_count_kv", layers, heads)[0]
         inner = m.by_layer("feed_forward_length", layers)[0]
@@ -251,6 +251,47 @@ def _minimax_m2(m: Metadata, c: Json) -> Json:
     )
 
 
+# ---------------------------------------------------------------- latent attention
+
+
+def _deepseek2(m: Metadata, c: Json) -> Json:
+    """DeepSeek V2 and V3, and GLM-4.7-Flash, which has the experts of V3.
+
+    Older files have no keys with `_mla`: their key length is that of a head and not that of what is
+    cached. Files of V2, and those of GLM-4.7-Flash, do not say how experts are scored; V3 alone has
+    a bias for the choice."""
+    rotary = m.integer("rope.dimension_count")
+    head = m.integer("attention.key_length_mla", "attention.key_length")
+    if head <= rotary:
+        raise ValueError(f"{m.prefix}rope.dimension_count ({rotary} of {head} channels)")
+    is_v3 = m.get("expert_gating_func") == SIGMOID
+    if not m.get("expert_gating_func"):
+        is_v3 = any(".exp_probs_b." in name for name in m.gguf.tensors)
+    gating, normalised = (SIGMOID, None) if is_v3 else (SOFTMAX, False)
+    count, used = m.experts(gating, normalised=normalised, scaled=True)
+    groups = m.get("expert_group_count") or 1
+    return dict(
+        model_type="deepseek_v3" if is_v3 else "deepseek_v2",
+        rms_norm_eps=rms_eps(m),
+        rope_parameters=m.latent_rope(rotary),
+        q_lora_rank=m.get("attention.q_lora_rank") or None,
+        kv_lora_rank=m.integer("attention.kv_lora_rank"),
+        qk_rope_head_dim=rotary,
+        qk_nope_head_dim=head - rotary,
+        v_head_dim=m.integer("attention.value_length_mla", "attention.value_length"),
+        n_routed_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        n_shared_experts=m.get("expert_shared_count", 0),
+        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+        topk_method="group_limited_greedy" if groups != 1 else "greedy",
+        n_group=groups,
+        topk_group=m.get("expert_group_used_count") or 1,
+    )
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -369,6 +410,7 @@ def _lfm2(m: Metadata, c: Json, family: str) -> Json:
 
 
 _EXPERTS = ("expert_count",)
+_LATENT = ("attention.q_lora_rank", "attention.kv_lora_rank")
 _MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
 _GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
 
@@ -391,6 +433,7 @@ ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitehybrid": replace(_GRANITE, recurrent=True),
+    "deepseek2": Architecture(_deepseek2, True, (*_EXPERTS, *_LATENT), latent=True),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
     "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
     "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),

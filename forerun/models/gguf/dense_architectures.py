@@ -28,6 +28,8 @@ class Architecture:
         recurrent: layers may be recurrent; those have no key-value heads.
         tiled: value heads of recurrent layers are stored in another order: head h uses key head
             h mod key heads.
+        latent: keys and values are products of a latent vector; `read` takes their sizes into
+            account.
     """
 
     read: Callable[[Metadata, Json], Json]
@@ -36,6 +38,7 @@ class Architecture:
     by_layer: bool = False
     recurrent: bool = False
     tiled: bool = False
+    latent: bool = False
 
 
 def rms_eps(m: Metadata) -> float:

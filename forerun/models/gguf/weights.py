@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,13 @@ NAMES: Names = {
     "layer_inputs_norm": "per_layer_proj_norm",
     "latent_in": "ffn_latent_down",
     "latent_out": "ffn_latent_up",
+    "query": "attn_q",
+    "query_down": "attn_q_a",
+    "query_norm": "attn_q_a_norm",
+    "query_up": "attn_q_b",
+    "latent_down": "attn_kv_a_mqa",
+    "latent_norm": "attn_kv_a_norm",
+    "latent_up": "attn_kv_b",
     "recurrent_out": "ssm_out",
     "convolution": "ssm_conv1d",
     "decay_rate": "ssm_a",
@@ -162,6 +170,25 @@ class GgufLoader(WeightLoader):
         blocks = Blocks((Piece(self.claim(f"{stem}.weight", shape)),))
         return lambda: blocks
 
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> Entry:
+        """Claim a tensor of several matrices and return it as one, on top of each other."""
+        entry = self.claim(name, shape)
+        return replace(entry, shape=(shape[0] * shape[1], shape[2]))
+
+    def heads_of_latent(self, i: int, keys: bool) -> Any:
+        """Load the heads' matrices. Newer files have a tensor for keys and one for values, that of
+        the keys transposed."""
+        c, a = self.config, self.config.latent
+        assert a is not None
+        part, stem = ("key_up", "attn_k_b") if keys else ("value_up", "attn_v_b")
+        name = f"blk.{i}.{stem}.weight"
+        if f"blk.{i}.attn_kv_b.weight" in self.gguf.tensors:
+            return super().heads_of_latent(i, keys)
+        rows, inputs = (a.rank, a.plain) if keys else (a.value, a.rank)
+        blocks = Blocks((Piece(self.stacked(name, (c.heads, rows, inputs))),))
+        source = self.source(f"{i}.{part}", blocks.shape, lambda: blocks)
+        return self.make_linear(part, source, None)
+
     def expert_matrix(
         self, part: str, layer: int, halves: int, rows: int, inputs: int
     ) -> Callable[[], Matrix]:
@@ -171,8 +198,7 @@ class GgufLoader(WeightLoader):
         pieces = []
         stems = self.stems(part, layer, [rows] * halves)
         for stem, each in stems:
-            entry = self.claim(f"{stem}.weight", (count, each, inputs))
-            flat = replace(entry, shape=(count * each, inputs))
+            flat = self.stacked(f"{stem}.weight", (count, each, inputs))
             if each == rows:
                 pieces.append(Piece(flat))
                 continue
@@ -192,13 +218,10 @@ class GgufLoader(WeightLoader):
         return torch.cat([half.flatten() for half in parts])
 
     def stream_matrix(self, part: str, n: int) -> Callable[[], Matrix]:
-        config, stem = self.config, self.stem(part)
-        assert config.altup is not None
-        size = config.hidden
-        entry = self.claim(f"{stem}.weight", (config.altup.streams - 1, size, size))
-        rows = np.arange(n * size, (n + 1) * size)
-        flat = replace(entry, shape=(entry.shape[0] * size, size))
-        blocks = Blocks((Piece(flat, rows),))
+        altup, size = self.config.altup, self.config.hidden
+        assert altup is not None
+        flat = self.stacked(f"{self.stem(part)}.weight", (altup.streams - 1, size, size))
+        blocks = Blocks((Piece(flat, np.arange(n * size, (n + 1) * size)),))
         return lambda: blocks
 
     def decay_rate(self, stored: Tensor) -> Tensor:
