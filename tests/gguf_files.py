@@ -81,15 +81,16 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "gemma3n_text": "gemma3n",
 }  # where they are not called as transformers calls them
 # queries and keys are permuted
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4,
-# Llama 4 and Gemma 3n are not read
-NOT_READ = ("falcon_h1-norm", "mistral4", "llama4", "llama4-two", "gemma3n", "gemma3n-own-keys")
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4
+# and Llama 4 are not read
+NOT_READ = ("falcon_h1-norm", "mistral4", "llama4", "llama4-two")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -257,6 +258,12 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed["routed_scaling_factor"] = 1.5
     if name == "gemma4-moe":
         changed["moe_intermediate_size"] = expert
+    if name.startswith("gemma3n"):  # the converter fills up the rows of tokens without embeddings
+        inner = [1, 1, 1, 1] if wide else [2, 1, 2, 3]
+        changed |= dict(
+            intermediate_size=[n * expert for n in inner], hidden_size_per_layer_input=expert, laurel_rank=expert,
+            vocab_size_per_layer_input=families.VOCAB, altup_correct_scale=True,
+        )  # fmt: skip
     if name == "gemma4-small":
         changed["hidden_size_per_layer_input"] = 32
     if name in LATENT:  # rows of all matrices are whole blocks
@@ -433,7 +440,19 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
-    return found | _recurrent(c) | _latent(c)
+    return found | _recurrent(c) | _latent(c) | _gemma3n(c)
+
+
+def _gemma3n(c: Any) -> dict[str, Any]:
+    if c.model_type != "gemma3n_text":
+        return {}
+    shares = torch.tensor(c.activation_sparsity_pattern, dtype=torch.float32)
+    return {
+        "attention.shared_kv_layers": c.num_kv_shared_layers, "altup.num_inputs": c.altup_num_inputs,
+        "altup.active_idx": c.altup_active_idx, "embedding_length_per_layer_input": c.hidden_size_per_layer_input,
+        "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }  # fmt: skip
 
 
 def _latent(c: Any) -> dict[str, Any]:
@@ -665,7 +684,7 @@ def _windows(c: Any) -> dict[str, Any]:
             "attention.sliding_window": c.sliding_window,
             "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
         }  # fmt: skip
-    if c.model_type == "gemma3_text":
+    if c.model_type in ("gemma3_text", "gemma3n_text"):
         local = float(c.rope_parameters["sliding_attention"]["rope_theta"])
         return {
             "attention.sliding_window": c.sliding_window, "rope.freq_base_swa": local,
@@ -682,7 +701,7 @@ def tensors(
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for key, value in published(model, merged):
-        is_named = key.startswith("blk.")
+        is_named = key.startswith(("blk.", "altup_"))
         name = key if is_named else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         change = _change(model.config, architecture, key, value)
@@ -698,13 +717,27 @@ def tensors(
             * math.sqrt(32 / value.shape[-1])
             * (1.2 if "embed" in key or "wte" in key else 1.0)
         )
-        kind = "F32" if "ffn_gate_inp" in name else _kind(kinds, name, number)
+        is_float = "ffn_gate_inp" in name or "_coef" in name
+        kind = "F32" if is_float else _kind(kinds, name, number)
         *outer, inputs = (len(change.rows), *value.shape[1:])
         rows = random_rows(kind, math.prod(outer), inputs, rms, seed=number)
         change.put(torch.from_numpy(values_of(kind, rows)).double(), value)
         number += 1
         yield name, rows if value.ndim == 2 else rows.reshape(*outer, -1), kind
     yield from _rope_tensors(config)
+    yield from _unused_keys(config)
+
+
+def _unused_keys(c: Any) -> Iterator[tuple[str, np.ndarray, str]]:
+    """The keys and values that published checkpoints of Gemma 3n have in layers that read those of
+    others."""
+    if c.model_type != "gemma3n_text":
+        return
+    shape = (c.num_key_value_heads * c.head_dim, c.hidden_size)
+    for i in range(c.num_hidden_layers - c.num_kv_shared_layers, c.num_hidden_layers):
+        for part in ("k", "v"):
+            yield f"blk.{i}.attn_{part}.weight", np.ones(shape, np.float32), "F32"
+        yield f"blk.{i}.attn_k_norm.weight", np.ones(c.head_dim, np.float32), "F32"
 
 
 @dataclass(frozen=True)
@@ -741,8 +774,10 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors as [out, in], under the names that `gguf` translates or those that it
     gives: views, for what is changed in them to change the model."""
     config = model.config
+    if config.model_type == "gemma3n_text":
+        yield from _streams(model.model)
     for key, value in model.state_dict().items():
-        if ".act_fn." in key:  # the metadata has them
+        if ".act_fn." in key or key.startswith("model.altup_"):  # the metadata has them, or others
             continue
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
@@ -750,6 +785,19 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
             yield from _published_experts(key, value, config, merged)
         else:
             yield from _published_others(key, value, config)
+
+
+def _streams(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of further residual streams, which become views of one tensor."""
+    parts = {
+        "altup_proj": model.altup_projections,
+        "altup_unembd_proj": model.altup_unembed_projections,
+    }
+    for name, matrices in parts.items():
+        stacked = torch.stack([matrix.weight.data for matrix in matrices])
+        for n, matrix in enumerate(matrices):
+            matrix.weight.data = stacked[n]
+        yield f"{name}.weight", stacked
 
 
 def _published_experts(
@@ -804,7 +852,8 @@ def _published_others(key: str, value: Tensor, config: Any) -> Iterator[tuple[st
         if config.model_type == "nemotron_h":
             key = key.replace("model.", "backbone.", 1)
         key = f"{key}.bias" if key.endswith(".expert_bias") else key
-        key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
+        is_bare = key.endswith((".sinks", ".layer_scalar", ".correct_output_scale"))
+        key = f"{key}.weight" if is_bare else key
         is_turned = config.model_type == "gpt2" and key.endswith(
             ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         )

@@ -211,6 +211,8 @@ class Rounded(Decoder):
         recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
         exact = [matrix for e in experts for matrix in (e.router, e.shared_gate)]
         exact += [r.decay for r in recurrent]
+        altup = [layer.altup for layer in layers if layer.altup is not None]
+        exact += [matrix for a in altup for matrix in (a.router, a.predict, a.correct)]
         if any(linear is matrix for matrix in exact):
             return torch.nn.functional.linear(x, linear.weight, linear.bias)
         return reference.linear(x, linear.weight, linear.bias)
@@ -409,6 +411,20 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("deepseek_v3", "rope.scaling.yarn_log_multiplier", float("nan"), "attention_scale"),
         ("deepseek_v3", "rope.scaling.factor", 0.0, "the factor of its rope"),
         ("deepseek_v3", "attention.temperature_scale", 0.1, "scaled attention temperatures"),
+        ("gemma3n", "activation_sparsity_scale", ..., "gemma3n.activation_sparsity_scale"),
+        ("gemma3n", "activation_sparsity_scale", [1.0, 2.0], "of 2 layers"),
+        ("gemma3n", "activation_sparsity_scale", [float("nan")] * 4, "activation_sparsity_scale"),
+        ("gemma3n", "activation_sparsity_scale", [float("inf")] * 4, "activation_sparsity_pattern"),
+        ("gemma3n", "activation_sparsity_scale", [1, 2, 3, 4], "activation_sparsity_scale"),
+        ("gemma3n", "altup.num_inputs", 1, "altup_num_inputs"),
+        ("gemma3n", "altup.num_inputs", 8, "blk.0.altup_correct_coef.weight"),
+        ("gemma3n", "altup.active_idx", 1, "altup_active_idx"),
+        ("gemma3n", "attention.shared_kv_layers", 4, "num_kv_shared_layers 4"),
+        ("gemma3n", "feed_forward_length", [64, 64], "of 2 layers"),
+        ("gemma3n", "feed_forward_length", [64, 64, 64, 64], "blk.1.ffn_gate.weight"),
+        ("gemma3n", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+        ("gemma3n", "embedding_length_per_layer_input", 0, "hidden_size_per_layer_input"),
+        ("gemma3n", "attention.head_count_kv", 3, "cannot share"),
         ("apertus", "xielu.beta", ..., "xielu.beta"),
         ("apertus", "xielu.alpha_n", [1.0, 2.0], "xielu.alpha_n, of 2 layers"),
         ("apertus", "xielu.alpha_p", float("nan"), "xielu.alpha_p"),
@@ -515,6 +531,31 @@ def test_a_missing_part_of_latent_attention_is_named(
     )
     path = make(tmp_path / "model.gguf", "deepseek_v3", {})
     with pytest.raises(LoadError, match=f"lacks tensor {missing}"):
+        load_float32(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "altup_proj",
+        "altup_unembd_proj",
+        "per_layer_token_embd",
+        "blk.0.laurel_l",
+        "blk.2.laurel_r",
+        "blk.2.altup_correct_scale",
+        "blk.2.altup_predict_coef",
+        "blk.2.post_norm",
+    ],
+)
+def test_a_missing_part_of_gemma_3n_is_named(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, missing = gguf_files.tensors, f"{tensor}.weight"
+    monkeypatch.setattr(
+        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
+    )
+    path = make(tmp_path / "model.gguf", "gemma3n", {})
+    with pytest.raises(LoadError, match=missing):
         load_float32(path)
 
 

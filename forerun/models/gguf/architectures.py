@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from forerun.models.gguf.container import GgufFile
 from forerun.models.gguf.dense_architectures import (
     DENSE,
     Architecture,
+    gemma3,
     llama,
     partial_rope,
     rms_eps,
@@ -292,6 +294,33 @@ def _deepseek2(m: Metadata, c: Json) -> Json:
     )
 
 
+# ---------------------------------------------------------------- parallel residual streams
+
+
+def _gemma3n(m: Metadata, c: Json) -> Json:
+    """Gemma 3n. The file has the cutoffs of gates in standard deviations; transformers has the
+    shares of gates that they close."""
+    layers = c["num_hidden_layers"]
+    cutoffs = np.ravel(np.asarray(m.gguf.metadata[f"{m.prefix}activation_sparsity_scale"]))
+    if len(cutoffs) != layers or cutoffs.dtype.kind != "f" or np.isnan(cutoffs).any():
+        raise ValueError(f"{m.prefix}activation_sparsity_scale, of {len(cutoffs)} layers")
+    shares = [np.float32(NormalDist().cdf(float(cutoff))) for cutoff in cutoffs]
+    return gemma3(m, c) | dict(
+        model_type="gemma3n_text",
+        intermediate_size=m.by_layer("feed_forward_length", layers),
+        layer_types=m.layer_types(layers, 5),
+        sliding_window=m.get("attention.sliding_window", 512),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
+        num_kv_shared_layers=m.get("attention.shared_kv_layers", max(layers - 20, 0)),
+        activation_sparsity_pattern=[float(str(share)) for share in shares],
+        altup_num_inputs=m.get("altup.num_inputs", 4),
+        altup_active_idx=m.get("altup.active_idx", 0),
+        laurel_rank=m.gguf.tensors["blk.0.laurel_l.weight"].shape[0],
+        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 256),
+        vocab_size_per_layer_input=m.gguf.tensors["per_layer_token_embd.weight"].shape[0],
+    )
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -428,6 +457,7 @@ ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
     "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
     "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
+    "gemma3n": Architecture(_gemma3n, by_layer=True),
     "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
     "olmoe": Architecture(_olmoe, features=_EXPERTS),
     "granite": _GRANITE,

@@ -111,7 +111,7 @@ def _gemma2(m: Metadata, c: Json) -> Json:
     )
 
 
-def _gemma3(m: Metadata, c: Json) -> Json:
+def gemma3(m: Metadata, c: Json) -> Json:
     full = m.rope(c["head_dim"])
     full["rope_theta"] = m.number("rope.global.freq_base", m.number("rope.freq_base", 1e6))
     local = m.number("rope.local.freq_base", m.number("rope.freq_base_swa", 10000.0))
@@ -205,7 +205,7 @@ DENSE: dict[str, Architecture] = {
     "phi2": Architecture(partial(_layer_norm, family="phi")),
     "phi3": Architecture(_phi3),
     "gemma2": Architecture(_gemma2),
-    "gemma3": Architecture(_gemma3),
+    "gemma3": Architecture(gemma3),
     "gpt2": Architecture(_gpt2),
     "olmo2": Architecture(_olmo2),
     "glm4": Architecture(partial(partial_rope, family="glm4"), True),
