@@ -82,6 +82,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "gemma3n_text": "gemma3n",
+    "llama4_text": "llama4",
 }  # where they are not called as transformers calls them
 # queries and keys are permuted
 ROTATED = (
@@ -89,8 +90,8 @@ ROTATED = (
 )  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
 # files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4
-# and Llama 4 are not read
-NOT_READ = ("falcon_h1-norm", "mistral4", "llama4", "llama4-two")
+# is not read
+NOT_READ = ("falcon_h1-norm", "mistral4")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -264,6 +265,10 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
             intermediate_size=[n * expert for n in inner], hidden_size_per_layer_input=expert, laurel_rank=expert,
             vocab_size_per_layer_input=families.VOCAB, altup_correct_scale=True,
         )  # fmt: skip
+    if name.startswith("llama4"):
+        changed["intermediate_size_mlp"] = inner if wide else 96
+    if name == "llama4-two":
+        changed["num_local_experts"] = 128  # which tells that queries are not normalised
     if name == "gemma4-small":
         changed["hidden_size_per_layer_input"] = 32
     if name in LATENT:  # rows of all matrices are whole blocks
@@ -634,6 +639,14 @@ def _experts(c: Any) -> dict[str, Any]:
         if c.model_type == "deepseek_v3":  # others leave out how they score experts
             found["expert_gating_func"] = 2
         return found | ({"expert_weights_norm": True} if c.norm_topk_prob else {})
+    if c.model_type == "llama4_text":
+        return {
+            "expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.intermediate_size, "feed_forward_length": c.intermediate_size_mlp,
+            "interleave_moe_layer_step": c.interleave_moe_layer_step, "attention.chunk_size": c.attention_chunk_size,
+            "attention.temperature_scale": c.attn_scale if c.attn_temperature_tuning else 0.0,
+            "attention.temperature_length": c.floor_scale,
+        }  # fmt: skip
     if c.model_type == "ernie4_5_moe":
         return {
             "expert_count": c.moe_num_experts, "expert_used_count": c.moe_k,
@@ -804,7 +817,8 @@ def _published_experts(
     key: str, value: Tensor, config: Any, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
     layer, is_gpt_oss = f"blk.{key.split('.')[2]}", config.model_type == "gpt_oss"
-    value = value.mT if is_gpt_oss and value.ndim == 3 else value
+    is_turned = config.model_type in ("gpt_oss", "llama4_text")
+    value = value.mT if is_turned and value.ndim == 3 else value
     suffix = "bias" if key.endswith("_bias") else "weight"
     rows = value.shape[1] // 2
     if ".down_proj" in key:

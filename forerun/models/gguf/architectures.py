@@ -253,6 +253,31 @@ def _minimax_m2(m: Metadata, c: Json) -> Json:
     )
 
 
+def _llama4(m: Metadata, c: Json) -> Json:
+    """Llama 4. Files of llama.cpp's converter do not say the length of chunks and how queries grow,
+    which are the same in all published models, nor that Maverick, which has 128 experts, does not
+    normalise queries and keys."""
+    if m.get("attention.sliding_window") == 0:
+        raise ValueError(f"{m.prefix}attention.sliding_window (0), which is not supported")
+    count, used = m.experts(SIGMOID, normalised=False)
+    step, layers = m.integer("interleave_moe_layer_step"), c["num_hidden_layers"]
+    if not 0 < step <= layers:
+        raise ValueError(f"{m.prefix}interleave_moe_layer_step ({step})")
+    growth = m.number("attention.temperature_scale", 0.1)
+    return llama(m, c, "llama4_text") | dict(
+        intermediate_size=m.expert_size(),
+        intermediate_size_mlp=c["intermediate_size"],
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        interleave_moe_layer_step=step,
+        attention_chunk_size=m.get("attention.chunk_size", 8192),
+        use_qk_norm=count != 128,
+        attn_temperature_tuning=growth != 0,
+        attn_scale=growth,
+        floor_scale=m.get("attention.temperature_length", 8192),
+    )
+
+
 # ---------------------------------------------------------------- latent attention
 
 
@@ -454,6 +479,7 @@ def _hybrid(
 
 ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "llama": Architecture(_mixtral, True, _EXPERTS),
+    "llama4": Architecture(_llama4, True, (*_EXPERTS, "attention.temperature_scale")),
     "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
     "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
     "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
