@@ -466,12 +466,12 @@ class WeightLoader(ABC):
         values_from_keys = self.config.values_from_keys
         if part == "qkv" and len(rows) > 2 and values_from_keys and values_from_keys[layer or 0]:
             stems[2] = stems[1]
-        orders = self.row_orders(rows, heads)
         shapes = [(count, inner) for _, count in stems]
         readers = [
             self.matrix(stem, shape, bias, transposed)
             for (stem, _), shape in zip(stems, shapes, strict=True)
         ]
+        orders = self.row_orders(rows, heads)  # as long as the tensors are known to be
         if orders is not None and len(readers) != len(rows):
             raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
 

@@ -89,7 +89,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     wide = [heads for heads, g in zip(kv_heads, is_global, strict=False) if g]
     if len(set(local)) > 1 or len(set(wide)) > 1 or not local or not wide:
         raise ValueError(f"{m.prefix}attention.head_count_kv, whose heads are of no two kinds")
-    shared = m.get("attention.shared_kv_layers", 0)
+    shared = m.count("attention.shared_kv_layers", 0)
     sizes = m.by_layer("feed_forward_length", layers)
     is_wide = any(size != sizes[0] for size in sizes)
     if is_wide and sizes != [sizes[0] * (1 + (i >= layers - shared)) for i in range(layers)]:
@@ -107,7 +107,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
         attention_k_eq_v=any(not m.has(f"blk.{i}.attn_v.weight") for i in own),
         num_kv_shared_layers=shared,
         use_double_wide_mlp=is_wide,
-        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 0),
+        hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 0),
         final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
         rope_parameters={
             "full_attention": m.proportional_rope(),
@@ -217,12 +217,12 @@ def _glm4_moe(m: Metadata, c: Json) -> Json:
         n_routed_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
-        n_shared_experts=m.get("expert_shared_count", 0),
-        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        n_shared_experts=m.count("expert_shared_count", 0),
+        first_k_dense_replace=m.count("leading_dense_block_count", 0),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
         norm_topk_prob=m.flag("expert_weights_norm", False),
-        n_group=m.get("expert_group_count") or 1,
-        topk_group=m.get("expert_group_used_count") or 1,
+        n_group=m.count("expert_group_count", 1) or 1,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
         use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
     )
 
@@ -233,9 +233,9 @@ def _ernie_moe(m: Metadata, c: Json) -> Json:
         moe_num_experts=count,
         moe_k=used,
         moe_intermediate_size=m.expert_size(),
-        moe_num_shared_experts=m.get("expert_shared_count", 0),
-        moe_layer_start_index=m.get("leading_dense_block_count", 0),
-        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+        moe_num_shared_experts=m.count("expert_shared_count", 0),
+        moe_layer_start_index=m.count("leading_dense_block_count", 0),
+        moe_layer_interval=m.count("interleave_moe_layer_step", 1),
     )
 
 
@@ -270,11 +270,11 @@ def _llama4(m: Metadata, c: Json) -> Json:
         num_local_experts=count,
         num_experts_per_tok=used,
         interleave_moe_layer_step=step,
-        attention_chunk_size=m.get("attention.chunk_size", 8192),
+        attention_chunk_size=m.count("attention.chunk_size", 8192),
         use_qk_norm=count != 128,
         attn_temperature_tuning=growth != 0,
         attn_scale=growth,
-        floor_scale=m.get("attention.temperature_length", 8192),
+        floor_scale=m.count("attention.temperature_length", 8192),
     )
 
 
@@ -296,12 +296,12 @@ def _deepseek2(m: Metadata, c: Json) -> Json:
         is_v3 = any(".exp_probs_b." in name for name in m.gguf.tensors)
     gating, normalised = (SIGMOID, None) if is_v3 else (SOFTMAX, False)
     count, used = m.experts(gating, normalised=normalised, scaled=True)
-    groups = m.get("expert_group_count") or 1
+    groups = m.count("expert_group_count", 1) or 1
     return dict(
         model_type="deepseek_v3" if is_v3 else "deepseek_v2",
         rms_norm_eps=rms_eps(m),
         rope_parameters=m.latent_rope(rotary),
-        q_lora_rank=m.get("attention.q_lora_rank") or None,
+        q_lora_rank=m.count("attention.q_lora_rank", 0) or None,
         kv_lora_rank=m.integer("attention.kv_lora_rank"),
         qk_rope_head_dim=rotary,
         qk_nope_head_dim=head - rotary,
@@ -309,13 +309,13 @@ def _deepseek2(m: Metadata, c: Json) -> Json:
         n_routed_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
-        n_shared_experts=m.get("expert_shared_count", 0),
-        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        n_shared_experts=m.count("expert_shared_count", 0),
+        first_k_dense_replace=m.count("leading_dense_block_count", 0),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
         norm_topk_prob=m.flag("expert_weights_norm", False),
         topk_method="group_limited_greedy" if groups != 1 else "greedy",
         n_group=groups,
-        topk_group=m.get("expert_group_used_count") or 1,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
     )
 
 
@@ -334,14 +334,14 @@ def _gemma3n(m: Metadata, c: Json) -> Json:
         model_type="gemma3n_text",
         intermediate_size=m.by_layer("feed_forward_length", layers),
         layer_types=m.layer_types(layers, 5),
-        sliding_window=m.get("attention.sliding_window", 512),
+        sliding_window=m.count("attention.sliding_window", 512),
         final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
-        num_kv_shared_layers=m.get("attention.shared_kv_layers", max(layers - 20, 0)),
+        num_kv_shared_layers=m.count("attention.shared_kv_layers", max(layers - 20, 0)),
         activation_sparsity_pattern=[float(str(share)) for share in shares],
-        altup_num_inputs=m.get("altup.num_inputs", 4),
-        altup_active_idx=m.get("altup.active_idx", 0),
+        altup_num_inputs=m.count("altup.num_inputs", 4),
+        altup_active_idx=m.count("altup.active_idx", 0),
         laurel_rank=m.gguf.tensors["blk.0.laurel_l.weight"].shape[0],
-        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 256),
+        hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 256),
         vocab_size_per_layer_input=m.gguf.tensors["per_layer_token_embd.weight"].shape[0],
     )
 
@@ -412,8 +412,8 @@ def _nemotron_h(m: Metadata, c: Json) -> Json:
         moe_latent_size=m.get("moe_latent_size"),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
         norm_topk_prob=m.flag("expert_weights_norm", True),
-        n_group=m.get("expert_group_count") or 1,
-        topk_group=m.get("expert_group_used_count") or 1,
+        n_group=m.count("expert_group_count", 1) or 1,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
     )
 
 
@@ -458,7 +458,7 @@ def _lfm2(m: Metadata, c: Json, family: str) -> Json:
         num_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
-        num_dense_layers=m.get("leading_dense_block_count", 0),
+        num_dense_layers=m.count("leading_dense_block_count", 0),
         use_expert_bias=any(".exp_probs_b." in name for name in m.gguf.tensors),
     )
 

@@ -40,6 +40,10 @@ class Metadata:
             raise TypeError(f"{self.prefix}{keys[0]} ({shown(value)})")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """Read an integer as `integer` does; `default` if the file has no such key."""
+        return default if self.get(key) is None else self.integer(key)
+
     def vector(self, name: str) -> list[float]:
         """Read a tensor of one dimension, which holds positive numbers."""
         # torch takes seconds to import, and listing models needs headers only
