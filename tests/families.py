@@ -71,7 +71,10 @@ FALCON = dict(
     embedding_multiplier=2.0, lm_head_multiplier=0.7, key_multiplier=0.6, attention_in_multiplier=1.2,
     attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
 )  # fmt: skip
-UNTOUCHED = ("inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps")
+UNTOUCHED = (
+    "inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps",
+    "per_layer_projection_scale", "per_layer_input_scale", "router_input_scale",
+)  # fmt: skip
 
 # name -> (model_type, fields)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -78,17 +78,20 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "gemma3n_text": "gemma3n",
+    "llama4_text": "llama4",
 }  # where they are not called as transformers calls them
 # queries and keys are permuted
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; latent
-# attention, Llama 4, Gemma 3n and K-EXAONE are not read
-NOT_READ = (
-    "falcon_h1-norm", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "llama4", "llama4-two", "gemma3n",
-    "gemma3n-own-keys", "exaone_moe",
-)  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4
+# and K-EXAONE are not read
+NOT_READ = ("falcon_h1-norm", "mistral4", "exaone_moe")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -256,8 +259,21 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed["routed_scaling_factor"] = 1.5
     if name == "gemma4-moe":
         changed["moe_intermediate_size"] = expert
+    if name.startswith("gemma3n"):  # the converter fills up the rows of tokens without embeddings
+        inner = [1, 1, 1, 1] if wide else [2, 1, 2, 3]
+        changed |= dict(
+            intermediate_size=[n * expert for n in inner], hidden_size_per_layer_input=expert, laurel_rank=expert,
+            vocab_size_per_layer_input=families.VOCAB, altup_correct_scale=True,
+        )  # fmt: skip
+    if name.startswith("llama4"):
+        changed["intermediate_size_mlp"] = inner if wide else 96
+    if name == "llama4-two":
+        changed["num_local_experts"] = 128  # which tells that queries are not normalised
     if name == "gemma4-small":
         changed["hidden_size_per_layer_input"] = 32
+    if name in LATENT:  # rows of all matrices are whole blocks
+        changed |= dict(moe_intermediate_size=expert, qk_nope_head_dim=64)
+        changed |= {} if name == "glm4_moe_lite" else dict(q_lora_rank=64)
     if name == "ernie4_5_moe":
         changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
     if name in ("lfm2_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h-latent"):
@@ -429,7 +445,36 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
-    return found | _recurrent(c)
+    return found | _recurrent(c) | _latent(c) | _gemma3n(c)
+
+
+def _gemma3n(c: Any) -> dict[str, Any]:
+    if c.model_type != "gemma3n_text":
+        return {}
+    shares = torch.tensor(c.activation_sparsity_pattern, dtype=torch.float32)
+    return {
+        "attention.shared_kv_layers": c.num_kv_shared_layers, "altup.num_inputs": c.altup_num_inputs,
+        "altup.active_idx": c.altup_active_idx, "embedding_length_per_layer_input": c.hidden_size_per_layer_input,
+        "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }  # fmt: skip
+
+
+def _latent(c: Any) -> dict[str, Any]:
+    """The keys of latent attention, which llama.cpp computes with one key-value head."""
+    if c.model_type not in LATENT:
+        return {}
+    found = {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": c.kv_lora_rank,
+        "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim, "attention.value_length": c.kv_lora_rank,
+        "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim,
+        "attention.value_length_mla": c.v_head_dim, "rope.dimension_count": c.qk_rope_head_dim,
+    }  # fmt: skip
+    if c.q_lora_rank:
+        found["attention.q_lora_rank"] = c.q_lora_rank
+    if c.rope_parameters.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * c.rope_parameters["mscale_all_dim"]
+    return found
 
 
 def _flat(c: Any) -> Any:
@@ -582,6 +627,26 @@ def _experts(c: Any) -> dict[str, Any]:
             "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
             "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
         }  # fmt: skip
+    if c.model_type in LATENT:
+        dense = [kind == "dense" for kind in getattr(c, "mlp_layer_types", None) or []]
+        found = {
+            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
+            "leading_dense_block_count": sum(dense) if dense else c.first_k_dense_replace,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_group_count": c.n_group,
+            "expert_group_used_count": c.topk_group,
+        }  # fmt: skip
+        if c.model_type == "deepseek_v3":  # others leave out how they score experts
+            found["expert_gating_func"] = 2
+        return found | ({"expert_weights_norm": True} if c.norm_topk_prob else {})
+    if c.model_type == "llama4_text":
+        return {
+            "expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.intermediate_size, "feed_forward_length": c.intermediate_size_mlp,
+            "interleave_moe_layer_step": c.interleave_moe_layer_step, "attention.chunk_size": c.attention_chunk_size,
+            "attention.temperature_scale": c.attn_scale if c.attn_temperature_tuning else 0.0,
+            "attention.temperature_length": c.floor_scale,
+        }  # fmt: skip
     if c.model_type == "ernie4_5_moe":
         return {
             "expert_count": c.moe_num_experts, "expert_used_count": c.moe_k,
@@ -632,7 +697,7 @@ def _windows(c: Any) -> dict[str, Any]:
             "attention.sliding_window": c.sliding_window,
             "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
         }  # fmt: skip
-    if c.model_type == "gemma3_text":
+    if c.model_type in ("gemma3_text", "gemma3n_text"):
         local = float(c.rope_parameters["sliding_attention"]["rope_theta"])
         return {
             "attention.sliding_window": c.sliding_window, "rope.freq_base_swa": local,
@@ -649,7 +714,7 @@ def tensors(
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for key, value in published(model, merged):
-        is_named = key.startswith("blk.")
+        is_named = key.startswith(("blk.", "altup_"))
         name = key if is_named else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         change = _change(model.config, architecture, key, value)
@@ -665,13 +730,27 @@ def tensors(
             * math.sqrt(32 / value.shape[-1])
             * (1.2 if "embed" in key or "wte" in key else 1.0)
         )
-        kind = "F32" if "ffn_gate_inp" in name else _kind(kinds, name, number)
+        is_float = "ffn_gate_inp" in name or "_coef" in name
+        kind = "F32" if is_float else _kind(kinds, name, number)
         *outer, inputs = (len(change.rows), *value.shape[1:])
         rows = random_rows(kind, math.prod(outer), inputs, rms, seed=number)
         change.put(torch.from_numpy(values_of(kind, rows)).double(), value)
         number += 1
         yield name, rows if value.ndim == 2 else rows.reshape(*outer, -1), kind
     yield from _rope_tensors(config)
+    yield from _unused_keys(config)
+
+
+def _unused_keys(c: Any) -> Iterator[tuple[str, np.ndarray, str]]:
+    """The keys and values that published checkpoints of Gemma 3n have in layers that read those of
+    others."""
+    if c.model_type != "gemma3n_text":
+        return
+    shape = (c.num_key_value_heads * c.head_dim, c.hidden_size)
+    for i in range(c.num_hidden_layers - c.num_kv_shared_layers, c.num_hidden_layers):
+        for part in ("k", "v"):
+            yield f"blk.{i}.attn_{part}.weight", np.ones(shape, np.float32), "F32"
+        yield f"blk.{i}.attn_k_norm.weight", np.ones(c.head_dim, np.float32), "F32"
 
 
 @dataclass(frozen=True)
@@ -708,8 +787,10 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors as [out, in], under the names that `gguf` translates or those that it
     gives: views, for what is changed in them to change the model."""
     config = model.config
+    if config.model_type == "gemma3n_text":
+        yield from _streams(model.model)
     for key, value in model.state_dict().items():
-        if ".act_fn." in key:  # the metadata has them
+        if ".act_fn." in key or key.startswith("model.altup_"):  # the metadata has them, or others
             continue
         if config.tie_word_embeddings and key == "lm_head.weight":
             continue
@@ -719,11 +800,25 @@ def published(model: Any, merged: bool) -> Iterator[tuple[str, Tensor]]:
             yield from _published_others(key, value, config)
 
 
+def _streams(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of further residual streams, which become views of one tensor."""
+    parts = {
+        "altup_proj": model.altup_projections,
+        "altup_unembd_proj": model.altup_unembed_projections,
+    }
+    for name, matrices in parts.items():
+        stacked = torch.stack([matrix.weight.data for matrix in matrices])
+        for n, matrix in enumerate(matrices):
+            matrix.weight.data = stacked[n]
+        yield f"{name}.weight", stacked
+
+
 def _published_experts(
     key: str, value: Tensor, config: Any, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
     layer, is_gpt_oss = f"blk.{key.split('.')[2]}", config.model_type == "gpt_oss"
-    value = value.mT if is_gpt_oss and value.ndim == 3 else value
+    is_turned = config.model_type in ("gpt_oss", "llama4_text")
+    value = value.mT if is_turned and value.ndim == 3 else value
     suffix = "bias" if key.endswith("_bias") else "weight"
     rows = value.shape[1] // 2
     if ".down_proj" in key:
@@ -756,6 +851,10 @@ def _published_others(key: str, value: Tensor, config: Any) -> Iterator[tuple[st
         yield f"{layer}.ffn_down_exps.scale", value
     elif "e_score_correction_bias" in key:
         yield f"{layer}.exp_probs_b.bias", value.flatten()
+    elif key.endswith("kv_b_proj.weight"):
+        heads = value.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        yield f"{layer}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].mT
+        yield f"{layer}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
     elif "shared_expert_gate" in key:
         yield key, value[0]
     elif key.endswith("in_proj_qkvz.weight"):
@@ -767,7 +866,8 @@ def _published_others(key: str, value: Tensor, config: Any) -> Iterator[tuple[st
         if config.model_type == "nemotron_h":
             key = key.replace("model.", "backbone.", 1)
         key = f"{key}.bias" if key.endswith(".expert_bias") else key
-        key = f"{key}.weight" if key.endswith((".sinks", ".layer_scalar")) else key
+        is_bare = key.endswith((".sinks", ".layer_scalar", ".correct_output_scale"))
+        key = f"{key}.weight" if is_bare else key
         is_turned = config.model_type == "gpt2" and key.endswith(
             ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         )

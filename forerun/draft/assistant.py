@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
+from forerun.devices import upload
 from forerun.draft.assistant_formats import AssistantConfig, read_assistant, target_layers
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_modules import check_sizes
@@ -193,7 +194,7 @@ class AssistantProposer(LastStateProposer):
             rows[tree.request.slot] = rows.get(tree.request.slot, 0) + 1
         self._attention.counts = list(rows.items())
         roots = [len(tree.request.tokens) - 1 for tree in trees]
-        positions = torch.tensor(roots, device=carried.device)
+        positions = upload(roots, torch.int64, carried.device)
         embedded = self.target.embed(tokens).to(self.dtype)
         return self.assistant.step(embedded, carried, positions, self._attention)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
+from forerun.devices import upload
 from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
@@ -411,7 +412,7 @@ class LastStateProposer(Proposer):
             # one row for each frontier node, tree by tree
             nodes = [(tree, node) for tree in growing for node in tree.frontier]
             tokens = [tree.draft.tokens[node] for tree, node in nodes]
-            ids = torch.tensor(tokens, device=carried.device)
+            ids = upload(tokens, torch.int64, carried.device)
             logits, carried = self.step(level, [tree for tree, _ in nodes], carried, ids)
             grow(growing, logits, self.width, self.name)
             level += 1

@@ -24,6 +24,7 @@ from forerun.models.families import (
     granite,
     hunyuan,
     is_integer,
+    is_positive,
     kv_sources,
     layer_types,
     llama,
@@ -283,6 +284,8 @@ def _latent_fields(c: Json) -> Json:
     rope = fields["ropes"][0].parameters
     scale = (plain + rotary) ** -0.5
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        if not is_positive(rope["factor"]):
+            raise ValueError(f"the factor of its rope parameters, {shown(rope['factor'])}")
         scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
     layers, kinds = fields["layers"], c.get("mlp_layer_types")
     dense = c.get("first_k_dense_replace", 0 if kinds is None else 1)

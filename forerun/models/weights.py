@@ -7,6 +7,7 @@ demand, since a packed copy may be cached."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.config import MTP_PREFIXES, TRAINED_MTP_PREFIX, ModelConfig
-from forerun.models.experts import StackedRows, mx_matrix, split_experts
-from forerun.models.families import is_integer
+from forerun.models.config import ModelConfig
 from forerun.models.gguf.blocks import unpermuted
 from forerun.models.parameters import (
     AltUpWeights,
@@ -38,25 +36,27 @@ from forerun.models.parameters import (
     StreamWeights,
     Weights,
 )
-from forerun.models.quantized import read_scheme, select_rows, stack
-from forerun.models.tensor_names import (
-    IGNORED,
-    INTERLEAVED_EXPERTS,
-    NAMES,
-    OTHER_MODALITIES,
-    PREFIXES,
-    TRANSPOSED_EXPERTS,
-)
+from forerun.models.quantized import select_rows, stack
+from forerun.models.tensor_names import Names
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever the model's other norms have
-MOST_MTP_LAYERS = 8  # multi-token modules behind a model's layers
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]
 MakeEmbedding = Callable[[Source], Any]
 
 
-class WeightLoader:
-    """Takes the decoder's tensors out of a Hugging Face directory."""
+class WeightLoader(ABC):
+    """Takes the decoder's tensors out of files, whose kind is that of the subclass.
+
+    Attributes:
+        names: of the tensors of each part of the decoder.
+        prefix: of all names but the head's.
+        rotates_pairs: the rotary embedding of the files turns neighbouring channels.
+    """
+
+    names: Names
+    prefix: str
+    rotates_pairs: bool
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ class WeightLoader:
         def projections(part: str) -> list[Any]:
             shape, found = (c.hidden, c.hidden), []
             for n in range(altup.streams - 1):
-                read = self.matrix(f"{self.stem(part)}.{n}", shape, False, False)
+                read = self.stream_matrix(part, n)
                 found.append(self.make_linear(part, self.source(f"{part}.{n}", shape, read), None))
             return found
 
@@ -466,12 +466,12 @@ class WeightLoader:
         values_from_keys = self.config.values_from_keys
         if part == "qkv" and len(rows) > 2 and values_from_keys and values_from_keys[layer or 0]:
             stems[2] = stems[1]
-        orders = self.row_orders(rows, heads)
         shapes = [(count, inner) for _, count in stems]
         readers = [
             self.matrix(stem, shape, bias, transposed)
             for (stem, _), shape in zip(stems, shapes, strict=True)
         ]
+        orders = self.row_orders(rows, heads)  # as long as the tensors are known to be
         if orders is not None and len(readers) != len(rows):
             raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
 
@@ -537,140 +537,62 @@ class WeightLoader:
         found = [self.floats(f"{stem}{dot}", (size, *shape[1:])) for stem, size in stems]
         return torch.cat(found) if len(found) > 1 else found[0]
 
-    # The methods below read the container; `gguf.weights.GgufLoader` overrides them.
-
-    def open(self, path: Path) -> None:
-        """Open the files at `path` and choose the names of their tensors."""
-        config, self.checkpoint = self.config, Checkpoint(path)
-        self.scheme = read_scheme(config.raw, str(path / "config.json"))
-        self.names = NAMES[config.layout]
-        self.rotates_pairs = config.rotates_pairs
-        embed = f"{self.names['embed']}.weight"
-        self.prefix = next((p for p in PREFIXES if self.checkpoint.has(p + embed)), "model.")
-
-    def head_stem(self) -> str:
-        """Return the name of the output head, without its suffix."""
-        head = str(self.names["head"])
-        inner = f"language_model.{head}"
-        return inner if self.checkpoint.has(f"{inner}.weight") else head
-
     def convolution(self, i: int, channels: int, taps: int) -> Tensor:
         """Read the weight of a causal convolution, [C, taps] float32."""
         found = self.tensor("convolution", i, "weight", (channels, 1, taps))
         return self.to(found[:, 0], torch.float32)
 
-    def decay_rate(self, stored: Tensor) -> Tensor:
-        """Return the rates of decay, which are negative, from what is stored."""
-        return -stored.exp()
+    # The methods below read the container.
 
-    def xielu_parameters(self, i: int) -> Tensor:
-        """Read alpha_p, alpha_n, beta and eps of an activation as they are stored, [4]."""
-        stem, parts = self.stem("xielu", i), (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()))
-        found = [self.floats(f"{stem}.{name}", shape) for name, shape in (*parts, ("eps", ()))]
-        return torch.cat([value.flatten() for value in found])
+    @abstractmethod
+    def open(self, path: Path) -> None:
+        """Open the files at `path` and choose the names of their tensors."""
 
+    @abstractmethod
+    def head_stem(self) -> str:
+        """Return the name of the output head, without its suffix."""
+
+    @abstractmethod
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor of this shape and mark it as used."""
-        self.checkpoint.claim(name, shape)
-        return self.checkpoint.floats(name)
 
+    @abstractmethod
     def matrix(
         self, stem: str, shape: tuple[int, int], bias: bool, transposed: bool
     ) -> Callable[[], Matrix]:
         """Mark the tensors of a linear layer's weight as used; return a function that reads it."""
-        checkpoint, scheme = self.checkpoint, self.scheme
-        name = f"{stem}.weight"
-        layout = scheme.layout(checkpoint.has, stem) if scheme else None
-        if scheme is None or layout is None:
-            checkpoint.claim(name, shape[::-1] if transposed else shape)
-            if transposed:
-                return lambda: checkpoint.floats(name).T
-            return lambda: checkpoint.floats(name)
-        for suffix in checkpoint.suffixes(layout, stem):
-            checkpoint.claim(f"{stem}.{suffix}")
-        extra = f"{stem}.bias"  # older GPTQ writers add a bias of zeros to every layer
-        if not bias and checkpoint.has(extra) and not checkpoint.read(extra).any():
-            checkpoint.claim(extra)
-        return lambda: checkpoint.quantized(scheme, layout, stem, shape)
 
+    @abstractmethod
     def expert_matrix(
         self, part: str, layer: int, halves: int, rows: int, inputs: int
     ) -> Callable[[], Matrix]:
         """Mark the tensors of a layer's experts as used; return a function that reads them.
 
         The matrix has the rows of the first half of all experts, then those of the second."""
-        checkpoint, experts = self.checkpoint, self.config.experts
-        assert experts is not None
-        count, stems = experts.count, self.names[part]
-        if "{e}" in (stems if isinstance(stems, str) else stems[0]):
-            names = [stem for stem, _ in self.stems(part, layer, [rows] * halves)]
-            readers = [
-                self.matrix(name.format(e=e), (rows, inputs), False, False)
-                for name in names
-                for e in range(count)
-            ]
-            if self.scheme is not None:
-                return lambda: stack([reader() for reader in readers])
-            parts: Any = readers
-            return lambda: StackedRows(parts, rows, inputs)
-        name = self.stem(part, layer)
-        if checkpoint.has(f"{name}_blocks"):
-            for suffix in ("blocks", "scales"):
-                checkpoint.claim(f"{name}_{suffix}")
-            return lambda: mx_matrix(
-                checkpoint.slices(f"{name}_blocks"),
-                checkpoint.read(f"{name}_scales"),
-                count,
-                halves,
-                rows,
-                inputs,
-                f"{checkpoint.directory}: {name}",
-            )
-        transposed = self.config.layout in TRANSPOSED_EXPERTS
-        shape = (halves * rows, inputs)
-        checkpoint.claim(name, (count, *(shape[::-1] if transposed else shape)))
 
-        def read(expert: int) -> Tensor:
-            matrix = checkpoint.part(name, expert)
-            return matrix.T if transposed else matrix
-
-        interleaved = self.config.layout in INTERLEAVED_EXPERTS
-        return lambda: split_experts(read, count, halves, rows, inputs, interleaved)
-
+    @abstractmethod
     def expert_bias(self, part: str, layer: int, halves: int, rows: int) -> Tensor:
         """Read the biases of a layer's experts, in the order of `expert_matrix`."""
-        experts = self.config.experts
-        assert experts is not None
-        found = self.floats(f"{self.stem(part, layer)}_bias", (experts.count, halves * rows))
-        return torch.cat([found[:, half::halves].flatten() for half in range(halves)])
 
+    @abstractmethod
+    def stream_matrix(self, part: str, n: int) -> Callable[[], Matrix]:
+        """Mark the matrix of a further residual stream as used; return a function that reads it."""
+
+    @abstractmethod
+    def decay_rate(self, stored: Tensor) -> Tensor:
+        """Return the rates of decay, which are negative, from what is stored."""
+
+    @abstractmethod
+    def xielu_parameters(self, i: int) -> Tensor:
+        """Read alpha_p, alpha_n, beta and eps of an activation as they are stored, [4]."""
+
+    @abstractmethod
     def embedding(self) -> Callable[[], Matrix]:
         """Return a function that reads the embedding [V, H]."""
-        return lambda: self.tensor("embed", None, "weight", (self.config.vocab, self.config.hidden))
 
+    @abstractmethod
     def finish(self) -> None:
         """Raise LoadError if the checkpoint has tensors that were not used."""
-        ignored = (*IGNORED, "lm_head.weight") if self.config.tied else IGNORED
-        mtp = MTP_PREFIXES.get(self.config.family)
-        prefixes = (*OTHER_MODALITIES, TRAINED_MTP_PREFIX, *([mtp] if mtp else []))
-        # DeepSeek V3 and GLM-4.5 store their multi-token modules as layers behind the model's own
-        count, extra = self.config.layers, self.config.raw.get("num_nextn_predict_layers")
-        if isinstance(extra, int) and is_integer(extra):
-            layer = f"{self.prefix}{self.names['layer']}"
-            last = count + min(extra, MOST_MTP_LAYERS)
-            prefixes += tuple(layer.format(i=i) for i in range(count, last))
-        self.checkpoint.finish(ignored, prefixes + self.unused_keys())
-
-    def unused_keys(self) -> tuple[str, ...]:
-        """Return the beginnings of the names of keys and values in layers that read those of
-        others: checkpoints of Gemma 3n have them all the same."""
-        c, qkv = self.config, self.names["qkv"]
-        if not isinstance(qkv, list):
-            return ()
-        stems = [*qkv[1:], self.names.get("k_norm"), self.names.get("value_norm")]
-        layers = [i for i in range(c.layers) if c.kv_layer(i) != i]
-        prefix = self.prefix + str(self.names["layer"])
-        return tuple(f"{prefix.format(i=i)}{stem}." for i in layers for stem in stems if stem)
 
 
 def load_weights(
@@ -693,7 +615,8 @@ def load_weights(
     Raises:
         LoadError: a tensor is missing, misshapen, unused, or quantized in an unsupported way.
     """
+    from forerun.models.directory_weights import DirectoryLoader
     from forerun.models.gguf.weights import GgufLoader
 
-    loader = GgufLoader if path.is_file() else WeightLoader
+    loader = GgufLoader if path.is_file() else DirectoryLoader
     return loader(config, path, dtype, device, make_linear, make_embedding, shortlist).load()

@@ -22,6 +22,7 @@ CASES = [
 ]
 # experts of several types in one file
 CASES += [("gpt_oss/experts", "suffix"), ("glm4_moe/mxfp4_moe", "model"), ("olmo2/Q8_0", "tree")]
+CASES += [("deepseek_v3/experts", "tree"), ("gemma3n/Q8_0", "suffix"), ("llama4/experts", "model")]
 
 
 @functools.cache

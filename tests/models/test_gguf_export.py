@@ -31,7 +31,9 @@ FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
     ("qwen2", "F16"),
     ("qwen2", "q4_k_m"),
 ]
-REFUSED = {name for name in gguf_files.FURTHER_NAMES if name.startswith("gemma4")} | HAS_EXPERTS
+REFUSED = {
+    name for name in gguf_files.FURTHER_NAMES if name[:6] in ("gemma3", "gemma4")
+} | HAS_EXPERTS
 REFUSED |= set(gguf_files.RECURRENT)
 FILES += [(name, "Q8_0") for name in gguf_files.FURTHER_NAMES if name not in REFUSED]
 MESSAGES = [{"role": "user", "content": "the end"}]

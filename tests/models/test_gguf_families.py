@@ -23,8 +23,9 @@ from forerun.errors import LoadError
 from forerun.kernels import native, reference
 from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.models.gguf.architectures import ARCHITECTURES, XIELU
+from forerun.models.gguf.architectures import ARCHITECTURES
 from forerun.models.gguf.config import skim, unsupported_reason
+from forerun.models.gguf.dense_architectures import XIELU
 from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
 from forerun.models.weights import LinearWeights
@@ -41,6 +42,10 @@ HAS_EXPERTS = {name for name in gguf_files.FURTHER_NAMES if "moe" in name} | {
     "gpt_oss",
     "granite4",
     "granite4-hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "llama4",
+    "llama4-two",
     "minimax_m2",
     "mixtral",
     "nemotron_h",
@@ -198,7 +203,8 @@ class Rounded(Decoder):
     ones do: to int8, by groups of 64."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        with mock.patch.object(reference, "linear", rounded):
+        linear = mock.patch.object(reference, "linear", rounded)
+        with linear, mock.patch.object(torch, "einsum", rounded_heads):
             return super().forward(*args, **options)
 
     def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
@@ -207,16 +213,30 @@ class Rounded(Decoder):
         recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
         exact = [matrix for e in experts for matrix in (e.router, e.shared_gate)]
         exact += [r.decay for r in recurrent]
+        altup = [layer.altup for layer in layers if layer.altup is not None]
+        exact += [matrix for a in altup for matrix in (a.router, a.predict, a.correct)]
         if any(linear is matrix for matrix in exact):
             return torch.nn.functional.linear(x, linear.weight, linear.bias)
         return reference.linear(x, linear.weight, linear.bias)
 
 
 def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(in_groups(x), weight, bias)
+
+
+def rounded_heads(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    """The products of latent attention, where each head has a matrix of its own."""
+    is_of_heads = equation.startswith("th")
+    return EINSUM(equation, in_groups(x) if is_of_heads else x, weight)
+
+
+EINSUM = torch.einsum
+
+
+def in_groups(x: Tensor) -> Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
     scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    whole = ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
-    return torch.nn.functional.linear(whole, weight, bias)
+    return ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 @functools.cache
@@ -373,6 +393,55 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("gemma4-small", "feed_forward_length", [64, 64, 64, 128], "differs between layers"),
         ("gemma4-small", "attention.shared_kv_layers", 4, "feed_forward_length"),
         ("gemma4-small", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+        ("deepseek_v2", "attention.kv_lora_rank", ..., "deepseek2.attention.kv_lora_rank"),
+        ("deepseek_v2", "attention.kv_lora_rank", 10**9, "rank of the latent attention"),
+        ("deepseek_v2", "attention.kv_lora_rank", 64, "blk.0.attn_kv_a_mqa.weight"),
+        ("deepseek_v2", "attention.head_count", 2**30, "blk.0.attn_output.weight"),
+        ("deepseek_v2", "attention.q_lora_rank", ..., "blk.0.attn_q.weight"),
+        ("deepseek_v2", "attention.q_lora_rank", "64", "q_lora_rank"),
+        ("deepseek_v2", "attention.key_length_mla", 32, "rope.dimension_count (32 of 32 channels)"),
+        ("deepseek_v2", "attention.key_length_mla", ..., "blk.0.attn_q_b.weight"),
+        ("deepseek_v2", "attention.value_length_mla", 0, "value of the latent attention"),
+        ("deepseek_v2", "attention.value_length_mla", [32, 16], "differs between layers"),
+        ("deepseek_v2", "rope.dimension_count", ..., "deepseek2.rope.dimension_count"),
+        ("deepseek_v2", "rope.dimension_count", 0, "rotary of the latent attention"),
+        ("deepseek_v2", "expert_weights_norm", True, "expert_weights_norm"),
+        ("deepseek_v2", "expert_count", ..., "deepseek2.expert_count"),
+        ("deepseek_v3", "expert_gating_func", 3, "expert_gating_func"),
+        ("deepseek_v3", "expert_gating_func", 1, "expert_weights_norm"),
+        ("deepseek_v3", "expert_group_count", 3, "3 groups"),
+        ("deepseek_v3", "leading_dense_block_count", [1, 2], "leading_dense_block_count, which"),
+        ("deepseek_v3", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
+        ("deepseek_v3", "rope.scaling.yarn_log_multiplier", float("nan"), "attention_scale"),
+        ("deepseek_v3", "rope.scaling.factor", 0.0, "the factor of its rope"),
+        ("deepseek_v3", "attention.temperature_scale", 0.1, "scaled attention temperatures"),
+        ("gemma3n", "activation_sparsity_scale", ..., "gemma3n.activation_sparsity_scale"),
+        ("gemma3n", "activation_sparsity_scale", [1.0, 2.0], "of 2 layers"),
+        ("gemma3n", "activation_sparsity_scale", [float("nan")] * 4, "activation_sparsity_scale"),
+        ("gemma3n", "activation_sparsity_scale", [float("inf")] * 4, "activation_sparsity_pattern"),
+        ("gemma3n", "activation_sparsity_scale", [1, 2, 3, 4], "activation_sparsity_scale"),
+        ("gemma3n", "altup.num_inputs", 1, "altup_num_inputs"),
+        ("gemma3n", "altup.num_inputs", 8, "blk.0.altup_correct_coef.weight"),
+        ("gemma3n", "altup.active_idx", 1, "altup_active_idx"),
+        ("gemma3n", "attention.shared_kv_layers", 4, "num_kv_shared_layers 4"),
+        ("gemma3n", "feed_forward_length", [64, 64], "of 2 layers"),
+        ("gemma3n", "feed_forward_length", [64, 64, 64, 64], "blk.1.ffn_gate.weight"),
+        ("gemma3n", "embedding_length_per_layer_input", 16, "inp_gate.weight"),
+        ("gemma3n", "embedding_length_per_layer_input", 0, "hidden_size_per_layer_input"),
+        ("gemma3n", "attention.head_count_kv", 3, "cannot share"),
+        ("llama4", "attention.head_count", 2**30, "blk.0.attn_q.weight"),
+        ("llama4", "interleave_moe_layer_step", ..., "llama4.interleave_moe_layer_step"),
+        ("llama4", "interleave_moe_layer_step", 0, "interleave_moe_layer_step (0)"),
+        ("llama4", "interleave_moe_layer_step", 1, "blk.0.ffn_gate_shexp.weight"),
+        ("llama4", "expert_count", ..., "llama4.expert_count"),
+        ("llama4", "expert_count", 0, "number of experts"),
+        ("llama4", "expert_used_count", 5, "number of experts of a token"),
+        ("llama4", "expert_gating_func", 1, "expert_gating_func"),
+        ("llama4", "attention.sliding_window", 0, "attention.sliding_window (0)"),
+        ("llama4", "attention.chunk_size", 0, "the chunk is 0"),
+        ("llama4", "attention.chunk_size", "8", "attention.chunk_size"),
+        ("llama4", "attention.temperature_length", 0, "floor_scale is 0"),
+        ("llama4", "attention.temperature_scale", -0.1, "attn_scale"),
         ("apertus", "xielu.beta", ..., "xielu.beta"),
         ("apertus", "xielu.alpha_n", [1.0, 2.0], "xielu.alpha_n, of 2 layers"),
         ("apertus", "xielu.alpha_p", float("nan"), "xielu.alpha_p"),
@@ -444,6 +513,67 @@ def test_inputs_of_qwen3_next_in_one_tensor(tmp_path: Path) -> None:
     assert "blk.0.ssm_in.weight" in skim(path).tensors
     model.set_experts_implementation("eager")
     near(logits(load_float32(path), text), own_truth(model, text))
+
+
+@pytest.mark.parametrize("kinds", ["F32", "Q8_0"])
+def test_heads_of_latent_attention_in_one_tensor(kinds: str, tmp_path: Path) -> None:
+    """As older files have them, without the keys that tell a head's sizes from those of the
+    cache."""
+
+    def older(key: str, value: Tensor, config: Any) -> Any:
+        layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
+        if key.endswith("kv_b_proj.weight"):
+            yield f"{layer}.attn_kv_b.weight", value
+        else:
+            yield from others(key, value, config)
+
+    others, path, text = gguf_files._published_others, tmp_path / "model.gguf", ids(12)
+    model = tiny.hf_model("deepseek_v2", **gguf_files.sizes("deepseek_v2", kinds))
+    sizes = {"key_length_mla": ..., "value_length_mla": ..., "key_length": 96, "value_length": 32}
+    changes = {f"deepseek2.attention.{key}": value for key, value in sizes.items()}
+    changes["deepseek2.attention.head_count_kv"] = 4
+    with mock.patch.object(gguf_files, "_published_others", older):
+        gguf_files.write(path, model, kinds, GAIN, changes=changes)
+    assert "blk.0.attn_kv_b.weight" in skim(path).tensors
+    near(logits(load_float32(path), text), eager_truth(model, text))
+
+
+@pytest.mark.parametrize("tensor", ["attn_k_b", "attn_v_b", "attn_kv_a_norm", "attn_q_a"])
+def test_a_missing_part_of_latent_attention_is_named(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, missing = gguf_files.tensors, f"blk.2.{tensor}.weight"
+    monkeypatch.setattr(
+        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
+    )
+    path = make(tmp_path / "model.gguf", "deepseek_v3", {})
+    with pytest.raises(LoadError, match=f"lacks tensor {missing}"):
+        load_float32(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "altup_proj",
+        "altup_unembd_proj",
+        "per_layer_token_embd",
+        "blk.0.laurel_l",
+        "blk.2.laurel_r",
+        "blk.2.altup_correct_scale",
+        "blk.2.altup_predict_coef",
+        "blk.2.post_norm",
+    ],
+)
+def test_a_missing_part_of_gemma_3n_is_named(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, missing = gguf_files.tensors, f"{tensor}.weight"
+    monkeypatch.setattr(
+        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
+    )
+    path = make(tmp_path / "model.gguf", "gemma3n", {})
+    with pytest.raises(LoadError, match=missing):
+        load_float32(path)
 
 
 @pytest.mark.parametrize("tensor", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_norm.weight"])

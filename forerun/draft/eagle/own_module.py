@@ -38,6 +38,7 @@ from forerun.kernels import reference as kernels
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import TRAINED_MTP_PREFIX, ModelConfig, load_config
 from forerun.models.decoder import Attend, DecoderLayers
+from forerun.models.directory_weights import DirectoryLoader
 from forerun.models.experts import StackedRows
 from forerun.models.families import is_integer
 from forerun.models.files import joined
@@ -257,7 +258,7 @@ def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
     if not is_native and isinstance(target.table, Tensor):
         dtype = target.table.dtype
     make_linear = _packing(config, path, target.form) if target.form is not None else _in_torch
-    loader_of = GgufLoader if path.is_file() else WeightLoader
+    loader_of = GgufLoader if path.is_file() else DirectoryLoader
     loader = loader_of(config, path, dtype, device, make_linear, Source.weight)
     weights = _read(loader, layout)
     return OwnModule(layout.layer_config(config), target.layers, weights, dtype)

@@ -1,5 +1,7 @@
 """Translate GGUF metadata into the keys of config.json, from which the families are read.
 
+`dense_architectures` has those of dense models; the others and the table of all are here.
+
 Many values are not stored in a file but follow from its architecture or its tensors. To add an
 architecture, add an entry to `ARCHITECTURES`: a function that returns the keys of its config.json,
 how its rotary embedding is stored, and which of the features in `config.UNSUPPORTED` it has."""
@@ -7,19 +9,27 @@ how its rotary embedding is stored, and which of the features in `config.UNSUPPO
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
 from forerun.models.config import MAX_CONTEXT
 from forerun.models.families import Json
 from forerun.models.gguf.container import GgufFile
+from forerun.models.gguf.dense_architectures import (
+    DENSE,
+    Architecture,
+    gemma3,
+    llama,
+    partial_rope,
+    rms_eps,
+)
 from forerun.models.gguf.metadata import Metadata
 
 # values of expert_gating_func; absent and 0 mean the architecture's own
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # parameters of the activation of Apertus
 
 
 def hugging_face(m: Metadata) -> Json:
@@ -37,12 +47,12 @@ def hugging_face(m: Metadata) -> Json:
     head_dim = hidden // heads
     if m.get("attention.key_length"):
         head_dim = m.integer("attention.key_length")
-    if m.get("attention.value_length", head_dim) != head_dim:
+    architecture = ARCHITECTURES[m.gguf.architecture]
+    if not architecture.latent and m.get("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{m.prefix}attention.value_length, which differs from the keys'")
     embedding = m.gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise LookupError("the tensor token_embd.weight")
-    architecture = ARCHITECTURES[m.gguf.architecture]
     if architecture.by_layer:
         kv_heads = m.by_layer("attention.head_count_kv", layers, heads)[0]
         inner = m.by_layer("feed_forward_length", layers)[0]
@@ -66,91 +76,7 @@ def hugging_face(m: Metadata) -> Json:
     return common | architecture.read(m, common)
 
 
-# ---------------------------------------------------------------- architectures
-
-
-def _rms_eps(m: Metadata) -> float:
-    return m.number("attention.layer_norm_rms_epsilon", 1e-6)
-
-
-def _llama(m: Metadata, c: Json, family: str = "llama") -> Json:
-    return dict(model_type=family, rms_norm_eps=_rms_eps(m), rope_parameters=m.rope(c["head_dim"]))
-
-
-def _partial(m: Metadata, c: Json, family: str) -> Json:
-    """Return the keys of a family that rotates a share of each head."""
-    fields = _llama(m, c, family)
-    share = fields["rope_parameters"].get("partial_rotary_factor", 1.0)
-    return fields | dict(partial_rotary_factor=share)
-
-
-def _layer_norm(m: Metadata, c: Json, family: str, key: str = "layer_norm_eps") -> Json:
-    """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
-    eps = m.number("attention.layer_norm_epsilon", 1e-5)
-    return _partial(m, c, family) | {key: eps}
-
-
-def _apertus(m: Metadata, c: Json) -> Json:
-    """The keys of the activation have no architecture in their names; a single number is that of
-    all layers."""
-    layers, xielu = c["num_hidden_layers"], {}
-    for name in XIELU:
-        values = np.ravel(np.asarray(m.gguf.metadata[f"xielu.{name}"], np.float64))
-        if len(values) not in (1, layers) or not np.isfinite(values).all():
-            raise ValueError(f"xielu.{name}, of {len(values)} layers")
-        xielu[name] = np.broadcast_to(values, layers).tolist()
-    return _llama(m, c, "apertus") | dict(hidden_act="xielu", xielu=xielu)
-
-
-def _smollm3(m: Metadata, c: Json) -> Json:
-    return _llama(m, c, "smollm3") | dict(no_rope_layer_interval=4)
-
-
-def _phi3(m: Metadata, c: Json) -> Json:
-    fields = _llama(m, c, "phi3")
-    rope = fields["rope_parameters"]
-    fields |= dict(
-        sliding_window=m.get("attention.sliding_window") or None,
-        pad_token_id=None,
-        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
-    )
-    key = "original_max_position_embeddings"
-    return fields | ({key: rope[key]} if rope.get(key) else {})
-
-
-def _gemma(m: Metadata, c: Json, layers_of_27b: int) -> Json:
-    """Keys that Gemma 2 and 3 share; the 27B model scales attention differently."""
-    is_27b = c["num_hidden_layers"] == layers_of_27b
-    wide = c["hidden_size"] / c["num_attention_heads"]
-    return dict(
-        rms_norm_eps=_rms_eps(m),
-        query_pre_attn_scalar=wide if is_27b else c["head_dim"],
-        sliding_window=m.get("attention.sliding_window", 4096),
-    )
-
-
-def _gemma2(m: Metadata, c: Json) -> Json:
-    return _gemma(m, c, layers_of_27b=46) | dict(
-        model_type="gemma2",
-        rope_parameters=m.rope(c["head_dim"]),
-        attn_logit_softcapping=m.number("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
-        layer_types=m.layer_types(c["num_hidden_layers"], 2),
-    )
-
-
-def _gemma3(m: Metadata, c: Json) -> Json:
-    full = m.rope(c["head_dim"])
-    full["rope_theta"] = m.number("rope.global.freq_base", m.number("rope.freq_base", 1e6))
-    local = m.number("rope.local.freq_base", m.number("rope.freq_base_swa", 10000.0))
-    return _gemma(m, c, layers_of_27b=62) | dict(
-        model_type="gemma3_text",
-        layer_types=m.layer_types(c["num_hidden_layers"], 6),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-    )
+# ---------------------------------------------------------------- mixtures of experts
 
 
 def _gemma4(m: Metadata, c: Json) -> Json:
@@ -163,7 +89,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     wide = [heads for heads, g in zip(kv_heads, is_global, strict=False) if g]
     if len(set(local)) > 1 or len(set(wide)) > 1 or not local or not wide:
         raise ValueError(f"{m.prefix}attention.head_count_kv, whose heads are of no two kinds")
-    shared = m.get("attention.shared_kv_layers", 0)
+    shared = m.count("attention.shared_kv_layers", 0)
     sizes = m.by_layer("feed_forward_length", layers)
     is_wide = any(size != sizes[0] for size in sizes)
     if is_wide and sizes != [sizes[0] * (1 + (i >= layers - shared)) for i in range(layers)]:
@@ -171,7 +97,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     own = [i for i in range(layers) if is_global[i] and m.has(f"blk.{i}.attn_k.weight")]
     fields = dict(
         model_type="gemma4_text",
-        rms_norm_eps=_rms_eps(m),
+        rms_norm_eps=rms_eps(m),
         layer_types=types,
         sliding_window=m.get("attention.sliding_window", 512),
         head_dim=m.integer("attention.key_length_swa"),
@@ -181,7 +107,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
         attention_k_eq_v=any(not m.has(f"blk.{i}.attn_v.weight") for i in own),
         num_kv_shared_layers=shared,
         use_double_wide_mlp=is_wide,
-        hidden_size_per_layer_input=m.get("embedding_length_per_layer_input", 0),
+        hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 0),
         final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
         rope_parameters={
             "full_attention": m.proportional_rope(),
@@ -204,81 +130,9 @@ def _gemma4(m: Metadata, c: Json) -> Json:
     )
 
 
-def _gpt2(m: Metadata, c: Json) -> Json:
-    return dict(
-        model_type="gpt2",
-        n_embd=c["hidden_size"],
-        n_head=c["num_attention_heads"],
-        n_layer=c["num_hidden_layers"],
-        n_positions=c["max_position_embeddings"],
-        n_inner=c["intermediate_size"],
-        layer_norm_epsilon=m.number("attention.layer_norm_epsilon", 1e-5),
-    )
-
-
-def _mistral3(m: Metadata, c: Json) -> Json:
-    """Mistral Small 3, or Ministral 3, whose queries grow with their position."""
-    growth = m.number("attention.temperature_scale", 0.0)
-    if not growth:
-        return _llama(m, c)
-    fields = _llama(m, c, "ministral3")
-    key = "original_max_position_embeddings"
-    rope = fields["rope_parameters"]
-    length = rope.get(key) or c["max_position_embeddings"]
-    return fields | dict(rope_parameters=rope | {"llama_4_scaling_beta": growth, key: length})
-
-
-def _olmo2(m: Metadata, c: Json) -> Json:
-    """OLMo 2, or OLMo 3, which has windows and scales the rope of its other layers only."""
-    window = m.get("attention.sliding_window")
-    if not window:
-        return _llama(m, c, "olmo2")
-    full = m.rope(c["head_dim"])
-    local = m.number("rope.freq_base_swa", full["rope_theta"])
-    return _llama(m, c, "olmo3") | dict(
-        sliding_window=window,
-        layer_types=m.layer_types(c["num_hidden_layers"], 4),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-    )
-
-
-def _exaone4(m: Metadata, c: Json) -> Json:
-    window = m.get("attention.sliding_window") or None
-    types = m.layer_types(c["num_hidden_layers"], 4) if window else None
-    return _llama(m, c, "exaone4") | dict(sliding_window=window, layer_types=types)
-
-
-def _cohere(m: Metadata, c: Json, family: str) -> Json:
-    fields = _layer_norm(m, c, family) | dict(
-        logit_scale=m.number("logit_scale", 1.0),
-        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
-    )
-    if family == "cohere":
-        return fields
-    return fields | dict(
-        sliding_window=m.get("attention.sliding_window", 4096),
-        layer_types=m.layer_types(c["num_hidden_layers"], 4),
-    )
-
-
-def _starcoder2(m: Metadata, c: Json) -> Json:
-    window = m.get("attention.sliding_window", 4096)  # of all published models
-    return _layer_norm(m, c, "starcoder2", "norm_epsilon") | dict(sliding_window=window or None)
-
-
-def _stablelm(m: Metadata, c: Json) -> Json:
-    return _layer_norm(m, c, "stablelm") | dict(
-        qk_layernorm=m.has("blk.0.attn_q_norm.weight"),
-        use_parallel_residual=not m.has("blk.0.ffn_norm.weight"),
-    )
-
-
 def _granite(m: Metadata, c: Json) -> Json:
     """Granite 3 and 4: dense, with experts, with a dense MLP beside them, and with Mamba-2."""
-    fields = _llama(m, c, "granite") | dict(
+    fields = llama(m, c, "granite") | dict(
         attention_multiplier=m.number("attention.scale", 0.0) or c["head_dim"] ** -0.5,
         embedding_multiplier=m.number("embedding_scale", 1.0),
         residual_multiplier=m.number("residual_scale", 1.0),
@@ -312,15 +166,12 @@ def _granite(m: Metadata, c: Json) -> Json:
     )
 
 
-# ---------------------------------------------------------------- mixtures of experts
-
-
 def _mixtral(m: Metadata, c: Json) -> Json:
     """Llama and Mistral, or Mixtral, which shares their architecture."""
     if not m.get("expert_count"):
-        return _llama(m, c)
+        return llama(m, c)
     count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
-    return _llama(m, c, "mixtral") | dict(
+    return llama(m, c, "mixtral") | dict(
         num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
     )
 
@@ -328,7 +179,7 @@ def _mixtral(m: Metadata, c: Json) -> Json:
 def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
     count, used = m.experts(SOFTMAX, normalised=None)
     shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
-    return _llama(m, c, family) | dict(
+    return llama(m, c, family) | dict(
         num_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
@@ -339,7 +190,7 @@ def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
 
 def _olmoe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX, normalised=None)
-    return _llama(m, c, "olmoe") | dict(
+    return llama(m, c, "olmoe") | dict(
         num_experts=count,
         num_experts_per_tok=used,
         intermediate_size=m.expert_size(),
@@ -349,7 +200,7 @@ def _olmoe(m: Metadata, c: Json) -> Json:
 
 def _gpt_oss(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX_OF_CHOSEN)
-    fields = _llama(m, c, "gpt_oss")
+    fields = llama(m, c, "gpt_oss")
     return fields | dict(
         rope_parameters=fields["rope_parameters"] | {"truncate": False},
         num_local_experts=count,
@@ -362,43 +213,136 @@ def _gpt_oss(m: Metadata, c: Json) -> Json:
 
 def _glm4_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SIGMOID, normalised=None, scaled=True)
-    return _partial(m, c, "glm4_moe") | dict(
+    return partial_rope(m, c, "glm4_moe") | dict(
         n_routed_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
-        n_shared_experts=m.get("expert_shared_count", 0),
-        first_k_dense_replace=m.get("leading_dense_block_count", 0),
+        n_shared_experts=m.count("expert_shared_count", 0),
+        first_k_dense_replace=m.count("leading_dense_block_count", 0),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
         norm_topk_prob=m.flag("expert_weights_norm", False),
-        n_group=m.get("expert_group_count") or 1,
-        topk_group=m.get("expert_group_used_count") or 1,
+        n_group=m.count("expert_group_count", 1) or 1,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
         use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
     )
 
 
 def _ernie_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX)
-    return _llama(m, c, "ernie4_5_moe") | dict(
+    return llama(m, c, "ernie4_5_moe") | dict(
         moe_num_experts=count,
         moe_k=used,
         moe_intermediate_size=m.expert_size(),
-        moe_num_shared_experts=m.get("expert_shared_count", 0),
-        moe_layer_start_index=m.get("leading_dense_block_count", 0),
-        moe_layer_interval=m.get("interleave_moe_layer_step", 1),
+        moe_num_shared_experts=m.count("expert_shared_count", 0),
+        moe_layer_start_index=m.count("leading_dense_block_count", 0),
+        moe_layer_interval=m.count("interleave_moe_layer_step", 1),
     )
 
 
 def _hunyuan_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX)
-    return _llama(m, c, "hunyuan_v1_moe") | dict(
+    return llama(m, c, "hunyuan_v1_moe") | dict(
         num_experts=count, moe_topk=used, intermediate_size=m.expert_size()
     )
 
 
 def _minimax_m2(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SIGMOID)
-    return _partial(m, c, "minimax_m2") | dict(
+    return partial_rope(m, c, "minimax_m2") | dict(
         num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    )
+
+
+def _llama4(m: Metadata, c: Json) -> Json:
+    """Llama 4. Files of llama.cpp's converter do not say the length of chunks and how queries grow,
+    which are the same in all published models, nor that Maverick, which has 128 experts, does not
+    normalise queries and keys."""
+    if m.get("attention.sliding_window") == 0:
+        raise ValueError(f"{m.prefix}attention.sliding_window (0), which is not supported")
+    count, used = m.experts(SIGMOID, normalised=False)
+    step, layers = m.integer("interleave_moe_layer_step"), c["num_hidden_layers"]
+    if not 0 < step <= layers:
+        raise ValueError(f"{m.prefix}interleave_moe_layer_step ({step})")
+    growth = m.number("attention.temperature_scale", 0.1)
+    return llama(m, c, "llama4_text") | dict(
+        intermediate_size=m.expert_size(),
+        intermediate_size_mlp=c["intermediate_size"],
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        interleave_moe_layer_step=step,
+        attention_chunk_size=m.count("attention.chunk_size", 8192),
+        use_qk_norm=count != 128,
+        attn_temperature_tuning=growth != 0,
+        attn_scale=growth,
+        floor_scale=m.count("attention.temperature_length", 8192),
+    )
+
+
+# ---------------------------------------------------------------- latent attention
+
+
+def _deepseek2(m: Metadata, c: Json) -> Json:
+    """DeepSeek V2 and V3, and GLM-4.7-Flash, which has the experts of V3.
+
+    Older files have no keys with `_mla`: their key length is that of a head and not that of what is
+    cached. Files of V2, and those of GLM-4.7-Flash, do not say how experts are scored; V3 alone has
+    a bias for the choice."""
+    rotary = m.integer("rope.dimension_count")
+    head = m.integer("attention.key_length_mla", "attention.key_length")
+    if head <= rotary:
+        raise ValueError(f"{m.prefix}rope.dimension_count ({rotary} of {head} channels)")
+    is_v3 = m.get("expert_gating_func") == SIGMOID
+    if not m.get("expert_gating_func"):
+        is_v3 = any(".exp_probs_b." in name for name in m.gguf.tensors)
+    gating, normalised = (SIGMOID, None) if is_v3 else (SOFTMAX, False)
+    count, used = m.experts(gating, normalised=normalised, scaled=True)
+    groups = m.count("expert_group_count", 1) or 1
+    return dict(
+        model_type="deepseek_v3" if is_v3 else "deepseek_v2",
+        rms_norm_eps=rms_eps(m),
+        rope_parameters=m.latent_rope(rotary),
+        q_lora_rank=m.count("attention.q_lora_rank", 0) or None,
+        kv_lora_rank=m.integer("attention.kv_lora_rank"),
+        qk_rope_head_dim=rotary,
+        qk_nope_head_dim=head - rotary,
+        v_head_dim=m.integer("attention.value_length_mla", "attention.value_length"),
+        n_routed_experts=count,
+        num_experts_per_tok=used,
+        moe_intermediate_size=m.expert_size(),
+        n_shared_experts=m.count("expert_shared_count", 0),
+        first_k_dense_replace=m.count("leading_dense_block_count", 0),
+        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+        topk_method="group_limited_greedy" if groups != 1 else "greedy",
+        n_group=groups,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
+    )
+
+
+# ---------------------------------------------------------------- parallel residual streams
+
+
+def _gemma3n(m: Metadata, c: Json) -> Json:
+    """Gemma 3n. The file has the cutoffs of gates in standard deviations; transformers has the
+    shares of gates that they close."""
+    layers = c["num_hidden_layers"]
+    cutoffs = np.ravel(np.asarray(m.gguf.metadata[f"{m.prefix}activation_sparsity_scale"]))
+    if len(cutoffs) != layers or cutoffs.dtype.kind != "f" or np.isnan(cutoffs).any():
+        raise ValueError(f"{m.prefix}activation_sparsity_scale, of {len(cutoffs)} layers")
+    shares = [np.float32(NormalDist().cdf(float(cutoff))) for cutoff in cutoffs]
+    return gemma3(m, c) | dict(
+        model_type="gemma3n_text",
+        intermediate_size=m.by_layer("feed_forward_length", layers),
+        layer_types=m.layer_types(layers, 5),
+        sliding_window=m.count("attention.sliding_window", 512),
+        final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
+        num_kv_shared_layers=m.count("attention.shared_kv_layers", max(layers - 20, 0)),
+        activation_sparsity_pattern=[float(str(share)) for share in shares],
+        altup_num_inputs=m.count("altup.num_inputs", 4),
+        altup_active_idx=m.count("altup.active_idx", 0),
+        laurel_rank=m.gguf.tensors["blk.0.laurel_l.weight"].shape[0],
+        hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 256),
+        vocab_size_per_layer_input=m.gguf.tensors["per_layer_token_embd.weight"].shape[0],
     )
 
 
@@ -421,7 +365,7 @@ def _mamba(m: Metadata) -> Json:
 def _falcon_h1(m: Metadata, c: Json) -> Json:
     """Falcon-H1: the factors are a part of the weights, and gates precede norms."""
     return (
-        _llama(m, c, "falcon_h1")
+        llama(m, c, "falcon_h1")
         | _mamba(m)
         | dict(
             mamba_d_ssm=m.integer("ssm.inner_size"),
@@ -468,8 +412,8 @@ def _nemotron_h(m: Metadata, c: Json) -> Json:
         moe_latent_size=m.get("moe_latent_size"),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
         norm_topk_prob=m.flag("expert_weights_norm", True),
-        n_group=m.get("expert_group_count") or 1,
-        topk_group=m.get("expert_group_used_count") or 1,
+        n_group=m.count("expert_group_count", 1) or 1,
+        topk_group=m.count("expert_group_used_count", 1) or 1,
     )
 
 
@@ -477,7 +421,7 @@ def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
     """Qwen3-Next and Qwen3.5: gated delta rule in most layers."""
     heads = m.integer("ssm.time_step_rank")
     is_delta = m.layers_with("ssm_", c["num_hidden_layers"])
-    fields = _partial(m, c, family) | dict(
+    fields = partial_rope(m, c, family) | dict(
         layer_types=["linear_attention" if delta else "full_attention" for delta in is_delta],
         linear_num_value_heads=heads,
         linear_value_head_dim=m.integer("ssm.inner_size") // heads,
@@ -501,7 +445,7 @@ def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
 
 def _lfm2(m: Metadata, c: Json, family: str) -> Json:
     is_conv = m.layers_with("shortconv.", c["num_hidden_layers"])
-    fields = _llama(m, c, family) | dict(
+    fields = llama(m, c, family) | dict(
         layer_types=["conv" if conv else "full_attention" for conv in is_conv],
         norm_eps=m.number("attention.layer_norm_rms_epsilon", 1e-5),
         conv_L_cache=m.integer("shortconv.l_cache"),
@@ -514,34 +458,13 @@ def _lfm2(m: Metadata, c: Json, family: str) -> Json:
         num_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
-        num_dense_layers=m.get("leading_dense_block_count", 0),
+        num_dense_layers=m.count("leading_dense_block_count", 0),
         use_expert_bias=any(".exp_probs_b." in name for name in m.gguf.tensors),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Translation of the models of one general.architecture.
-
-    Attributes:
-        read: returns the keys of config.json beyond those that all have.
-        rotates_pairs: queries and keys are stored so that neighbouring channels rotate.
-        features: keys of `config.UNSUPPORTED` that `read` takes into account.
-        by_layer: `read` takes into account that heads and MLPs differ between layers.
-        recurrent: layers may be recurrent; those have no key-value heads.
-        tiled: value heads of recurrent layers are stored in another order: head h uses key head
-            h mod key heads.
-    """
-
-    read: Callable[[Metadata, Json], Json]
-    rotates_pairs: bool = False
-    features: tuple[str, ...] = ()
-    by_layer: bool = False
-    recurrent: bool = False
-    tiled: bool = False
-
-
 _EXPERTS = ("expert_count",)
+_LATENT = ("attention.q_lora_rank", "attention.kv_lora_rank")
 _MULTIPLIERS = ("logit_scale", "residual_scale", "embedding_scale")
 _GRANITE = Architecture(_granite, True, (*_EXPERTS, *_MULTIPLIERS, "ssm.state_size"))
 
@@ -554,41 +477,22 @@ def _hybrid(
     return Architecture(read, features=_EXPERTS, recurrent=True, tiled=tiled)
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "llama": Architecture(_mixtral, True, _EXPERTS),
-    "mistral3": Architecture(_mistral3, True, ("attention.temperature_scale",)),
-    "qwen2": Architecture(partial(_llama, family="qwen2")),
+    "llama4": Architecture(_llama4, True, (*_EXPERTS, "attention.temperature_scale")),
     "qwen2moe": Architecture(partial(_qwen_moe, family="qwen2_moe"), features=_EXPERTS),
-    "qwen3": Architecture(partial(_llama, family="qwen3")),
     "qwen3moe": Architecture(partial(_qwen_moe, family="qwen3_moe"), features=_EXPERTS),
-    "smollm3": Architecture(_smollm3, True),
-    "phi2": Architecture(partial(_layer_norm, family="phi")),
-    "phi3": Architecture(_phi3),
-    "gemma2": Architecture(_gemma2),
-    "gemma3": Architecture(_gemma3),
     "gemma4": Architecture(_gemma4, features=_EXPERTS, by_layer=True),
-    "gpt2": Architecture(_gpt2),
+    "gemma3n": Architecture(_gemma3n, by_layer=True),
     "gpt-oss": Architecture(_gpt_oss, features=_EXPERTS),
-    "olmo2": Architecture(_olmo2),
     "olmoe": Architecture(_olmoe, features=_EXPERTS),
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitehybrid": replace(_GRANITE, recurrent=True),
-    "glm4": Architecture(partial(_partial, family="glm4"), True),
+    "deepseek2": Architecture(_deepseek2, True, (*_EXPERTS, *_LATENT), latent=True),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
-    "ernie4_5": Architecture(partial(_llama, family="ernie4_5"), True),
     "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
-    "hunyuan-dense": Architecture(partial(_llama, family="hunyuan_v1_dense")),
     "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
-    "exaone4": Architecture(_exaone4),
-    "command-r": Architecture(partial(_cohere, family="cohere"), True, ("logit_scale",)),
-    "cohere2": Architecture(partial(_cohere, family="cohere2"), True, ("logit_scale",)),
-    "starcoder2": Architecture(_starcoder2),
-    "stablelm": Architecture(_stablelm),
-    "nemotron": Architecture(partial(_layer_norm, family="nemotron", key="norm_eps")),
-    "apertus": Architecture(_apertus),
-    "arcee": Architecture(partial(_llama, family="arcee"), True),
-    "seed_oss": Architecture(partial(_llama, family="seed_oss")),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
     "falcon-h1": _hybrid(_falcon_h1),
     "lfm2": _hybrid(_lfm2, "lfm2"),

@@ -40,6 +40,10 @@ class Metadata:
             raise TypeError(f"{self.prefix}{keys[0]} ({shown(value)})")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """Read an integer as `integer` does; `default` if the file has no such key."""
+        return default if self.get(key) is None else self.integer(key)
+
     def vector(self, name: str) -> list[float]:
         """Read a tensor of one dimension, which holds positive numbers."""
         # torch takes seconds to import, and listing models needs headers only
@@ -175,6 +179,20 @@ class Metadata:
         if kind == "linear" and factor != 1.0:
             return rope | {"rope_type": "linear", "factor": factor}
         return rope
+
+    def latent_rope(self, rotary: int) -> Json:
+        """Return the rope of latent attention. The multiplier of YaRN is 0.1 times the
+        `mscale_all_dim` of DeepSeek V2, whose `mscale` is the same in all published models."""
+        rope = self.rope(rotary)
+        if rope["rope_type"] != "yarn":
+            return rope
+        given = self.get("rope.scaling.attn_factor")
+        rope["attention_factor"] = None if given is None else float(given)
+        growth = self.number("rope.scaling.yarn_log_multiplier", 0.0)
+        if not growth:
+            return rope
+        weight = float(str(np.float32(growth * 10)))
+        return rope | {"mscale": weight, "mscale_all_dim": weight}
 
     def proportional_rope(self) -> Json:
         """Return the rope of Gemma 4's global layers; divisors of 1e30 are of channels that do not

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.models.files import joined
-from forerun.models.gguf.architectures import XIELU, rotates_pairs
+from forerun.models.gguf.architectures import rotates_pairs
 from forerun.models.gguf.blocks import Blocks, Piece, floats
 from forerun.models.gguf.container import Entry, open_gguf
+from forerun.models.gguf.dense_architectures import XIELU
 from forerun.models.parameters import Matrix
 from forerun.models.tensor_names import Names
 from forerun.models.weights import WeightLoader
@@ -52,8 +54,25 @@ NAMES: Names = {
     "layer_embed": "per_layer_token_embd",
     "layer_projections": "per_layer_model_proj",
     "layer_inputs_norm": "per_layer_proj_norm",
+    "altup_norm": "altup_router_norm",
+    "altup_router": "altup_router",
+    "altup_predict": "altup_predict_coef",
+    "altup_correct": "altup_correct_coef",
+    "altup_scale": "altup_correct_scale.weight",
+    "laurel_left": "laurel_l",
+    "laurel_right": "laurel_r",
+    "laurel_norm": "laurel_post_norm",
+    "stream_opening": "altup_proj",
+    "stream_joining": "altup_unembd_proj",
     "latent_in": "ffn_latent_down",
     "latent_out": "ffn_latent_up",
+    "query": "attn_q",
+    "query_down": "attn_q_a",
+    "query_norm": "attn_q_a_norm",
+    "query_up": "attn_q_b",
+    "latent_down": "attn_kv_a_mqa",
+    "latent_norm": "attn_kv_a_norm",
+    "latent_up": "attn_kv_b",
     "recurrent_out": "ssm_out",
     "convolution": "ssm_conv1d",
     "decay_rate": "ssm_a",
@@ -113,6 +132,7 @@ class GgufLoader(WeightLoader):
             "shared_down": f"ffn_down{shared}",
             "qkv": "attn_qkv" if is_fused else ["attn_q", "attn_k", "attn_v"],
             "up": gated("ffn_gate", "ffn_up"),
+            "sparse_up": gated("ffn_gate", "ffn_up"),
             "mlp_norm": norms[0] if norms else "ffn_norm",
             "expert_up": "ffn_gate_up_exps"
             if has("ffn_gate_up_exps")
@@ -161,6 +181,25 @@ class GgufLoader(WeightLoader):
         blocks = Blocks((Piece(self.claim(f"{stem}.weight", shape)),))
         return lambda: blocks
 
+    def stacked(self, name: str, shape: tuple[int, int, int]) -> Entry:
+        """Claim a tensor of several matrices and return it as one, on top of each other."""
+        entry = self.claim(name, shape)
+        return replace(entry, shape=(shape[0] * shape[1], shape[2]))
+
+    def heads_of_latent(self, i: int, keys: bool) -> Any:
+        """Load the heads' matrices. Newer files have a tensor for keys and one for values, that of
+        the keys transposed."""
+        c, a = self.config, self.config.latent
+        assert a is not None
+        part, stem = ("key_up", "attn_k_b") if keys else ("value_up", "attn_v_b")
+        name = f"blk.{i}.{stem}.weight"
+        if f"blk.{i}.attn_kv_b.weight" in self.gguf.tensors:
+            return super().heads_of_latent(i, keys)
+        rows, inputs = (a.rank, a.plain) if keys else (a.value, a.rank)
+        blocks = Blocks((Piece(self.stacked(name, (c.heads, rows, inputs))),))
+        source = self.source(f"{i}.{part}", blocks.shape, lambda: blocks)
+        return self.make_linear(part, source, None)
+
     def expert_matrix(
         self, part: str, layer: int, halves: int, rows: int, inputs: int
     ) -> Callable[[], Matrix]:
@@ -170,8 +209,7 @@ class GgufLoader(WeightLoader):
         pieces = []
         stems = self.stems(part, layer, [rows] * halves)
         for stem, each in stems:
-            entry = self.claim(f"{stem}.weight", (count, each, inputs))
-            flat = replace(entry, shape=(count * each, inputs))
+            flat = self.stacked(f"{stem}.weight", (count, each, inputs))
             if each == rows:
                 pieces.append(Piece(flat))
                 continue
@@ -189,6 +227,13 @@ class GgufLoader(WeightLoader):
         found = [self.floats(f"{stem}.bias", (experts.count, each)) for stem, each in stems]
         parts = [half for each in found for half in torch.split(each, rows, dim=1)]
         return torch.cat([half.flatten() for half in parts])
+
+    def stream_matrix(self, part: str, n: int) -> Callable[[], Matrix]:
+        altup, size = self.config.altup, self.config.hidden
+        assert altup is not None
+        flat = self.stacked(f"{self.stem(part)}.weight", (altup.streams - 1, size, size))
+        blocks = Blocks((Piece(flat, np.arange(n * size, (n + 1) * size)),))
+        return lambda: blocks
 
     def decay_rate(self, stored: Tensor) -> Tensor:
         return stored
