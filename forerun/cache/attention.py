@@ -158,7 +158,7 @@ class Attention:
         shape = len(segments), num_queries, num_keys
         masks = {
             keys: None if seen.all() else self._tensor(seen)
-            for keys, seen in visible_masks(segments, depths, self.cache, self.config, shape)
+            for keys, seen in self._masks(segments, depths, shape)
         }
         table = np.stack([self.cache.pages.rows[s.slot, :num_keys] for s in segments])
         if len(segments) == 1:
@@ -174,6 +174,12 @@ class Attention:
         is_filled = np.arange(num_queries) < column
         filled = None if is_filled.all() else self._tensor(is_filled)
         return _Group(self._tensor(queries), self._tensor(table), masks, filled)
+
+    def _masks(
+        self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, int, int]
+    ) -> list[tuple[VisibleKeys, np.ndarray]]:
+        """Return which keys each query sees, as `visible_masks`."""
+        return visible_masks(segments, depths, self.cache, self.config, shape)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

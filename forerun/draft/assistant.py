@@ -32,10 +32,11 @@ from forerun.draft.tree import Tree
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.models.decoder import DecoderLayers
+from forerun.models.directory_weights import DirectoryLoader
 from forerun.models.packed_cache import PackedCache
 from forerun.models.parameters import LayerWeights, LinearWeights, Norm, Source
 from forerun.models.rope import rope_tables
-from forerun.models.weights import MakeLinear, WeightLoader
+from forerun.models.weights import MakeLinear
 from forerun.runtime.packed import Linear, PackedMatrix, pack
 from forerun.runtime.torch_runner import Runner
 
@@ -218,11 +219,11 @@ def load_assistant(directory: Path, target: TargetView) -> Assistant:
         # the scheme of quantized checkpoints is in the outer object
         layers = replace(shape.layers, raw=raw)
         args = (layers, directory, dtype, target.device, make_linear, Source.weight)
-        weights = _read(WeightLoader(*args), shape)
+        weights = _read(DirectoryLoader(*args), shape)
         return Assistant(shape, sources, weights, target, dtype)
 
 
-def _read(loader: WeightLoader, shape: AssistantConfig) -> AssistantWeights:
+def _read(loader: DirectoryLoader, shape: AssistantConfig) -> AssistantWeights:
     c, wide = shape.layers, shape.target_hidden
 
     def product(name: str, rows: int, inputs: int) -> Product:
@@ -252,7 +253,7 @@ def _read(loader: WeightLoader, shape: AssistantConfig) -> AssistantWeights:
     return weights
 
 
-def _read_groups(loader: WeightLoader, vocab: int) -> Tensor:
+def _read_groups(loader: DirectoryLoader, vocab: int) -> Tensor:
     """Read the tokens in the order of their groups, [V] int64. Raises LoadError unless each token
     is there once."""
     name = "masked_embedding.token_ordering"

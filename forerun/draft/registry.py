@@ -76,16 +76,7 @@ def make_proposers(
             heads = MEDUSA_LOADERS[kind](find_model(argument, pickled=True))
             return MedusaProposer(name, heads, target, width)
         if kind in EAGLE_LOADERS:
-            if argument:
-                directory = find_model(argument, pickled=True)
-                if kind == "mtp" and is_assistant(directory):
-                    assistant = load_assistant(directory, target)
-                    return AssistantProposer(name, assistant, target, load.target, width)
-                head = EAGLE_LOADERS[kind](directory, target)
-            else:
-                head = load_own_module(load.directory, target)
-            eagle = EagleProposer if head.mask_token is None else ParallelEagleProposer
-            return eagle(name, head, target, **room, width=width)
+            return _make_eagle(Leaf(kind, argument), name, load, target, room, width)
         if kind == "block":
             block = load_block(find_model(argument, pickled=True), target)
             proposer = BlockProposer(block, target, **room, width=width, threshold=threshold)
@@ -121,6 +112,24 @@ def make_proposers(
         for name, proposer in proposers.items()
     }
     return {**proposers, references.name: references, **behind_references}
+
+
+def _make_eagle(
+    leaf: Leaf, name: str, load: Loader, target: TargetView, room: dict[str, int], width: int
+) -> Proposer:
+    """Return the proposer of an EAGLE-style head, a multi-token module or an assistant; `room` is
+    that of its cache."""
+    head: EagleModule
+    if not leaf.argument:
+        head = load_own_module(load.directory, target)
+    else:
+        directory = find_model(leaf.argument, pickled=True)
+        if leaf.kind == "mtp" and is_assistant(directory):
+            assistant = load_assistant(directory, target)
+            return AssistantProposer(name, assistant, target, load.target, width)
+        head = EAGLE_LOADERS[leaf.kind](directory, target)
+    eagle = EagleProposer if head.mask_token is None else ParallelEagleProposer
+    return eagle(name, head, target, **room, width=width)
 
 
 def _kind_of_model(name: str) -> str:

@@ -356,16 +356,16 @@ class _BlockAttention(Attention):
         super().__init__(segments, cache, config.layer)
 
     def _masks(
-        self, segments: list[Segment], depths: list[np.ndarray], queries: int, width: int
-    ) -> dict[VisibleKeys, Tensor | None]:
-        masks: dict[VisibleKeys, Tensor | None] = {}
+        self, segments: list[Segment], depths: list[np.ndarray], shape: tuple[int, int, int]
+    ) -> list[tuple[VisibleKeys, np.ndarray]]:
+        masks: dict[VisibleKeys, np.ndarray] = {}
         for layer, window in enumerate(self.config.windows):
-            mask = np.zeros((len(segments), queries, width), dtype=bool)
+            mask = np.zeros(shape, dtype=bool)
             for r, segment in enumerate(segments):
                 at, count = self.cache.length[segment.slot], len(segment.tokens)
                 mask[r, :count, max(0, at - window) if window else 0 : at] = True
                 causal = np.tri(count, dtype=bool)
                 mask[r, :count, at : at + count] = causal if self._block.is_causal(layer) else True
                 mask[r, count:, 0] = True  # a padding query must see something, or it is NaN
-            masks[self.config.visible_keys(layer)] = None if mask.all() else self._tensor(mask)
-        return masks
+            masks[self.config.visible_keys(layer)] = mask
+        return list(masks.items())
