@@ -36,12 +36,12 @@ PATHS = [str(ROOT), str(ROOT / "scripts")]  # of forerun, benchmarks and the sta
 STAGES = {
     "card": ("device_stages:examine_card", 25),
     "rows": ("device_stages:check_rows", 35),
-    "rows_workspace": ("device_stages:check_rows_workspace", 35),
+    "rows_workspace": ("device_stages:check_rows_workspace", 25),
     "noise": ("device_stages:check_noise", 15),
+    "speed": ("device_stages:measure_speed", 130),
+    "requests": ("device_stages:measure_requests", 40),
+    "certificate": ("device_stages:certify", 70),
     "tests": ("device_stages:run_tests", 80),
-    "certificate": ("device_stages:certify", 80),
-    "speed": ("device_stages:measure_speed", 100),
-    "requests": ("device_stages:measure_requests", 50),
 }
 Known = dict[str, Any]  # what is known of a stage: status, error, seconds, limit, tables
 

@@ -40,6 +40,7 @@ from forerun.measure.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder
 from forerun.models.parameters import LayerWeights, LinearWeights, Norm, Weights
+from forerun.runtime.captured import CudaGraphs
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -249,16 +250,20 @@ def certify(cpu: bool) -> Rows:
 def measure_speed(cpu: bool) -> Rows:
     """Time passes, plain decoding and speculation of random models of published shapes."""
     for shape in shapes(cpu):
-        try:
-            yield from measure_model(shape, cpu)
-        except torch.OutOfMemoryError:
-            yield "decoding", {"model": model_name(shape), "draft": "not run: too little memory"}
+        for graphs in (False,) if cpu else (True, False):
+            try:
+                yield from measure_model(shape, cpu, graphs)
+            except torch.OutOfMemoryError:
+                row = {"model": model_name(shape), "draft": "not run: too little memory"}
+                yield "decoding", row
 
 
-def measure_model(shape: ModelShape, cpu: bool) -> Rows:
-    """Time passes, plain decoding and speculation of one random model."""
+def measure_model(shape: ModelShape, cpu: bool, graphs: bool) -> Rows:
+    """Time passes, plain decoding and speculation of one random model, with its passes recorded as
+    CUDA graphs or without."""
     name, bandwidth = model_name(shape), read_bandwidth(cpu)
-    target = random_runner(shape, cpu, slots=1)
+    name += ", graphs" if graphs else ""
+    target = random_runner(shape, cpu, slots=1, graphs=graphs)
     for context in (64,) if cpu else (128, 4000):
         read_context(target, context, 64)
         counts = (1, 5) if cpu else (1, 5, 16, 32, 64)
@@ -270,10 +275,10 @@ def measure_model(shape: ModelShape, cpu: bool) -> Rows:
             yield "passes", row
         target.reset()
     small = replace(shape, layers=max(shape.layers // 8, 1))
-    draft = DraftModel(random_runner(small, cpu, slots=1), shape.vocab)
+    draft = DraftModel(random_runner(small, cpu, slots=1, graphs=graphs), shape.vocab)
     engine = Engine(target, {"known": Known(shape.vocab), "model": draft})
     arms = (PLAIN, NamedArm("known", DEPTH), NamedArm("model", DEPTH))
-    for temperature in (0.0, 0.8):
+    for temperature in (0.0, 0.8) if graphs or cpu else (0.0,):
         runs = {arm: decode(engine, 1, 8 if cpu else 128, temperature, arm) for arm in arms}
         plain = runs[PLAIN]
         for arm, run in runs.items():
@@ -301,7 +306,7 @@ def measure_requests(cpu: bool) -> Rows:
     """Time several requests at once, plain and with the depth that the policy chooses."""
     shape = shapes(cpu)[0]
     counts = (1, 4) if cpu else (1, 4, 16, 64)
-    target = random_runner(shape, cpu, slots=max(counts))
+    target = random_runner(shape, cpu, slots=max(counts), graphs=not cpu)
     engine = Engine(target, {"known": Known(shape.vocab)})
     tokens = 8 if cpu else 64
     for count in counts:
@@ -396,15 +401,16 @@ def model_name(shape: ModelShape) -> str:
     return next(found, "tiny")
 
 
-def random_runner(shape: ModelShape, cpu: bool, slots: int) -> Runner:
-    """Make a random model with a KV cache."""
+def random_runner(shape: ModelShape, cpu: bool, slots: int, graphs: bool) -> Runner:
+    """Make a random model with a KV cache; its passes are recorded as CUDA graphs with `graphs`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
         config = load_config(path)
         decoder = RandomDecoder(config, path, torch.bfloat16, device_of(cpu), shape.context)
     tokens = max(shape.context, slots * 4 * PROMPT)
-    return Runner(decoder, tokens=tokens, page=16, slots=slots)
+    recorder = CudaGraphs() if graphs else None
+    return Runner(decoder, tokens=tokens, page=16, slots=slots, graphs=recorder)
 
 
 # ---------------------------------------------------------------- measuring

@@ -27,6 +27,7 @@ from forerun.kernels import reference as kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.config import VisibleKeys
 from forerun.models.decoder import Decoder
+from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.program import ChainStart
 from forerun.types import Forward
 
@@ -104,20 +105,23 @@ def _power_of_two(number: int) -> int:
 class CapturedPasses:
     """The recorded passes of one decoder over one cache.
 
-    A shape is recorded when it is first needed. If that fails, everything runs unrecorded from then
-    on, and the log says so.
+    A shape is recorded when it is first needed.
+
+    Attributes:
+        failed: recording failed once, and everything runs unrecorded since; the log says why.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs) -> None:
         self.decoder, self.cache, self.graphs = decoder, cache, graphs
         self._passes: dict[tuple[PassShape, tuple[int, ...]], _Pass] = {}
-        self._failed = False
+        self.failed = False
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return True if a decoder's passes can be recorded: recurrent layers and experts take
-        decisions on the host."""
-        return decoder.config.recurrent is None and decoder.config.experts is None
+        decisions on the host, and parts of a model wait for each other."""
+        decides = decoder.config.recurrent is not None or decoder.config.experts is not None
+        return not decides and not isinstance(decoder, ShardedDecoder)
 
     def draft_chains(
         self, starts: Sequence[ChainStart], vocab: int, logits: Tensor
@@ -169,7 +173,7 @@ class CapturedPasses:
 
         Returns None for passes that are not recorded. `Forward.is_cold` says that this one was
         recorded just now."""
-        shape = None if self._failed else shape_of(segments, self.cache)
+        shape = None if self.failed else shape_of(segments, self.cache)
         if shape is None:
             return None
         layers = tuple(sorted(set(aux_hidden_layers)))
@@ -180,7 +184,7 @@ class CapturedPasses:
             recorded = _Pass(self.decoder, self.cache, shape, layers)
             recorded.record(self.graphs, segments, tokens)
         except RuntimeError as error:
-            self._failed = True
+            self.failed = True
             log.warning("passes are not recorded as CUDA graphs: %s", str(error).split("\n")[0])
             return None
         self._passes[shape, layers] = recorded

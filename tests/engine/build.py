@@ -27,6 +27,7 @@ from forerun.engine.acceptance import DraftOption
 from forerun.engine.depth import BatchState, DepthPolicy
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
+from forerun.runtime.captured import CudaGraphs
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
@@ -101,7 +102,10 @@ def engine(
         return tiny.decoder(path, dtype, device, *([listed] if listed else []))
 
     def runner(made: object) -> Runner:
-        return Runner(made, tokens=tokens, page=page, slots=slots)  # type: ignore[arg-type]
+        graphs = CudaGraphs() if device == "cuda" else None
+        return Runner(  # type: ignore[arg-type]
+            made, tokens=tokens, page=page, slots=slots, graphs=graphs
+        )
 
     target = decoder(paths[0])
     view, main = view_of(target), runner(target)

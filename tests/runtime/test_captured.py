@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from forerun.cache.attention import Segment
 from forerun.models.decoder import Decoder
-from forerun.runtime.captured import CapturedPasses, PassShape, shape_of
+from forerun.runtime.captured import CapturedPasses, CudaGraphs, PassShape, shape_of
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.engine import build
@@ -60,9 +60,9 @@ def replay(calls: Sequence[tuple[Any, Any, Any, Any]]) -> None:
                 old.copy_(new)
 
 
-def pair(decoder: Decoder, slots: int = 4) -> tuple[Runner, Runner, RecordedOperations]:
+def pair(decoder: Decoder, slots: int = 4, graphs: Any = None) -> tuple[Runner, Runner, Any]:
     """A runner that records and one that does not."""
-    graphs, sizes = RecordedOperations(), dict(tokens=1024, page=4, slots=slots)
+    graphs, sizes = graphs or RecordedOperations(), dict(tokens=1024, page=4, slots=slots)
     return Runner(decoder, **sizes, graphs=graphs), Runner(decoder, **sizes), graphs
 
 
@@ -96,7 +96,25 @@ def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
         assert decoder.config.experts or decoder.config.recurrent
         return
     recorded, plain, graphs = pair(decoder)
-    runners = recorded, plain
+    compare_passes((recorded, plain))
+    assert graphs.count <= 6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cuda_graphs_equal_unrecorded_passes(name: str) -> None:
+    config = tiny.decoder(tiny.family(name)).config
+    if config.recurrent is not None or config.experts is not None:
+        pytest.skip("passes of this family are not recorded")
+    decoder = tiny.decoder(tiny.family(name), torch.float64, "cuda")
+    recorded, plain, _ = pair(decoder, graphs=CudaGraphs())
+    compare_passes((recorded, plain))
+    assert recorded.captured is not None and not recorded.captured.failed
+
+
+def compare_passes(runners: Sequence[Runner]) -> None:
+    """Compare prompts, trees, single tokens and chunks of several slots."""
+    decoder = runners[0].decoder
     layers = (0, decoder.config.layers)
     for slot, length in ((0, 20), (1, 3), (2, 9)):
         both(runners, [chain(slot, text_of(length, slot))], layers)
@@ -113,7 +131,6 @@ def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
             for slot, kept in ((0, path), (1, [0]), (2, [0, 1])):
                 runner.cache.commit(slot, kept)
         both(runners, [Segment(0, text_of(1, 9 + seed), [-1], [0])])
-    assert graphs.count <= 6
 
 
 def test_uncommitted_tokens_of_earlier_passes_are_seen() -> None:
