@@ -200,7 +200,8 @@ def run_tests(cpu: bool) -> Rows:
     if cpu:
         options += ["--collect-only"]
     else:
-        places += ["tests/models/test_parity.py", "tests/engine/test_lossless.py"]
+        places += ["tests/runtime/test_captured.py", "tests/models/test_parity.py"]
+        places += ["tests/engine/test_lossless.py"]
     if not cpu and importlib.util.find_spec("xdist"):
         options += ["-n", str(min(8, cores()))]
     command = [sys.executable, "-m", "pytest", *options, *places]
