@@ -159,6 +159,14 @@ class Proposer:
         """
         raise NotImplementedError
 
+    def has_draft(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Return False if it is known at once that there is nothing to draft behind `tokens`.
+
+        `propose` is not called for the request in this step then, which saves more time than a
+        small lookup takes.
+        """
+        return True
+
     def open(
         self,
         slot: int,

@@ -81,6 +81,12 @@ class Suffix(PerSlotProposer[_SuffixState]):
         super().reset()
         self.forget()
 
+    def has_draft(self, slot: int, tokens: Sequence[int]) -> bool:
+        state = self.slots[slot]
+        self._read(state, tokens)
+        longest = max((cursor.length for cursor in state.cursors), default=0)
+        return max(state.own.match[0], longest) >= self.shortest
+
     def draft(self, request: DraftRequest, state: _SuffixState) -> Draft:
         self._read(state, request.tokens)
         length, end = state.own.match

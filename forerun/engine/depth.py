@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.costs import CostModel, ExpertLoad
+from forerun.draft.proposer import Proposer
 from forerun.engine.acceptance import (
     COMPONENTS,
     Acceptance,
@@ -29,6 +30,7 @@ from forerun.engine.acceptance import (
     DraftOption,
     SourceAcceptance,
 )
+from forerun.engine.request import Request
 from forerun.models.families import Experts
 from forerun.types import Draft
 
@@ -45,6 +47,7 @@ PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
 PAUSE_BELOW = 0.7  # of the acceptance of the least likely token drafted: requests below it pause
 MIN_GAIN = 1.02  # times the speed of plain decoding that drafting must promise
 PROBE_DEPTH = 2
+MAX_STOPPING_DEPTH = 8  # levels offered to proposers that end chains by themselves
 PROBE_SHARE = 0.01  # share of the time that goes into probes of a proposer,
 PROBE_ALLOWANCE = 5.0  # and the number of passes that may be spent at once
 
@@ -561,3 +564,22 @@ class DepthPolicy:
     def end_step(self) -> None:
         """Advance the step counter."""
         self.steps += 1
+
+
+def max_reach(request: Request, proposer: Proposer) -> int:
+    """Return how deep a proposer may draft if it is asked at all.
+
+    Copies are cut to what pays afterwards, and proposers that end chains do so by themselves.
+    """
+    if proposer.copies_text and request.depth == "auto":
+        return DEEPEST
+    return MAX_STOPPING_DEPTH if may_stop(request, proposer) else 0
+
+
+def may_stop(request: Request, proposer: Proposer) -> bool:
+    """Return True if a draft may end where the drafter becomes uncertain.
+
+    Not under a ratio rule, where the length would depend on what was drawn.
+    """
+    free = request.depth == "auto" and request.rule.coupled
+    return free and (proposer.ends_chains or proposer.reports_confidence)

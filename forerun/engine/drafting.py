@@ -21,7 +21,14 @@ from torch import Tensor
 from forerun.draft.compose import AskContext, Offer, Ranking, ask
 from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
 from forerun.engine.acceptance import Acceptance, DraftOption, kind_of_match
-from forerun.engine.depth import DEEPEST, PROBE_DEPTH, BatchState, DepthPolicy
+from forerun.engine.depth import (
+    DEEPEST,
+    PROBE_DEPTH,
+    BatchState,
+    DepthPolicy,
+    max_reach,
+    may_stop,
+)
 from forerun.engine.error_isolation import isolate_errors, run_isolated
 from forerun.engine.guard import Guard, GuardSample, RequestGuard
 from forerun.engine.observe import take_rows
@@ -35,7 +42,6 @@ from forerun.verify import Noise
 
 LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is released,
 WARM_UP = 32  # and restored so many steps before they draft again
-MAX_STOPPING_DEPTH = 8  # levels offered to proposers that end chains by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,15 +328,28 @@ class Drafting:
             self._ask(asking, batch)
 
     def _continues(self, plan: _Plan, batch: BatchState) -> bool:
-        """Return True if a proposer is to be asked that neither pauses nor should wait."""
+        """Return True if a proposer is to be asked: it may have a draft, and need not wait."""
         while plan.wanted and not plan.request.error:
             paused = self.policy.is_paused(plan.state.acceptance[plan.wanted.name]) or (
                 batch.num_prompt_tokens
                 and self.policy.should_wait(self._option(plan.request, plan.wanted), batch)
             )
-            if plan.request.depth != "auto" or not paused:
+            if plan.request.depth == "auto" and paused:
+                plan.give(None, UNPAID)
+            elif not plan.limit or self._may_have_draft(plan):
                 return True
-            plan.give(None, UNPAID)
+            else:
+                plan.give(None)
+        return False
+
+    def _may_have_draft(self, plan: _Plan) -> bool:
+        """Return False, and note it, if the proposer to ask knows that it has no draft."""
+        request, name = plan.request, plan.asked.name
+        with isolate_errors(request):
+            if plan.asked.has_draft(request.slot, request.tokens):
+                return True
+            self.policy.record_verdict(name, plan.state.acceptance[name], 0, 0)
+            plan.state.last_asked[name] = len(request.tokens), self.steps
         return False
 
     def _ask(self, plans: Sequence[_Plan], batch: BatchState) -> None:
@@ -388,7 +407,7 @@ class Drafting:
         """
         if not depth:
             return 0
-        reach = max(depth, min(plan.limit, _max_reach(plan.request, plan.asked)))
+        reach = max(depth, min(plan.limit, max_reach(plan.request, plan.asked)))
         for each in (reach, depth):
             if self._grow(plan.request, plan.proposer.most(each)):
                 return each
@@ -431,7 +450,7 @@ class Drafting:
     ) -> DraftRequest:
         """Build the request for a proposer."""
         confidence, min_prob = None, 0.0
-        if _may_stop(request, proposer):
+        if may_stop(request, proposer):
             confidence = self.policy.bins(proposer.name, request.params.greedy).rates
             if proposer.ends_chains:
                 acceptance = self.state(request).acceptance[proposer.name]
@@ -678,22 +697,3 @@ class Drafting:
         source = draft.sources[min(1, len(draft) - 1)]
         name = source if source in names else names[-1]
         return self.policy.acceptance_rate(name, state.acceptance[name])
-
-
-def _max_reach(request: Request, proposer: Proposer) -> int:
-    """Return how deep a proposer may draft if it is asked at all.
-
-    Copies are cut to what pays afterwards, and proposers that end chains do so by themselves.
-    """
-    if proposer.copies_text and request.depth == "auto":
-        return DEEPEST
-    return MAX_STOPPING_DEPTH if _may_stop(request, proposer) else 0
-
-
-def _may_stop(request: Request, proposer: Proposer) -> bool:
-    """Return True if a draft may end where the drafter becomes uncertain.
-
-    Not under a ratio rule, where the length would depend on what was drawn.
-    """
-    free = request.depth == "auto" and request.rule.coupled
-    return free and (proposer.ends_chains or proposer.reports_confidence)

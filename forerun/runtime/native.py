@@ -199,8 +199,8 @@ class NativeDecoder:
         """Run one forward pass over segments whose slots have room.
 
         Returns logits [M, V] float32 of the positions they want, and hidden states [T, H] float32
-        at `aux_hidden_layers` (see `Forward`). Without `keep` the next forward pass overwrites the
-        logits."""
+        at `aux_hidden_layers` (see `Forward`). Without `keep` the next forward pass overwrites
+        both."""
         layers = tuple(sorted(set(aux_hidden_layers)))
         program, batch = self._program(layers), ForwardBatch(segments, cache)
         with self._lock:
@@ -216,7 +216,7 @@ class NativeDecoder:
                 runs.settle()
             saved = program.buffers.arrays[LOGITS + 1 : LOGITS + 1 + len(layers)]
             features = {
-                layer: torch.from_numpy(x[: batch.tokens].copy())
+                layer: torch.from_numpy(x[: batch.tokens].copy() if keep else x[: batch.tokens])
                 for layer, x in zip(layers, saved, strict=True)
             }
             logits = program.buffers.logits(batch.wanted)

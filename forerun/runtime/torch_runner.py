@@ -102,7 +102,7 @@ class Runner:
         """Run one forward pass. The slots must have room (`Pages.grow`).
 
         Logits come in the order of the segments' `want`, hidden states at `aux_hidden_layers` in
-        the order of their tokens. Without `keep` the next pass may overwrite the logits."""
+        the order of their tokens. Without `keep` the next pass may overwrite both."""
         if isinstance(self.decoder, NativeDecoder):
             return self.decoder.forward(segments, self.cache, aux_hidden_layers, keep)
         if self.captured is not None:

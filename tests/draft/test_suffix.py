@@ -269,3 +269,21 @@ def test_all_memories_together_are_bounded_and_the_least_used_goes_first() -> No
     for i in range(100):
         remember(proposer, range(10), f"tenant {i}")
         assert sum(len(a.text) for memory in proposer.memories.values() for a in memory) <= 22
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 4])
+def test_it_knows_where_it_has_no_draft(shortest: int) -> None:
+    """Of this text and of those that have finished; asking changes no draft."""
+    found = set()
+    asked, plain = Suffix(shortest), Suffix(shortest)
+    for text in texts(3, 4, 40):
+        for suffix in (asked, plain):
+            suffix.open(0, text[:3])
+        for end in range(3, len(text) + 1):
+            has_draft = asked.has_draft(0, text[:end])
+            drafts = [suffix.propose([row(text[:end])])[0] for suffix in (asked, plain)]
+            assert drafts[0] == drafts[1] and (has_draft or len(drafts[0]) == 1)
+            found.add(has_draft)
+        for suffix in (asked, plain):
+            suffix.close(0, text)
+    assert found == {True, False}

@@ -60,6 +60,34 @@ def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
     assert {depth for _, depth in first.asked + second.asked} <= {1, 2}
 
 
+def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next part is, and the statistics know that the first had nothing to offer."""
+    first, second = Sometimes("first", 3), Sometimes("second", 1)
+    monkeypatch.setattr(
+        first, "has_draft", lambda slot, tokens: len(tokens) % 3 == 0, raising=False
+    )
+    engine = engine_of(first, second)
+    request = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    build.finish(engine)
+    assert first.asked and {length % 3 for length, _ in first.asked} == {0}
+    assert {length % 3 for length, _ in second.asked} == {1, 2}
+    assert engine.policy.sources["first"].offered.no > 0
+    assert set(request.stats.by_source) == {"first", "second"}
+
+
+def test_a_part_that_fails_when_asked_ends_its_request() -> None:
+    class Failing(Sometimes):
+        def has_draft(self, slot: int, tokens: Sequence[int]) -> bool:
+            raise ValueError("a fault")
+
+    engine = engine_of(Failing("first", 1), Sometimes("second", 1))
+    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert "ValueError" in str(events[-1].error)
+
+
 def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     """One whose drafts always fail is left alone, and the other is still asked."""
     first, second = Sometimes("first", 1), Sometimes("second", 1)
