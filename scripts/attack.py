@@ -2,19 +2,19 @@
 """Attack a server of this machine with all that strangers may send, while innocent clients stream
 from it.
 
-    python scripts/attack.py                               # starts a server with the default model,
-    60 s python scripts/attack.py --each --seconds 9            # one kind of attack after the
-    other, 9 s each python scripts/attack.py --model DIR --only "long prompt" --only "hung body"
-    --seconds 30 python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
+    python scripts/attack.py                       # starts a server with the default model; 60 s
+    python scripts/attack.py --each --seconds 9    # one kind of attack after the other, 9 s each
+    python scripts/attack.py --model DIR --only "long prompt" --only "hung body" --seconds 30
+    python scripts/attack.py --url http://127.0.0.1:8000 --pid PID
 
-The innocents ask for the same text again and again: alone, beside honest clients with ordinary
-questions (as many as there will be attackers, unless --honest says otherwise), and under the
-attack. Printed are how long the innocents waited between tokens, at worst and in the median, how
-long /health took at worst, the memory of the server (beside it the KV cache, which takes what
---kv-tokens allows page by page as prompts come, from whomever), and how it ended. Exit code 1 where
-a promise of docs/security.md is broken: another text, an answer of 500, a median twice as long as
-beside honest clients, /health over 100 ms, memory that does not come back to within 100 MiB, or a
-server that SIGTERM does not end in its time.
+The attackers have one address of their own (--source). The innocents ask for the same text again
+and again: alone, beside honest clients with ordinary questions (as many as there will be attackers,
+unless --honest says otherwise), and under the attack. Printed are how long the innocents waited
+between tokens, at worst and in the median, how long /health took at worst, the memory of the server
+(beside it the KV cache, which takes what --kv-tokens allows page by page as prompts come, from
+whomever), and how it ended. Exit code 1 where a promise of docs/security.md is broken: another
+text, an answer of 500, a median twice as long as beside honest clients, /health over 100 ms, memory
+that does not come back to within 100 MiB, or a server that SIGTERM does not end in its time.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def others(work: Any, host: str, port: int, options: argparse.Namespace, pipe: C
     said: Counter[str] = Counter()
 
     async def all_of_them() -> None:
-        wire, over = Wire(host, port, options.patience), within(options.seconds / 3)
+        source = options.source if work is attacker else ""
+        wire, over = Wire(host, port, options.patience, source), within(options.seconds / 3)
         count = options.honest if work is honest else options.attackers
         await asyncio.gather(*(work(wire, i, options, over, said) for i in range(count)))
 
@@ -519,6 +520,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--attackers", type=int, default=4, help="attacks at the same time (default: 4)"
+    )
+    parser.add_argument(
+        "--source",
+        default="127.0.0.2",
+        help="the attackers' address, by which the server tells clients apart; '' is that of the"
+        " innocents (default: 127.0.0.2)",
     )
     parser.add_argument("--honest", type=int, help="honest clients (default: as many as attackers)")
     parser.add_argument(

@@ -238,10 +238,12 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
 
 
 class Wire:
-    """One address of a server, and what can be done to it by hand."""
+    """One address of a server, and what can be done to it by hand from the address `source`, ""
+    for the usual one."""
 
-    def __init__(self, host: str, port: int, patience: float) -> None:
+    def __init__(self, host: str, port: int, patience: float, source: str = "") -> None:
         self.host, self.port, self.patience = host, port, patience
+        self.source = (source, 0) if source and host.startswith("127.") else None
 
     async def ask(
         self, path: str, body: bytes, kind: str = "application/json", name: str = ""
@@ -257,7 +259,9 @@ class Wire:
         writer, status = None, "no answer"
         try:
             async with asyncio.timeout(self.patience):
-                reader, writer = await asyncio.open_connection(self.host, self.port)
+                reader, writer = await asyncio.open_connection(
+                    self.host, self.port, local_addr=self.source
+                )
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()

@@ -146,9 +146,12 @@ class Engine:
         references: Sequence[Reference] = (),
         trace: bool = False,
         tenant: str = "",
+        client: str = "",
         compiled: Compiled | None = None,
     ) -> Request:
         """Queue one request; `compiled` is its grammar, if that was compiled already.
+
+        `client` may hold half of the slots while requests of other clients wait or run.
 
         `params.n` is the caller's affair.
 
@@ -182,6 +185,7 @@ class Engine:
             references=references,
             trace=trace,
             tenant=tenant,
+            client=client,
             end_ids=ends,
             state=SamplingState(params, tokens, sorted(ends), grammar),
             text=text,

@@ -33,6 +33,7 @@ class Request:
         references: texts that may help to draft the output.
         trace: keep a `Round` of every step.
         tenant: the request shares cached and learned data with requests of the same tenant only.
+        client: who sent it; clients share the slots.
         state, text: sampling state, and the text printed so far (None without a tokenizer).
         slot: its row in the device tables while it runs.
         paused: it is out of the engine until it is resumed.
@@ -53,6 +54,7 @@ class Request:
     references: Sequence[Reference]
     trace: bool
     tenant: str
+    client: str
     end_ids: frozenset[int]
     state: SamplingState
     text: TextStream | None

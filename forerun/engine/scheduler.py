@@ -1,14 +1,16 @@
 """Admission, chunked prefill, preemption and release: which requests run, and how many tokens of
 each a step processes. No tensor is touched here.
 
-Slots are given in order of arrival. When the KV pool is full the newest request goes back to the
+Slots are given in order of arrival, but while several clients have requests, none of them holds
+more than half of the slots: a client that sends many requests does not slow the others without
+bound. When the KV pool is full the newest request goes back to the
 front of the queue and reads its tokens again later; the oldest is never preempted, so everything
 ends. A request that could not end alone in an empty pool is refused on arrival.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 from forerun.cache.kv import KVCache
@@ -40,6 +42,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.slots = list(range(slots - 1, -1, -1))
+        self.client_slots = max(slots // 2, 1)  # of one client while others have requests
 
     def plan(self, room: Callable[[int], int]) -> list[ScheduledRequest]:
         """Choose what the next step processes: decoding requests first, then prompts.
@@ -90,20 +93,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests while there are slots, and pages for all their tokens."""
-        while self.waiting and self.slots:
-            request, slot = self.waiting[0], self.slots[-1]
+        while self.slots and (request := self._next()):
+            slot = self.slots[-1]
             cached = self.cache.open(slot, request.reusable, request.tenant)
             if not self.cache.pages.grow(slot, len(request.tokens)):
                 self.cache.close(slot)
                 assert self.running, "a request that does not fit an empty pool was admitted"
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.slots.pop()
             request.slot = slot
             cached = min(cached, request.prompt_length)
             request.stats.cached_tokens = max(request.stats.cached_tokens, cached)
             self.running.append(request)
             self.drafting.admit(request)
+
+    def _next(self) -> Request | None:
+        """Return the waiting request to start, None if there is none or all clients that wait hold
+        their share of the slots."""
+        if len({request.client for request in (*self.waiting, *self.running)}) < 2:
+            return self.waiting[0] if self.waiting else None
+        held = Counter(request.client for request in self.running)
+        for request in self.waiting:
+            if request.stats.preemptions or held[request.client] < self.client_slots:
+                return request
+        return None
 
     def finish(self, request: Request) -> None:
         """Remove a request that has ended, wherever it is."""

@@ -59,6 +59,9 @@ class Caller:
 
 UNRESTRICTED = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=UNRESTRICTED)  # of the current request
+# The client of the current request, with which others share the engine's slots: the name of its
+# key, or without keys its address.
+CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 
 def tenant_of(salt: str | None) -> str:
@@ -266,20 +269,22 @@ class AccessControl:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        error = self._refusal(path, headers)
+        address = scope["client"][0] if scope.get("client") else ""
+        error = self._refusal(path, headers, address)
         if error is None:
             with self.bodies.limited(receive) as limited:
                 await self.app(scope, limited, send_with_id)
         else:
             await errors.response(error, path)(scope, receive, send_with_id)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, path: str, headers: Headers, address: str) -> ApiError | None:
         misdirected = self.hosts.refusal(headers)
         if misdirected:
             return misdirected
         caller = self.keys.find(headers.get("authorization", ""))
         if caller is not None:
             CALLER.set(caller)
+            CLIENT.set(caller.tenant or address)
         elif path not in self.OPEN and not path.startswith(self.OPEN_BELOW):
             message = "give a valid key: Authorization: Bearer KEY"
             return ApiError(401, message, None, "invalid_api_key")

@@ -61,6 +61,7 @@ class Job:
     tenant: str = ""
     fills: bool = False
     compiled: Compiled | None = None
+    client: str = ""
     index: int = field(default=0, init=False)
     arrived: float = field(default=0.0, init=False)
     first: float = field(default=0.0, init=False)
@@ -415,6 +416,7 @@ class EngineService:
             references=job.references,
             trace=job.trace,
             tenant=job.tenant,
+            client=job.client,
             compiled=job.compiled,
         )
         self._running[job.request.id] = job

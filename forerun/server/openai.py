@@ -19,7 +19,7 @@ from forerun.models.tokenizer import Tokenizer
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
 from forerun.server import errors, tools
-from forerun.server.auth import tenant_of
+from forerun.server.auth import CLIENT, tenant_of
 from forerun.server.conversation import chat_prompt, fields_without_effect, text_of
 from forerun.server.errors import ApiError
 from forerun.server.jobs import Job
@@ -272,7 +272,7 @@ def make_orders(
         room = max(1, llm.room - len(tokens))
         limited = replace(params, max_tokens=min(params.length_limit, room)) if fill else params
         orders += [
-            Job(tokens, each, draft, depth, rule, own, trace_, tenant, fill)
+            Job(tokens, each, draft, depth, rule, own, trace_, tenant, fill, client=CLIENT.get())
             for each in separate(limited)
         ]
     return orders

@@ -348,3 +348,20 @@ def test_bodies_need_a_content_type_that_no_page_sends_unasked(server: Serving, 
     for browser in ({"sec-fetch-site": "cross-site"}, {"origin": server.url}):
         answer = ask_with(browser)
         assert answer.status_code == 400 and advice + "none" in answer.text
+
+
+def test_requests_belong_to_clients_that_share_the_slots(
+    shared: Serving, serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client is a key, or without keys an address."""
+    for server, who, client in ((shared, "alice", "alice"), (serve, "nobody", "127.0.0.1")):
+        engine, seen = server.service.llm.engine, []
+        add = engine.add
+
+        def noted(*tokens: Any, add: Any = add, seen: Any = seen, **options: Any) -> Any:
+            seen.append(options["client"])
+            return add(*tokens, **options)
+
+        monkeypatch.setattr(engine, "add", noted)
+        assert ask(server, who, COMPLETIONS, {"prompt": "def f(", "max_tokens": 2}).is_success
+        assert seen == [client]
