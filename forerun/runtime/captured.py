@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from forerun.kernels.draw import draw_on_device
 from forerun.models.config import VisibleKeys
 from forerun.models.decoder import Decoder
 from forerun.models.sharding import ShardedDecoder
-from forerun.runtime.program import ChainStart
+from forerun.runtime.program import ChainStart, visible_paths
 from forerun.types import Forward
 
 log = logging.getLogger("forerun.runtime")
@@ -43,7 +43,13 @@ T = TypeVar("T")
 
 
 class Graphs(Protocol):
-    """Records the operations of a function on a device."""
+    """Records the operations of a function on a device.
+
+    Attributes:
+        own_attention: use the attention of `kernels/triton` where it can compute a model's.
+    """
+
+    own_attention: bool
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Run a function once; return its result and what computes it again, in place, from the
@@ -53,7 +59,9 @@ class Graphs(Protocol):
 class CudaGraphs:
     """Records CUDA graphs, which share one pool of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_attention: bool = False) -> None:
+        """`own_attention` as in `Graphs`; it has not run on a GPU yet, so it is not the default."""
+        self.own_attention = own_attention
         self._pool: Any = None
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
@@ -181,7 +189,8 @@ class CapturedPasses:
         if recorded is not None:
             return recorded.run(segments, tokens)
         try:
-            recorded = _Pass(self.decoder, self.cache, shape, layers)
+            own_attention = self.graphs.own_attention
+            recorded = _Pass(self.decoder, self.cache, shape, layers, own_attention)
             recorded.record(self.graphs, segments, tokens)
         except RuntimeError as error:
             self.failed = True
@@ -191,6 +200,15 @@ class CapturedPasses:
         found = recorded.result(segments)
         found.is_cold = True
         return found
+
+
+def can_walk(decoder: Decoder) -> bool:
+    """Return True if the attention of `kernels/triton` computes that of a decoder."""
+    config = decoder.config
+    kinds = set(map(config.visible_keys, range(config.layers)))
+    is_plain = all(not kind.sinks and kind.chunk is None for kind in kinds)
+    has_sinks = any(layer.sink_logits is not None for layer in decoder.weights.layers)
+    return is_plain and not has_sinks and decoder.dtype != torch.float64
 
 
 def _next_token(start: ChainStart, level: int) -> Segment:
@@ -209,6 +227,8 @@ class _Inputs:
         wanted: int64 [T], the tokens whose logits come first, in order.
         table: int64 [R, K], the cache rows of each segment's keys.
         masks: uint8 [kinds of layers, R, N, K], 1 where a token sees a key.
+        last, direct, extra_at, extra: as in `kernels.triton.attention.Walk`, which needs no masks;
+            int64 here.
     """
 
     block: Tensor
@@ -218,17 +238,24 @@ class _Inputs:
     wanted: Tensor
     table: Tensor
     masks: Tensor
+    last: Tensor
+    direct: Tensor
+    extra_at: Tensor
+    extra: Tensor
 
     @classmethod
     def allocate(cls, shape: PassShape, kinds: int, device: torch.device) -> _Inputs:
         """Return inputs of zeros; on the CPU in memory that a GPU can read, where there is one."""
-        counts = [shape.rows] * 4 + [shape.segments * shape.keys]
+        most = shape.tokens * (shape.tokens + 1) // 2 * shape.segments  # rows of all paths
+        counts = [shape.rows] * 7 + [most, shape.segments * shape.keys]
         num_masks = kinds * shape.rows * shape.keys
         size = 8 * sum(counts) + num_masks
         pinned = device.type == "cpu" and torch.cuda.is_available()
         block = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         numbers = block[: 8 * sum(counts)].view(torch.int64)
-        ids, positions, rows, wanted, table = torch.split(numbers, counts)
+        ids, positions, rows, wanted, last, direct, extra_at, extra, table = torch.split(
+            numbers, counts
+        )
         return cls(
             block,
             ids,
@@ -237,6 +264,10 @@ class _Inputs:
             wanted,
             table.view(shape.segments, shape.keys),
             block[8 * sum(counts) :].view(kinds, *shape),
+            last,
+            direct,
+            extra_at,
+            extra,
         )
 
 
@@ -250,7 +281,7 @@ class _Stage:
 
     def __init__(self, inputs: _Inputs) -> None:
         self.inputs = inputs
-        names = ("ids", "positions", "rows", "wanted", "table", "masks")
+        names = [field.name for field in fields(inputs) if field.name != "block"]
         self.arrays = {name: getattr(inputs, name).numpy() for name in names}
         self.copied: Any = None
 
@@ -259,12 +290,18 @@ class _Pass:
     """One recorded pass."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, shape: PassShape, layers: tuple[int, ...]
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        shape: PassShape,
+        layers: tuple[int, ...],
+        own_attention: bool,
     ) -> None:
         self.decoder, self.cache, self.shape, self.layers = decoder, cache, shape, layers
         config = decoder.config
         self.kinds = sorted(set(map(config.visible_keys, range(config.layers))), key=str)
-        self.inputs = _Inputs.allocate(shape, len(self.kinds), decoder.device)
+        self.walks = own_attention and can_walk(decoder)
+        self.inputs = _Inputs.allocate(shape, 0 if self.walks else len(self.kinds), decoder.device)
         self._stages: list[_Stage] = []
         self._spare = cache.keys[next(iter(cache.keys))].shape[0] - 1  # a row that no page has
         self._masks: dict[VisibleKeys, Tensor] = {}
@@ -272,7 +309,8 @@ class _Pass:
     def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Record the pass, with these segments."""
         self._fill(segments, tokens)
-        self._masks = dict(zip(self.kinds, self.inputs.masks.view(torch.bool), strict=True))
+        if not self.walks:
+            self._masks = dict(zip(self.kinds, self.inputs.masks.view(torch.bool), strict=True))
         self._output, self._replay = graphs.record(self._compute)
 
     def run(self, segments: Sequence[Segment], tokens: Tensor | None) -> Forward:
@@ -311,6 +349,8 @@ class _Pass:
         if k is not None and v is not None:
             keys.index_copy_(0, self.inputs.rows, k.to(keys.dtype))
             values.index_copy_(0, self.inputs.rows, v.to(values.dtype))
+        if self.walks:
+            return self._walk(q, keys, values, config.visible_keys(layer).window)
         table = self.inputs.table.view(-1)
         seen_keys = keys.index_select(0, table).view(*self.inputs.table.shape, *keys.shape[1:])
         seen = values.index_select(0, table).view(*self.inputs.table.shape, *values.shape[1:])
@@ -325,6 +365,17 @@ class _Pass:
         )
         return out.reshape(shape.rows, *out.shape[2:])
 
+    def _walk(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """Attend by the kernel in which each token reads its own rows."""
+        from forerun.kernels.triton.attention import Walk, attend
+
+        config, i = self.decoder.config, self.inputs
+        numbers = (i.last, i.direct, i.extra_at)
+        last, direct, extra_at = (each.to(torch.int32) for each in numbers)
+        walk = Walk(last, direct, i.table, i.extra, extra_at)
+        softcap = config.attention_softcap
+        return attend(q, keys, values, walk, config.attention_scale, softcap, window)
+
     def _fill(self, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Stage the inputs of these segments, and copy them to the device at once; `tokens` as in
         `CapturedPasses.forward`."""
@@ -332,8 +383,10 @@ class _Pass:
         arrays, cache, shape = staged.arrays, self.cache, self.shape
         arrays["ids"][:] = arrays["positions"][:] = arrays["wanted"][:] = 0
         arrays["rows"][:] = arrays["table"][:] = self._spare
+        arrays["last"][:] = -1
         depths = [np.asarray(segment.depths) for segment in segments]
         wanted: list[int] = []
+        extra: list[int] = []
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
             length, own = cache.length[segment.slot], cache.pages.rows[segment.slot]
             first, total = r * shape.tokens, length + len(segment.parents)
@@ -343,10 +396,18 @@ class _Pass:
             arrays["rows"][span] = own[length + segment.offset : total]
             arrays["table"][r, :total] = own[:total]
             wanted += [first + i for i in segment.want]
+            arrays["last"][span] = arrays["positions"][span]
+            paths = visible_paths(segment.parents)[segment.offset :]
+            for token, (straight, path) in enumerate(paths, start=first):
+                arrays["direct"][token] = length + straight
+                arrays["extra_at"][token] = len(extra)
+                extra += own[[length + i for i in path]].tolist() if path else []
         arrays["wanted"][: len(wanted)] = wanted
-        masks = visible_masks(segments, depths, cache, self.decoder.config, shape)
-        for own, (_, mask) in zip(arrays["masks"], masks, strict=True):
-            own[:] = mask
+        arrays["extra"][: len(extra)] = extra
+        if not self.walks:
+            masks = visible_masks(segments, depths, cache, self.decoder.config, shape)
+            for staged_mask, (_, mask) in zip(arrays["masks"], masks, strict=True):
+                staged_mask[:] = mask
         self.inputs.block.copy_(staged.inputs.block, non_blocking=True)
         if tokens is not None:
             self.inputs.ids.view(shape.segments, shape.tokens)[: len(tokens), 0] = tokens

@@ -59,7 +59,7 @@ class ForwardBatch:
             ids += s.tokens
             lines += [cache.pages.lines[s.slot]] * len(s.tokens)
             store += table[s.slot, at + s.offset : at + len(s.parents)].tolist()
-            for straight, path in _visible_paths(s.parents)[s.offset :]:
+            for straight, path in visible_paths(s.parents)[s.offset :]:
                 positions.append(at + straight + len(path) - 1)
                 direct.append(at + (straight if causal else len(s.parents)))
                 extra += [int(table[s.slot, at + i]) for i in path] if causal else []
@@ -98,7 +98,7 @@ class ForwardBatch:
         )
 
 
-def _visible_paths(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
+def visible_paths(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the path that each uncommitted token sees, including itself.
 
     A path is the number of consecutive first tokens and the list of further tokens."""

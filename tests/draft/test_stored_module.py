@@ -27,9 +27,8 @@ from forerun.draft.head_modules import layer_like
 from forerun.draft.proposer import view_of
 from forerun.kernels import native
 from forerun.models.config import load_config
-from forerun.models.gguf.append import NewTensor, append_tensors
 from forerun.models.gguf.config import TRAINED_BLOCK
-from forerun.models.gguf.container import open_gguf
+from forerun.models.gguf.container import NewTensor, append_tensors, open_gguf
 from forerun.models.local import LocalModel
 from tests import tiny
 from tests.cli.test_main import run

@@ -31,6 +31,8 @@ FAMILIES = [*tiny.FAMILIES, *families.MODELS]
 class RecordedOperations(TorchDispatchMode):
     """A `Graphs` that runs the same operations again, on the CPU."""
 
+    own_attention = False
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -214,6 +216,8 @@ def _runners(proposers: Any) -> list[Runner]:
 
 def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
+        own_attention = False
+
         def record(self, run: Callable[[], Any]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
 

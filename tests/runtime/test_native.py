@@ -27,7 +27,7 @@ from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
-from forerun.runtime.program import _visible_paths
+from forerun.runtime.program import visible_paths
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify import Noise
@@ -282,9 +282,9 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
         assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
 
 
-def test_visible_paths() -> None:
-    assert _visible_paths([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
-    assert _visible_paths([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
+def testvisible_paths() -> None:
+    assert visible_paths([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
+    assert visible_paths([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
 
 
 @pytest.mark.one_in(5)

@@ -42,10 +42,9 @@ from forerun.models.directory_weights import DirectoryLoader
 from forerun.models.experts import StackedRows
 from forerun.models.families import is_integer
 from forerun.models.files import joined
-from forerun.models.gguf.append import NewTensor, append_tensors
 from forerun.models.gguf.blocks import read_tensor
 from forerun.models.gguf.config import TRAINED_BLOCK
-from forerun.models.gguf.container import GgufFile, open_gguf
+from forerun.models.gguf.container import GgufFile, NewTensor, append_tensors, open_gguf
 from forerun.models.gguf.weights import GgufLoader
 from forerun.models.packed_cache import PackedCache
 from forerun.models.parameters import LayerWeights, LinearWeights, Matrix, Norm, Source
