@@ -20,7 +20,7 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1"]
+NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1", "minimax_text"]
 names = pytest.mark.parametrize("name", NAMES)
 PAGE = 4
 
@@ -212,7 +212,7 @@ def test_two_clients_that_alternate_share_their_system_prompt(
         run.cache.close(turn % 2)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "minimax_text"])
 def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
     """Copies are made every 256 tokens, so at most 256 are read again; lengths of public reports
     of lost reuse, and the rest in chunks that end on no border."""

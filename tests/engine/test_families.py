@@ -43,7 +43,7 @@ def test_small_chunks_and_preemption(name: str, draft: str) -> None:
     assert sum(request.stats.drafted for request in requests) > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "minimax_text"])
 def test_recurrent_layers_in_torch(name: str) -> None:
     """Texts of `kernels=torch`, whose products are in float64 here."""
     engine = build.engine(name, ["tree"], chunk=3, tokens=build.SMALL)

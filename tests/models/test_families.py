@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from forerun.errors import LoadError
 from forerun.kernels import native
@@ -65,7 +66,10 @@ def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         return truth(reference(name), texts)
     found = []
     for text in texts:
-        cache, rows = hf.DynamicCache(config=reference(name).config), []
+        rows: list[Tensor] = []
+        cache: hf.DynamicCache = hf.DynamicCache(config=reference(name).config)
+        if name == "minimax_text":
+            cache = MiniMaxCache()
         for token in text:
             with torch.no_grad():
                 out = reference(name)(torch.tensor([[token]]), cache=cache, use_cache=True)
@@ -183,6 +187,13 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("nemotron_h", "moe_latent_size", -64),
         ("nemotron_h", "time_step_limit", [0.1, 1.0]),
         ("nemotron_h", "use_bias", True),
+        ("minimax_text", "hidden_act", "gelu"),
+        ("minimax_text", "layer_types", ["linear_attention"] * 4),
+        ("minimax_text", "layer_types", ["linear_attention", "full_attention"]),
+        ("minimax_text", "layer_types", ["linear_attention", "conv"] * 2),
+        ("minimax_text", "linear_attn_alpha_factor", 0),
+        ("minimax_text", "linear_attn_beta_factor", float("nan")),
+        ("minimax_text", "mlp_alpha_factor", "3"),
         *[("gemma3n", "altup_num_inputs", value) for value in (1, 17, "4")],
         ("gemma3n", "altup_active_idx", 1),
         ("gemma3n", "altup_correct_scale", "yes"),
