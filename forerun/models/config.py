@@ -551,7 +551,7 @@ def _check_experts(experts: Experts, layers: int, path: Path) -> None:
             f"{experts.used_groups} of {experts.groups} groups"
         )
     if not is_positive(experts.scale) or not 1e-6 <= experts.scale <= 1e6:
-        raise LoadError(f"{path}: routed_scaling_factor is {shown(experts.scale)}")
+        raise LoadError(f"{path}: the factor on experts is {shown(experts.scale)}")
     if len(experts.layers) != layers:
         raise LoadError(f"{path}: the experts of {len(experts.layers)} layers are described")
 

@@ -89,6 +89,20 @@ def random_path(segment: Segment, chance: random.Random) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, seed: int) -> None:
     """Trees beside known tokens, in several slots, with paths that leave nodes out."""
+    check_random_passes(name, seed)
+
+
+@names
+def test_every_instruction_set_gives_the_bits_of_single_tokens(
+    name: str, instructions: str
+) -> None:
+    decoder(name)  # which starts the kernels with the best instruction set
+    native.start(2, instructions)
+    check_random_passes(name, 3)
+
+
+def check_random_passes(name: str, seed: int) -> None:
+    """Compare random passes and commits with passes over single tokens."""
     chance, run = random.Random(seed), runner(name)
     texts: list[list[int]] = [[], [], []]
     for _ in range(7):

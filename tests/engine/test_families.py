@@ -20,6 +20,8 @@ CASES = [
     for i, name in enumerate(families.MODELS)
     for draft in ("suffix", "model", DRAFTS[i % len(DRAFTS)])
 ]
+# norms that replace the residual stream, whose states drafters read
+CASES += [("minimax_text", draft) for draft in DRAFTS if ("minimax_text", draft) not in CASES]
 # experts of several types in one file
 CASES += [("gpt_oss/experts", "suffix"), ("glm4_moe/mxfp4_moe", "model"), ("olmo2/Q8_0", "tree")]
 CASES += [("deepseek_v3/experts", "tree"), ("gemma3n/Q8_0", "suffix"), ("llama4/experts", "model")]
