@@ -72,7 +72,7 @@ FALCON = dict(
     attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8, ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.5],
 )  # fmt: skip
 UNTOUCHED = (
-    "inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps",
+    "inv_freq", "embed_scale", "A_log", "mup_vector", "act_fn.eps", "slope_rate", "query_decay", "key_decay", "diagonal_decay",
     "per_layer_projection_scale", "per_layer_input_scale", "router_input_scale",
 )  # fmt: skip
 
@@ -235,11 +235,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3n_text",
         GEMMA3N | dict(num_kv_shared_layers=0, altup_num_inputs=3, altup_correct_scale=False, vocab_size_per_layer_input=VOCAB),
     ),
+    "minimax_text": (
+        "minimax",
+        dict(
+            PADDED, **LOCAL, head_dim=16, block_size=8, full_attn_alpha_factor=1.7, full_attn_beta_factor=0.8,
+            linear_attn_alpha_factor=2.1, linear_attn_beta_factor=1.2, mlp_alpha_factor=3.0, mlp_beta_factor=0.7,
+        ),
+    ),
 }  # fmt: skip
 
 
 # beginnings of the names of models with recurrent layers
-RECURRENT = ("falcon_h1", "granite4-hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
+RECURRENT = (
+    "falcon_h1",
+    "granite4-hybrid",
+    "lfm2",
+    "minimax_text",
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_next",
+)
 
 
 def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:

@@ -27,6 +27,7 @@ from forerun.errors import CapacityError, StateError
 from forerun.kernels import reference as kernels
 from forerun.kernels.native import CRecurrent, address
 from forerun.models.config import ModelConfig
+from forerun.models.families import RecurrentLayers
 from forerun.models.parameters import RecurrentWeights
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ MAX_NODES = 96  # tokens of a slot in a pass that are not known to stay, those p
 INTERVAL = 256  # tokens between copies of a state
 COPY_BYTES = 512 << 20  # of all copies
 MIN_COPIES = 4
+
+
+def _kept_inputs(r: RecurrentLayers) -> int:
+    """Return the number of a convolution's inputs in a record; none without a convolution."""
+    return r.channels if r.taps > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class StateLayout:
         assert r is not None
         blocks = -(-r.value_size // LANES)
         state = r.value_heads * blocks * r.key_size * LANES
-        record = r.channels + r.key_heads * r.key_size + r.value_heads * (r.value_size + 2)
+        record = _kept_inputs(r) + r.key_heads * r.key_size + r.value_heads * (r.value_size + 2)
         history = (r.taps - 1) * r.channels
         layers = [i for i in range(config.layers) if r.layers[i]]
         each = history + MAX_NODES * record
@@ -379,7 +385,7 @@ class Recurrence:
         Args:
             inputs: [T, C] float32, of the convolution.
             decays: what decays depend on, [T, n] float32, behind it beta for the delta rule; [T, 0]
-                for a short convolution.
+                for a short convolution and for lightning attention.
 
         Returns:
             the output before its gate and norm, float32 [T, inner].
@@ -430,14 +436,17 @@ class Recurrence:
 
         Returns the point behind it, its output [inner] and its record."""
         r, heads = self.shape, self.shape.value_heads
-        rows = torch.cat((at.window, inputs[None]))
-        convolved = kernels.convolve(rows, w.conv_weight, w.conv_bias)
+        rows, convolved = torch.cat((at.window, inputs[None])), inputs
+        if w.conv_weight is not None:
+            convolved = kernels.convolve(rows, w.conv_weight, w.conv_bias)
         if r.kind == "conv":
             record = F.pad(inputs, (0, r.key_heads * r.key_size))
             return _Point(at.state, rows[1:]), convolved, record
-        assert w.decay_bias is not None and w.decay_rate is not None
+        assert w.decay_rate is not None
         q, k, v = self._heads(F.silu(convolved))
-        step = F.softplus(decays[:heads] + w.decay_bias)
+        step = torch.ones_like(w.decay_rate)
+        if w.decay_bias is not None:
+            step = F.softplus(decays[:heads] + w.decay_bias)
         decay, factor = torch.exp(w.decay_rate * step), step
         if r.kind == "delta":
             q, k = kernels.unit(q) * r.key_size**-0.5, kernels.unit(k)
@@ -450,15 +459,16 @@ class Recurrence:
         output = kernels.read_state(state, q[self.key_of])
         if w.skip is not None:
             output = output + w.skip[:, None] * v
-        record = torch.cat((inputs, k.flatten(), change.flatten(), decay, factor))
+        kept = inputs[: _kept_inputs(r)]
+        record = torch.cat((kept, k.flatten(), change.flatten(), decay, factor))
         return _Point(state, rows[1:]), output.flatten(), record
 
     def _replay(self, at: _Point, record: Tensor) -> _Point:
         """Apply the change that a token made, from its record."""
         r, n = self.shape, self.shape.value_heads
-        sizes = [r.channels, r.key_heads * r.key_size, n * r.value_size, n, n]
+        sizes = [_kept_inputs(r), r.key_heads * r.key_size, n * r.value_size, n, n]
         inputs, k, change, decay, factor = torch.split(record, sizes)
-        window = torch.cat((at.window[1:], inputs[None]))
+        window = torch.cat((at.window[1:], inputs[None])) if r.taps > 1 else at.window
         if r.kind == "conv":
             return _Point(at.state, window)
         key = self._key(k.view(-1, r.key_size), factor)
@@ -469,10 +479,10 @@ class Recurrence:
         """Split channels [C] into queries and keys [key heads, key size] and values [n, size]."""
         r = self.shape
         keys, values = r.key_heads * r.key_size, r.value_heads * r.value_size
-        if r.kind == "delta":
-            q, k, v = torch.split(convolved, [keys, keys, values])
-        else:
+        if r.kind == "mamba":
             v, k, q = torch.split(convolved, [values, keys, keys])
+        else:
+            q, k, v = torch.split(convolved, [keys, keys, values])
         return q.view(-1, r.key_size), k.view(-1, r.key_size), v.view(-1, r.value_size)
 
     def _key(self, k: Tensor, factor: Tensor) -> Tensor:

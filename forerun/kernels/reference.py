@@ -41,9 +41,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation function `kind`: silu, gelu, gelu_tanh or relu2."""
+    """Apply the activation function `kind`: silu, sigmoid, gelu, gelu_tanh or relu2."""
     if kind == "silu":
         return F.silu(x)
+    if kind == "sigmoid":
+        return torch.sigmoid(x)
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

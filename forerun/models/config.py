@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -117,6 +118,9 @@ class ModelConfig:
         attention_sinks: each head has a learned score that takes part in the softmax (gpt-oss).
         query_growth: factors on queries by their position; None if there are none.
         residual_scale, logit_scale: factors on the output of each branch, and on the logits.
+        normed_residual: for each layer, two factors on the residual stream, at its attention or
+            recurrent part and at its MLP, where the norms before them replace the stream; empty if
+            only branches read what is normalised (MiniMax-Text-01).
         attention_out_scale, mlp_out_scale: further factors on the outputs of attention and MLP.
         mlp_gate_scale: factor on the gates of the MLP, before their activation (Falcon-H1).
         head_bias: the output head has a bias.
@@ -178,6 +182,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    normed_residual: tuple[tuple[float, float], ...] = ()
     attention_out_scale: float = 1.0
     mlp_gate_scale: float = 1.0
     mlp_out_scale: float = 1.0
@@ -411,6 +416,9 @@ def _check(config: ModelConfig, path: Path) -> None:
         is_unset = value is None and name.endswith("softcap")
         if not is_unset and not (is_positive(value) and low <= value <= high):
             raise LoadError(f"{path}: {name} is {shown(value)}, not a number from {low} to {high}")
+    for factor in chain.from_iterable(config.normed_residual):
+        if not is_positive(factor) or not 1e-6 <= factor <= 1e6:
+            raise LoadError(f"{path}: a factor of the residual stream is {shown(factor)}")
     for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "head_bias"):
         if not isinstance(getattr(config, name), bool):
             raise LoadError(f"{path}: {name} is {shown(getattr(config, name))}, not true or false")
@@ -465,6 +473,7 @@ def _check_heads(config: ModelConfig, path: Path) -> None:
         config.values_from_keys,
         config.attends,
         config.chunks,
+        config.normed_residual,
     )
     if any(each and len(each) != config.layers for each in lists):
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
@@ -504,7 +513,8 @@ def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path
     for name in ("value_heads", "value_size"):
         value = getattr(recurrent, name)
         _check_integer(f"{name} of the recurrent layers", value, 1 << 24, path, 0)
-    _check_integer("the convolution's taps", recurrent.taps, MAX_TAPS, path, 2)
+    least_taps = 1 if recurrent.kind == "lightning" else 2
+    _check_integer("the convolution's taps", recurrent.taps, MAX_TAPS, path, least_taps)
     _check_integer("the groups of norms", recurrent.norm_groups, 1 << 16, path, 0)
     if recurrent.key_size > MAX_STATE_SIZE:
         raise LoadError(f"{path}: states of {recurrent.key_size} rows are not supported")
@@ -541,7 +551,7 @@ def _check_experts(experts: Experts, layers: int, path: Path) -> None:
             f"{experts.used_groups} of {experts.groups} groups"
         )
     if not is_positive(experts.scale) or not 1e-6 <= experts.scale <= 1e6:
-        raise LoadError(f"{path}: routed_scaling_factor is {shown(experts.scale)}")
+        raise LoadError(f"{path}: the factor on experts is {shown(experts.scale)}")
     if len(experts.layers) != layers:
         raise LoadError(f"{path}: the experts of {len(experts.layers)} layers are described")
 

@@ -87,12 +87,17 @@ class DecoderLayers:
             branches.append(self._laurel(read, layer.laurel))
         if c.parallel:
             branches.insert(0, self._mlp_branch(read, i, layer))
+        if c.normed_residual:
+            x = read * c.normed_residual[i][0]
         for branch in branches:
             x = x + branch * c.residual_scale
         if layer.laurel is not None:
             x = x * 2**-0.5
         if c.has_mlp(i) and not c.parallel:
-            x = x + self._mlp_branch(x, i, layer) * c.residual_scale
+            branch = self._mlp_branch(x, i, layer)
+            if c.normed_residual:
+                x = self._norm(x, layer.mlp_norm) * c.normed_residual[i][1]
+            x = x + branch * c.residual_scale
         if own is not None and layer.altup is None:  # with AltUp only other streams take it
             x = x + self._layer_input(x, layer, own)
         if layer.scale != 1.0:
@@ -141,18 +146,21 @@ class DecoderLayers:
         r = self.config.recurrent
         assert r is not None
         inputs = self._linear(x, w.input).float()
-        if w.decay is None:  # a gated short convolution
+        if r.kind == "conv":
             before, after, channels = inputs.chunk(3, dim=-1)
             out = recur(i, before * channels, inputs[:, :0], w) * after
             return self._linear(out.to(x.dtype), w.out) * r.out_scale
         channels, gates = torch.split(inputs, [r.channels, r.inner], dim=-1)
-        decays = self._linear(x, w.decay).float() * r.decay_scale
-        out, gates = recur(i, channels, decays, w), kernels.activate(gates * r.gate_scale, "silu")
+        decays = inputs[:, :0]
+        if w.decay is not None:
+            decays = self._linear(x, w.decay).float() * r.decay_scale
+        out, gates = recur(i, channels, decays, w), kernels.activate(gates * r.gate_scale, r.gate)
         if r.gate_first:
             out = out * gates
         if w.norm is not None:
             size = r.inner // (r.norm_groups or r.value_heads)
-            out = kernels.group_norm(out, w.norm.weight, size, self.config.norm_eps)
+            eps = self.config.norm_eps if w.norm.eps is None else w.norm.eps
+            out = kernels.group_norm(out, w.norm.weight, size, eps)
         if not r.gate_first:
             out = out * gates
         return self._linear(out.to(x.dtype), w.out) * r.out_scale

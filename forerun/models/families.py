@@ -121,12 +121,12 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentLayers:
-    """The recurrent layers of a model, each with a causal convolution and, unless `kind` is "conv",
-    a state that every token changes.
+    """The recurrent layers of a model, each with a causal convolution, unless `taps` is 1, and with
+    a state that every token changes, unless `kind` is "conv".
 
     Attributes:
-        kind: "delta" (gated delta rule, Qwen3-Next), "mamba" (Mamba-2) or "conv" (LFM2's gated
-            short convolution).
+        kind: "delta" (gated delta rule, Qwen3-Next), "mamba" (Mamba-2), "lightning" (MiniMax's
+            linear attention) or "conv" (LFM2's gated short convolution).
         layers: for each layer, True if it is recurrent.
         taps: inputs of the convolution.
         channels: channels of the convolution.
@@ -134,6 +134,7 @@ class RecurrentLayers:
         value_heads, value_size: heads of values.
         conv_bias: the convolution has a bias.
         norm: the output is normalised.
+        gate: activation of the gates of the output, "silu" or "sigmoid".
         gate_first: the output is gated before it is normalised, not after.
         norm_groups: groups of channels that are normalised together; 0 for one a value head.
         tiled: value head h uses key head h mod key heads, not h div (value heads / key heads).
@@ -152,6 +153,7 @@ class RecurrentLayers:
     value_size: int = 0
     conv_bias: bool = False
     norm: bool = True
+    gate: str = "silu"
     gate_first: bool = False
     norm_groups: int = 0
     tiled: bool = False

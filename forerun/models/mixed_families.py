@@ -527,6 +527,45 @@ def _falcon_h1(c: Json) -> Json:
     )
 
 
+def _minimax(c: Json) -> Json:
+    """MiniMax-Text-01: lightning attention (2401.04658) in some layers, whose norms replace the
+    residual stream, and factors on the stream and on all branches."""
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    rotary = c.get("rotary_dim")
+    share = {"partial_rotary_factor": rotary / head_dim} if rotary else {}
+    fields = _mixtral({"rope_theta": 1e6} | c | share)
+    if fields["activation"] != "silu":
+        raise ValueError(f"activation {shown(c['hidden_act'])}, which is not supported")
+    layers, heads = fields["layers"], fields["heads"]
+    types = c.get("layer_types") or (["full_attention", "linear_attention"] * layers)[:layers]
+    unknown = set(types) - {"full_attention", "linear_attention"}
+    if unknown:
+        raise ValueError(f"layer_types {shown(min(unknown))}")
+    attends = tuple(kind == "full_attention" for kind in types)
+    stream = {True: c.get("full_attn_alpha_factor", 1), False: c.get("linear_attn_alpha_factor", 1)}
+    mlp_stream = c.get("mlp_alpha_factor", 1)
+    return fields | dict(
+        layout="minimax_text",
+        attends=attends,
+        attention_out_scale=c.get("full_attn_beta_factor", 1),
+        experts=replace(fields["experts"], scale=c.get("mlp_beta_factor", 1)),
+        normed_residual=tuple((stream[full], mlp_stream) for full in attends),
+        recurrent=RecurrentLayers(
+            kind="lightning",
+            layers=tuple(not full for full in attends),
+            taps=1,
+            channels=3 * heads * head_dim,
+            key_heads=heads,
+            key_size=head_dim,
+            value_heads=heads,
+            value_size=head_dim,
+            gate="sigmoid",
+            norm_groups=1,
+            out_scale=c.get("linear_attn_beta_factor", 1),
+        ),
+    )
+
+
 def _delta_fields(c: Json) -> Json:
     """Return the fields that Qwen3-Next and the Qwen3.5 models share: gated delta rule (2412.06464)
     in three of four layers, gated attention in the others."""
@@ -626,6 +665,7 @@ FAMILIES: dict[str, Callable[[Json], Json]] = DENSE | {
     "granitemoe": _granite_moe,
     "granitemoehybrid": _granite_hybrid,
     "hunyuan_v1_moe": _hunyuan_moe,
+    "minimax": _minimax,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,

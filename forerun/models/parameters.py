@@ -117,12 +117,13 @@ class LatentWeights:
 
 @dataclass(slots=True)
 class RecurrentWeights:
-    """A recurrent layer with C channels in its convolution and n value heads.
+    """A recurrent layer with C channels in its convolution, if it has one, and n value heads.
 
     Attributes:
         input: the channels, then the gates of the output; for "conv" input gates, output gates and
             channels, C each.
-        decay: what the decay of each head depends on, and behind it beta for the delta rule.
+        decay: what the decay of each head depends on, and behind it beta for the delta rule; None
+            if decays are the same for all tokens.
         out: of the output.
         conv_weight: [C, taps] float32, conv_bias: [C].
         decay_bias, decay_rate: [n] float32.
@@ -132,7 +133,7 @@ class RecurrentWeights:
 
     input: LinearWeights
     out: LinearWeights
-    conv_weight: Tensor
+    conv_weight: Tensor | None = None
     conv_bias: Tensor | None = None
     decay: LinearWeights | None = None
     decay_bias: Tensor | None = None

@@ -143,6 +143,13 @@ NAMES: dict[str, Names] = {
     "minimax": LLAMA_NAMES
     | W_EXPERT_NAMES
     | {"choice_bias": "block_sparse_moe.e_score_correction_bias"},
+    "minimax_text": LLAMA_NAMES
+    | W_EXPERT_NAMES
+    | {
+        "recurrent_input": ["self_attn.qkv_proj", "self_attn.output_gate"],
+        "recurrent_out": "self_attn.out_proj",
+        "recurrent_norm": "self_attn.norm",
+    },
     "glm4_moe": LLAMA_NAMES
     | EXPERT_NAMES
     | _shared_names("shared_experts")
@@ -303,5 +310,13 @@ OTHER_MODALITIES = tuple(
         "mtp.",
     )
 )
-# buffers that older versions of transformers saved
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# buffers that older versions of transformers saved, and what MiniMax's decays give in blocks
+IGNORED = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".self_attn.slope_rate",
+    ".self_attn.query_decay",
+    ".self_attn.key_decay",
+    ".self_attn.diagonal_decay",
+)

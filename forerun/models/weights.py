@@ -39,7 +39,8 @@ from forerun.models.parameters import (
 from forerun.models.quantized import select_rows, stack
 from forerun.models.tensor_names import Names
 
-LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever the model's other norms have
+# of the norms of latent vectors and of lightning attention, whatever the model's other norms have
+FIXED_EPS = 1e-6
 # (part, weight, bias [out] or None) -> a linear layer
 MakeLinear = Callable[[str, Source, Tensor | None], Any]
 MakeEmbedding = Callable[[Source], Any]
@@ -200,13 +201,13 @@ class WeightLoader(ABC):
             query_plain=self.selected(part, i, rows, inner, plain, "query_plain"),
             query_rotary=self.selected(part, i, rows, inner, rotary, "query_rotary"),
             down=self.selected("latent_down", i, a.rank + a.rotary, c.hidden, down_order),
-            norm=replace(self.norm("latent_norm", i, a.rank), eps=LATENT_EPS),
+            norm=replace(self.norm("latent_norm", i, a.rank), eps=FIXED_EPS),
             key_up=self.heads_of_latent(i, keys=True),
             value_up=self.heads_of_latent(i, keys=False),
         )
         if a.query_rank:
             found.query_down = self.linear("query_down", i, [a.query_rank], c.hidden, False)
-            found.query_norm = replace(self.norm("query_norm", i, a.query_rank), eps=LATENT_EPS)
+            found.query_norm = replace(self.norm("query_norm", i, a.query_rank), eps=FIXED_EPS)
         return found
 
     def heads_of_latent(self, i: int, keys: bool) -> Any:
@@ -233,6 +234,8 @@ class WeightLoader(ABC):
         """Load the recurrent part of layer `i`."""
         c, r = self.config, self.config.recurrent
         assert r is not None
+        if r.kind == "lightning":
+            return self.lightning(i)
 
         def vector(part: str) -> Tensor:
             return self.to(self.tensor(part, i, "", (r.value_heads,)), torch.float32)
@@ -272,6 +275,35 @@ class WeightLoader(ABC):
             decay_rate=self.decay_rate(vector("decay_rate")),
             skip=vector("skip") if r.kind == "mamba" else None,
             norm=norm,
+        )
+
+    def lightning(self, i: int) -> RecurrentWeights:
+        """Load the lightning attention of layer `i`, whose decays depend on head and layer only.
+
+        Queries, keys and values, which are stored head by head, are put one after the other."""
+        c, r = self.config, self.config.recurrent
+        assert r is not None
+        sizes = [r.channels, r.inner]
+        stems = [stem for stem, _ in self.stems("recurrent_input", i, sizes)]
+        read_heads, read_gates = (
+            self.matrix(stem, (rows, c.hidden), False, False)
+            for stem, rows in zip(stems, sizes, strict=True)
+        )
+        order = torch.arange(r.channels).view(r.value_heads, 3, -1).transpose(0, 1).flatten()
+
+        def read() -> Matrix:
+            stacked: Matrix = stack([select_rows(read_heads(), order), read_gates()])
+            return stacked
+
+        source = self.source(f"{i}.recurrent_input", (sum(sizes), c.hidden), read)
+        weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
+        heads = torch.arange(1, r.value_heads + 1, dtype=torch.float64)
+        slopes = 2.0 ** (-8 * heads / r.value_heads) * (1 - i / (c.layers - 1 + 1e-5) + 1e-5)
+        return RecurrentWeights(
+            input=self.make_linear("recurrent_input", source, None),
+            out=self.linear("recurrent_out", i, [c.hidden], r.inner, False),
+            decay_rate=self.to(-slopes, torch.float32),
+            norm=Norm(self.to(weight, torch.float32), eps=FIXED_EPS),
         )
 
     def channel_scales(self) -> Tensor:

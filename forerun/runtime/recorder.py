@@ -202,12 +202,20 @@ class DecoderRecorder:
             ops += self._laurel(layer.laurel, layer.attention_norm)
             outputs.append(mix_op(self.at["laurel_out"], X, c.hidden, combine=native.ADD))
             outputs.append(mix_op(X, X, c.hidden, scale=2**-0.5))
-        ops += outputs
+        ops += self._replaced_stream(i, 0, layer.attention_norm) + outputs
         if c.has_mlp(i):
             ops += self._mlp(i, layer)
         if c.parallel:
             ops.append(mix_op(BRANCH, X, c.hidden, combine=native.ADD))
         return ops
+
+    def _replaced_stream(self, i: int, part: int, norm: Norm | None) -> list[COp]:
+        """Return the operation that replaces X by what norms make of it, before the first or second
+        part of a layer adds its output; see `ModelConfig.normed_residual`."""
+        c = self.config
+        if not c.normed_residual:
+            return []
+        return [mix_op(X, X, c.hidden, after=self._norm(norm), scale=c.normed_residual[i][part])]
 
     def _laurel(self, w: LaurelWeights, norm: Norm | None) -> list[COp]:
         """Return the operations of the low-rank branch beside attention."""
@@ -278,7 +286,7 @@ class DecoderRecorder:
         is_conv, is_delta = r.kind == "conv", r.kind == "delta"
         keys = r.key_heads * r.key_size
         values = r.value_heads * r.value_size
-        places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
+        places = (values + keys, values, 0) if r.kind == "mamba" else (0, keys, 2 * keys)
         common: dict[str, Any] = dict(
             channels=r.channels,
             taps=r.taps,
@@ -300,9 +308,9 @@ class DecoderRecorder:
             kind=native.CONVOLVE,
             input=inputs,
             output=convolved,
-            gate=decays,
+            gate=-1 if w.decay is None else decays,
             activation=native.ACTIVATIONS["silu"],
-            conv_weight=self._own(w.conv_weight),
+            conv_weight=None if w.conv_weight is None else self._own(w.conv_weight),
             conv_bias=None if w.conv_bias is None else self._own(w.conv_bias),
             **common,
         )
@@ -312,31 +320,42 @@ class DecoderRecorder:
         scale: dict[str, Any] = dict(combine=native.ADD, scale=factor)
         if is_conv:
             return [*ops, convolve, recur], self._linear(w.out, convolved, X, None, **scale)
-        assert w.decay_bias is not None and w.decay_rate is not None
-        convolve.decay_bias = self._own(w.decay_bias)
+        assert w.decay_rate is not None
         convolve.decay_rate = self._own(w.decay_rate)
-        gate = COp(
+        if w.decay is not None and w.decay_bias is not None:
+            convolve.decay_bias = self._own(w.decay_bias)
+            ops += self._linear(w.decay, X, decays, norm, scale=_factor(r.decay_scale))
+        ops += [convolve, recur, self._recurrent_gate(w, places[2])]
+        return ops, self._linear(w.out, out, X, None, **scale)
+
+    def _recurrent_gate(self, w: RecurrentWeights, value_at: int) -> COp:
+        """Return the operation that gates and normalises the output of a recurrent layer.
+
+        value_at: where values begin among the channels."""
+        r = self.config.recurrent
+        assert r is not None
+        return COp(
             kind=native.GATE,
-            input=convolved,
-            output=out,
-            gate=inputs,
+            input=self.at["convolved"],
+            output=self.at["recurrent_out"],
+            gate=self.at["inputs"],
             in_column=r.channels,
-            count=values // r.norm_groups if r.norm_groups else r.value_size,
+            count=r.inner // r.norm_groups if r.norm_groups else r.value_size,
+            activation=native.ACTIVATIONS[r.gate],
             gate_first=int(r.gate_first),
             tiled_norm=int(not r.norm_groups),
             norm=CNorm() if w.norm is None else self._rms(w.norm),
             skip=None if w.skip is None else self._own(w.skip),
             value_heads=r.value_heads,
             value_size=r.value_size,
-            value_at=places[2],
+            value_at=value_at,
             scale=_factor(r.gate_scale),
         )
-        ops += self._linear(w.decay, X, decays, norm, scale=_factor(r.decay_scale))
-        return [*ops, convolve, recur, gate], self._linear(w.out, out, X, None, **scale)
 
     def _rms(self, norm: Norm) -> CNorm:
         """Return a norm by the root of the mean square, whatever the model's other norms are."""
-        return CNorm(self._own(norm.weight), None, self.config.norm_eps, native.NORMS["rms"])
+        eps = self.config.norm_eps if norm.eps is None else norm.eps
+        return CNorm(self._own(norm.weight), None, eps, native.NORMS["rms"])
 
     def _heads(self, i: int) -> dict[str, int]:
         """Return the fields of attention operations that say where a layer's keys are."""
@@ -372,9 +391,10 @@ class DecoderRecorder:
         up: list[COp] = []
         if layer.up is not None:
             up = self._up(i, layer, norm)
+        stream = self._replaced_stream(i, 1, norm)
         if e is None:
-            to = BRANCH if c.parallel else X
-            return up + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, c.mlp_out_scale)
+            to, scale = BRANCH if c.parallel else X, c.mlp_out_scale
+            return up + stream + self._branch(layer.down, HIDDEN, layer.mlp_out_norm, to, scale)
         ops = self._experts(i, e, norm)
         out, column = self.at["expert_out"], self._choice_column(i)
         assert c.experts is not None
@@ -385,8 +405,8 @@ class DecoderRecorder:
             ops.append(mix_op(out, total, c.experts.latent, **weighted))
             ops += self._linear(e.latent_out, total, BRANCH, None)
         elif layer.up is None and layer.mlp_out_norm is None:
-            scale = c.residual_scale
-            return [*ops, mix_op(out, X, c.hidden, combine=native.ADD, scale=scale, **weighted)]
+            added = mix_op(out, X, c.hidden, combine=native.ADD, scale=c.residual_scale, **weighted)
+            return [*ops, *stream, added]
         else:
             after = self._norm(e.out_norm)
             ops.append(mix_op(out, BRANCH, c.hidden, after=after, **weighted))
@@ -399,8 +419,7 @@ class DecoderRecorder:
                 ops += self._linear(e.shared_gate, X, gate, norm)
             after = self._norm(e.shared_out_norm)
             ops.append(mix_op(shared, BRANCH, c.hidden, combine=native.ADD, after=after, gate=gate))
-        ops.append(self._add(layer.mlp_out_norm))
-        return ops
+        return [*ops, *stream, self._add(layer.mlp_out_norm)]
 
     def _up(self, i: int, layer: LayerWeights, norm: Norm | None) -> list[COp]:
         """Return the operations that give the inside of a layer's dense MLP."""

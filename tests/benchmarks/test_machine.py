@@ -112,7 +112,9 @@ def test_weights_are_those_that_a_pass_reads() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gemma3n", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_5_moe", "minimax_text", "gemma3n", "deepseek_v3"]
+)
 def test_weights_of_further_families(name: str, kernels: str) -> None:
     """Of experts those that independent tokens use; a recurrent state is read and written."""
     path = tiny.family(name)
@@ -126,7 +128,7 @@ def test_weights_of_further_families(name: str, kernels: str) -> None:
         others = ("embedding", "cache", "state", "activations")
         weights = sum(size for part, size in demand.bytes.items() if part not in others)
         assert weights == pytest.approx(model.pass_bytes(rows), abs=32)
-        assert ("state" in demand.bytes) == (name == "qwen3_5_moe")
+        assert ("state" in demand.bytes) == (name in ("qwen3_5_moe", "minimax_text"))
 
 
 class FixedLimits:

@@ -20,7 +20,7 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1"]
+NAMES = ["qwen3_5", "granite4-hybrid", "lfm2_moe", "nemotron_h", "falcon_h1", "minimax_text"]
 names = pytest.mark.parametrize("name", NAMES)
 PAGE = 4
 
@@ -89,6 +89,20 @@ def random_path(segment: Segment, chance: random.Random) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_passes_and_commits_give_the_bits_of_single_tokens(name: str, seed: int) -> None:
     """Trees beside known tokens, in several slots, with paths that leave nodes out."""
+    check_random_passes(name, seed)
+
+
+@names
+def test_every_instruction_set_gives_the_bits_of_single_tokens(
+    name: str, instructions: str
+) -> None:
+    decoder(name)  # which starts the kernels with the best instruction set
+    native.start(2, instructions)
+    check_random_passes(name, 3)
+
+
+def check_random_passes(name: str, seed: int) -> None:
+    """Compare random passes and commits with passes over single tokens."""
     chance, run = random.Random(seed), runner(name)
     texts: list[list[int]] = [[], [], []]
     for _ in range(7):
@@ -212,7 +226,7 @@ def test_two_clients_that_alternate_share_their_system_prompt(
         run.cache.close(turn % 2)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "minimax_text"])
 def test_long_prompts_are_reused_up_to_the_last_copy(name: str) -> None:
     """Copies are made every 256 tokens, so at most 256 are read again; lengths of public reports
     of lost reuse, and the rest in chunks that end on no border."""

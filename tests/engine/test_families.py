@@ -20,6 +20,8 @@ CASES = [
     for i, name in enumerate(families.MODELS)
     for draft in ("suffix", "model", DRAFTS[i % len(DRAFTS)])
 ]
+# norms that replace the residual stream, whose states drafters read
+CASES += [("minimax_text", draft) for draft in DRAFTS if ("minimax_text", draft) not in CASES]
 # experts of several types in one file
 CASES += [("gpt_oss/experts", "suffix"), ("glm4_moe/mxfp4_moe", "model"), ("olmo2/Q8_0", "tree")]
 CASES += [("deepseek_v3/experts", "tree"), ("gemma3n/Q8_0", "suffix"), ("llama4/experts", "model")]
@@ -43,7 +45,7 @@ def test_small_chunks_and_preemption(name: str, draft: str) -> None:
     assert sum(request.stats.drafted for request in requests) > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "minimax_text"])
 def test_recurrent_layers_in_torch(name: str) -> None:
     """Texts of `kernels=torch`, whose products are in float64 here."""
     engine = build.engine(name, ["tree"], chunk=3, tokens=build.SMALL)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from forerun.errors import LoadError
 from forerun.kernels import native
@@ -65,7 +66,10 @@ def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         return truth(reference(name), texts)
     found = []
     for text in texts:
-        cache, rows = hf.DynamicCache(config=reference(name).config), []
+        rows: list[Tensor] = []
+        cache: hf.DynamicCache = hf.DynamicCache(config=reference(name).config)
+        if name == "minimax_text":
+            cache = MiniMaxCache()
         for token in text:
             with torch.no_grad():
                 out = reference(name)(torch.tensor([[token]]), cache=cache, use_cache=True)
@@ -183,6 +187,15 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         ("nemotron_h", "moe_latent_size", -64),
         ("nemotron_h", "time_step_limit", [0.1, 1.0]),
         ("nemotron_h", "use_bias", True),
+        ("minimax_text", "hidden_act", "gelu"),
+        ("minimax_text", "layer_types", ["linear_attention"] * 4),
+        ("minimax_text", "layer_types", ["linear_attention", "full_attention"]),
+        ("minimax_text", "layer_types", ["linear_attention", "conv"] * 2),
+        ("minimax_text", "linear_attn_alpha_factor", 0),
+        ("minimax_text", "linear_attn_beta_factor", float("nan")),
+        ("minimax_text", "mlp_alpha_factor", "3"),
+        ("minimax_text", "mlp_beta_factor", -1.0),
+        ("minimax_text", "rotary_dim", 7),
         *[("gemma3n", "altup_num_inputs", value) for value in (1, 17, "4")],
         ("gemma3n", "altup_active_idx", 1),
         ("gemma3n", "altup_correct_scale", "yes"),
@@ -205,7 +218,7 @@ def test_a_broken_configuration_is_refused_in_one_line(
     name: str, field: str, value: object
 ) -> None:
     raw = json.loads((directory(name) / "config.json").read_text())
-    assert field in raw or field == "num_local_experts"
+    assert field in raw or field in ("num_local_experts", "rotary_dim")
     with pytest.raises(LoadError) as caught:
         make_config(raw | {field: value}, Path("config.json"))
     assert "\n" not in str(caught.value)
@@ -218,6 +231,32 @@ def test_limits_and_windows_by_layer_of_k_exaone_are_refused() -> None:
     for name, value in (("swiglu_limits", [0.0, 0.0, 0.0, 7.0]), ("sliding_windows", [8, 8, 8, 0])):
         with pytest.raises(LoadError, match=f"{name} .*, which is not supported"):
             make_config(raw | {name: value}, Path("config.json"))
+
+
+def test_published_configurations_of_minimax_name_the_channels_that_rotate() -> None:
+    """An absent field means what it means to transformers."""
+    raw = json.loads((directory("minimax_text") / "config.json").read_text())
+    given = make_config(dict(raw), Path("config.json"))
+    assert [rope.dim for rope in given.ropes] == [16]
+    partial = make_config(raw | {"rotary_dim": 8}, Path("config.json"))
+    assert [rope.dim for rope in partial.ropes] == [8]
+    for name in ("layer_types", "head_dim"):
+        del raw[name]
+    short = make_config(raw, Path("config.json"))
+    assert short.attends == given.attends and short.head_dim == 8
+    assert short.recurrent is not None and short.recurrent.key_size == 8
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
+def test_decays_of_lightning_attention_are_those_that_transformers_stores(kernels: str) -> None:
+    """Parity of short texts says little about the heads that forget slowly."""
+    from safetensors.torch import load_file
+
+    stored = load_file(directory("minimax_text") / "model.safetensors")
+    for i in (1, 3):
+        rate = decoder("minimax_text", kernels).weights.layers[i].recurrent.decay_rate
+        slopes = stored[f"model.layers.{i}.self_attn.slope_rate"].flatten()
+        assert torch.allclose(rate, -slopes, rtol=1e-5, atol=0.0)
 
 
 def test_fields_that_gemma3n_leaves_out() -> None:

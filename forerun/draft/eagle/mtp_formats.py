@@ -117,6 +117,7 @@ class OwnLayout:
             experts=experts,
             recurrent=None,
             attends=(),
+            normed_residual=c.normed_residual[i : i + 1],
         )
 
     def names(self, c: ModelConfig) -> Iterator[tuple[str, bool]]:

@@ -83,7 +83,7 @@ struct Op {
   float epsilon, route_scale;    // ROUTE: weights / (sum + epsilon), if normalised, times route_scale. RESCALE: the least mean square
   const float *choice_bias, *expert_scale;  // ROUTE: [experts] added to scores for the choice only; factors on weights; or null
   int32_t gate;                  // MIX: buffer whose first number gates a row, through a sigmoid; -1: none. CONVOLVE: buffer of decays
-                                 // and betas. GATE: that of gates, from in_column on. BLEND: that of factors, those of a stream of `out` side
+                                 // and betas, -1: none. GATE: that of gates, from in_column on. BLEND: that of factors, those of a stream of `out` side
                                  // by side
 
   // Recurrent layers. A row of what CONVOLVE writes: `channels` numbers, then decays and factors of all value heads.
@@ -96,7 +96,7 @@ struct Op {
   int32_t weighted;              // LINEAR with experts: products are multiplied by the weights of the experts, before bias and activation
   int64_t state_at, half_at, history_at;  // floats of a slot's memory before this layer's: states, a half, histories
   const float *conv_weight, *conv_bias;   // [channels][taps], [channels] or null
-  const float *decay_bias, *decay_rate;   // [value_heads]: decay = exp(rate * softplus(x + bias))
+  const float *decay_bias, *decay_rate;   // [value_heads]: decay = exp(rate * softplus(x + bias)), exp(rate) where gate is -1
   const float *skip;             // GATE: [value_heads] or null
 
   const float *xielu;            // LINEAR: [4] parameters of XIELU, see vector.h

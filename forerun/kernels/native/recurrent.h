@@ -1,4 +1,4 @@
-// Recurrent layers: causal convolutions, and states that each token changes (gated delta rule, Mamba-2).
+// Recurrent layers: causal convolutions, and states that each token changes (gated delta rule, Mamba-2, lightning attention).
 //
 // A slot keeps the state behind its committed tokens but for the last few. Those are pending: of each there is a record,
 // the small inputs of its change, and the next pass applies them before its own tokens while it sweeps over the state
@@ -14,7 +14,7 @@ namespace {
 struct RecordLayout {
   int u, k, d, decay, factor, size;
   explicit RecordLayout(const Op *op)
-      : u(0), k(op->channels), d(k + op->key_heads * op->key_size), decay(d + op->value_heads * op->value_size),
+      : u(0), k(op->taps > 1 ? op->channels : 0), d(k + op->key_heads * op->key_size), decay(d + op->value_heads * op->value_size),
         factor(decay + op->value_heads), size(factor + op->value_heads) {}
 };
 
@@ -53,6 +53,12 @@ void convolve_node(const Program *p, const Op *op, const Batch *b, const Recurre
   const Half from(op, r->from[run_]), to(op, r->to[run_]);
   const int taps = op->taps, channels = op->channels;
   const float *own = at(p, b, op->in, run.token(node));
+  float *out = at(p, b, op->out, run.token(node));
+  if (taps == 1) {  // no convolution, and nothing of it in records
+    memcpy(out, own + op->in_column, sizeof(float) * channels);
+    activate_row(out, op->activation, channels);
+    return;
+  }
   // the inputs of the tokens before it, the nearest first; a null stands for one of this pass, which `row` has
   const float *stored[8] = {}, *row[8] = {};
   int at_ = run.parents[node], back = 0;
@@ -63,7 +69,6 @@ void convolve_node(const Program *p, const Op *op, const Batch *b, const Recurre
     else stored[i] = from.before(1 + back++ - run.pending);
     if (at_ >= 0) at_ = run.parents[at_];
   }
-  float *out = at(p, b, op->out, run.token(node));
   float *record = node >= run.known ? to.row(node - run.known) : nullptr;
   for (int c = 0; c < channels; c++) {
     const float u = input_of(op, own, c), *weight = op->conv_weight + (int64_t)c * taps;
@@ -86,7 +91,8 @@ void prepare_node(const Program *p, const Op *op, const Batch *b, const Recurren
   const RecordLayout layout(op);
   const int size = op->key_size, heads = op->value_heads;
   float *out = at(p, b, op->out, run.token(node)), *decay = out + op->channels, *factor = decay + heads;
-  const float *given = at(p, b, op->gate, run.token(node));  // [heads] of the decay, then those of beta
+  // [heads] of the decay, then those of beta; or null where decays are the same for all tokens
+  const float *given = op->gate < 0 ? nullptr : at(p, b, op->gate, run.token(node));
   if (op->delta) {
     auto normalise_all = [&](float *x, float scale) {
       for (int h = 0; h < op->key_heads; h++, x += size) {
@@ -100,7 +106,11 @@ void prepare_node(const Program *p, const Op *op, const Batch *b, const Recurren
     normalise_all(out + op->key_at, 1.0f);
   }
   for (int h = 0; h < heads; h++) {
-    const float x = given[h] + op->decay_bias[h], step = x > 20.0f ? x : log1pf(expf(x));
+    float step = 1.0f;
+    if (given) {
+      const float x = given[h] + op->decay_bias[h];
+      step = x > 20.0f ? x : log1pf(expf(x));
+    }
     decay[h] = expf(op->decay_rate[h] * step);
     factor[h] = op->delta ? 1.0f / (1.0f + expf(-given[heads + h])) : step;
   }
@@ -246,7 +256,7 @@ void gate_output(const Program *p, const Op *op, const Batch *b, int item, int i
     const float *gate = at(p, b, op->gate, t) + op->in_column, *x = at(p, b, op->in, t) + op->value_at;
     float opened[n];
     for (int i = 0; i < n; i++) opened[i] = op->scale != 0 ? gate[i] * op->scale : gate[i];
-    activate_row(opened, SILU, n);
+    activate_row(opened, op->activation, n);
     for (int i = 0; op->skip && i < n; i++) y[i] += op->skip[i / op->value_size] * x[i];
     if (op->gate_first)
       for (int i = 0; i < n; i++) y[i] *= opened[i];
