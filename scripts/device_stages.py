@@ -251,7 +251,7 @@ def certify(cpu: bool) -> Rows:
 def measure_speed(cpu: bool) -> Rows:
     """Time passes, plain decoding and speculation of random models of published shapes."""
     for shape in shapes(cpu):
-        for graphs in (False,) if cpu else (True, False):
+        for graphs in ("",) if cpu else ("graphs", "graphs, own attention", ""):
             try:
                 yield from measure_model(shape, cpu, graphs)
             except torch.OutOfMemoryError:
@@ -259,11 +259,11 @@ def measure_speed(cpu: bool) -> Rows:
                 yield "decoding", row
 
 
-def measure_model(shape: ModelShape, cpu: bool, graphs: bool) -> Rows:
+def measure_model(shape: ModelShape, cpu: bool, graphs: str) -> Rows:
     """Time passes, plain decoding and speculation of one random model, with its passes recorded as
     CUDA graphs or without."""
     name, bandwidth = model_name(shape), read_bandwidth(cpu)
-    name += ", graphs" if graphs else ""
+    name += f", {graphs}" if graphs else ""
     target = random_runner(shape, cpu, slots=1, graphs=graphs)
     for context in (64,) if cpu else (128, 4000):
         read_context(target, context, 64)
@@ -279,7 +279,7 @@ def measure_model(shape: ModelShape, cpu: bool, graphs: bool) -> Rows:
     draft = DraftModel(random_runner(small, cpu, slots=1, graphs=graphs), shape.vocab)
     engine = Engine(target, {"known": Known(shape.vocab), "model": draft})
     arms = (PLAIN, NamedArm("known", DEPTH), NamedArm("model", DEPTH))
-    for temperature in (0.0, 0.8) if graphs or cpu else (0.0,):
+    for temperature in (0.0, 0.8) if graphs == "graphs" or cpu else (0.0,):
         runs = {arm: decode(engine, 1, 8 if cpu else 128, temperature, arm) for arm in arms}
         plain = runs[PLAIN]
         for arm, run in runs.items():
@@ -307,7 +307,7 @@ def measure_requests(cpu: bool) -> Rows:
     """Time several requests at once, plain and with the depth that the policy chooses."""
     shape = shapes(cpu)[0]
     counts = (1, 4) if cpu else (1, 4, 16, 64)
-    target = random_runner(shape, cpu, slots=max(counts), graphs=not cpu)
+    target = random_runner(shape, cpu, slots=max(counts), graphs="" if cpu else "graphs")
     engine = Engine(target, {"known": Known(shape.vocab)})
     tokens = 8 if cpu else 64
     for count in counts:
@@ -402,15 +402,16 @@ def model_name(shape: ModelShape) -> str:
     return next(found, "tiny")
 
 
-def random_runner(shape: ModelShape, cpu: bool, slots: int, graphs: bool) -> Runner:
-    """Make a random model with a KV cache; its passes are recorded as CUDA graphs with `graphs`."""
+def random_runner(shape: ModelShape, cpu: bool, slots: int, graphs: str) -> Runner:
+    """Make a random model with a KV cache; its passes are recorded as CUDA graphs with `graphs`,
+    which is a name for the tables."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
         config = load_config(path)
         decoder = RandomDecoder(config, path, torch.bfloat16, device_of(cpu), shape.context)
     tokens = max(shape.context, slots * 4 * PROMPT)
-    recorder = CudaGraphs() if graphs else None
+    recorder = CudaGraphs(own_attention="own" in graphs) if graphs else None
     return Runner(decoder, tokens=tokens, page=16, slots=slots, graphs=recorder)
 
 

@@ -1,10 +1,10 @@
 """Attention over a paged cache in which each token walks its own keys in the order of positions.
 
 A token of a draft tree sees the committed text and its own path. Here it reads exactly these rows,
-in fixed groups and with sums in a fixed order, whatever else is in the pass: so it computes the bits
-that plain decoding computes at its position. There are no masks. Keys are divided into splits of
-SPAN positions, whose partial results are joined in order (as in flash-decoding, Dao et al. 2023, but
-with a fixed size of splits instead of a fixed number).
+in fixed groups and with sums in a fixed order, whatever else is in the pass: so it computes the
+bits that plain decoding computes at its position. There are no masks. Keys are divided into splits
+of SPAN positions, whose partial results are joined in order (as in flash-decoding, Dao et al. 2023,
+but with a fixed size of splits instead of a fixed number).
 """
 
 from __future__ import annotations
