@@ -132,9 +132,10 @@ def read_name(name: str, known: Collection[str]) -> DraftSpec:
 
     def make(part: str, argument: str, _place: str) -> Leaf:
         if part not in known or argument:
-            raise ConfigError(
-                f"this engine has no draft {shorten(name)}: {suggest(part, ['off', *known])}"
-            )
+            hint = suggest(part, ["off", *known])
+            if part in plugins():
+                hint = f"start it with LLM(draft={part!r}) or --draft {part}"
+            raise ConfigError(f"this engine has no draft {shorten(name)}: {hint}")
         kind, _, number = part.partition("#")
         return Leaf(kind, number=int(number) if number.isdigit() else 1)
 
@@ -333,7 +334,7 @@ def _check_leaf(name: str, argument: str, place: str) -> None:
     if name == "lookahead":
         lookahead_options(argument)
     if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
-        known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED))]
+        known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED)), *plugins()]
         raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")
     if name in ("off", "auto", "ngram", "suffix") and argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{place}")

@@ -622,6 +622,10 @@ def test_a_drafter_of_an_installed_package(
     for name in ("gone", "other:3"):
         with pytest.raises(LoadError, match="installed package"):
             LLM(tiny.spoken(), draft=name, kv_tokens=1024)
+    with pytest.raises(ConfigError, match="did you mean 'theirs'"):
+        LLM(tiny.spoken(), draft="their", kv_tokens=1024)
+    with pytest.raises(ConfigError, match=r"start it with LLM\(draft='gone'\)"):
+        llm.generate("import os", greedy, draft="gone")
 
 
 def test_chat_is_generate_with_messages(greedy: SamplingParams) -> None:

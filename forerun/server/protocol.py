@@ -190,7 +190,7 @@ def _without_nulls(value: dict[str, Any], known: Collection[str]) -> dict[str, A
 
 
 class Body(StrictModel):
-    """The body of a request. `bounds` has parsed it: its size is limited and it is valid JSON."""
+    """The body of a request, as `limits.parse` returns it: valid JSON of a limited size."""
 
     _ignored: tuple[str, ...] = PrivateAttr(())
 
