@@ -88,10 +88,15 @@ ARCHITECTURES = {
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4
-# and K-EXAONE are not read
-NOT_READ = ("falcon_h1-norm", "mistral4", "exaone_moe")
+LATENT = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "mistral4",
+)  # `model_type` of latent attention
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; K-EXAONE is
+# not read
+NOT_READ = ("falcon_h1-norm", "exaone_moe")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -445,6 +450,8 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+    if c.model_type == "mistral4":  # which the converter leaves out
+        del found["attention.temperature_scale"]
     return found | _recurrent(c) | _latent(c) | _gemma3n(c)
 
 
@@ -828,7 +835,7 @@ def _published_experts(
     elif is_gpt_oss:
         yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
         yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
-    elif merged or config.model_type == "gemma4_text":
+    elif merged or config.model_type in ("gemma4_text", "mistral4"):
         yield f"{layer}.ffn_gate_up_exps.{suffix}", value
     else:
         yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]
