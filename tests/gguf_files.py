@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
@@ -94,9 +95,8 @@ LATENT = (
     "glm4_moe_lite",
     "mistral4",
 )  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; K-EXAONE is
-# not read
-NOT_READ = ("falcon_h1-norm", "exaone_moe")
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind
+NOT_READ = ("falcon_h1-norm",)
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -246,7 +246,7 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
     hidden, inner = (256, 256) if wide else (32, 64)
     changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner)
     expert = 256 if wide else 32
-    if name in ("ernie4_5_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
+    if name in ("ernie4_5_moe", "exaone_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
         changed["moe_intermediate_size"] = expert
     if wide and "head_dim" in families.MODELS[name][1]:
         changed["head_dim"] = 64
@@ -260,7 +260,7 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed |= dict(shared_expert_intermediate_size=2 * expert, decoder_sparse_step=1)
     if name == "qwen3_moe":
         changed["mlp_only_layers"] = []
-    if name == "glm4_moe":
+    if name in ("exaone_moe", "glm4_moe"):
         changed["routed_scaling_factor"] = 1.5
     if name == "gemma4-moe":
         changed["moe_intermediate_size"] = expert
@@ -566,6 +566,8 @@ def _multipliers(c: Any) -> dict[str, Any]:
     """Constant factors, and what a Granite has although none of its layers is recurrent."""
     if c.model_type in ("cohere", "cohere2"):
         return {"logit_scale": c.logit_scale, "rope.scaling.type": "none"}
+    if c.model_type == "exaone_moe":
+        return {"rope.scaling.type": "none"}
     if not c.model_type.startswith("granite"):
         return {}
     found = {
@@ -634,6 +636,15 @@ def _experts(c: Any) -> dict[str, Any]:
             "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
             "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
         }  # fmt: skip
+    if c.model_type == "exaone_moe":
+        return {
+            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.num_shared_experts,
+            "expert_shared_feed_forward_length": c.num_shared_experts * c.moe_intermediate_size,
+            "leading_dense_block_count": c.mlp_layer_types.count("dense"), "expert_gating_func": 2,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
+            "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group, "nextn_predict_layers": 0,
+        }  # fmt: skip
     if c.model_type in LATENT:
         dense = [kind == "dense" for kind in getattr(c, "mlp_layer_types", None) or []]
         found = {
@@ -699,7 +710,7 @@ def _windows(c: Any) -> dict[str, Any]:
         }  # fmt: skip
     if c.model_type in ("gpt_oss", "cohere2"):
         return {"attention.sliding_window": c.sliding_window}
-    if c.model_type in ("exaone4", "olmo3"):
+    if c.model_type in ("exaone4", "exaone_moe", "olmo3"):
         return {
             "attention.sliding_window": c.sliding_window,
             "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],

@@ -246,6 +246,20 @@ def _ernie_moe(m: Metadata, c: Json) -> Json:
     )
 
 
+def _exaone_moe(m: Metadata, c: Json) -> Json:
+    """K-EXAONE; the layers with windows rotate."""
+    window = m.integer("attention.sliding_window")
+    if not window:
+        raise ValueError(f"{m.prefix}attention.sliding_window (0), which is not supported")
+    experts = _grouped_experts(m, SIGMOID, None)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return (
+        llama(m, c, "exaone_moe")
+        | {names.get(key, key): value for key, value in experts.items()}
+        | dict(sliding_window=window, layer_types=m.layer_types(c["num_hidden_layers"], 4))
+    )
+
+
 def _hunyuan_moe(m: Metadata, c: Json) -> Json:
     count, used = m.experts(SOFTMAX)
     return llama(m, c, "hunyuan_v1_moe") | dict(
@@ -509,6 +523,7 @@ ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
         _mistral4, True, (*_EXPERTS, *_LATENT, "attention.temperature_scale"), latent=True
     ),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
+    "exaone-moe": Architecture(_exaone_moe, features=_EXPERTS),
     "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
     "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),
