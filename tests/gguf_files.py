@@ -325,6 +325,10 @@ def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
     changed, layers = sizes(name, kinds), 4
     if "layer_types" in families.MODELS[name][1]:  # the module has attention
         changed["layer_types"] = [*families.MODELS[name][1]["layer_types"], "full_attention"]
+    if name == "exaone_moe":  # all of it, and no experts
+        types = [["sliding_attention"] * 3, ["full_attention"] * 2]
+        kinds_of_mlps = [["dense"], ["sparse"] * 3, ["dense"]]
+        changed |= {"layer_types": [*chain(*types)], "mlp_layer_types": [*chain(*kinds_of_mlps)]}
     model = tiny.hf_model(name, **changed, num_hidden_layers=layers + 1)
     own, path = model.config, new_path(f"{name}-module")
     block, norm_of = model.model.layers[layers], type(model.model.norm)
@@ -343,7 +347,11 @@ def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
         rows = random_rows(kind, own.hidden_size, 2 * own.hidden_size, 0.3, seed=3)
         more.append((f"{at}eh_proj.weight", rows, kind))
         module.eh_proj.weight.copy_(torch.from_numpy(values_of(kind, rows)).double())
-    said = {f"{architecture_of(own)}.nextn_predict_layers": 1}
+    architecture = architecture_of(own)
+    said: dict[str, Any] = {f"{architecture}.nextn_predict_layers": 1}
+    if name == "exaone_moe":
+        said[f"{architecture}.leading_dense_block_count"] = 1
+        said[f"{architecture}.attention.sliding_window_pattern"] = [True, True, True, False]
     write(path, model, kinds, changes=said, more=more)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others cannot multiply in float64
