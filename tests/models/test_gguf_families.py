@@ -35,7 +35,9 @@ from tests.models.test_gguf_weights import CPU, KERNELS, Double, ids, logits, of
 from tests.models.test_parity import check_bits_of_single_tokens, near
 
 GAIN, SMALL_GAIN = 0.5, 0.3  # with recurrent layers, whose norms amplify rounding
-# a type or mix for each family, in turn
+# a type or mix for each family, in turn. Append new families to families.MODELS, so that the others
+# keep their types: no norm precedes the first products of Gemma 3n, and with embeddings in MXFP4
+# many activations are halfway between two integers
 KINDS = ("Q8_0", "Q4_0", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 MIXED = ("experts", "mxfp4_moe")
 HAS_EXPERTS = {name for name in gguf_files.FURTHER_NAMES if "moe" in name} | {
