@@ -5,6 +5,7 @@ and whole terms of a model would go untested."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -83,13 +84,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", dict(PADDED, sliding_window=8, head_dim=8)),
     "ernie4_5": ("ernie4_5", dict(PADDED, head_dim=8)),
     "exaone4": ("exaone4", dict(PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4)),
-    "exaone_moe": (
-        "exaone_moe",
-        dict(
-            PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4, moe_intermediate_size=16, num_experts=8,
-            num_experts_per_tok=2, n_group=2, topk_group=1,
-        ),
-    ),
     "glm4": ("glm4", dict(PADDED, head_dim=8)),
     "granite": ("granite", dict(PADDED, **MULTIPLIERS)),
     "granite4-dense": (
@@ -210,11 +204,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe", dict(PADDED, **EXPERTS, shared_expert_intermediate_size=32, decoder_sparse_step=2),
     ),
     "qwen3_moe": ("qwen3_moe", dict(PADDED, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1])),
-    "mistral4": (
-        "mistral4",
-        dict(PADDED, **ROUTED, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=dict(
-            YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)) | LATENT,
-    ),
     "llama4": (
         "llama4_text",
         dict(
@@ -242,6 +231,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             linear_attn_alpha_factor=2.1, linear_attn_beta_factor=1.2, mlp_alpha_factor=3.0, mlp_beta_factor=0.7,
         ),
     ),
+    "exaone_moe": (
+        "exaone_moe",
+        dict(
+            PADDED, head_dim=8, sliding_window=8, sliding_window_pattern=4, moe_intermediate_size=16, num_experts=8,
+            num_experts_per_tok=2, n_group=2, topk_group=1,
+        ),
+    ),
+    "mistral4": (
+        "mistral4",
+        dict(PADDED, **ROUTED, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, rope_parameters=dict(
+            YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)) | LATENT,
+    ),
 }  # fmt: skip
 
 
@@ -260,7 +261,8 @@ RECURRENT = (
 def make(name: str, gain: float = 1.0, seed: int = 0, **changes: Any) -> Any:
     """The transformers model of that name, float32; `gain` is the size of its weights."""
     model_type, fields = MODELS[name]
-    config = hf.AutoConfig.for_model(model_type, **fields | changes)
+    # Mistral 4's configuration writes into the rope parameters that it is given
+    config = hf.AutoConfig.for_model(model_type, **copy.deepcopy(fields | changes))
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

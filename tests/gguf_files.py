@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
@@ -88,10 +89,14 @@ ARCHITECTURES = {
 ROTATED = (
     "llama", "smollm3", "mistral3", "arcee", "granite", "granitemoe", "granitehybrid",
 )  # fmt: skip
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind; Mistral 4
-# and K-EXAONE are not read
-NOT_READ = ("falcon_h1-norm", "mistral4", "exaone_moe")
+LATENT = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "mistral4",
+)  # `model_type` of latent attention
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind
+NOT_READ = ("falcon_h1-norm",)
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
@@ -241,7 +246,7 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
     hidden, inner = (256, 256) if wide else (32, 64)
     changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner)
     expert = 256 if wide else 32
-    if name in ("ernie4_5_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
+    if name in ("ernie4_5_moe", "exaone_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
         changed["moe_intermediate_size"] = expert
     if wide and "head_dim" in families.MODELS[name][1]:
         changed["head_dim"] = 64
@@ -255,7 +260,7 @@ def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
         changed |= dict(shared_expert_intermediate_size=2 * expert, decoder_sparse_step=1)
     if name == "qwen3_moe":
         changed["mlp_only_layers"] = []
-    if name == "glm4_moe":
+    if name in ("exaone_moe", "glm4_moe"):
         changed["routed_scaling_factor"] = 1.5
     if name == "gemma4-moe":
         changed["moe_intermediate_size"] = expert
@@ -320,6 +325,10 @@ def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
     changed, layers = sizes(name, kinds), 4
     if "layer_types" in families.MODELS[name][1]:  # the module has attention
         changed["layer_types"] = [*families.MODELS[name][1]["layer_types"], "full_attention"]
+    if name == "exaone_moe":  # all of it, and no experts
+        types = [["sliding_attention"] * 3, ["full_attention"] * 2]
+        kinds_of_mlps = [["dense"], ["sparse"] * 3, ["dense"]]
+        changed |= {"layer_types": [*chain(*types)], "mlp_layer_types": [*chain(*kinds_of_mlps)]}
     model = tiny.hf_model(name, **changed, num_hidden_layers=layers + 1)
     own, path = model.config, new_path(f"{name}-module")
     block, norm_of = model.model.layers[layers], type(model.model.norm)
@@ -338,7 +347,11 @@ def written_with_module(name: str, kinds: Kinds) -> WrittenModule:
         rows = random_rows(kind, own.hidden_size, 2 * own.hidden_size, 0.3, seed=3)
         more.append((f"{at}eh_proj.weight", rows, kind))
         module.eh_proj.weight.copy_(torch.from_numpy(values_of(kind, rows)).double())
-    said = {f"{architecture_of(own)}.nextn_predict_layers": 1}
+    architecture = architecture_of(own)
+    said: dict[str, Any] = {f"{architecture}.nextn_predict_layers": 1}
+    if name == "exaone_moe":
+        said[f"{architecture}.leading_dense_block_count"] = 1
+        said[f"{architecture}.attention.sliding_window_pattern"] = [True, True, True, False]
     write(path, model, kinds, changes=said, more=more)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others cannot multiply in float64
@@ -445,6 +458,8 @@ def metadata(c: Any) -> dict[str, Any]:
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+    if c.model_type == "mistral4":  # which the converter leaves out
+        del found["attention.temperature_scale"]
     return found | _recurrent(c) | _latent(c) | _gemma3n(c)
 
 
@@ -559,6 +574,8 @@ def _multipliers(c: Any) -> dict[str, Any]:
     """Constant factors, and what a Granite has although none of its layers is recurrent."""
     if c.model_type in ("cohere", "cohere2"):
         return {"logit_scale": c.logit_scale, "rope.scaling.type": "none"}
+    if c.model_type == "exaone_moe":
+        return {"rope.scaling.type": "none"}
     if not c.model_type.startswith("granite"):
         return {}
     found = {
@@ -627,6 +644,15 @@ def _experts(c: Any) -> dict[str, Any]:
             "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
             "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
         }  # fmt: skip
+    if c.model_type == "exaone_moe":
+        return {
+            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
+            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.num_shared_experts,
+            "expert_shared_feed_forward_length": c.num_shared_experts * c.moe_intermediate_size,
+            "leading_dense_block_count": c.mlp_layer_types.count("dense"), "expert_gating_func": 2,
+            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
+            "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group, "nextn_predict_layers": 0,
+        }  # fmt: skip
     if c.model_type in LATENT:
         dense = [kind == "dense" for kind in getattr(c, "mlp_layer_types", None) or []]
         found = {
@@ -692,7 +718,7 @@ def _windows(c: Any) -> dict[str, Any]:
         }  # fmt: skip
     if c.model_type in ("gpt_oss", "cohere2"):
         return {"attention.sliding_window": c.sliding_window}
-    if c.model_type in ("exaone4", "olmo3"):
+    if c.model_type in ("exaone4", "exaone_moe", "olmo3"):
         return {
             "attention.sliding_window": c.sliding_window,
             "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
@@ -828,7 +854,7 @@ def _published_experts(
     elif is_gpt_oss:
         yield f"{layer}.ffn_gate_exps.{suffix}", value[:, 0::2]
         yield f"{layer}.ffn_up_exps.{suffix}", value[:, 1::2]
-    elif merged or config.model_type == "gemma4_text":
+    elif merged or config.model_type in ("gemma4_text", "mistral4"):
         yield f"{layer}.ffn_gate_up_exps.{suffix}", value
     else:
         yield f"{layer}.ffn_gate_exps.{suffix}", value[:, :rows]

@@ -58,8 +58,13 @@ FIRST = ("exaone4", "ernie4_5_moe", "exaone_moe")
 FAMILIES = (*QWEN, *NEXTN, *FIRST)
 families = pytest.mark.parametrize("family", FAMILIES)
 # GGUF files, in numbers that the native kernels compute in float32, and in types as files have
-GGUFS = ("qwen3_5/F32", "qwen3_5_moe/F32", "qwen3_next/F32", "glm4_moe/F32")
-QUANTIZED_GGUFS = ("qwen3_5/q4_1", "qwen3_5_moe/Q8_0", "glm4_moe/experts")
+GGUFS = (
+    "qwen3_5/F32", "qwen3_5_moe/F32", "qwen3_next/F32", "glm4_moe/F32", "deepseek_v3/F32", "glm4_moe_lite/F32",
+    "exaone_moe/F32",
+)  # fmt: skip
+QUANTIZED_GGUFS = (
+    "qwen3_5/q4_1", "qwen3_5_moe/Q8_0", "glm4_moe/experts", "deepseek_v3/Q4_0", "exaone_moe/Q8_0",
+)  # fmt: skip
 TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 12, 21]  # more than windows of tiny models
 
 
@@ -529,22 +534,36 @@ def gguf_with(tmp_path: Path, changes: dict[str, Any], family: str = "glm4_moe/F
 
 @compiled
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("family", "changes", "says"),
     [
-        ({"blk.4.nextn.hnorm.weight": None}, "no blk.4.nextn.hnorm.weight"),
-        ({"blk.4.nextn.eh_proj.weight": None}, "no blk.4.nextn.eh_proj.weight"),
-        ({"blk.4.ffn_up_exps.weight": None}, "lacks tensor blk.4.ffn_up_exps.weight"),
-        ({"blk.4.nextn.eh_proj.weight": np.zeros((32, 32), np.float32)}, r"is \[32, 32\]"),
-        ({"blk.4.attn_output.bias": np.zeros(32, np.float32)}, "attn_output.bias, which is not"),
+        ("glm4_moe", {"blk.4.nextn.hnorm.weight": None}, "no blk.4.nextn.hnorm.weight"),
+        ("glm4_moe", {"blk.4.nextn.eh_proj.weight": None}, "no blk.4.nextn.eh_proj.weight"),
+        ("glm4_moe", {"blk.4.ffn_up_exps.weight": None}, "lacks tensor blk.4.ffn_up_exps.weight"),
+        (
+            "glm4_moe",
+            {"blk.4.nextn.eh_proj.weight": np.zeros((32, 32), np.float32)},
+            r"is \[32, 32\]",
+        ),
+        (
+            "glm4_moe",
+            {"blk.4.attn_output.bias": np.zeros(32, np.float32)},
+            "attn_output.bias, which is not",
+        ),
+        ("deepseek_v3", {"blk.4.attn_v_b.weight": None}, "lacks tensor blk.4.attn_v_b.weight"),
+        (
+            "exaone_moe",
+            {"blk.4.ffn_gate_inp.weight": np.zeros((8, 32), np.float32)},
+            "ffn_gate_inp.weight, which is not",
+        ),
     ],
 )
 def test_a_module_of_a_gguf_file_that_cannot_be_used_is_one_line(
-    changes: dict[str, Any], says: str, tmp_path: Path
+    family: str, changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     """The target runs without it."""
-    path = gguf_with(tmp_path, dict(changes))
+    path = gguf_with(tmp_path, dict(changes), f"{family}/F32")
     with pytest.raises(LoadError, match=says) as error:
-        load_own_module(path, view_of(decoder("glm4_moe/F32")))
+        load_own_module(path, view_of(decoder(f"{family}/F32")))
     assert "\n" not in str(error.value)
     assert LLM(path, kv_tokens=256).draft == "suffix"
 

@@ -229,7 +229,10 @@ OWN_LAYOUTS = {
     **{family: OwnLayout(prefix="model.layers.{i}.") for family in NEXTN},
 }
 GGUF_LAYOUT = OwnLayout(prefix="blk.{i}.", outside=GGUF_NAMES)
-GGUF_ARCHITECTURES = ("qwen35", "qwen35moe", "qwen3next", "glm4moe")
+GGUF_LAYOUTS = {
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek2"), GGUF_LAYOUT),
+    "exaone-moe": replace(GGUF_LAYOUT, dense=True),
+}
 
 
 def holds_trained_module(tensors: Collection[str]) -> bool:
@@ -288,10 +291,10 @@ def refuse_gguf_module(gguf: GgufFile) -> str:
     if not is_integer(extra) or extra < 1:
         return "the file has no multi-token layers; some copies leave them out"
     is_trained = TRAINED_BLOCK in gguf.metadata
-    if not is_trained and architecture not in GGUF_ARCHITECTURES:
+    if not is_trained and architecture not in GGUF_LAYOUTS:
         return (
             f"multi-token layers of GGUF files of the architecture {shown(architecture)} are not"
-            f" read: only those of {', '.join(GGUF_ARCHITECTURES)} are"
+            f" read: only those of {', '.join(GGUF_LAYOUTS)} are"
         )
     blocks = gguf.metadata.get(f"{architecture}.block_count")
     if not isinstance(blocks, int) or not is_integer(blocks) or not extra < blocks:

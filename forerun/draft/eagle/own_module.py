@@ -19,6 +19,7 @@ from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.mtp import MTP, MtpModule, load_module
 from forerun.draft.eagle.mtp_formats import (
     GGUF_LAYOUT,
+    GGUF_LAYOUTS,
     TARGET_COPIES,
     TRAINED_GGUF_NAMES,
     TRAINED_GGUF_NORMS,
@@ -149,7 +150,7 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
                 raise LoadError(reason)
             if TRAINED_BLOCK in gguf.metadata:
                 return _load_trained_block(gguf, target)
-            return _load(path, GGUF_LAYOUT, target)
+            return _load(path, GGUF_LAYOUTS[gguf.architecture], target)
     raw = read_config(path, MTP)
     with reading(path, MTP):
         checkpoint = Checkpoint(path)

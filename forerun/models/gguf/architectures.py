@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from forerun.errors import shown
 from forerun.models.config import MAX_CONTEXT
 from forerun.models.families import Json
 from forerun.models.gguf.container import GgufFile
@@ -211,9 +212,11 @@ def _gpt_oss(m: Metadata, c: Json) -> Json:
     )
 
 
-def _glm4_moe(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SIGMOID, normalised=None, scaled=True)
-    return partial_rope(m, c, "glm4_moe") | dict(
+def _grouped_experts(m: Metadata, gating: int, normalised: bool | None) -> Json:
+    """Return the keys of experts as DeepSeek has them; the arguments are those of
+    `Metadata.experts`."""
+    count, used = m.experts(gating, normalised=normalised, scaled=True)
+    return dict(
         n_routed_experts=count,
         num_experts_per_tok=used,
         moe_intermediate_size=m.expert_size(),
@@ -223,8 +226,12 @@ def _glm4_moe(m: Metadata, c: Json) -> Json:
         norm_topk_prob=m.flag("expert_weights_norm", False),
         n_group=m.count("expert_group_count", 1) or 1,
         topk_group=m.count("expert_group_used_count", 1) or 1,
-        use_qk_norm=m.has("blk.0.attn_q_norm.weight"),
     )
+
+
+def _glm4_moe(m: Metadata, c: Json) -> Json:
+    fields = partial_rope(m, c, "glm4_moe") | _grouped_experts(m, SIGMOID, None)
+    return fields | dict(use_qk_norm=m.has("blk.0.attn_q_norm.weight"))
 
 
 def _ernie_moe(m: Metadata, c: Json) -> Json:
@@ -236,6 +243,20 @@ def _ernie_moe(m: Metadata, c: Json) -> Json:
         moe_num_shared_experts=m.count("expert_shared_count", 0),
         moe_layer_start_index=m.count("leading_dense_block_count", 0),
         moe_layer_interval=m.count("interleave_moe_layer_step", 1),
+    )
+
+
+def _exaone_moe(m: Metadata, c: Json) -> Json:
+    """K-EXAONE; the layers with windows rotate."""
+    window = m.integer("attention.sliding_window")
+    if not window:
+        raise ValueError(f"{m.prefix}attention.sliding_window (0), which is not supported")
+    experts = _grouped_experts(m, SIGMOID, None)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return (
+        llama(m, c, "exaone_moe")
+        | {names.get(key, key): value for key, value in experts.items()}
+        | dict(sliding_window=window, layer_types=m.layer_types(c["num_hidden_layers"], 4))
     )
 
 
@@ -287,18 +308,36 @@ def _deepseek2(m: Metadata, c: Json) -> Json:
     Older files have no keys with `_mla`: their key length is that of a head and not that of what is
     cached. Files of V2, and those of GLM-4.7-Flash, do not say how experts are scored; V3 alone has
     a bias for the choice."""
-    rotary = m.integer("rope.dimension_count")
-    head = m.integer("attention.key_length_mla", "attention.key_length")
-    if head <= rotary:
-        raise ValueError(f"{m.prefix}rope.dimension_count ({rotary} of {head} channels)")
     is_v3 = m.get("expert_gating_func") == SIGMOID
     if not m.get("expert_gating_func"):
         is_v3 = any(".exp_probs_b." in name for name in m.gguf.tensors)
     gating, normalised = (SIGMOID, None) if is_v3 else (SOFTMAX, False)
-    count, used = m.experts(gating, normalised=normalised, scaled=True)
-    groups = m.count("expert_group_count", 1) or 1
-    return dict(
+    fields = _latent_attention(m) | _grouped_experts(m, gating, normalised)
+    return fields | dict(
         model_type="deepseek_v3" if is_v3 else "deepseek_v2",
+        topk_method="group_limited_greedy" if fields["n_group"] != 1 else "greedy",
+    )
+
+
+def _mistral4(m: Metadata, c: Json) -> Json:
+    """Mistral 4. Files of llama.cpp's converter do not say how queries grow, which is the same in
+    all published models."""
+    fields = _latent_attention(m) | _grouped_experts(m, SOFTMAX, None)
+    rope, key = fields["rope_parameters"], "original_max_position_embeddings"
+    length = rope.get(key) or c["max_position_embeddings"]
+    if m.count("attention.temperature_length", length) != length:
+        raise ValueError(f"{m.prefix}attention.temperature_length, which is not {shown(length)}")
+    growth = m.number("attention.temperature_scale", 0.1)
+    rope = rope | {"llama_4_scaling_beta": growth, key: length}
+    return fields | dict(model_type="mistral4", rope_parameters=rope)
+
+
+def _latent_attention(m: Metadata) -> Json:
+    rotary = m.integer("rope.dimension_count")
+    head = m.integer("attention.key_length_mla", "attention.key_length")
+    if head <= rotary:
+        raise ValueError(f"{m.prefix}rope.dimension_count ({rotary} of {head} channels)")
+    return dict(
         rms_norm_eps=rms_eps(m),
         rope_parameters=m.latent_rope(rotary),
         q_lora_rank=m.count("attention.q_lora_rank", 0) or None,
@@ -306,16 +345,6 @@ def _deepseek2(m: Metadata, c: Json) -> Json:
         qk_rope_head_dim=rotary,
         qk_nope_head_dim=head - rotary,
         v_head_dim=m.integer("attention.value_length_mla", "attention.value_length"),
-        n_routed_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
-        n_shared_experts=m.count("expert_shared_count", 0),
-        first_k_dense_replace=m.count("leading_dense_block_count", 0),
-        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
-        norm_topk_prob=m.flag("expert_weights_norm", False),
-        topk_method="group_limited_greedy" if groups != 1 else "greedy",
-        n_group=groups,
-        topk_group=m.count("expert_group_used_count", 1) or 1,
     )
 
 
@@ -490,7 +519,11 @@ ARCHITECTURES: Mapping[str, Architecture] = DENSE | {
     "granitemoe": _GRANITE,
     "granitehybrid": replace(_GRANITE, recurrent=True),
     "deepseek2": Architecture(_deepseek2, True, (*_EXPERTS, *_LATENT), latent=True),
+    "mistral4": Architecture(
+        _mistral4, True, (*_EXPERTS, *_LATENT, "attention.temperature_scale"), latent=True
+    ),
     "glm4moe": Architecture(_glm4_moe, features=_EXPERTS),
+    "exaone-moe": Architecture(_exaone_moe, features=_EXPERTS),
     "ernie4_5-moe": Architecture(_ernie_moe, True, _EXPERTS),
     "hunyuan-moe": Architecture(_hunyuan_moe, features=_EXPERTS),
     "minimax-m2": Architecture(_minimax_m2, features=_EXPERTS),

@@ -73,6 +73,8 @@ NAMES: Names = {
     "latent_down": "attn_kv_a_mqa",
     "latent_norm": "attn_kv_a_norm",
     "latent_up": "attn_kv_b",
+    "key_up": "attn_k_b",
+    "value_up": "attn_v_b",
     "recurrent_out": "ssm_out",
     "convolution": "ssm_conv1d",
     "decay_rate": "ssm_a",
@@ -191,10 +193,10 @@ class GgufLoader(WeightLoader):
         the keys transposed."""
         c, a = self.config, self.config.latent
         assert a is not None
-        part, stem = ("key_up", "attn_k_b") if keys else ("value_up", "attn_v_b")
-        name = f"blk.{i}.{stem}.weight"
-        if f"blk.{i}.attn_kv_b.weight" in self.gguf.tensors:
+        if f"{self.stem('latent_up', i)}.weight" in self.gguf.tensors:
             return super().heads_of_latent(i, keys)
+        part = "key_up" if keys else "value_up"
+        name = f"{self.stem(part, i)}.weight"
         rows, inputs = (a.rank, a.plain) if keys else (a.value, a.rank)
         blocks = Blocks((Piece(self.stacked(name, (c.heads, rows, inputs))),))
         source = self.source(f"{i}.{part}", blocks.shape, lambda: blocks)
