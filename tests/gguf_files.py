@@ -95,8 +95,9 @@ LATENT = (
     "glm4_moe_lite",
     "mistral4",
 )  # `model_type` of latent attention
-# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind
-NOT_READ = ("falcon_h1-norm",)
+# files do not say that norms of Falcon-H1 precede gates, and llama.cpp has them behind;
+# MiniMax-Text-01 is not read
+NOT_READ = ("falcon_h1-norm", "minimax_text")
 FURTHER_NAMES = [name for name in families.MODELS if name not in NOT_READ]
 RECURRENT = [name for name in FURTHER_NAMES if name.startswith(families.RECURRENT)]
 NAMES = [
