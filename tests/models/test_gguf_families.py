@@ -362,7 +362,7 @@ def make(path: Path, name: str, changes: dict[str, Any]) -> Path:
         ("gpt_oss", "attention.sliding_window", "8", "window"),
         ("glm4_moe", "expert_group_count", 3, "3 groups"),
         ("glm4_moe", "expert_group_used_count", 4, "groups of a token"),
-        ("glm4_moe", "expert_weights_scale", float("nan"), "routed_scaling_factor"),
+        ("glm4_moe", "expert_weights_scale", float("nan"), "the factor on experts"),
         ("glm4_moe", "expert_shared_count", 5, "shexp"),
         ("glm4_moe", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
         ("glm4_moe", "leading_dense_block_count", 99, "blk.1.ffn_gate.weight"),
