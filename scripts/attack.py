@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -203,7 +204,11 @@ async def honest(
 
 
 def others(work: Any, host: str, port: int, options: argparse.Namespace, pipe: Connection) -> None:
-    """Several clients of a kind until the time is up; sends what was said to them."""
+    """Several clients of a kind until the time is up; sends what was said to them.
+
+    By default they take the processor only when the server does not want it: clients elsewhere
+    would not take it at all."""
+    os.nice(options.nice)
     said: Counter[str] = Counter()
 
     async def all_of_them() -> None:
@@ -526,6 +531,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default="127.0.0.2",
         help="the attackers' address, by which the server tells clients apart; '' is that of the"
         " innocents (default: 127.0.0.2)",
+    )
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=19,
+        help="priority of attackers and honest clients beside the server's, as nice takes it; 0 lets"
+        " them take its processor (default: 19)",
     )
     parser.add_argument("--honest", type=int, help="honest clients (default: as many as attackers)")
     parser.add_argument(
