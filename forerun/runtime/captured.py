@@ -12,7 +12,7 @@ then the same kernels over the same shapes, whatever is drafted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -37,6 +37,7 @@ log.addHandler(logging.NullHandler())  # applications that want to read it confi
 DRAFT_TOKENS = 16  # tokens of a segment that passes over few requests have room for
 MAX_TOKENS = 512  # padded tokens of a recorded pass; larger ones are bound by the device
 MIN_KEYS = 256
+MAX_PATH = 80  # uncommitted tokens that a token of a tree may see
 WARM_UP = 2  # passes before one is recorded: kernels are loaded and memory is found by then
 
 T = TypeVar("T")
@@ -192,7 +193,7 @@ class CapturedPasses:
             own_attention = self.graphs.own_attention
             recorded = _Pass(self.decoder, self.cache, shape, layers, own_attention)
             recorded.record(self.graphs, segments, tokens)
-        except RuntimeError as error:
+        except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
             self.failed = True
             log.warning("passes are not recorded as CUDA graphs: %s", str(error).split("\n")[0])
             return None
@@ -244,10 +245,12 @@ class _Inputs:
     extra: Tensor
 
     @classmethod
-    def allocate(cls, shape: PassShape, kinds: int, device: torch.device) -> _Inputs:
-        """Return inputs of zeros; on the CPU in memory that a GPU can read, where there is one."""
-        most = shape.tokens * (shape.tokens + 1) // 2 * shape.segments  # rows of all paths
-        counts = [shape.rows] * 7 + [most, shape.segments * shape.keys]
+    def allocate(cls, shape: PassShape, kinds: int, walks: bool, device: torch.device) -> _Inputs:
+        """Return inputs of zeros, with masks of `kinds` of layers or those of a walk; on the CPU in
+        memory that a GPU can read, where there is one."""
+        kinds, walking = (0, shape.rows) if walks else (kinds, 0)
+        counts = [shape.rows] * 4 + [walking] * 3
+        counts += [walking * MAX_PATH, shape.segments * shape.keys]
         num_masks = kinds * shape.rows * shape.keys
         size = 8 * sum(counts) + num_masks
         pinned = device.type == "cpu" and torch.cuda.is_available()
@@ -301,7 +304,7 @@ class _Pass:
         config = decoder.config
         self.kinds = sorted(set(map(config.visible_keys, range(config.layers))), key=str)
         self.walks = own_attention and can_walk(decoder)
-        self.inputs = _Inputs.allocate(shape, 0 if self.walks else len(self.kinds), decoder.device)
+        self.inputs = self._allocate(decoder.device)
         self._stages: list[_Stage] = []
         self._spare = cache.keys[next(iter(cache.keys))].shape[0] - 1  # a row that no page has
         self._masks: dict[VisibleKeys, Tensor] = {}
@@ -383,10 +386,8 @@ class _Pass:
         arrays, cache, shape = staged.arrays, self.cache, self.shape
         arrays["ids"][:] = arrays["positions"][:] = arrays["wanted"][:] = 0
         arrays["rows"][:] = arrays["table"][:] = self._spare
-        arrays["last"][:] = -1
         depths = [np.asarray(segment.depths) for segment in segments]
         wanted: list[int] = []
-        extra: list[int] = []
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):
             length, own = cache.length[segment.slot], cache.pages.rows[segment.slot]
             first, total = r * shape.tokens, length + len(segment.parents)
@@ -396,15 +397,10 @@ class _Pass:
             arrays["rows"][span] = own[length + segment.offset : total]
             arrays["table"][r, :total] = own[:total]
             wanted += [first + i for i in segment.want]
-            arrays["last"][span] = arrays["positions"][span]
-            paths = visible_paths(segment.parents)[segment.offset :]
-            for token, (straight, path) in enumerate(paths, start=first):
-                arrays["direct"][token] = length + straight
-                arrays["extra_at"][token] = len(extra)
-                extra += own[[length + i for i in path]].tolist() if path else []
         arrays["wanted"][: len(wanted)] = wanted
-        arrays["extra"][: len(extra)] = extra
-        if not self.walks:
+        if self.walks:
+            self._fill_walk(segments, arrays)
+        else:
             masks = visible_masks(segments, depths, cache, self.decoder.config, shape)
             for staged_mask, (_, mask) in zip(arrays["masks"], masks, strict=True):
                 staged_mask[:] = mask
@@ -414,14 +410,32 @@ class _Pass:
         if self.inputs.block.is_cuda:
             staged.copied.record()
 
+    def _fill_walk(self, segments: Sequence[Segment], arrays: Mapping[str, np.ndarray]) -> None:
+        """Stage which rows each token sees."""
+        arrays["last"][:] = -1
+        extra: list[int] = []
+        firsts = range(0, self.shape.rows, self.shape.tokens)
+        for first, segment in zip(firsts, segments, strict=False):
+            length, own = self.cache.length[segment.slot], self.cache.pages.rows[segment.slot]
+            span = slice(first, first + len(segment.tokens))
+            arrays["last"][span] = arrays["positions"][span]
+            paths = visible_paths(segment.parents)[segment.offset :]
+            for token, (straight, path) in enumerate(paths, start=first):
+                arrays["direct"][token] = length + straight
+                arrays["extra_at"][token] = len(extra)
+                extra += own[[length + i for i in path]].tolist() if path else []
+        arrays["extra"][: len(extra)] = extra
+
+    def _allocate(self, device: torch.device) -> _Inputs:
+        return _Inputs.allocate(self.shape, len(self.kinds), self.walks, device)
+
     def _free_stage(self) -> _Stage:
         """Return memory from which nothing is being copied any more: the device may be some passes
         behind."""
         for stage in self._stages:
             if stage.copied is None or stage.copied.query():
                 return stage
-        device = torch.device("cpu")
-        stage = _Stage(_Inputs.allocate(self.shape, len(self.kinds), device))
+        stage = _Stage(self._allocate(torch.device("cpu")))
         if self.inputs.block.is_cuda:
             stage.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stages.append(stage)

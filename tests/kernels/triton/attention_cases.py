@@ -172,6 +172,7 @@ def case_decoder() -> None:
         for runner in runners:
             runner.cache.commit(0, [0, 1, 3])
         compare(Segment(0, [13], [-1], [0]))
+        assert not captured.failed and all(each.walks for each in captured._passes.values())
 
 
 def case_compiles() -> None:
