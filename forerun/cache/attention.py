@@ -213,8 +213,6 @@ def visible_masks(
         length, count = cache.length[segment.slot], len(segment.tokens)
         new = slice(length, length + len(segment.parents))
         seen[r, :count, :length] = True
-        if not length:
-            seen[r, :count, 0] = False
         seen[r, :count, new] = _ancestors(segment.parents)[segment.offset :]
     masks = []
     for keys in sorted(set(map(config.visible_keys, range(config.layers))), key=str):

@@ -24,6 +24,7 @@ from torch import Tensor
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
 from forerun.draft.assistant_formats import AssistantConfig, read_assistant, target_layers
+from forerun.draft.eagle.own_module import finite, in_torch
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_modules import check_sizes
 from forerun.draft.hidden_states import LastStateProposer
@@ -215,7 +216,7 @@ def load_assistant(directory: Path, target: TargetView) -> Assistant:
         dtype = torch.float32
         if not is_native and isinstance(target.table, Tensor):
             dtype = target.table.dtype
-        make_linear = _packing(target.form) if target.form is not None else _in_torch
+        make_linear = _packing(target.form) if target.form is not None else in_torch
         # the scheme of quantized checkpoints is in the outer object
         layers = replace(shape.layers, raw=raw)
         args = (layers, directory, dtype, target.device, make_linear, Source.weight)
@@ -235,7 +236,7 @@ def _read(loader: DirectoryLoader, shape: AssistantConfig) -> AssistantWeights:
     centroids, groups = None, None
     if shape.centroids:
         # a product with some rows of the lm head is computed in torch
-        lm_head: Product = LinearWeights(head.weight())
+        lm_head: Product = in_torch("head", head, None)
         centroids = product("masked_embedding.centroids", shape.centroids, c.hidden)
         groups = _read_groups(loader, c.vocab).view(shape.centroids, -1)
     else:
@@ -264,24 +265,12 @@ def _read_groups(loader: DirectoryLoader, vocab: int) -> Tensor:
     return tokens.to(loader.device)
 
 
-def _in_torch(part: str, source: Source, bias: Tensor | None) -> LinearWeights:
-    return LinearWeights(_finite(source), bias)
-
-
-def _finite(source: Source) -> Tensor:
-    weight = source.weight()
-    if not weight.isfinite().all():
-        raise LoadError(f"{source.name} holds numbers that are not finite: download it again")
-    return weight
-
-
 def _packing(form: str) -> MakeLinear:
     """Return a function that packs a linear layer in `form`."""
     no_cache = PackedCache(None)
 
     def make(part: str, source: Source, bias: Tensor | None) -> Linear:
-        checked = replace(source, read=lambda: _finite(source))
-        packed = pack(checked, bias, form, False, False, no_cache)
+        packed = pack(finite(source), bias, form, False, False, no_cache)
         assert isinstance(packed, PackedMatrix)
         return Linear.of(packed)
 

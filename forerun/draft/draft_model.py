@@ -77,7 +77,7 @@ class DraftModel(Proposer):
         logits = self.read(requests, [(tree.draft, tree.frontier) for tree in trees])
         for tree in trees:
             tree.fed = len(tree.draft)
-        if not self._chain_from(trees, logits):
+        if not self._chain(trees, logits):
             self._grow(trees, logits)
 
     def _continue(self, trees: Sequence[Tree]) -> None:
@@ -156,35 +156,24 @@ class DraftModel(Proposer):
             tree.fed = len(draft)
         return self.forward(segments)
 
-    def _chain(self, trees: Sequence[Tree]) -> bool:
-        """Finish chains in one native call.
+    def _chain(self, trees: Sequence[Tree], logits: Tensor | None = None) -> bool:
+        """Finish chains in one native call, or with `logits` [F, V] after each frontier without
+        waiting for the device on the way.
 
         Returns False, and does nothing, where that is impossible: branches, sampled nodes, or a
-        model on torch.
+        model whose passes are neither native nor recorded.
         """
         if self.width > 1 or not all(tree.is_plain for tree in trees):
             return False
-        chains = self.runner.draft_chains([tree.link(tree.fed) for tree in trees], self.vocab)
+        if logits is None:
+            chains = self.runner.draft_chains([tree.link(tree.fed) for tree in trees], self.vocab)
+        else:
+            starts = [tree.link(tree.fed, tree.level) for tree in trees]
+            chains = self.runner.draft_chains_from(starts, self.vocab, logits)
         if chains is None:
             return False
         for tree, tokens in zip(trees, chains, strict=True):
             tree.extend(tokens, self.source)
-        return True
-
-    def _chain_from(self, trees: Sequence[Tree], logits: Tensor) -> bool:
-        """Add all levels of chains whose drafted tokens never leave the device on the way.
-
-        logits [F, V] after each frontier. Returns False, and does nothing, where that is
-        impossible: branches, sampled nodes, or a model whose passes are not recorded."""
-        if self.width > 1 or not all(tree.is_plain for tree in trees):
-            return False
-        starts = [tree.link(tree.fed, tree.level) for tree in trees]
-        chains = self.runner.draft_chains_from(starts, self.vocab, logits)
-        if chains is None:
-            return False
-        for tree, tokens in zip(trees, chains, strict=True):
-            tree.extend(tokens, self.source)
-            tree.fed += max(len(tokens) - 1, 0)
         return True
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:

@@ -34,7 +34,8 @@ from forerun.types import Forward
 log = logging.getLogger("forerun.runtime")
 log.addHandler(logging.NullHandler())  # applications that want to read it configure that
 
-DRAFT_TOKENS = 16  # tokens of a segment that passes over few requests have room for
+DRAFT_TOKENS = 16  # tokens of a segment that passes over few segments have room for
+FEW_SEGMENTS = 4
 MAX_TOKENS = 512  # padded tokens of a recorded pass; larger ones are bound by the device
 MIN_KEYS = 256
 MAX_PATH = 80  # uncommitted tokens that a token of a tree may see
@@ -99,7 +100,7 @@ def shape_of(segments: Sequence[Segment], cache: KVCache) -> PassShape | None:
     most = max(len(segment.tokens) for segment in segments)
     count = _power_of_two(len(segments))
     tokens = _power_of_two(most)
-    if count * DRAFT_TOKENS <= 4 * DRAFT_TOKENS:
+    if count <= FEW_SEGMENTS:
         tokens = max(tokens, DRAFT_TOKENS)
     keys = max(cache.length[segment.slot] + len(segment.parents) for segment in segments)
     shape = PassShape(count, tokens, max(_power_of_two(keys), MIN_KEYS))

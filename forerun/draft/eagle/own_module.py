@@ -257,7 +257,7 @@ def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
     dtype, device = torch.float32, target.device
     if not is_native and isinstance(target.table, Tensor):
         dtype = target.table.dtype
-    make_linear = _packing(config, path, target.form) if target.form is not None else _in_torch
+    make_linear = _packing(config, path, target.form) if target.form is not None else in_torch
     loader_of = GgufLoader if path.is_file() else DirectoryLoader
     loader = loader_of(config, path, dtype, device, make_linear, Source.weight)
     weights = _read(loader, layout)
@@ -290,11 +290,12 @@ def _read(loader: WeightLoader, layout: OwnLayout) -> OwnWeights:
     return weights
 
 
-def _in_torch(part: str, source: Source, bias: Tensor | None) -> LinearWeights:
-    return LinearWeights(_finite(source).weight(), bias)
+def in_torch(part: str, source: Source, bias: Tensor | None) -> LinearWeights:
+    """Make a linear layer in torch. Raises LoadError for numbers that are not finite."""
+    return LinearWeights(finite(source).weight(), bias)
 
 
-def _finite(source: Source) -> Source:
+def finite(source: Source) -> Source:
     """Return a source that raises LoadError where the floats it reads are not finite."""
 
     def check(rows: Tensor) -> Tensor:
@@ -319,6 +320,6 @@ def _packing(config: ModelConfig, path: Path, form: str) -> MakeLinear:
     keep, no_cache = path.is_file() or is_quantized(config.raw), PackedCache(None)
 
     def pack(part: str, source: Source, bias: Tensor | None) -> Any:
-        return pack_part(part, _finite(source), bias, config, path, form, keep, no_cache)
+        return pack_part(part, finite(source), bias, config, path, form, keep, no_cache)
 
     return pack
