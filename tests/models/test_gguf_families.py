@@ -567,56 +567,34 @@ def test_a_file_of_mistral_4_may_say_how_queries_grow(growth: float, tmp_path: P
     near(logits(load_float32(path), text), eager_truth(model, text))
 
 
-@pytest.mark.parametrize("tensor", ["attn_k_b", "attn_v_b", "attn_kv_a_norm", "attn_q_a"])
-def test_a_missing_part_of_latent_attention_is_named(
-    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, missing = gguf_files.tensors, f"blk.2.{tensor}.weight"
-    monkeypatch.setattr(
-        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
-    )
-    path = make(tmp_path / "model.gguf", "deepseek_v3", {})
-    with pytest.raises(LoadError, match=f"lacks tensor {missing}"):
-        load_float32(path)
+PARTS = {
+    "deepseek_v3": [
+        f"blk.2.{part}.weight" for part in ("attn_k_b", "attn_v_b", "attn_kv_a_norm", "attn_q_a")
+    ],
+    "gemma3n": [
+        *("altup_proj.weight", "altup_unembd_proj.weight", "per_layer_token_embd.weight"),
+        *("blk.0.laurel_l.weight", "blk.2.laurel_r.weight", "blk.2.post_norm.weight"),
+        *("blk.2.altup_correct_scale.weight", "blk.2.altup_predict_coef.weight"),
+    ],
+    "qwen3_5": [
+        *("blk.2.ssm_a", "blk.2.ssm_dt.bias", "blk.2.ssm_conv1d.weight", "blk.2.ssm_norm.weight"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        "altup_proj",
-        "altup_unembd_proj",
-        "per_layer_token_embd",
-        "blk.0.laurel_l",
-        "blk.2.laurel_r",
-        "blk.2.altup_correct_scale",
-        "blk.2.altup_predict_coef",
-        "blk.2.post_norm",
-    ],
+    ("family", "tensor"), [(family, part) for family, parts in PARTS.items() for part in parts]
 )
-def test_a_missing_part_of_gemma_3n_is_named(
-    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_missing_part_is_named(
+    family: str, tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, missing = gguf_files.tensors, f"{tensor}.weight"
-    monkeypatch.setattr(
-        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != missing)
-    )
-    path = make(tmp_path / "model.gguf", "gemma3n", {})
-    with pytest.raises(LoadError, match=missing):
-        load_float32(path)
-
-
-@pytest.mark.parametrize("tensor", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_norm.weight"])
-def test_a_missing_part_of_a_recurrent_layer_is_named(
-    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Of latent attention, of parallel residual streams, of a recurrent layer."""
     real = gguf_files.tensors
-
-    def fewer(*args: Any) -> Any:
-        yield from (found for found in real(*args) if found[0] != f"blk.2.{tensor}")
-
-    monkeypatch.setattr(gguf_files, "tensors", fewer)
-    path = make(tmp_path / "model.gguf", "qwen3_5", {})
-    with pytest.raises(LoadError, match=f"lacks tensor blk.2.{tensor}"):
+    monkeypatch.setattr(
+        gguf_files, "tensors", lambda *args: (t for t in real(*args) if t[0] != tensor)
+    )
+    path = make(tmp_path / "model.gguf", family, {})
+    with pytest.raises(LoadError, match=tensor):
         load_float32(path)
 
 
