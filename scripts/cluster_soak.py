@@ -93,7 +93,7 @@ def named(pid: int, title: str) -> list[int]:
 
 def replicas_of(pid: int) -> list[int]:
     """Return the processes of a cluster's replicas."""
-    return named(pid, "ray::ServeReplica:forerun:model")
+    return named(pid, "ray::ServeReplica:forerun-")
 
 
 def memory(pids: list[int]) -> float:
@@ -266,10 +266,7 @@ class Soak:
             await self._sample()
 
     async def _sample(self) -> None:
-        replicas, ingress = (
-            replicas_of(self.pid),
-            named(self.pid, "ray::ServeReplica:forerun:Ingress"),
-        )
+        replicas, ingress = replicas_of(self.pid), [self.pid]
         rest = [pid for pid in below(self.pid) if pid not in (*replicas, *ingress)]
         sample = {
             "seconds": round(time.monotonic() - self.begun, 1),

@@ -17,13 +17,11 @@ from forerun.models.hub import find_model
 from forerun.server.settings import Settings, read_toml
 from forerun.utils import check_integer, check_numbers
 
-BY_PROXY = "Ray's HTTP proxy has no such limit, but a reverse proxy in front of it can set one"
 UNSUPPORTED = {
     "served_name": "give each of [[models]] a name",
     "indices": "use forerun serve --indices",
     "routing": "requests of one conversation go to one replica without options",
     "retries": "a request is sent to up to two other replicas if its own dies",
-    **dict.fromkeys(("max_connections", "header_timeout", "write_timeout", "max_unread"), BY_PROXY),
 }
 
 

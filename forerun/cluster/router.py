@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-KEY_LENGTH = 256  # characters of a prompt, which may grow from turn to turn
+KEY_LENGTH = 256  # characters or token ids of a prompt, which may grow from turn to turn
 MAX_LEAD = 2  # requests that a replica may run more than the least busy one
 
 
@@ -27,9 +27,18 @@ def affinity_key(body: Mapping[str, Any], tenant: str) -> str:
     prompt = body.get("messages") or body.get("input") or body.get("prompt")
     if isinstance(prompt, list):
         users = (each for each in prompt if isinstance(each, dict) and each.get("role") == "user")
-        prompt = next(users, prompt[:KEY_LENGTH])
-    text = json.dumps(body.get("prompt_cache_key") or prompt)[:KEY_LENGTH]
+        prompt = next(users, prompt)
+    text = json.dumps(_beginning(body.get("prompt_cache_key") or prompt))
     return blake2b(f"{tenant}\n{text}".encode(), digest_size=16).hexdigest()
+
+
+def _beginning(value: Any) -> Any:
+    """Return the first text or token ids in a message or prompt, shortened."""
+    if isinstance(value, dict):
+        return _beginning(value.get("content") or value.get("text"))
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return _beginning(value[0])
+    return value[:KEY_LENGTH] if isinstance(value, (str, list)) else value
 
 
 def choose_replica(key: str, loads: Mapping[str, int]) -> str:

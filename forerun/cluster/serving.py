@@ -1,17 +1,24 @@
-"""The Ray Serve application: requests pass Ray's HTTP proxy, the ingress and a replica."""
+"""The cluster: replicas that Ray Serve keeps, and the ingress in front of them.
+
+The ingress runs in the process of `forerun deploy`, behind the same bounded connections as a single
+server. Ray's own HTTP proxy has no limits on headers, framing and connections, and is not used.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import os
 import re
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,32 +30,38 @@ from ray import serve
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, request_response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from forerun.cluster.plan import Plan
 from forerun.cluster.router import AffinityRouter, affinity_key
 from forerun.config import Config
 from forerun.errors import ForerunError, one_line, shorten
+from forerun.hardware import share_arenas
 from forerun.llm import LLM
-from forerun.server import app, auth, errors, limits, listen, ollama
+from forerun.server import app, auth, errors, limits, listen, ollama, streaming
+from forerun.server import run as server
 from forerun.server.errors import UnavailableError
-from forerun.server.logs import start_logging
+from forerun.server.logs import REQUEST_ID, start_logging
 from forerun.server.probe import probe
 from forerun.server.settings import Settings
 from forerun.utils import json_line
 
 MAX_REQUESTS = 1 << 20  # of a deployment: the engines limit their requests themselves
 RETRIES = 2  # times that a request is sent again because its replica died
-PAGE_SECONDS = 5.0  # in which a replica must answer /health or /metrics
-OVERTIME = 10.0  # seconds after the timeout of a request in which its replica reports it
+PAGE_SECONDS = 5.0  # in which a replica must answer /health, /ready or /metrics
+CHECK_SECONDS = 1.0  # between two checks of all replicas
+NICENESS = 5  # of replicas: the ingress of a busy machine goes first
+APPLICATION = "forerun-"  # Ray Serve's names of the models begin with it
 QUIET = {"enable_access_log": False, "log_level": "ERROR"}
 MANAGEMENT = {f"/api/{action}" for _, action in ollama.ACTIONS}  # refused, whatever they name
 LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
+HEALTH: Scope = dict(
+    zip(SCOPE, ("http", "1.1", "GET", "http", "/health", b"/health", b"", []), strict=True)
+)
 
 
 class Replica:
@@ -58,6 +71,8 @@ class Replica:
         self, engine: Config, settings: Settings, keys: auth.ApiKeys, verbose: bool
     ) -> None:
         """Load the model and start its engine."""
+        with suppress(OSError):
+            os.nice(NICENESS)
         start_logging(verbose, terminal=False)
         llm = LLM(**asdict(engine))
         probe(llm)
@@ -95,14 +110,10 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         return name, body.decode() if messages[0]["status"] == 200 else ""
 
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests, wait for the running ones, end the rest with an error."""
+    async def end_all(self) -> None:
+        """End all running requests with an error."""
         self.service.draining = True
-        for patience in (seconds, OVERTIME):
-            end = asyncio.get_running_loop().time() + patience
-            while self.service.jobs and asyncio.get_running_loop().time() < end:
-                await asyncio.sleep(0.05)
-            self.service.end_all()
+        self.service.end_all()
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine's thread has ended; Ray then replaces the replica."""
@@ -111,30 +122,66 @@ class Replica:
 
 
 class Ingress:
-    """Checks keys, host names and sizes, and forwards requests to the replicas of their model."""
+    """Checks keys, host names and sizes, and forwards requests to the replicas of their model.
+
+    It is what a `server.run.Server` drains at a signal.
+
+    Attributes:
+        gate: the ASGI application.
+        draining: new requests are refused since the server shuts down.
+        jobs: requests that replicas work on.
+    """
 
     def __init__(self, plan: Plan, handles: Mapping[str, Any], keys: auth.ApiKeys) -> None:
         """`handles` are Ray's `DeploymentHandle`s by the name of the model."""
         self.plan = plan
         self.handles = handles
+        self.draining = False
+        self.jobs: set[object] = set()
+        self._missing = self._needed = {m.name for m in plan.models if m.replicas.min}
+        self._calls: list[Any] = []
         self._lists: dict[tuple[str, str], list[Any]] = {}
         self._parser = limits.ThrottledThreads(1)
-        pages = {"/health": self._health, "/ready": self._health, "/metrics": self._metrics}
+        pages = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
         pages |= dict.fromkeys(LISTS, self._list)
         routes = [Route(path, page) for path, page in pages.items()]
         self.gate = Starlette(
             routes=[*routes, Mount("/", request_response(self._answer))],
             exception_handlers=dict.fromkeys(errors.KINDS, errors.handle),
+            lifespan=self._lifespan,
         )
+        self.gate.state.service = self
         auth.add_access_control(self.gate, plan.settings, keys)
 
-    async def drain(self, seconds: float) -> None:
-        """Drain all replicas, and give the last parts of their answers time to pass the proxy."""
-        calls = [handle.broadcast("drain", seconds) for handle in self.handles.values()]
-        await asyncio.gather(*(call.results_async() for call in calls), return_exceptions=True)
-        await asyncio.sleep(0.5)
+    def end_all(self) -> None:
+        """End all running requests with an error, which their replicas write."""
+        self._calls = [handle.broadcast("end_all") for handle in self.handles.values()]
+
+    def stop(self) -> None:
+        """Do nothing: replicas end with their application."""
+
+    async def check_replicas(self) -> None:
+        """Find out which models that must have a replica have none that answers."""
+        self._missing = self._needed - {model for model, _ in await self._pages(HEALTH)}
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await self.check_replicas()
+        checks = asyncio.create_task(self._check_forever())
+        yield
+        checks.cancel()
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            await self.check_replicas()
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
 
     async def _answer(self, request: Request) -> Response:
+        self._check_open()
         body = await request.body()
         value = None
         with suppress(errors.ApiError, ForerunError, ValueError):  # a replica reports them
@@ -143,6 +190,10 @@ class Ingress:
         model = self._find_model(value, request.url.path)
         key = affinity_key(value, auth.tenant_of(str(value.get("cache_salt") or "")))
         messages = self._forward(model, _scope(request), body, key)
+        return await streaming.unless_disconnected(request, self._begin(messages))
+
+    async def _begin(self, messages: AsyncIterator[Message]) -> Response:
+        """Wait for the start of an answer."""
         async with asyncio.timeout(self.plan.settings.timeout or None):
             start = await anext(messages)
         response = StreamingResponse(_body(start, messages), start["status"])
@@ -151,20 +202,24 @@ class Ingress:
 
     async def _forward(self, model: str, *request: Any) -> AsyncIterator[Message]:
         """Yield the answer of a replica, of another one if the first dies before it has begun."""
-        begun = False
-        for _ in range(RETRIES + 1):
-            stream = self.handles[model].options(stream=True).answer.remote(*request)
-            try:
-                async for messages in stream:
-                    begun = True
-                    for message in messages:
-                        yield message
-                return
-            except (RayActorError, TaskCancelledError, RayServeException):
-                if begun:
-                    break
-            finally:
-                stream.cancel()
+        begun, job = False, object()
+        self.jobs.add(job)
+        try:
+            for _ in range(RETRIES + 1):
+                stream = self.handles[model].options(stream=True).answer.remote(*request)
+                try:
+                    async for messages in stream:
+                        begun = True
+                        for message in messages:
+                            yield message
+                    return
+                except (RayActorError, TaskCancelledError, RayServeException):
+                    if begun:
+                        break
+                finally:
+                    stream.cancel()
+        finally:
+            self.jobs.discard(job)
         raise UnavailableError(f"the replica of {model} that worked on this request has died")
 
     def _find_model(self, value: Mapping[str, Any], path: str) -> str:
@@ -180,27 +235,35 @@ class Ingress:
             raise errors.ApiError(404, message, "model", "model_not_found")
         return names[name.removesuffix(":latest")]
 
-    async def _pages(self, request: Request) -> dict[tuple[str, str], str]:
+    async def _pages(self, scope: Scope) -> dict[tuple[str, str], str]:
         """Return the answers of all replicas to a GET request, by model and replica."""
         pages: dict[tuple[str, str], str] = {}
         for model, handle in self.handles.items():
-            call = handle.broadcast("page", _scope(request))
+            call = handle.broadcast("page", scope)
             with suppress(RayServeException, TimeoutError):  # there is no replica
                 answers = await call.results_async(timeout_s=PAGE_SECONDS, return_exceptions=True)
                 pages |= {(model, each[0]): each[1] for each in answers if isinstance(each, tuple)}
         return {name: page for name, page in pages.items() if page}
 
     async def _health(self, request: Request) -> Response:
-        missing = {model.name for model in self.plan.models if model.replicas.min}
-        missing -= {model for model, _ in await self._pages(request)}
-        if missing:
+        """Answer from the last check, since a question to a busy replica would take long."""
+        self._check_open()
+        if self._missing:
+            raise UnavailableError(f"no replica of {min(self._missing)} is up")
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Answer when an engine of each model does."""
+        self._check_open()
+        found = {model for model, _ in await self._pages(_scope(request))}
+        if missing := self._needed - found:
             raise UnavailableError(f"no replica of {min(missing)} is up")
-        return JSONResponse({"status": "ready" if request.url.path == "/ready" else "ok"})
+        return JSONResponse({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
         if not auth.CALLER.get().operator:
             raise errors.ApiError(403, "this page needs a key of the operator (api_key)")
-        merged = await asyncio.to_thread(merge_metrics, await self._pages(request))
+        merged = await asyncio.to_thread(merge_metrics, await self._pages(_scope(request)))
         return Response(merged, media_type=CONTENT_TYPE_LATEST)
 
     async def _list(self, request: Request) -> Response:
@@ -216,8 +279,10 @@ class Ingress:
 
 
 def _scope(request: Request) -> Scope:
-    """Return what a replica needs of a scope."""
-    return {name: request.scope[name] for name in SCOPE}
+    """Return what a replica needs of a scope: also the address, and the id that was given."""
+    scope = {name: request.scope[name] for name in SCOPE} | {"client": request.scope.get("client")}
+    others = [header for header in scope["headers"] if header[0] != b"x-request-id"]
+    return scope | {"headers": [*others, (b"x-request-id", REQUEST_ID.get().encode())]}
 
 
 async def _body(start: Message, messages: AsyncIterator[Message]) -> AsyncIterator[bytes]:
@@ -233,7 +298,7 @@ async def _body(start: Message, messages: AsyncIterator[Message]) -> AsyncIterat
         elif content_type.startswith(b"application/x-ndjson"):
             yield f"{json_line({'error': content['error']['message']})}\n".encode()
         else:
-            raise  # Ray's proxy closes the connection before the body is complete
+            raise  # the connection is closed before the body is complete
 
 
 def merge_metrics(pages: Mapping[tuple[str, str], str]) -> bytes:
@@ -249,25 +314,14 @@ def merge_metrics(pages: Mapping[tuple[str, str], str]) -> bytes:
     return generate_latest(SimpleNamespace(collect=families.values))
 
 
-async def _ingress_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Pass a request to the `Ingress` of this process."""
-
-    async def reply(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            del MutableHeaders(scope=message)["x-request-id"]  # Ray's proxy adds it
-        await send(message)
-
-    await serve.get_replica_context().servable_object.gate(scope, receive, reply)
-
-
-def build_application(plan: Plan, keys: auth.ApiKeys, verbose: bool) -> serve.Application:
-    """Return the Ray Serve application: a deployment of each model, and the ingress."""
-    models = {}
+def make_targets(plan: Plan, keys: auth.ApiKeys, verbose: bool) -> list[serve.RunTarget]:
+    """Return a Ray Serve application for each model, without routes of Ray's proxy."""
+    targets = []
     for index, model in enumerate(plan.models):
         settings = replace(plan.settings, served_name=model.name, allowed_hosts=("*",))
         deployment = serve.deployment(
             Replica,
-            name=f"model-{index}",
+            name="model",
             ray_actor_options={"num_cpus": model.engine.threads},
             max_ongoing_requests=MAX_REQUESTS,
             graceful_shutdown_timeout_s=settings.shutdown_timeout,
@@ -281,60 +335,58 @@ def build_application(plan: Plan, keys: auth.ApiKeys, verbose: bool) -> serve.Ap
                 "downscale_to_zero_delay_s": None if model.replicas.min else model.replicas.idle,
             },
         )
-        models[model.name] = deployment.bind(model.engine, settings, keys, verbose)
-    wrapped = serve.ingress(Starlette(routes=[Mount("/", _ingress_app)]))(Ingress)
-    return serve.deployment(
-        wrapped, max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"num_cpus": 0}
-    ).bind(plan, models, keys)
+        replica = deployment.bind(model.engine, settings, keys, verbose)
+        name = f"{APPLICATION}{index}"
+        targets.append(serve.RunTarget(replica, name, route_prefix=None, logging_config=QUIET))
+    return targets
 
 
 def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
-    """Serve a plan at the address of a bound socket until a signal. Returns the exit code.
+    """Serve a plan on a bound socket until a signal. Returns the exit code.
 
     The first SIGINT or SIGTERM lets running requests end within `shutdown_timeout`, the second ends
     them at once. Raises ForerunError if Ray or a model does not start.
     """
     settings = plan.settings
     start_logging(verbose, sys.stderr.isatty())
+    limits.raise_descriptor_limit()
+    share_arenas()
     keys = auth.ApiKeys.of(settings)
     if not listen.is_loopback(settings.host) and not keys:
         logging.getLogger("forerun.server").warning("%s is open to all: set api_key", settings.host)
-    host, port = listener.getsockname()[:2]
-    listener.close()  # Ray's proxy binds the address itself
     num_cpus = sum((model.engine.threads or 1) * model.replicas.max for model in plan.models)
     own_ray = {"num_cpus": num_cpus, "include_dashboard": False}  # whatever the machine has
     where = {"address": plan.address} if plan.address else own_ray
-    timeout = settings.timeout + OVERTIME if settings.timeout else None
-    http = {"host": settings.host, "port": port, "request_timeout_s": timeout}
-    application = build_application(plan, keys, verbose)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
-        ingress = serve.run(application, name="forerun", logging_config=QUIET)
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
+        targets = make_targets(plan, keys, verbose)
+        handles = serve.run_many(targets)
+        by_model = {model.name: handle for model, handle in zip(plan.models, handles, strict=True)}
+        ingress = Ingress(plan, by_model, keys)
         models = json_line({m.name: m.replicas.min for m in plan.models}, ascii_only=True)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        with suppress(KeyboardInterrupt):
-            print(f"forerun: serving replicas {models} on {address}", file=sys.stderr, flush=True)
-            while True:
-                signal.pause()
-        with suppress(KeyboardInterrupt):
-            ingress.drain.remote(settings.shutdown_timeout).result()
+        gc.collect()
+        gc.freeze()  # keeps garbage collections from traversing Ray and its tables, which takes long
+        announce = partial("forerun: serving replicas {} on {}".format, models)
+        code = server.serve(ingress.gate, settings, listener, announce)
         if plan.address:
-            serve.delete("forerun")
+            for target in targets:
+                serve.delete(target.name)
+        return code
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ForerunError(f"the cluster does not start: {_reason(error)}") from None
     finally:
+        listener.close()
         ray.shutdown()  # this ends a Ray cluster that was started here
-    return 0
 
 
 def _reason(error: Exception) -> str:
     """Return the last of forerun's own errors that Ray Serve reports, or the given one."""
-    application = serve.status().applications.get("forerun") if ray.is_initialized() else None
-    deployments = application.deployments.values() if application else ()
-    messages = "\n".join(deployment.message for deployment in deployments)
+    known = serve.status().applications if ray.is_initialized() else {}
+    own = [status for name, status in known.items() if name.startswith(APPLICATION)]
+    messages = "\n".join(each.message for status in own for each in status.deployments.values())
     found = re.findall(r"forerun\.errors\.\w+: (.*)", messages)
     return one_line(found[-1] if found else str(error))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from forerun.types import BESIDE
 # inside of the MLP, output of a branch before its norm, logits
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)
 MIN_ROWS = 64  # tokens that buffers have room for at first
+KEPT_BYTES = 16 << 20  # of a program's buffers, which an idle engine keeps
 
 # ---------------------------------------------------------------- batches
 
@@ -456,16 +458,36 @@ def _pointers(programs: Sequence[Program]) -> ctypes.Array[ctypes._Pointer[CProg
     return (ctypes.POINTER(CProgram) * len(programs))(*pointers)
 
 
+def release_buffers() -> None:
+    """Give up the buffers of all programs that are larger than those of usual passes.
+
+    They have grown to the longest pass so far, such as one with the logits of a whole prompt. Call
+    it only while no pass runs, such as when the engine is idle."""
+    for buffers in list(_Buffers.all):
+        if sum(each.nbytes for each in buffers.arrays) > KEPT_BYTES:
+            buffers.release()
+
+
 class _Buffers:
     """A program's buffers, float32, which grow as needed. `LOGITS` has a row for each wanted token,
     the others one for each token."""
+
+    all: ClassVar[WeakSet[_Buffers]] = WeakSet()
 
     def __init__(self, widths: np.ndarray, scratch: int) -> None:
         """Start with empty buffers and `scratch` bytes of scratch memory for each token."""
         self.widths = widths
         self.scratch_row = scratch
+        self.release()
+        self.all.add(self)
+
+    def release(self) -> None:
+        """Give up the memory; the next pass makes room for what it needs."""
         self.rows = 0
         self.wanted = 0
+        self._logits: dict[int, Tensor] = {}
+        self.arrays: list[np.ndarray] = []
+        self.scratch = np.zeros(0, np.uint8)
 
     def fit(self, rows: int, wanted: int) -> tuple[int, int]:
         """Make room for `rows` tokens and `wanted` logits; return the addresses of the buffers and
@@ -473,7 +495,7 @@ class _Buffers:
         if rows > self.rows or wanted > self.wanted:
             self.rows = max(rows, self.rows, MIN_ROWS)
             self.wanted = max(wanted, self.wanted, MIN_ROWS)
-            self._logits: dict[int, Tensor] = {}
+            self._logits = {}
             self.arrays = []
             for i, width in enumerate(self.widths):
                 count = self.wanted if i == LOGITS else self.rows

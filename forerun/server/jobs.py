@@ -24,6 +24,7 @@ from forerun.engine.request import Request
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.hardware import give_back, share_arenas
 from forerun.llm import LLM
+from forerun.runtime.program import release_buffers
 from forerun.sampling.matcher import Compiled
 from forerun.sampling.params import SamplingParams
 from forerun.server.errors import UnavailableError
@@ -378,7 +379,7 @@ class EngineService:
 
     def _do_housekeeping(self) -> None:
         """Save learned costs and return free memory to the system; failures are only logged."""
-        for work in (self.llm.cost_store.save, give_back):
+        for work in (self.llm.cost_store.save, release_buffers, give_back):
             try:
                 work()
             except Exception:

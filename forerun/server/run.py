@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +23,6 @@ from forerun.server.app import describe, make_app
 from forerun.server.auth import ApiKeys
 from forerun.server.connections import Connection, ConnectionPool
 from forerun.server.errors import is_out_of_descriptors
-from forerun.server.jobs import EngineService
 from forerun.server.limits import (
     fit_connections,
     max_pending_connections,
@@ -39,6 +38,26 @@ from forerun.worker_process import stop_all
 log = logging.getLogger("forerun.server")
 SWITCH_SECONDS = 0.001  # after which the engine's thread yields the interpreter to the event loop
 BACKLOG = 2048  # connections that wait to be accepted
+
+
+class Service(Protocol):
+    """What a server drains and stops: an engine's service, or the ingress of a cluster.
+
+    Attributes:
+        draining: new requests are refused since the server shuts down.
+    """
+
+    draining: bool
+
+    @property
+    def jobs(self) -> Collection[Any]:
+        """Running requests."""
+
+    def end_all(self) -> None:
+        """End all running requests with an error."""
+
+    def stop(self) -> None:
+        """Stop when the application has been shut down."""
 
 
 def run(options: dict[str, Any], settings: Settings, listener: socket.socket, verbose: bool) -> int:
@@ -72,10 +91,10 @@ def serve(
     listener: socket.socket,
     announce: Callable[[str], str],
 ) -> int:
-    """Serve an application of `make_app` on a bound socket until a signal.
+    """Serve an application on a bound socket until a signal.
 
-    `announce` makes the text to print from the server's URL. Returns the exit code: 0 after an
-    orderly shutdown.
+    `app.state.service` is its `Service`. `announce` makes the text to print from the server's URL.
+    Returns the exit code: 0 after an orderly shutdown.
     """
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)
@@ -125,7 +144,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.service: EngineService = app.state.service
+        self.service: Service = app.state.service
         self.settings = settings
         self.pool = ConnectionPool(settings)
         self.acceptors: list[Acceptor] = []

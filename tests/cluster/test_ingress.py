@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError  # noqa: E402
 from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
 
 from forerun.cluster.plan import make_plan  # noqa: E402
-from forerun.cluster.serving import RETRIES, Ingress, Replica, merge_metrics  # noqa: E402
+from forerun.cluster.serving import HEALTH, RETRIES, Ingress, Replica, merge_metrics  # noqa: E402
 from forerun.server.auth import ApiKeys  # noqa: E402
 
 TWO = {"models": [{"name": "small"}, {"name": "large:latest", "replicas": {"min": 0}}]}
@@ -99,15 +99,19 @@ def ask(
     plan: Mapping[str, Any] = TWO,
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
+    draining: bool = False,
     **body: Any,
 ) -> httpx2.Response:
     """The answer of an ingress with these handles: to a POST if there is a body, else to a GET."""
     made = make_plan(plan)
     ingress = Ingress(made, handles, ApiKeys.of(made.settings))
+    ingress.draining = draining
     transport = httpx2.ASGITransport(app=ingress.gate)
     content = json.dumps(body).encode() if body else content
 
     async def send() -> httpx2.Response:
+        if path == "/health":
+            await ingress.check_replicas()
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             method = "POST" if content else "GET"
             return await client.request(method, path, content=content, headers=headers)
@@ -178,6 +182,38 @@ def test_a_request_whose_replica_dies_before_it_answers_goes_to_another_one() ->
     assert found["small"].cancelled == 2
 
 
+def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
+    """Replicas went on for nobody when the answer was no stream."""
+    ended = []
+
+    async def never(scope: Any, body: bytes) -> AsyncIterator[list[Any]]:
+        try:
+            await asyncio.sleep(60)
+            yield []
+        finally:
+            ended.append(1)
+
+    made, found = make_plan(TWO), handles(never)
+    received: Any = [{"type": "http.request", "body": b'{"prompt": "x"}'}]
+
+    async def receive() -> Any:
+        return received.pop() if received else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def leave() -> None:
+        ingress = Ingress(made, found, ApiKeys.of(made.settings))
+        scope = HEALTH | {"method": "POST", "path": "/v1/completions", "root_path": ""}
+        async with asyncio.timeout(10):
+            await ingress.gate(scope, receive, send)
+        await asyncio.sleep(0)  # the generator is closed
+        assert not ingress.jobs
+
+    asyncio.run(leave())
+    assert ended and found["small"].cancelled == 1
+
+
 def test_a_request_is_given_up_after_some_deaths() -> None:
     found = handles(answering(dies=True))
     response = ask(found, prompt="x")
@@ -217,6 +253,39 @@ def test_health_needs_a_replica_of_every_model_that_must_have_one(path: str) -> 
         response = ask(found, path)
         assert response.status_code == 503
         assert "no replica of small is up" in response.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/completions"])
+def test_a_server_that_shuts_down_refuses(path: str) -> None:
+    found = {name: FakeHandle(answering("x"), pages=[("a", "ok")]) for name in handles()}
+    response = ask(found, path, draining=True)
+    assert (response.status_code, "shutting down" in response.text) == (503, True)
+
+
+def test_health_is_no_question_to_a_replica() -> None:
+    """A replica that works or hangs would answer late: the last check is what counts."""
+    made = make_plan(TWO)
+    found = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
+    ingress = Ingress(made, found, ApiKeys.of(made.settings))
+
+    async def both() -> list[int]:
+        transport = httpx2.ASGITransport(app=ingress.gate)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            codes = [(await client.get("/health")).status_code]
+            await ingress.check_replicas()
+            del found["small"].pages
+            return [*codes, (await client.get("/health")).status_code]
+
+    assert asyncio.run(both()) == [503, 200]
+
+
+def test_a_replica_learns_the_address_and_the_id_of_a_request() -> None:
+    found = handles(answering("small"))
+    response = ask(found, prompt="x", headers={"x-request-id": "a b"})
+    ((scope, _, _),) = found["small"].requests
+    assert scope["client"]
+    assert [value for name, value in scope["headers"] if name == b"x-request-id"] == [b"ab"]
+    assert response.headers["x-request-id"] == "ab"
 
 
 def test_lists_have_the_entries_of_all_models() -> None:

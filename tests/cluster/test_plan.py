@@ -68,8 +68,6 @@ def test_options_of_models_server_and_ray() -> None:
         (ONE | {"indices": "x"}, "a cluster has no indices"),
         (ONE | {"routing": {"lead": 5}}, "a cluster has no routing"),
         (ONE | {"retries": 1}, "a cluster has no retries"),
-        (ONE | {"max_connections": 5}, "a reverse proxy in front of it can set one"),
-        (ONE | {"header-timeout": 5}, "a cluster has no header_timeout"),
     ],
 )
 def test_mistakes_are_one_line(given: dict[str, object], message: str) -> None:

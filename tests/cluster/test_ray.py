@@ -107,7 +107,7 @@ def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
     cluster: tuple[subprocess.Popen[str], httpx2.Client],
 ) -> None:
     process, http = cluster
-    replicas = descendants(process.pid, "ray::ServeReplica:forerun:model-0")
+    replicas = descendants(process.pid, "ray::ServeReplica:forerun-0:")
     assert len(replicas) == 2
 
     def ask(number: int) -> dict[str, Any]:

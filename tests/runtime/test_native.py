@@ -25,9 +25,10 @@ from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.models.config import load_config
+from forerun.runtime import program
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
-from forerun.runtime.program import visible_paths
+from forerun.runtime.program import release_buffers, visible_paths
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.verify import Noise
@@ -75,6 +76,22 @@ def ids(count: int, seed: int = 1) -> list[int]:
     return torch.randint(
         3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(seed)
     ).tolist()
+
+
+def test_buffers_of_a_long_pass_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a long prompt took memory that never came back."""
+    model, tokens = decoder("llama", "float32"), ids(100)
+    first = model.forward([chain(tokens)], cache(model)).logits
+    (buffers,) = {own.buffers for own in model._programs.values()}
+    grown = buffers.arrays[program.LOGITS].nbytes
+    release_buffers()
+    assert buffers.arrays[program.LOGITS].nbytes == grown  # not worth it
+    monkeypatch.setattr(program, "KEPT_BYTES", grown)
+    release_buffers()
+    assert not buffers.arrays
+    again = model.forward([chain(tokens[:1])], cache(model)).logits
+    assert torch.equal(again[0], first[0])
+    assert buffers.arrays[program.LOGITS].nbytes < grown
 
 
 def chain(tokens: list[int]) -> Segment:
