@@ -301,18 +301,20 @@ class Engine:
         """
         batch = self.scheduler.plan(lambda decoding: self.drafting.room(decoding, self.stretch))
         batch = [scheduled for scheduled in batch if not scheduled.request.error]
-        with_grammar = [s for s in batch if s.generates and s.request.state.grammar]
-        if not with_grammar:
+        generating = [s.request.state.grammar for s in batch if s.generates]
+        grammars = [grammar for grammar in generating if grammar]
+        if not grammars:
             return batch
-        self._begin_grammar_step()
-        for scheduled in with_grammar:
-            assert scheduled.request.state.grammar
-            scheduled.request.state.grammar.begin()
+        # Whoever works on its set for long delays one step of the others, and not each.
+        others = len(batch) > len(grammars) or not all(grammar.late for grammar in grammars)
+        self._begin_grammar_step(waits_again=not others)
+        for grammar in grammars:
+            grammar.begin()
         return [scheduled for scheduled in batch if self._is_ready(scheduled)]
 
-    def _begin_grammar_step(self) -> None:
+    def _begin_grammar_step(self, waits_again: bool) -> None:
         if self.grammars.threads is not None:
-            self.grammars.threads.begin_step()
+            self.grammars.threads.begin_step(waits_again)
 
     def _is_ready(self, scheduled: ScheduledRequest) -> bool:
         """Return True if the request takes part in this step; end it if its grammar is complete."""
@@ -417,7 +419,8 @@ class Engine:
                 self._commit_rows(scheduled, range(scheduled.count), states)
                 self._seal(scheduled.request)
                 events += self._end_after_prompt(scheduled.request)
-        self._begin_grammar_step()  # whether a request ends may depend on what its grammar allows
+        # whether a request ends may depend on what its grammar allows
+        self._begin_grammar_step(waits_again=True)
         row = 0
         for scheduled in batch:
             if scheduled.draft is None:

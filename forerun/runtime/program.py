@@ -34,7 +34,7 @@ from forerun.types import BESIDE
 # inside of the MLP, output of a branch before its norm, logits
 X, QKV, ATTENDED, HIDDEN, BRANCH, LOGITS = range(6)
 MIN_ROWS = 64  # tokens that buffers have room for at first
-KEPT_BYTES = 16 << 20  # of a program's buffers, which an idle engine keeps
+KEPT_BYTES = 1 << 20  # of a program's buffers, which an idle engine keeps
 
 # ---------------------------------------------------------------- batches
 
@@ -459,7 +459,7 @@ def _pointers(programs: Sequence[Program]) -> ctypes.Array[ctypes._Pointer[CProg
 
 
 def release_buffers() -> None:
-    """Give up the buffers of all programs that are larger than those of usual passes.
+    """Give up the buffers of all programs, except small ones.
 
     They have grown to the longest pass so far, such as one with the logits of a whole prompt. Call
     it only while no pass runs, such as when the engine is idle."""

@@ -28,15 +28,22 @@ class NotReadyError(Exception):
 
 
 class MaskThreads:
-    """Threads that compute masks, and the time until which a step waits for all of them."""
+    """Threads that compute masks, and the time until which a step waits for them.
+
+    Attributes:
+        until: the time until which the step waits for all of them.
+        waits_again: the step waits even for those that an earlier step has waited for.
+    """
 
     def __init__(self, count: int) -> None:
         self.pool = ThreadPoolExecutor(count, "forerun-masks")
         self.until = 0.0
+        self.waits_again = True
 
-    def begin_step(self) -> None:
+    def begin_step(self, waits_again: bool) -> None:
         """Let the waits of a step begin."""
         self.until = time.perf_counter() + MOMENT
+        self.waits_again = waits_again
 
 
 @dataclass(eq=False)
@@ -126,6 +133,16 @@ class Matcher:
             return
         if not self.broken and () not in self.rows:
             self._running = self._start(self._root)
+
+    @property
+    def late(self) -> bool:
+        """True if a step has waited for the set in vain, and it is still not known."""
+        running = self._running
+        return (
+            running is not None
+            and not running.done()
+            and time.perf_counter() - self._begun > MOMENT
+        )
 
     @property
     def accepting(self) -> bool:
@@ -330,7 +347,10 @@ class Matcher:
             finally:
                 self._only_known = False
             self._running = self._start(look)
-        wait([self._running], max(self.threads.until - time.perf_counter(), seconds))
+        until = self.threads.until
+        if not self.threads.waits_again:
+            until = min(until, self._begun + MOMENT)
+        wait([self._running], max(until - time.perf_counter(), seconds))
         if not self._running.done():
             if time.perf_counter() - self._begun >= PATIENCE:
                 raise RequestError(

@@ -8,6 +8,8 @@ get an error and the engine restarts empty; an error of one request alone ends o
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import logging
 import queue
 import threading
@@ -31,7 +33,8 @@ from forerun.server.errors import UnavailableError
 from forerun.types import Event
 
 log = logging.getLogger("forerun.server")
-IDLE_SECONDS = 1.0  # idle time after which the engine's thread does its housekeeping
+IDLE_SECONDS = 1.0  # idle time after which the engine's thread does its housekeeping, repeatedly
+RELEASE_AFTER = 10  # such times until it gives up what the next requests would make anew
 ADMISSION_SECONDS = 0.01  # time for admitting jobs between two steps
 MIN_UNREAD = 16 << 10  # bytes of unread events that every job may have
 
@@ -371,15 +374,17 @@ class EngineService:
         return True
 
     def _next_command(self) -> Callable[[], None] | None:
-        while True:
+        for idle in itertools.count(1):
             try:
                 return self._commands.get(timeout=IDLE_SECONDS)
             except queue.Empty:
-                self._do_housekeeping()
+                self._do_housekeeping(release=idle == RELEASE_AFTER)
+        raise AssertionError
 
-    def _do_housekeeping(self) -> None:
+    def _do_housekeeping(self, release: bool) -> None:
         """Save learned costs and return free memory to the system; failures are only logged."""
-        for work in (self.llm.cost_store.save, release_buffers, give_back):
+        released = (gc.collect, release_buffers) if release else ()
+        for work in (self.llm.cost_store.save, *released, give_back):
             try:
                 work()
             except Exception:

@@ -325,12 +325,20 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     target.grammars.confine()
     slow = target.add(tokenizer().encode("x"), params(2, 0.8), draft="ngram", depth=3)
     quick = target.add(tokenizer().encode(PROMPTS[1]), params(1, 0.8), draft="ngram", depth=3)
-    matcher = slow.state.grammar
+    matcher, wait, waits = slow.state.grammar, matcher_module.wait, []
     assert matcher is not None
     pick_rival_probe = matcher._try
     monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and pick_rival_probe(path))
+
+    def recorded(futures: Any, timeout: float) -> Any:
+        waits.append(max(timeout, 0.0) if matcher._running in futures else 0.0)
+        return wait(futures, timeout)
+
+    monkeypatch.setattr(matcher_module, "wait", recorded)
     while quick.finish_reason is None:
         target.step()
+    # in one step, and not again in each of the others
+    assert len(waits) > 5 and sum(waits) < 3 * matcher_module.MOMENT
     assert not slow.output and slow.finish_reason is None
     gate.set()
     build.finish(target)
