@@ -305,7 +305,7 @@ class Engine:
         grammars = [grammar for grammar in generating if grammar]
         if not grammars:
             return batch
-        # Whoever works on its set for long delays one step of the others, and not each.
+        # A set that takes long delays one step of the others, and not each.
         others = len(batch) > len(grammars) or not all(grammar.late for grammar in grammars)
         self._begin_grammar_step(waits_again=not others)
         for grammar in grammars:
@@ -420,7 +420,7 @@ class Engine:
                 self._seal(scheduled.request)
                 events += self._end_after_prompt(scheduled.request)
         # whether a request ends may depend on what its grammar allows
-        self._begin_grammar_step(waits_again=True)
+        self._begin_grammar_step(waits_again=False)
         row = 0
         for scheduled in batch:
             if scheduled.draft is None:

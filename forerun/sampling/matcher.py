@@ -32,7 +32,7 @@ class MaskThreads:
 
     Attributes:
         until: the time until which the step waits for all of them.
-        waits_again: the step waits even for those that an earlier step has waited for.
+        waits_again: the step waits even for requests that have let an earlier step wait in vain.
     """
 
     def __init__(self, count: int) -> None:
@@ -97,6 +97,7 @@ class Matcher:
         self.core = compiled.core
         self.last = last
         self.threads = threads
+        self._moment = MOMENT  # seconds that others wait for a set: 0 after one that took longer
         self.width = (vocab + 7) // 8
         self.ends = _token_set(token for token in end_ids if token < vocab)
         self.texts = ((1 << vocab) - 1) & ~_token_set([last, *own_ends])
@@ -136,13 +137,10 @@ class Matcher:
 
     @property
     def late(self) -> bool:
-        """True if a step has waited for the set in vain, and it is still not known."""
+        """True if the set is not known yet, and others should not wait for it."""
         running = self._running
-        return (
-            running is not None
-            and not running.done()
-            and time.perf_counter() - self._begun > MOMENT
-        )
+        waited = time.perf_counter() - self._begun
+        return running is not None and not running.done() and waited >= self._moment
 
     @property
     def accepting(self) -> bool:
@@ -349,9 +347,10 @@ class Matcher:
             self._running = self._start(look)
         until = self.threads.until
         if not self.threads.waits_again:
-            until = min(until, self._begun + MOMENT)
+            until = min(until, self._begun + self._moment)
         wait([self._running], max(until - time.perf_counter(), seconds))
         if not self._running.done():
+            self._moment = 0.0
             if time.perf_counter() - self._begun >= PATIENCE:
                 raise RequestError(
                     f"this {self.compiled.kind} grammar takes too long to match after"
@@ -367,7 +366,15 @@ class Matcher:
     def _start(self, look: Callable[[], object]) -> Future[object]:
         assert self.threads is not None
         self._begun = time.perf_counter()
-        return self.threads.pool.submit(look)
+
+        def run() -> None:
+            try:
+                look()
+            finally:
+                if look == self._root:  # what is derived from that set takes no time
+                    self._moment = MOMENT if time.perf_counter() - self._begun < MOMENT else 0.0
+
+        return self.threads.pool.submit(run)
 
     def _too_complex(self) -> RequestError:
         why = short((self.core.get_error() or self._why).partition("<state>")[0])

@@ -549,6 +549,18 @@ def test_whoever_has_to_wait_for_a_mask_is_left_out(slow: Matcher) -> None:
     assert len(slow.masks(Draft.root(0))) == 1
 
 
+def test_nobody_waits_again_for_whoever_was_slow(slow: Matcher) -> None:
+    slow.begin()
+    assert not slow.late and not slow.ready() and slow.late
+    slow.core.gate.set()
+    until(slow.ready, "it is ready")
+    (allowed,) = slow.masks(Draft.root(0))
+    slow.core.gate.clear()
+    slow.advance(min(bits(allowed) - {END}))
+    slow.begin()
+    assert slow.late
+
+
 def test_a_mask_that_takes_too_long_ends_its_request(
     slow: Matcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
