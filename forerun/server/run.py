@@ -41,7 +41,7 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Service(Protocol):
-    """What a server drains and stops: an engine's service, or the ingress of a cluster.
+    """The object behind an application: an engine's service, or the ingress of a cluster.
 
     Attributes:
         draining: new requests are refused since the server shuts down.
