@@ -49,6 +49,7 @@ from forerun.server.probe import probe
 from forerun.server.settings import Settings
 from forerun.utils import json_line
 
+log = logging.getLogger("forerun.server")
 MAX_REQUESTS = 1 << 20  # of a deployment: the engines limit their requests themselves
 RETRIES = 2  # times that a request is sent again because its replica died
 PAGE_SECONDS = 5.0  # in which a replica must answer /health, /ready or /metrics
@@ -174,7 +175,11 @@ class Ingress:
     async def _check_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            await self.check_replicas()
+            try:
+                await self.check_replicas()
+            except Exception:  # such as one of Ray: the next check may succeed
+                log.exception("the replicas cannot be asked whether they are up")
+                self._missing = self._needed
 
     def _check_open(self) -> None:
         if self.draining:
@@ -353,7 +358,7 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     share_arenas()
     keys = auth.ApiKeys.of(settings)
     if not listen.is_loopback(settings.host) and not keys:
-        logging.getLogger("forerun.server").warning("%s is open to all: set api_key", settings.host)
+        log.warning("%s is open to all: set api_key", settings.host)
     num_cpus = sum((model.engine.threads or 1) * model.replicas.max for model in plan.models)
     own_ray = {"num_cpus": num_cpus, "include_dashboard": False}  # whatever the machine has
     where = {"address": plan.address} if plan.address else own_ray

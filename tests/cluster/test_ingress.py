@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from ray.exceptions import RayActorError  # noqa: E402
 from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
 
+from forerun.cluster import serving  # noqa: E402
 from forerun.cluster.plan import make_plan  # noqa: E402
 from forerun.cluster.serving import HEALTH, RETRIES, Ingress, Replica, merge_metrics  # noqa: E402
 from forerun.server.auth import ApiKeys  # noqa: E402
@@ -277,6 +278,35 @@ def test_health_is_no_question_to_a_replica() -> None:
             return [*codes, (await client.get("/health")).status_code]
 
     assert asyncio.run(both()) == [503, 200]
+
+
+def test_health_fails_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that ended with an error of Ray would have left the last answer for ever."""
+    monkeypatch.setattr(serving, "CHECK_SECONDS", 0.0)
+    made = make_plan(TWO)
+    found: dict[str, Any] = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
+    ingress = Ingress(made, found, ApiKeys.of(made.settings))
+
+    async def ask_after(pages: Any) -> int:
+        found["small"].pages = pages
+        for _ in range(3):
+            await asyncio.sleep(0)
+        transport = httpx2.ASGITransport(app=ingress.gate)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/health")).status_code
+
+    async def live() -> list[int]:
+        async with ingress.gate.router.lifespan_context(ingress.gate):
+            return [await ask_after(pages) for pages in ([("a", "ok")], None, [("a", "ok")])]
+
+    monkeypatch.setattr(FakeHandle, "results_async", answered)
+    assert asyncio.run(live()) == [200, 503, 200]
+
+
+async def answered(handle: FakeHandle, timeout_s: float, return_exceptions: bool) -> Any:
+    if handle.pages is None:
+        raise RuntimeError("Ray is gone")
+    return handle.pages
 
 
 def test_a_replica_learns_the_address_and_the_id_of_a_request() -> None:
