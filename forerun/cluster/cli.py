@@ -31,10 +31,10 @@ def deploy(
         print(summary(plan))
         return
     listener = listen(plan.settings)
-    # Replicas inherit this. Ray has many threads, and memory that is freed in the arena of one is
-    # not reused by others: large requests would leave hundreds of megabytes in each replica.
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     if not plan.address:
+        # Replicas inherit this. Ray has many threads, and memory that is freed in the arena of one
+        # is not reused by others: large requests would leave hundreds of megabytes in each replica.
+        os.environ.setdefault("MALLOC_ARENA_MAX", "2")
         # Whoever reaches the ports of Ray can run programs: it listens on loopback, as on systems
         # where no other machine takes part, and requires a token. Ray reads this on its import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -350,7 +350,6 @@ class Matcher:
             until = min(until, self._begun + self._moment)
         wait([self._running], max(until - time.perf_counter(), seconds))
         if not self._running.done():
-            self._moment = 0.0
             if time.perf_counter() - self._begun >= PATIENCE:
                 raise RequestError(
                     f"this {self.compiled.kind} grammar takes too long to match after"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import queue
 import threading
@@ -374,15 +373,20 @@ class EngineService:
         return True
 
     def _next_command(self) -> Callable[[], None] | None:
-        for idle in itertools.count(1):
+        idle = 0
+        while True:
             try:
                 return self._commands.get(timeout=IDLE_SECONDS)
             except queue.Empty:
+                idle += 1
                 self._do_housekeeping(release=idle == RELEASE_AFTER)
-        raise AssertionError
 
     def _do_housekeeping(self, release: bool) -> None:
-        """Save learned costs and return free memory to the system; failures are only logged."""
+        """Save learned costs and return free memory to the system; failures are only logged.
+
+        With `release` also what an idle engine need not hold: cycles of objects, such as errors
+        with the bodies of their requests, and buffers that grew to the longest pass.
+        """
         released = (gc.collect, release_buffers) if release else ()
         for work in (self.llm.cost_store.save, *released, give_back):
             try:
