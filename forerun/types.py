@@ -9,6 +9,7 @@ terms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypeAlias
@@ -189,14 +190,15 @@ class Forward:
     Attributes:
         logits: [M, V], at the requested positions.
         features: hidden states [T, H] by layer index i: the input of layer i, where i = number of
-            layers is the output of the last layer.
+            layers is the output of the last layer. Those of the native kernels are numpy arrays:
+            right after a pass an operation of torch takes ten times as long as one of numpy.
         experts: int16 [T, layers with experts, used], the experts of each token; None if the model
             has none or does not tell.
         is_cold: True if the pass took longer than its next ones will: nothing is learned from it.
     """
 
     logits: Tensor
-    features: dict[int, Tensor] = field(default_factory=dict)
+    features: Mapping[int, States] = field(default_factory=dict)
     experts: np.ndarray | None = None
     is_cold: bool = False
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
-from forerun.devices import upload
+from forerun.devices import as_array, as_tensor, upload
 from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
@@ -143,12 +143,12 @@ class HiddenStateProposer(Proposer):
 
     # ------------------------------------------------------------ Proposer
 
-    @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         trees = [Tree(row, fed=self.num_fed) for row in rows]
         active = [tree for tree in trees if self.can_draft(tree.request)]
-        if active:
-            self.grow_trees(active)
+        if active and not self.draft_natively(active):
+            with torch.inference_mode():
+                self.grow_trees(active)
         return [tree.finish(self.target.vocab) for tree in trees]
 
     def can_draft(self, row: DraftRequest) -> bool:
@@ -236,8 +236,11 @@ class HiddenStateProposer(Proposer):
         """Read all parts but the last of requests with several: a long prompt takes several
         passes."""
         rows = [row for row in rows if self.pending[row.slot].num_parts > 1]
+        if not rows:
+            return
         parts = [self.take(row.slot) for row in rows]
-        self.read(rows, [part[:-1] for part in parts])
+        with torch.inference_mode():
+            self.read(rows, [part[:-1] for part in parts])
         for row, part in zip(rows, parts, strict=True):
             self.pending[row.slot].fused = part[-1:]
 
@@ -424,13 +427,3 @@ class LastStateProposer(Proposer):
                 for node in tree.frontier
             ]
             carried = carried[parents]
-
-
-def as_tensor(states: States) -> Tensor:
-    """Return states as a torch tensor that shares their memory."""
-    return states if isinstance(states, Tensor) else torch.from_numpy(states)
-
-
-def as_array(states: States) -> np.ndarray:
-    """Return states in main memory as a numpy array that shares their memory."""
-    return states.numpy() if isinstance(states, Tensor) else states

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.cli.progress import Tell, nothing
+from forerun.devices import as_tensor
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest, Reference
 from forerun.errors import CapacityError, ConfigError, ForerunError, shown
@@ -334,7 +335,7 @@ def _read(
     segment = Segment(0, tokens, list(range(-1, len(tokens) - 1)), wanted)
     forward = runner.forward([segment], aux_hidden_layers)
     runner.cache.close(0)
-    return forward.logits, dict(forward.features)
+    return forward.logits, {layer: as_tensor(x) for layer, x in forward.features.items()}
 
 
 def _forward_seconds(runner: Runner) -> float:

@@ -16,20 +16,19 @@ from forerun.verify import Noise
 SCORE_ROWS = 16  # rows of logits that are scored at once, to bound the memory
 
 
-def as_fast_array(states: Tensor) -> States:
-    """Return hidden states [T, H] as a numpy array where that shares memory.
-
-    Every request takes its rows after a forward pass, and an operation of torch takes ten times as
-    long as one of numpy there.
-    """
-    return states.numpy() if states.is_cpu and states.dtype != torch.bfloat16 else states
+def as_fast_array(states: States) -> States:
+    """Return hidden states [T, H] as a numpy array where that shares memory, since every request
+    takes its rows of them."""
+    if isinstance(states, Tensor) and states.is_cpu and states.dtype != torch.bfloat16:
+        return states.numpy()
+    return states
 
 
 def take_rows(states: States, first: int, path: Sequence[int]) -> States:
     """Return a copy of the rows `first + path` of hidden states [T, H]; `path` ascends."""
-    if len(path) == 1 and not isinstance(states, Tensor):
-        row = first + path[0]
-        return states[row : row + 1].copy()
+    is_straight = path[-1] - path[0] == len(path) - 1
+    if is_straight and not isinstance(states, Tensor):
+        return states[first + path[0] : first + path[-1] + 1].copy()
     rows = [first + i for i in path]
     if not isinstance(states, Tensor):
         return states[rows]

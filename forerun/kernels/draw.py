@@ -59,9 +59,11 @@ def sample_tokens(
     """
     lib = _library_for(logits)
     if lib is None:
-        finite_rows = torch.isfinite(logits.amax(-1))
-        drawn = draw_on_device(logits, samplings, keys)
-        known = torch.stack((finite_rows.to(drawn.dtype), drawn)).tolist()  # one copy to the host
+        with torch.inference_mode():
+            finite_rows = torch.isfinite(logits.amax(-1))
+            drawn = draw_on_device(logits, samplings, keys)
+            # one copy to the host
+            known = torch.stack((finite_rows.to(drawn.dtype), drawn)).tolist()
         if strict and not all(known[0]):
             raise _not_finite()
         return list(known[1])

@@ -48,7 +48,7 @@ from forerun.runtime.program import (
     Program,
 )
 from forerun.runtime.recorder import DecoderRecorder
-from forerun.types import Forward
+from forerun.types import Forward, States
 
 # matrices that run in float32: they are small, and all outputs of a layer depend on what they give
 EXACT_PARTS = (
@@ -215,8 +215,8 @@ class NativeDecoder:
                 native.loaded().forerun_run(program.program, filled)
                 runs.settle()
             saved = program.buffers.arrays[LOGITS + 1 : LOGITS + 1 + len(layers)]
-            features = {
-                layer: torch.from_numpy(x[: batch.tokens].copy() if keep else x[: batch.tokens])
+            features: dict[int, States] = {
+                layer: x[: batch.tokens].copy() if keep else x[: batch.tokens]
                 for layer, x in zip(layers, saved, strict=True)
             }
             logits = program.buffers.logits(batch.wanted)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,7 +72,7 @@ class ForwardMessage:
     cache: int
     shape: tuple[int, int, int]
     freed: list[int]
-    moves: list[tuple[np.ndarray, np.ndarray]]
+    moves: list[tuple[Sequence[int], Sequence[int]]]
     slots: dict[int, tuple[int, np.ndarray]]
     segments: list[Segment]
 
@@ -102,7 +102,7 @@ class WorkerPool:
             committed = cache.length[s.slot]
             rows = pages.rows[s.slot, : committed + len(s.parents)].copy()
             slots[s.slot] = committed, rows
-        moves = [(source.cpu().numpy(), to.cpu().numpy()) for source, to in cache.moves or []]
+        moves = cache.moves or []
         shape = pages.count * pages.size, pages.size, len(cache.length)
         number, freed = self._caches[cache], list(self._freed)
         message = pickle.dumps(ForwardMessage(number, shape, freed, moves, slots, segments))
@@ -279,7 +279,7 @@ def _follow(runner: Runner, message: ForwardMessage) -> None:
     """Repeat the leader's cache updates and run the forward pass."""
     cache = runner.cache
     for source, target in message.moves:
-        cache.move(torch.from_numpy(source), torch.from_numpy(target))
+        cache.move(source, target)
     for slot, (length, rows) in message.slots.items():
         cache.length[slot] = length
         cache.pages.rows[slot, : len(rows)] = rows

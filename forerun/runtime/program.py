@@ -371,7 +371,9 @@ class Program:
         structure.first, structure.last = ctypes.pointer(read_batch), address(last)
         structure.first_keys, structure.hidden = address(keys), hidden.ctypes.data
         native.loaded().forerun_chain(self.program, batch, structure)
-        return chains.result(with_first=True), hidden[np.argsort(chains.order)]
+        if len(starts) > 1:
+            hidden = hidden[np.argsort(chains.order)]
+        return chains.result(with_first=True), hidden
 
     def draft_block(
         self,

@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache, zeros
 from forerun.cache.pages import Pages
+from forerun.devices import upload
 from forerun.kernels import reference as kernels
 
 NAME = "forerun"  # of the attention function in transformers
@@ -81,18 +82,16 @@ class TransformersCache(KVCache):
                 start += heads * channels
             self.stored[layer] = (views[0], views[1])
         self.length = [0] * slots
-        self.moves = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.data.shape[1] * self.data.itemsize
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows in all layers. source, target: int64 [n]"""
-        if self.moves is not None:
-            self.moves.append((source, target))
-        self.data[target] = self.data[source]
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        both = upload([*source, *target], torch.int64, self.data.device)
+        sources, targets = torch.split(both, len(source))
+        self.data[targets] = self.data[sources]
 
 
 def row_width(shapes: Shapes) -> int:

@@ -109,10 +109,10 @@ def draw_tokens(
     Raises:
         StateError: logits are not finite.
     """
-    with torch.inference_mode():
-        return sample_tokens(
-            adjust_logits(logits, drafts, states), samplings_of(drafts, states), keys
-        )
+    if any(state.special for state in states):
+        with torch.inference_mode():
+            logits = adjust_logits(logits, drafts, states)
+    return sample_tokens(logits, samplings_of(drafts, states), keys)
 
 
 def samplings_of(drafts: Sequence[Draft], states: Sequence[SamplingState]) -> list[Sampling]:

@@ -17,6 +17,7 @@ import torch
 from fastapi import Request, Response
 
 from forerun.cache.attention import Segment
+from forerun.devices import as_tensor
 from forerun.draft.proposer import view_of
 from forerun.errors import BusyError, ForerunError
 from forerun.llm import LLM
@@ -171,7 +172,7 @@ class EmbeddingBatch:
             segments.append(Segment(slot, tokens, list(range(-1, len(tokens) - 1)), want=[]))
         last = self.decoder.config.layers
         features = self.runner.forward(segments, (last,)).features[last]
-        states = self.normalise(features).double().cpu()
+        states = self.normalise(as_tensor(features)).double().cpu()
         parts = torch.split(states, [len(segment.tokens) for segment in segments])
         for segment, part in zip(segments, parts, strict=True):
             self.sums[segment.slot] += part.sum(0)

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from forerun.cli.progress import Tell
-from forerun.draft.hidden_states import as_tensor
+from forerun.devices import as_tensor
 from forerun.draft.proposer import Reference
 from forerun.draft.suffix import Suffix
 from forerun.train.data import Example

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.devices import as_tensor
 from forerun.draft.proposer import TargetView, view_of
 from forerun.engine.request import Request
 from forerun.errors import ConfigError
@@ -308,7 +309,7 @@ class Target:
         found = []
         for slot, example in enumerate(examples):
             features = runner.forward([_segment(runner, slot, example, [])], layers).features
-            found.append({layer: features[layer] for layer in layers})
+            found.append({layer: as_tensor(features[layer]) for layer in layers})
         return found
 
     def _forward(self, examples: Sequence[Example]) -> Iterator[tuple[Example, Tensor, Tensor]]:
@@ -325,7 +326,9 @@ class Target:
             ]
             forward = runner.forward(segments, self.aux_hidden_layers)
             lengths = [len(segment.tokens) for segment in segments]
-            layers = [forward.features[layer].float() for layer in self.aux_hidden_layers]
+            layers = [
+                as_tensor(forward.features[layer]).float() for layer in self.aux_hidden_layers
+            ]
             states = torch.stack(layers) if layers else forward.logits.new_zeros(0, sum(lengths), 0)
             yield from zip(
                 group,

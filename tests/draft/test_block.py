@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, SamplingParams
+from forerun.devices import as_tensor
 from forerun.draft.block import proposer as block
 from forerun.draft.block.formats import BlockConfig
 from forerun.draft.block.module import BlockHead, save_block
 from forerun.draft.block.proposer import BlockProposer
-from forerun.draft.hidden_states import as_tensor
 from forerun.draft.proposer import DraftRequest
 from forerun.engine.engine import Engine
 from forerun.kernels import native

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun import LLM, LoadError, SamplingParams, rng
 from forerun.cache.attention import Segment
+from forerun.devices import as_tensor
 from forerun.draft.eagle import proposer as eagle
 from forerun.draft.eagle.module import Eagle3Head
 from forerun.draft.eagle.own_module import load_any_module
@@ -73,7 +74,8 @@ def test_the_embedding_is_what_enters_the_target_s_first_layer(
         decoder = NativeDecoder(load_config(directory), directory, form, 256)
     runner = Runner(decoder, tokens=16, page=16, slots=1)
     runner.cache.pages.grow(0, 3)
-    entering = runner.forward([Segment(0, [5, 6, 7], [-1, 0, 1], [])], (0,)).features[0].double()
+    found = runner.forward([Segment(0, [5, 6, 7], [-1, 0, 1], [])], (0,)).features[0]
+    entering = as_tensor(found).double()
     if decoder.weights.positions is not None:
         entering = entering - decoder.weights.positions[:3]
     embedded = view_of(decoder).embed(torch.tensor([5, 6, 7]))
@@ -186,7 +188,7 @@ def test_the_native_layer_computes_what_is_trained(kind: str, shape: str, form: 
         drafter = EagleProposer("x", head, view, **ROOM, width=3)
         show(drafter, 0, tokens)
         draft = drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(1, 4), 3)])[0]
-        outputs.append(drafter._last[0])
+        outputs.append(as_tensor(drafter._last[0]))
         trees.append((draft.tokens, draft.parents))
     error = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
     assert 0 < error < (0.1 if form == "int8" else 1e-4)
@@ -341,7 +343,8 @@ def last_states(path: Path, tokens: list[int]) -> dict[int, Tensor]:
     runner = Runner(decoder, tokens=64, page=64, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
-    return runner.forward([segment], (decoder.config.layers,)).features
+    found = runner.forward([segment], (decoder.config.layers,)).features
+    return {layer: as_tensor(states) for layer, states in found.items()}
 
 
 def mimo_logits(path: Path, tokens: list[int]) -> Tensor:
@@ -386,7 +389,7 @@ def test_a_target_s_own_layer_computes_what_it_should(tmp_path: Path) -> None:
     drafter.observe(0, 0, last_states(path, tokens))
     (draft,) = drafter.propose([DraftRequest(0, tokens, SamplingParams(), Noise(1, 5), 1)])
     expected = mimo_logits(path, tokens)
-    logits = drafter.head.logits(drafter._last[0][None])[0]
+    logits = drafter.head.logits(as_tensor(drafter._last[0])[None])[0]
     assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
     assert draft.tokens[1] == int(expected.argmax())
 

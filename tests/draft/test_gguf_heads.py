@@ -19,6 +19,7 @@ from forerun.catalog.facts import facts_of
 from forerun.catalog.fit import checks, fits, refusal, sizes_of
 from forerun.catalog.search import find_local
 from forerun.catalog.survey import survey
+from forerun.devices import as_tensor
 from forerun.draft.block.module import load_block, save_block
 from forerun.draft.eagle.module import load_eagle1_head, load_head, save_head
 from forerun.draft.gguf_heads import head_config
@@ -119,7 +120,7 @@ def test_rope_divisors_give_the_logits_of_the_checkpoint(tmp_path: Path) -> None
         drafter.open(0, range(31))
         drafter.observe(0, 0, {b: states[b] for b in drafter.aux_hidden_layers})
         drafts = drafter.propose([DraftRequest(0, range(31), SamplingParams(), Noise(1, 6), 5)])
-        found.append((drafter.head.logits(drafter._last[0][None]), drafts[0].tokens))
+        found.append((drafter.head.logits(as_tensor(drafter._last[0])[None]), drafts[0].tokens))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
     assert found[0][1] == found[1][1]
 

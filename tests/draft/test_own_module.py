@@ -22,6 +22,7 @@ from forerun.cache.attention import Segment
 from forerun.catalog.facts import facts_at
 from forerun.catalog.search import _with_measurements, find_local
 from forerun.catalog.survey import survey
+from forerun.devices import as_tensor
 from forerun.draft import kinds
 from forerun.draft.eagle.mtp import MtpModule, save_module
 from forerun.draft.eagle.mtp_formats import OWN_LAYOUTS, has_own_module, refuse_own_module
@@ -163,7 +164,8 @@ def last_states(tokens: list[int], family: str) -> dict[int, Tensor]:
     runner = Runner(target, tokens=64, page=64, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
-    return runner.forward([segment], (target.config.layers,)).features
+    found = runner.forward([segment], (target.config.layers,)).features
+    return {layer: as_tensor(states) for layer, states in found.items()}
 
 
 @compiled
@@ -180,7 +182,7 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     (draft,) = drafter.propose([request])
     twin = twin_of(family)
     expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
-    output = drafter._last[0][None]
+    output = as_tensor(drafter._last[0])[None]
     assert torch.allclose(drafter.head.next_state(output)[0].double(), expected, atol=1e-4)
     logits = twin.lm_head(expected)
     assert torch.allclose(drafter.head.logits(output)[0].double(), logits, atol=1e-4)
@@ -269,7 +271,7 @@ def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None
         drafter.open(0, TOKENS)
         drafter.observe(0, 0, states)
         drafter.propose([DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1)])
-        outputs.append(drafter._last[0])
+        outputs.append(as_tensor(drafter._last[0]))
     assert torch.allclose(*outputs, atol=1e-5)
     llm = LLM(directories[0], draft="mtp", kv_tokens=1024)
     params = SamplingParams.pure(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
@@ -348,7 +350,7 @@ def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
     drafter.observe(0, 0, states)
     drafter.propose([DraftRequest(0, TOKENS, SamplingParams(), Noise(1, 5), 1, branching=False)])
     expected = twin_of(family).outputs(TOKENS[1:], states[view.layers])[-1]
-    found = drafter.head.next_state(drafter._last[0][None])[0].double()
+    found = drafter.head.next_state(as_tensor(drafter._last[0])[None])[0].double()
     assert torch.allclose(found, expected, atol=1e-4)
 
 

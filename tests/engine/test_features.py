@@ -9,9 +9,9 @@ import torch
 
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
+from forerun.devices import as_tensor
 from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.hidden_states import as_tensor
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import Proposer
 from forerun.engine.engine import Engine
@@ -71,7 +71,7 @@ def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
     runner.cache.pages.grow(0, len(tokens))
     for token in tokens:
         features = runner.forward([Segment(0, [token], [-1], [0])], BOUNDARIES).features
-        rows.append(torch.stack([features[b][0] for b in BOUNDARIES]))
+        rows.append(torch.stack([as_tensor(features[b])[0] for b in BOUNDARIES]))
         runner.cache.commit(0, [0])
     return torch.stack(rows)
 
@@ -124,7 +124,7 @@ def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> N
     segment = Segment(0, tokens, list(range(-1, len(tokens) - 1)), [0, 18])
     asked, plain = decoder.forward([segment], cache, BOUNDARIES), decoder.forward([segment], cache)
     assert torch.equal(asked.logits, plain.logits) and not plain.features
-    together = torch.stack([asked.features[b] for b in BOUNDARIES], 1)
+    together = torch.stack([as_tensor(asked.features[b]) for b in BOUNDARIES], 1)
     assert torch.equal(together, reference(decoder, tokens))
 
 

@@ -14,6 +14,7 @@ import transformers
 
 from forerun.cache.attention import Segment
 from forerun.config import Config
+from forerun.devices import as_tensor
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.load import check_vocabulary, make_runner
@@ -110,4 +111,4 @@ def test_the_default_model() -> None:
     ours = runner.forward(
         [Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)
     ).features[1]
-    assert off(ours, theirs) < 0.03
+    assert off(as_tensor(ours), theirs) < 0.03

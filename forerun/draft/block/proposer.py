@@ -273,9 +273,10 @@ class BlockProposer(HiddenStateProposer):
             keys, values = self.head.context_kv(layer, fused, rotation)
             self.cache.keys[layer][index], self.cache.values[layer][index] = keys, values
 
+    def draft_natively(self, trees: Sequence[Tree]) -> bool:
+        return not self.threshold and super().draft_natively(trees)
+
     def grow_trees(self, trees: Sequence[Tree]) -> None:
-        if not self.threshold and self.draft_natively(trees):
-            return
         self.catch_up([tree.request for tree in trees])
         growing = self._run_blocks(trees)
         for level in range(self.config.depth):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
-from forerun.devices import upload
+from forerun.devices import as_tensor, upload
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.own_module import OwnModule
 from forerun.draft.head_modules import (
@@ -46,7 +46,7 @@ from forerun.runtime.program import (
     mix_op,
 )
 from forerun.runtime.recorder import DecoderRecorder
-from forerun.types import BESIDE
+from forerun.types import BESIDE, States
 
 # buffers of the native programs; FEATURES is the first of several
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)
@@ -261,7 +261,7 @@ class EagleProposer(HiddenStateProposer):
 
     def reset(self) -> None:
         super().reset()
-        self._last: dict[int, Tensor] = {}  # by slot: the head's output of the last token read
+        self._last: dict[int, States] = {}  # by slot: the head's output of the last token read
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
         super().close(slot, finished)
@@ -303,11 +303,10 @@ class EagleProposer(HiddenStateProposer):
         -> [F, V]"""
         return spread(self.head.logits(outputs), self.ids, self.target.vocab)
 
-    def grow_trees(self, trees: Sequence[Tree]) -> None:
+    def draft_natively(self, trees: Sequence[Tree]) -> bool:
         # a native round begins with pairs that are not read yet
         pending = all(len(self.pending[tree.request.slot]) for tree in trees)
-        if not pending or not self.draft_natively(trees):
-            self._draft_by_levels(trees)
+        return pending and super().draft_natively(trees)
 
     def run_round(
         self, starts: Sequence[RoundStart], raw: bool, acceptance: array[float] | None
@@ -315,14 +314,14 @@ class EagleProposer(HiddenStateProposer):
         assert self.native is not None
         found, outputs = self.native.round(starts, self.cache, raw, acceptance)
         for start, output in zip(starts, outputs, strict=True):
-            self._last[start.segment.slot] = torch.from_numpy(output)
+            self._last[start.segment.slot] = output
         return found
 
     # ------------------------------------------------------------ level by level
 
-    def _draft_by_levels(self, trees: Sequence[Tree]) -> None:
+    def grow_trees(self, trees: Sequence[Tree]) -> None:
         self.catch_up([tree.request for tree in trees])
-        growing = [_Growing(tree, {0: self._last[tree.request.slot]}) for tree in trees]
+        growing = [_Growing(tree, {0: as_tensor(self._last[tree.request.slot])}) for tree in trees]
         level = 1
         while growing:
             frontier = [g.outputs[node] for g in growing for node in g.tree.frontier]
@@ -378,7 +377,7 @@ class ParallelEagleProposer(EagleProposer):
             if num_read:
                 self.commit(row, num_read)
                 self._last[row.slot] = own[num_read - 1].clone()
-            outputs += [self._last[row.slot][None], own[num_read:]]
+            outputs += [as_tensor(self._last[row.slot])[None], own[num_read:]]
         return torch.split(self._logits(torch.cat(outputs)), [row.depth for row in rows])
 
     def _run_masks(
