@@ -61,9 +61,15 @@ int likeliest(const float *x, int vocab, float *most) {
         if (x[j] == *most) return j;
 }
 
+// exp(x) for x up to 0, within 4 % and right on average: the bits of a float are nearly its logarithm (Schraudolph 1999).
+inline vf roughly_exp(vf x) {
+  vf bounded = pick(x < -87.0f, set1(-87.0f), x);
+  return as_float(nearest((bounded * 1.44269504f + (127.0f - 0.0579f)) * (float)(1 << 23)));
+}
+
 // The place of the argmax of (x - shift) / temperature plus Gumbel noise, ties to the lowest; `winner` has the largest x. With u a
 // token's uniform and `behind` how far its score lies behind the best sum so far, it can win only if -log u <= exp(behind),
-// and 1 - u <= -log u: the first bits of u rule out most tokens without a logarithm.
+// and 1 - u <= -log u: the first bits of u rule out most tokens without a logarithm, and without an exact exponential.
 int draw_scores(
     const float *x, int vocab, float shift, float temperature, uint64_t key, int winner, const int64_t *ids = nullptr
 ) {
@@ -73,7 +79,7 @@ int draw_scores(
     vf s = (scores_at(x, i, vocab) - shift) / temperature, behind = (s - score) - (float)noise;
     if (!any(set1(-40.0f) <= behind)) continue;  // its exp is less than the smallest 1 - u there is
     vf left = to_float(~beginnings(key, i, vocab, ids) & 0x7fffffff) * 0x1p-31f;
-    vi open = left <= vexp(behind) * 1.0001f;
+    vi open = left <= roughly_exp(pick(behind < 0.0f, behind, set1(0.0f))) * 1.06f;
     if (!any(open)) continue;
     for (int j = 0; j < W; j++) {
       if (!open[j] || i + j == winner || s[j] == -INFINITY) continue;
@@ -204,12 +210,6 @@ int64_t say(const float *logits, int vocab, const Sampling &by, uint64_t key, co
                      : draw_scores(logits, vocab, most, by.temperature, key, winner, ids);
   }
   return token_at(ids, winner);
-}
-
-// exp(x) for x up to 0, within 4 % and right on average: the bits of a float are nearly its logarithm (Schraudolph 1999).
-inline vf roughly_exp(vf x) {
-  vf bounded = pick(x < -87.0f, set1(-87.0f), x);
-  return as_float(nearest((bounded * 1.44269504f + (127.0f - 0.0579f)) * (float)(1 << 23)));
 }
 
 // The likeliest `NEXT` tokens of softmax(logits), the lowest first among equals, and the natural logarithms of their

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -82,15 +83,17 @@ class Pool {
   }
   int threads() const { return threads_; }
   void run(const Variant *variant, const Program *program, const Batch *batch) {
-    variant_ = variant, program_ = program, batch_ = batch;
-    resting_.store(false, std::memory_order_relaxed);
-    finished_.store(false, std::memory_order_relaxed);
+    variant_ = variant, program_ = program, batch_ = batch, job_ = nullptr;
+    begin();
     open(0, 0);
-    for (int spins = 0; !finished_.load(std::memory_order_acquire);) {
-      if (help(0)) spins = 0;
-      else if (++spins < SPINS) _mm_pause();
-      else std::this_thread::yield();
-    }
+    finish();
+  }
+  // Call `job` with each number below `count`, in any order, on all threads.
+  void each(int count, const std::function<void(int)> &job) {
+    job_ = &job;
+    begin();
+    publish(0, 0, count);
+    finish();
   }
   // Workers that wait for the next pass sleep at once, until it comes: others need the cores.
   void rest() { resting_.store(true, std::memory_order_relaxed); }
@@ -99,6 +102,18 @@ class Pool {
   static constexpr int SPINS = 16000;
   static constexpr uint64_t LEFT = (1 << 24) - 1;  // bits of a share that count the items not yet taken
   struct alignas(64) Taken { std::atomic<uint64_t> state{0}; };
+
+  void begin() {
+    resting_.store(false, std::memory_order_relaxed);
+    finished_.store(false, std::memory_order_relaxed);
+  }
+  void finish() {
+    for (int spins = 0; !finished_.load(std::memory_order_acquire);) {
+      if (help(0)) spins = 0;
+      else if (++spins < SPINS) _mm_pause();
+      else std::this_thread::yield();
+    }
+  }
 
   // Who holds an item that is not counted as done keeps the phase open, so what a phase is may be read without a lock.
   bool help(int me) {
@@ -110,7 +125,8 @@ class Pool {
         if (!state.compare_exchange_weak(s, s - 1, std::memory_order_acq_rel)) continue;
         all = items_, done++;
         int item = share(all, whose, threads_).to - (int)(s & LEFT);
-        variant_->op(program_, program_->ops + op_, batch_, item, all, phase_);
+        if (job_) (*job_)(item);
+        else variant_->op(program_, program_->ops + op_, batch_, item, all, phase_);
         s = state.load(std::memory_order_acquire);
       }
     }
@@ -118,7 +134,8 @@ class Pool {
     return done;
   }
   void next() {
-    if (phase_ + 1 < phases(program_->ops + op_)) open(op_, phase_ + 1);
+    if (job_) finished_.store(true, std::memory_order_release);
+    else if (phase_ + 1 < phases(program_->ops + op_)) open(op_, phase_ + 1);
     else open(op_ + 1, 0);
   }
   // Phases of one item are done on the way.
@@ -175,6 +192,7 @@ class Pool {
   const Variant *variant_ = nullptr;
   const Program *program_ = nullptr;
   const Batch *batch_ = nullptr;
+  const std::function<void(int)> *job_ = nullptr;  // instead of a program
   int op_ = 0, phase_ = 0, items_ = 0;
   uint64_t phases_ = 0;
 };
@@ -248,6 +266,20 @@ void in_child() {
 }
 const int at_fork = pthread_atfork(before_fork, after_fork, in_child);
 
+// The calling thread's pool: call `use` with it while no other pass runs on it.
+template <class Use> void with_pool(const Use &use) {
+  if (own.used) return use(*own.pool);
+  std::lock_guard<std::mutex> lock(passing);
+  if (!pool) pool = new Pool(pool_threads);
+  use(*pool);
+}
+
+// Call `job` for each row. A row of a large vocabulary takes a tenth of a millisecond.
+template <class Job> void each_row(int rows, const Job &job) {
+  if (rows > 1) with_pool([&](Pool &pool) { pool.each(rows, job); });
+  else if (rows == 1) job(0);
+}
+
 // How many logits are of tokens that may be said: those are in order.
 int sayable(const Chain *chain) {
   if (!chain->ids) return chain->vocab;
@@ -261,10 +293,10 @@ void say_all(
     const Program *program, const Batch *batch, const Chain *chain, int rows, const uint64_t *keys, int64_t *tokens
 ) {
   const int count = sayable(chain);
-  for (int r = 0; r < rows; r++) {
+  each_row(rows, [&](int r) {
     const float *row = at(program, batch, chain->logits, r);
     tokens[r] = std::max<int64_t>(active->say(row, count, chain->sampling[r], keys[r], chain->ids), 0);
-  }  // logits that are not finite: any draft is right
+  });  // logits that are not finite: any draft is right
 }
 
 // How sure the drafter is of a token it said, in sixteenths, and what else it thinks of: chances among its likeliest
@@ -299,9 +331,8 @@ bool goes_on(
     std::vector<float> &chance
 ) {
   const int64_t first = (int64_t)level * chain->rows;
-  bool any = false;
-  for (int r = 0; r < rows; r++) {
-    if (chance[r] < chain->floors[r]) continue;  // it has stopped
+  each_row(rows, [&](int r) {
+    if (chance[r] < chain->floors[r]) return;  // it has stopped
     const int64_t i = first + r;
     int sure = weigh(
         at(program, batch, chain->logits, r), chain, chain->tokens[i], chain->sampling[r].temperature, keys[r],
@@ -310,8 +341,9 @@ bool goes_on(
     chain->sure[i] = sure;
     chance[r] *= chain->stands[sure];
     chain->counts[r] = level;
-    any |= chance[r] >= chain->floors[r];
-  }
+  });
+  bool any = false;
+  for (int r = 0; r < rows; r++) any |= chance[r] >= chain->floors[r];
   return any;
 }
 
@@ -352,10 +384,7 @@ void forerun_share(int threads) {
 }
 
 void forerun_run(const Program *program, const Batch *batch) {
-  if (own.used) return own.pool->run(active, program, batch);
-  std::lock_guard<std::mutex> lock(passing);
-  if (!pool) pool = new Pool(pool_threads);
-  pool->run(active, program, batch);
+  with_pool([&](Pool &pool) { pool.run(active, program, batch); });
 }
 
 // Draft token by token: a pass, a draw for each of its rows, a pass over what was drawn.
@@ -425,29 +454,34 @@ void forerun_unpack(const Matrix *matrix, const int64_t *outputs, int count, flo
 // One draw for each row of scores [rows][vocab], with its own stream of noise.
 void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab, int64_t *drawn) {
   const Variant *variant = active ? active : choose("");
-  for (int i = 0; i < rows; i++) drawn[i] = variant->draw(scores + (int64_t)i * vocab, vocab, keys[i]);
+  each_row(rows, [&](int i) { drawn[i] = variant->draw(scores + (int64_t)i * vocab, vocab, keys[i]); });
 }
 
 // One token for each row of logits, each drawn in its own way; returns how many rows were finite until one was not.
 int forerun_say(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *said) {
   const Variant *variant = active ? active : choose("");
-  for (int i = 0; i < rows; i++) {
-    said[i] = variant->say(logits + (int64_t)i * vocab, vocab, by[i], keys[i], nullptr);
-    if (said[i] < 0) return i;
-  }
-  return rows;
+  each_row(rows, [&](int i) { said[i] = variant->say(logits + (int64_t)i * vocab, vocab, by[i], keys[i], nullptr); });
+  return (int)(std::find_if(said, said + rows, [](int64_t token) { return token < 0; }) - said);
 }
 
 // Keep what the target said after each of these pairs: logits [rows][vocab]. Rows that are not finite are left out.
 void forerun_learn(const Successors *table, const int32_t *before, const int32_t *tokens, const float *logits, int rows,
                    int vocab) {
   const Variant *variant = active ? active : choose("");
-  for (int i = 0; i < rows; i++) {
+  struct Ranked {
     int32_t next[NEXT];
     float logs[NEXT];
-    if (!variant->rank(logits + (int64_t)i * vocab, vocab, next, logs)) continue;
-    keep(table, pair_of(before[i], tokens[i]), next, logs);
-    keep(table, pair_of(-1, tokens[i]), next, logs);
+    bool finite;
+  };
+  std::vector<Ranked> ranked(rows);
+  each_row(rows, [&](int i) {
+    Ranked &own = ranked[i];
+    own.finite = variant->rank(logits + (int64_t)i * vocab, vocab, own.next, own.logs);
+  });
+  for (int i = 0; i < rows; i++) {
+    if (!ranked[i].finite) continue;
+    keep(table, pair_of(before[i], tokens[i]), ranked[i].next, ranked[i].logs);
+    keep(table, pair_of(-1, tokens[i]), ranked[i].next, ranked[i].logs);
   }
 }
 
