@@ -43,8 +43,18 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     return drawn
 
 
+def takes_masks(logits: Tensor) -> bool:
+    """Return True if `sample_tokens` may be given masks for these logits."""
+    return _library_for(logits) is not None
+
+
 def sample_tokens(
-    logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int], *, strict: bool = True
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    keys: Sequence[int],
+    *,
+    strict: bool = True,
+    masks: Sequence[bytes | None] = (),
 ) -> list[int]:
     """Draw a token from each row of logits, the likeliest at temperature 0; ties go to the lowest
     id. [M, V], M of each -> M tokens
@@ -52,6 +62,9 @@ def sample_tokens(
     Equal to `gumbel_argmax(shape_scores(logits, samplings), keys)`, but in one native call if
     possible: right after a forward pass a single torch operation takes as long as this whole
     function.
+
+    masks: for each row the tokens that may be drawn, as `Matcher.masks` gives them, or None if all
+        may; empty without any. Only for logits of which `takes_masks` is true.
 
     Raises:
         StateError: logits are not finite. Without `strict` nothing is raised, and rows from the
@@ -70,8 +83,19 @@ def sample_tokens(
     logits = logits.contiguous()
     rows, vocab = logits.shape
     streams, tokens = array("Q", keys), array("q", [0] * len(keys))
+    sets, set_bytes = None, 0
+    if masks:
+        sets = (ctypes.c_char_p * rows)(*masks)
+        set_bytes = min(len(mask) for mask in masks if mask)
     finite = lib.forerun_say(
-        logits.data_ptr(), packed(samplings), address(streams), rows, vocab, address(tokens)
+        logits.data_ptr(),
+        packed(samplings),
+        address(streams),
+        rows,
+        vocab,
+        address(tokens),
+        sets,
+        set_bytes,
     )
     if strict and finite < rows:
         raise _not_finite()

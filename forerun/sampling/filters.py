@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.kernels.draw import check_finite, sample_tokens, shape_scores
+from forerun.kernels.draw import check_finite, sample_tokens, shape_scores, takes_masks
 from forerun.sampling.matcher import Matcher
 from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft
@@ -52,6 +52,13 @@ class SamplingState:
         if params.logit_bias or params.has_penalties or self.grammar is not None:
             return True
         return self.produced < params.min_tokens
+
+    @property
+    def has_only_a_grammar(self) -> bool:
+        """True if a grammar is all that changes the row's logits."""
+        params = self.params
+        others = params.logit_bias or params.has_penalties or self.produced < params.min_tokens
+        return self.grammar is not None and not others
 
     def append(self, token: int) -> None:
         """Count one committed output token."""
@@ -109,10 +116,22 @@ def draw_tokens(
     Raises:
         StateError: logits are not finite.
     """
-    if any(state.special for state in states):
+    masks: list[bytes | None] = []
+    special = [state for state in states if state.special]
+    if special and takes_masks(logits) and all(state.has_only_a_grammar for state in special):
+        masks = _masks(drafts, states)
+    elif special:
         with torch.inference_mode():
             logits = adjust_logits(logits, drafts, states)
-    return sample_tokens(logits, samplings_of(drafts, states), keys)
+    return sample_tokens(logits, samplings_of(drafts, states), keys, masks=masks)
+
+
+def _masks(drafts: Sequence[Draft], states: Sequence[SamplingState]) -> list[bytes | None]:
+    """Return the tokens that grammars allow after each node, None where there is no grammar. [M]"""
+    found: list[bytes | None] = []
+    for draft, state in zip(drafts, states, strict=True):
+        found += state.grammar.masks(draft) if state.grammar else [None] * len(draft)
+    return found
 
 
 def samplings_of(drafts: Sequence[Draft], states: Sequence[SamplingState]) -> list[Sampling]:

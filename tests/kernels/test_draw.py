@@ -4,6 +4,7 @@ finite."""
 import ctypes.util
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,32 @@ def test_sampled_tokens_are_those_of_the_reference(instructions, vocab, spread, 
     samplings = [Sampling((0.0, 1.0, 0.8, 0.05, 3.0)[i % 5], *filters) for i in range(60)]
     expected = rng.gumbel_argmax(shape_scores(logits, samplings), keys_of(60)).tolist()
     assert sample_tokens(logits, samplings, keys_of(60)) == expected
+
+
+@pytest.mark.parametrize("filters", [FILTERS["none"], FILTERS["the usual"]], ids=["none", "usual"])
+@pytest.mark.parametrize("vocab", [12, 301, 5000])
+def test_masks_forbid_tokens_as_minus_infinity_does(instructions, vocab, filters):
+    """Beside rows without a mask, with sparse and dense ones, and with a mask shorter than the row,
+    behind which everything is allowed."""
+    chance = torch.Generator().manual_seed(6)
+    logits = torch.randn(40, vocab, generator=chance) * 3
+    allowed = torch.rand(40, vocab, generator=chance) < torch.linspace(0.02, 1, 40)[:, None]
+    allowed[:, 3] = True
+    allowed[::4] = True
+    num_bytes = vocab // 8
+    allowed[:, 8 * num_bytes :] = True
+    bits = np.packbits(allowed[:, : 8 * num_bytes].numpy(), axis=1, bitorder="little")
+    masks = [None if i % 4 == 0 else bits[i].tobytes() for i in range(40)]
+    samplings = [Sampling((0.0, 1.0, 0.8)[i % 3], *filters) for i in range(40)]
+    expected = sample_tokens(logits.masked_fill(~allowed, -math.inf), samplings, keys_of(40))
+    assert sample_tokens(logits, samplings, keys_of(40), masks=masks) == expected
+
+
+def test_logits_that_are_not_finite_are_an_error_where_they_are_forbidden_too(instructions):
+    logits = torch.zeros(1, 40)
+    logits[0, 30] = math.nan
+    with pytest.raises(ForerunError, match="not finite"):
+        sample_tokens(logits, [Sampling(1.0)], keys_of(1), masks=[b"\x01\0\0\0\0"])
 
 
 @pytest.mark.parametrize("top_k", [3, 300])

@@ -292,7 +292,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of eac
     "forerun_block": (None, [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]),
     "forerun_pack": (None, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
     "forerun_draw": (None, [c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
-    "forerun_say": (c_int32, [*[c_void_p] * 3, c_int32, c_int32, c_void_p]),
+    "forerun_say": (
+        c_int32,
+        [*[c_void_p] * 3, c_int32, c_int32, c_void_p, c_void_p, c_int32],
+    ),
     "forerun_learn": (None, [POINTER(CSuccessors), *[c_void_p] * 3, c_int32, c_int32]),
     "forerun_fill": (None, [POINTER(CSuccessors), *[c_void_p] * 3, c_int32]),
     "forerun_branch": (c_int32, [POINTER(CSuccessors), c_int32, POINTER(CGrowth), *[c_void_p] * 4]),

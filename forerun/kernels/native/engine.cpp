@@ -347,6 +347,21 @@ bool goes_on(
   return any;
 }
 
+// A copy of a row of logits in which forbidden tokens are -inf; the next call of the thread overwrites it.
+const float *allowed(const float *row, int vocab, const uint8_t *mask, int mask_bytes) {
+  static thread_local std::vector<float> copy;
+  copy.assign(row, row + vocab);
+  const int last = std::min(vocab / 8, mask_bytes);  // bytes of 8 tokens
+  for (int i = 0; i < last; i++) {
+    if (mask[i] == 0xff) continue;
+    for (int bit = 0; bit < 8; bit++)
+      if (!(mask[i] >> bit & 1)) copy[8 * i + bit] = -INFINITY;
+  }
+  for (int token = 8 * last; token < std::min(vocab, 8 * mask_bytes); token++)
+    if (!(mask[token / 8] >> token % 8 & 1)) copy[token] = -INFINITY;
+  return copy.data();
+}
+
 // The states of the last tokens of the first pass come to where the chain's rows look for them.
 void gather(const Program *program, const Chain *chain) {
   const int width = program->widths[chain->state], left = program->widths[0];
@@ -458,9 +473,20 @@ void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab
 }
 
 // One token for each row of logits, each drawn in its own way; returns how many rows were finite until one was not.
-int forerun_say(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *said) {
+// masks, if not null: for each row the allowed tokens, or null where all are; mask_bytes of each, the lowest token in the
+// lowest bit. Tokens behind the last bit are allowed.
+int forerun_say(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *said,
+                const uint8_t *const *masks, int mask_bytes) {
   const Variant *variant = active ? active : choose("");
-  each_row(rows, [&](int i) { said[i] = variant->say(logits + (int64_t)i * vocab, vocab, by[i], keys[i], nullptr); });
+  each_row(rows, [&](int i) {
+    const float *row = logits + (int64_t)i * vocab;
+    if (masks && masks[i]) {
+      said[i] = variant->say(row, vocab, Sampling{}, 0, nullptr);  // whether it is finite, also where it is forbidden
+      if (said[i] < 0) return;
+      row = allowed(row, vocab, masks[i], mask_bytes);
+    }
+    said[i] = variant->say(row, vocab, by[i], keys[i], nullptr);
+  });
   return (int)(std::find_if(said, said + rows, [](int64_t token) { return token < 0; }) - said);
 }
 
