@@ -27,7 +27,7 @@ from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer
 from forerun.draft.tree import Tree, grow
 from forerun.kernels.draw import shape_scores
 from forerun.types import Draft, Proposal
-from forerun.verify.token import verify_chain
+from forerun.verify.ratio import verify_token
 
 INNER_SEED = 0x63617363616465  # makes the first drafter's noise independent of the target's
 MAX_DEPTH = 8  # of drafts for the model
@@ -156,7 +156,7 @@ class Cascade(CompositeProposer, DraftModel):
         last = len(tree.draft) - 1
         scores = shape_scores(logits, [request.params.sampling] * len(draft))
         probs = scores.double().softmax(-1).cpu().numpy()
-        verdict = verify_chain(draft, probs, _inner_request(request, last, request.depth).noise)
+        verdict = verify_token(draft, probs, _inner_request(request, last, request.depth).noise)
         for node, token in enumerate(verdict.tokens[: request.depth - last]):
             is_accepted = node + 1 < len(verdict.path)
             source = f"{draft.sources[node + 1]}&{self.source}" if is_accepted else self.source

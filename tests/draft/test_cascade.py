@@ -22,7 +22,8 @@ from forerun.kernels.draw import shape_scores
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Forward, Proposal
-from forerun.verify import Noise, block, token, tree
+from forerun.verify import Noise
+from forerun.verify.ratio import verify_block, verify_token, verify_tree
 from tests import exact, tiny
 from tests.draft.test_draft_model import (
     FILTERED,
@@ -158,7 +159,7 @@ def cascades(
     chance."""
     for draft, weight in oracle.proposals(oracle.sampled, small, depth):
         laws = oracle.rows(draft, middle)
-        for verdict, chance in oracle.outcomes(partial(token.verify_chain, draft, laws)):
+        for verdict, chance in oracle.outcomes(partial(verify_token, draft, laws)):
             made = Draft.root(0)
             for node, said in enumerate(verdict.tokens[:depth]):
                 made.add(said, node, "toy", Proposal.SAMPLED)
@@ -169,7 +170,7 @@ def cascades(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("verify", [token.verify_chain, block.verify_chain, tree.verify_tree])
+@pytest.mark.parametrize("verify", [verify_token, verify_block, verify_tree])
 def test_what_comes_of_checking_is_exact(verify: object, seed: int) -> None:
     """Enumerated over all drafts and all coins of both levels, though drafts end where a token was
     refused."""
