@@ -494,7 +494,7 @@ def model(
     as_json: Json = False,
 ) -> None:
     """Predict tokens per pass, speed-up and the best depth from acceptance and costs."""
-    from forerun.measure.speedup import MAX_DEPTH, Speculation, cascaded
+    from forerun.costs import MAX_DEPTH, Speculation, cascaded
 
     if depth is not None:
         check_integer("depth", depth, 0, MAX_DEPTH)
@@ -545,7 +545,7 @@ def model(
 
 def _verify_cost(text: str) -> Any:
     """Parse `0.02` or `1:1,8:1.1` into a function of rows."""
-    from forerun.measure.speedup import cost_by_rows, cost_by_slope
+    from forerun.costs import cost_by_rows, cost_by_slope
 
     if ":" not in text:
         return cost_by_slope(number(text, "verify-cost"))

@@ -13,13 +13,17 @@ from pathlib import Path
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
-from forerun.draft.assistant_formats import ASSISTANT, GEMMA_ASSISTANTS, read_assistant
 from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
 from forerun.draft.eagle.formats import read_format
 from forerun.draft.eagle.mtp_formats import refuse_gguf_module, refuse_own_module
-from forerun.draft.head_config import read_bool, read_int
-from forerun.draft.kinds import Json, inner
-from forerun.draft.medusa_formats import read_medusa, read_mlp
+from forerun.draft.head_config import (
+    read_assistant,
+    read_bool,
+    read_int,
+    read_medusa,
+    read_mlp,
+)
+from forerun.draft.kinds import ASSISTANT, GEMMA_ASSISTANTS, Json, inner
 from forerun.errors import LoadError, shown
 from forerun.models.config import check_family
 from forerun.models.families import is_integer

@@ -13,9 +13,8 @@ import pytest
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cache.attention import Segment
 from forerun.check import oracle
-from forerun.draft import cascade as cascade_module
-from forerun.draft.cascade import Cascade
-from forerun.draft.draft_model import DraftModel
+from forerun.draft import draft_model as draft_model_module
+from forerun.draft.draft_model import Cascade, DraftModel
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.kernels import native
 from forerun.kernels.draw import shape_scores
@@ -207,7 +206,7 @@ def test_costs_are_those_of_one_pass(kernels: str, monkeypatch: pytest.MonkeyPat
     else:
         model = proposer(slots=8)
     clock, passes = [0.0], Runner.forward
-    monkeypatch.setattr(cascade_module.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(draft_model_module.time, "thread_time", lambda: clock[0])
 
     def forward(self: Runner, segments: Sequence[Segment]) -> Forward:
         clock[0] += 1.0

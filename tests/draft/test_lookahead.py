@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.draft import lookahead
-from forerun.draft.lookahead import Lookahead, NGramPool
+from forerun.draft import ngram as ngram_module
+from forerun.draft.ngram import Lookahead, NGramPool
 from forerun.draft.proposer import DraftRequest
 from forerun.draft_spec import drafts_in, lookahead_options
 from forerun.kernels.draw import sample_tokens
@@ -51,7 +51,7 @@ def opened(tokens: Sequence[int], **options: int) -> Lookahead:
 
 
 def test_the_pool_keeps_the_most_recent_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookahead, "MAX_KEYS", 3)
+    monkeypatch.setattr(ngram_module, "MAX_KEYS", 3)
     pool = NGramPool(3, 2)
     for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7]):
         pool.add(ngram)
@@ -144,7 +144,7 @@ def test_guesses_are_drawn_with_the_targets_noise() -> None:
 def test_drafts_and_state_are_bounded(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookahead, "MAX_KEYS", 8)
+    monkeypatch.setattr(ngram_module, "MAX_KEYS", 8)
     proposer = opened([1], **options)
     generator = torch.Generator().manual_seed(1)
     text = [1]

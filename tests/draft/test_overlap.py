@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
+from forerun.draft.compose import OverlapProposer
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner

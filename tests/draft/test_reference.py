@@ -6,7 +6,7 @@ import random
 from forerun.draft.compose import InTurn
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import DraftRequest, Reference
-from forerun.draft.reference import Alignment, References
+from forerun.draft.suffix import Alignment, References
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from forerun.verify import Noise

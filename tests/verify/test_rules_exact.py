@@ -394,7 +394,7 @@ def merged_bias(pair, kind, vocab, depth, seed):
 )
 @pytest.mark.parametrize("pair", MERGED.values(), ids=MERGED)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
-    """Each draws independently; `tests/engine/test_two_drafters.py` tests that the engine has them
+    """Each draws independently; `tests/check/test_engine_checks.py` tests that the engine has them
     do so."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
 

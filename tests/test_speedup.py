@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forerun import ConfigError
-from forerun.measure.speedup import Speculation, cascaded, cost_by_rows, cost_by_slope
+from forerun.costs import Speculation, cascaded, cost_by_rows, cost_by_slope
 
 
 @pytest.mark.parametrize("chances", [[0.8], [0.9, 0.5, 0.7], [1.0, 0.3], [0.0]])
