@@ -512,9 +512,9 @@ class Speculation:
             depth, rows, tokens, cost, tokens * self.verify_cost(self.requests) / cost
         )
 
-    def best(self, max_depth: int = MAX_DEPTH) -> SpeedupForecast:
-        """Return the depth up to `max_depth` with the greatest speed-up, the smallest of equals."""
-        forecasts = (self.at(depth) for depth in range(max_depth + 1))
+    def best(self) -> SpeedupForecast:
+        """Return the depth up to MAX_DEPTH with the greatest speed-up, the smallest of equals."""
+        forecasts = (self.at(depth) for depth in range(MAX_DEPTH + 1))
         return max(forecasts, key=lambda forecast: forecast.speedup)
 
     def level_chances(self, depth: int) -> list[float]:
