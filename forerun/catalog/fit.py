@@ -36,7 +36,7 @@ MAX_SIZE = 1 << 31  # of any size in a configuration
 PREFIX = re.compile(r"^(model|speculator|medusa_heads?)\.")  # of tensor names, in some files
 
 
-# FitCheck that forerun can draft with a drafter.
+# Checks that forerun can draft with a drafter.
 
 
 def refusal(facts: Facts) -> str:
@@ -185,7 +185,7 @@ def _count(facts: Facts, part: str) -> int:
     return len({name[1] for name in names if name[0] == part and len(name) > 1})
 
 
-# FitCheck that a drafter fits a target.
+# Checks that a drafter fits a target.
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def fits(found: Sequence[FitCheck]) -> bool:
 
 
 def _check_model(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
-    """FitCheck an ordinary model: equal tokens, and a smaller size."""
+    """Check an ordinary model: equal tokens, and a smaller size."""
     own = _size(drafter.raw, "vocab_size")
     wanted = target.vocab_size
     same = bool(drafter.vocabulary) and drafter.vocabulary == target.vocabulary
@@ -292,7 +292,7 @@ def _check_model(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
 
 
 def _check_head(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
-    """FitCheck a drafter that reads the target's hidden states."""
+    """Check a drafter that reads the target's hidden states."""
     made_for = drafter.made_for
     if made_for and not same_model(made_for, target.name):
         text = f"it was made for {made_for}: for {target.name} it may draft badly"

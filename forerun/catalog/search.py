@@ -34,6 +34,7 @@ from forerun.draft.eagle.mtp_formats import has_own_module
 from forerun.draft.kinds import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.files import is_gguf, read_object, title
+from forerun.models.hub import hub_errors
 from forerun.models.local import LocalModel, cached_repositories, list_local_models
 
 MAX_DEPTH = 4  # folders below one that is searched
@@ -378,7 +379,7 @@ def _answer(query: dict[str, Any]) -> list[hub.Repository] | str:
     from huggingface_hub import HfApi
 
     try:
-        with hub.hub_errors("the Hub gives no answer"):
+        with hub_errors("the Hub gives no answer"):
             models = HfApi().list_models(
                 **query, limit=MAX_ANSWERS, sort="downloads", full=True, cardData=True
             )
