@@ -30,7 +30,7 @@ from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
 
-LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
+LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/head_files.py`)
 MAX_BLOCK_SIZE = 64
 MAX_SIZE = 1 << 31  # of any size in a configuration
 PREFIX = re.compile(r"^(model|speculator|medusa_heads?)\.")  # of tensor names, in some files

@@ -108,7 +108,9 @@ def test_ollama_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_model(f"ollama:{model.name}") == model.file()
     refused("ollama:qwen3", "no model 'qwen3' here; it has ollama:qwen3:0.6b, ")
     refused("qwen3:0.6b", "Ollama has it, give ollama:qwen3:0.6b")
-    refused("someone/tuned:v1", "HF_HUB_OFFLINE is set, .*; Ollama has it, give ollama:someone/tuned:v1")
+    refused(
+        "someone/tuned:v1", "HF_HUB_OFFLINE is set, .*; Ollama has it, give ollama:someone/tuned:v1"
+    )
     for odd in ("", ":", "a/b/c/d/e", "../../library/aya", "\0"):
         refused(f"ollama:{odd}", "Ollama has no model")
 
