@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, SamplingParams
-from forerun.draft.overlap import OverlapProposer
+from forerun.draft.compose import OverlapProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.types import Draft
 

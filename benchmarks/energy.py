@@ -19,10 +19,9 @@ from forerun.bench.decode import DecodePlan, batches
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.measure.energy import MIN_WINDOW_SECONDS, Energy, Meter, cost_per_million
-from forerun.measure.lists import listed
 from forerun.measure.medians import median, median_if_known
 from forerun.measure.run import PLAIN, Arm, machine, timed_run
-from forerun.measure.tables import print_columns, print_json
+from forerun.measure.tables import listed, print_columns, print_json
 from forerun.measure.workloads import Task
 from forerun.models.hub import DEFAULT
 from forerun.sampling.params import SamplingParams

@@ -25,9 +25,8 @@ from forerun.errors import ConfigError, suggest
 from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.kernels.native import CBatch, CMatrix, COp, CProgram
-from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
-from forerun.measure.tables import print_columns, print_json
+from forerun.measure.tables import listed, print_columns, print_json, whole
 from forerun.models.packed_cache import CachedMatrix
 from forerun.runtime.packed import PackedMatrix
 from forerun.utils import check_integer

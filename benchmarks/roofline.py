@@ -32,9 +32,8 @@ from forerun.errors import CapacityError, ConfigError
 from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
-from forerun.measure.tables import print_columns, print_json
+from forerun.measure.tables import listed, print_columns, print_json, whole
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, longest_context
 from forerun.models.hub import DEFAULT, find_model

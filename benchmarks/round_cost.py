@@ -23,9 +23,9 @@ from forerun.cache.attention import Segment
 from forerun.draft.block.formats import BlockConfig, MarkovShape
 from forerun.draft.block.module import BlockHead
 from forerun.draft.block.proposer import BlockProposer
+from forerun.draft.head_config import MlpConfig
 from forerun.draft.kinds import BUNDLED
 from forerun.draft.medusa import MedusaHeads, MedusaProposer, MlpSpeculator
-from forerun.draft.medusa_formats import MlpConfig
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.models.hub import DEFAULT
 from forerun.runtime.native import NativeDecoder

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from forerun.config import Config
-from forerun.draft.assistant_formats import is_assistant
 from forerun.draft.corpus import Index
 from forerun.draft.cross_vocabulary import make_draft_model
 from forerun.draft.draft_model import DraftModel
+from forerun.draft.head_config import is_assistant
 from forerun.draft.proposer import Proposer
 from forerun.draft.self_speculation import SelfSpeculation, automatic_layers, parse_layers
 from forerun.errors import LoadError, RequestError

@@ -26,8 +26,8 @@ from forerun.draft.block.module import BlockHead
 from forerun.draft.eagle.formats import EagleConfig
 from forerun.draft.eagle.module import Eagle1Head, Eagle3Head
 from forerun.draft.eagle.mtp import MtpModule
+from forerun.draft.head_config import MlpConfig
 from forerun.draft.medusa import MedusaHeads, MlpSpeculator
-from forerun.draft.medusa_formats import MlpConfig
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder

@@ -46,10 +46,9 @@ from forerun.errors import ConfigError, ForerunError, RequestError, suggest
 from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.llm import LLM
-from forerun.measure.lists import listed, whole
 from forerun.measure.medians import median
 from forerun.measure.run import PLAIN, Arm, Work, timed_run
-from forerun.measure.tables import print_columns, print_json
+from forerun.measure.tables import listed, print_columns, print_json, whole
 from forerun.measure.workloads import choose_tasks, token_ids
 from forerun.models.config import load_config
 from forerun.models.decoder import default_context

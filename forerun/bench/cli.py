@@ -26,8 +26,15 @@ from forerun.cli.progress import progress
 from forerun.config import parse_depth
 from forerun.draft_spec import drafts_in
 from forerun.errors import ConfigError, ForerunError, Interrupted
-from forerun.measure.lists import listed, number, whole
-from forerun.measure.tables import print_columns, print_json, print_table
+from forerun.measure.tables import (
+    listed,
+    number,
+    print_columns,
+    print_json,
+    print_table,
+    times_and_interval,
+    whole,
+)
 from forerun.measure.workloads import builtin, choose_tasks, excerpts, of_categories, read_tasks
 from forerun.utils import check_integer, json_line, write_atomic
 
@@ -206,7 +213,7 @@ def _print_decoding(report: DecodeReport) -> None:
                 "depth": "" if plain else str(r.depth),
                 "rule": "" if plain else r.rule,
                 "tokens/s": f"{r.tokens_per_second:.1f}",
-                "times plain (95 %)": _ratio(r.times_plain, r.interval),
+                "times plain (95 %)": times_and_interval(r.times_plain, r.interval),
                 "accepted length": f"{r.accepted_length:.2f}",
                 "drafted a step": f"{r.drafted:.1f}",
                 "draft ms": f"{r.draft_ms:.2f}",
@@ -432,7 +439,9 @@ def _serving_row(r: ServeResult) -> dict[str, str]:
         "draft": str(r.draft),
         "at once": str(r.requests),
         "tokens/s": f"{r.tokens_per_second:.1f}",
-        "times plain (95 %)": "-" if r.times_plain is None else _ratio(r.times_plain, r.interval),
+        "times plain (95 %)": "-"
+        if r.times_plain is None
+        else times_and_interval(r.times_plain, r.interval),
         "requests/s": f"{r.requests_per_second:.2f}",
         "first token ms": milliseconds(r.first_token_ms),
         "between tokens ms": milliseconds(r.inter_token_ms),
@@ -494,7 +503,7 @@ def model(
     as_json: Json = False,
 ) -> None:
     """Predict tokens per pass, speed-up and the best depth from acceptance and costs."""
-    from forerun.measure.speedup import MAX_DEPTH, Speculation, cascaded
+    from forerun.costs import MAX_DEPTH, Speculation, cascaded
 
     if depth is not None:
         check_integer("depth", depth, 0, MAX_DEPTH)
@@ -545,7 +554,7 @@ def model(
 
 def _verify_cost(text: str) -> Any:
     """Parse `0.02` or `1:1,8:1.1` into a function of rows."""
-    from forerun.measure.speedup import cost_by_rows, cost_by_slope
+    from forerun.costs import cost_by_rows, cost_by_slope
 
     if ":" not in text:
         return cost_by_slope(number(text, "verify-cost"))
@@ -554,10 +563,6 @@ def _verify_cost(text: str) -> Any:
         rows, _, cost = entry.partition(":")
         points[whole(rows, "verify-cost")] = number(cost, "verify-cost")
     return cost_by_rows(points)
-
-
-def _ratio(times: float, interval: tuple[float, float] | None) -> str:
-    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
 
 
 def _known(value: float | None, form: str, unknown: str = "") -> str:

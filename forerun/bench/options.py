@@ -12,7 +12,7 @@ from typing import Any
 from forerun.cli.flags import SAMPLING, Group
 from forerun.config import Config, parse_depth
 from forerun.draft_spec import drafts_in
-from forerun.measure.lists import listed, number, plural, whole
+from forerun.measure.tables import listed, number, plural, whole
 from forerun.sampling.params import NEUTRAL, SamplingParams
 
 NO_FLAGS = (

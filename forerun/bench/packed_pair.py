@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from numpy.random import SFC64, Generator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -65,7 +66,6 @@ from forerun.bench.shapes import (
 )
 from forerun.cli.progress import Tell, nothing
 from forerun.errors import ConfigError
-from forerun.models.gguf.blocks import TYPE_IDS
 from forerun.models.gguf.container import ALIGNMENT, BLOCKS
 from forerun.models.gguf.tokenizer import CONTROL, NORMAL, PREFIX, UNUSED
 
@@ -274,20 +274,22 @@ class RandomModel:
             (path / "generation_config.json").write_text(json.dumps(END_IDS))
             save_tokenizer(tokenizer, path, self.shape.context)
             path = path / "model.safetensors"
-            header = self._safetensors_header()
-        else:
-            header = self._gguf_header(tokenizer)
         path.unlink(missing_ok=True)  # instead of overwriting a file that may be mapped
+        if self.form == "bfloat16":
+            path.write_bytes(self._safetensors_header())
+        else:
+            self._write_gguf_header(path, tokenizer)
         total, done = sum(tensor.size for tensor in self.tensors), 0
-        with path.open("wb") as file:
-            file.write(header)
+        with path.open("ab") as file:
             for index, tensor in enumerate(self.tensors):
                 tell(f"writing {path.name}", done, total)
-                for rows in self._rows(tensor, index, mistaken):
-                    file.write(rows.data)
                 if self.form != "bfloat16":
                     file.write(bytes(-file.tell() % ALIGNMENT))
+                for rows in self._rows(tensor, index, mistaken):
+                    file.write(rows.data)
                 done += tensor.size
+            if self.form != "bfloat16":
+                file.write(bytes(-file.tell() % ALIGNMENT))
 
     @property
     def num_bytes(self) -> int:
@@ -345,46 +347,26 @@ class RandomModel:
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
-    def _gguf_header(self, tokenizer: Tokenizer) -> bytes:
+    def _write_gguf_header(self, path: Path, tokenizer: Tokenizer) -> None:
         architecture = self.shape.architecture
         metadata = {
-            "general.architecture": architecture,
             "general.file_type": FILE_TYPES[self.form],
             "general.quantization_version": 2,
         }
         metadata |= {f"{architecture}.{k}": v for k, v in gguf_metadata(self.shape).items()}
         metadata |= gguf_tokenizer(tokenizer)
-        parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(metadata))]
-        parts += [_text(key) + _value(value) for key, value in metadata.items()]
-        at = 0
+        writer = GGUFWriter(path, architecture)
+        for key, value in metadata.items():
+            kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
         for tensor in self.tensors:
-            kind, shape = self.kind(tensor), tensor.shape[::-1]
-            parts.append(_text(tensor.name))
-            parts.append(struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
-            parts.append(struct.pack("<IQ", TYPE_IDS[kind], at))
-            at += -(-self.stored_bytes(tensor) // ALIGNMENT) * ALIGNMENT
-        header = b"".join(parts)
-        return header + bytes(-len(header) % ALIGNMENT)
-
-
-def _text(text: str) -> bytes:
-    encoded = text.encode()
-    return struct.pack("<Q", len(encoded)) + encoded
-
-
-def _value(value: Any) -> bytes:
-    """Return a value of GGUF's metadata behind its type."""
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value[0], int):
-        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
-    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+            stored = GGMLQuantizationType[self.kind(tensor)]
+            size = self.stored_bytes(tensor)
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype("f4"), size, stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
 
 
 # ---------------------------------------------------------------- blocks

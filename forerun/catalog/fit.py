@@ -13,26 +13,30 @@ from pathlib import Path
 
 from forerun.catalog.facts import Facts
 from forerun.catalog.survey import MAX_DRAFT_SHARE
-from forerun.draft.assistant_formats import ASSISTANT, GEMMA_ASSISTANTS, read_assistant
 from forerun.draft.block.formats import FLAGS, as_speculators, is_block, read_markov, windows_of
 from forerun.draft.eagle.formats import read_format
 from forerun.draft.eagle.mtp_formats import refuse_gguf_module, refuse_own_module
-from forerun.draft.head_config import read_bool, read_int
-from forerun.draft.kinds import Json, inner
-from forerun.draft.medusa_formats import read_medusa, read_mlp
+from forerun.draft.head_config import (
+    read_assistant,
+    read_bool,
+    read_int,
+    read_medusa,
+    read_mlp,
+)
+from forerun.draft.kinds import ASSISTANT, GEMMA_ASSISTANTS, Json, inner
 from forerun.errors import LoadError, shown
 from forerun.models.config import check_family
 from forerun.models.families import is_integer
 from forerun.models.files import LABEL, title
 from forerun.models.gguf.config import skim, unsupported_reason
 
-LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/stored.py`)
+LAYER_FAMILIES = ("llama", "qwen3")  # families of decoder layers in heads (`draft/head_files.py`)
 MAX_BLOCK_SIZE = 64
 MAX_SIZE = 1 << 31  # of any size in a configuration
 PREFIX = re.compile(r"^(model|speculator|medusa_heads?)\.")  # of tensor names, in some files
 
 
-# FitCheck that forerun can draft with a drafter.
+# Checks that forerun can draft with a drafter.
 
 
 def refusal(facts: Facts) -> str:
@@ -181,7 +185,7 @@ def _count(facts: Facts, part: str) -> int:
     return len({name[1] for name in names if name[0] == part and len(name) > 1})
 
 
-# FitCheck that a drafter fits a target.
+# Checks that a drafter fits a target.
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,7 @@ def fits(found: Sequence[FitCheck]) -> bool:
 
 
 def _check_model(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
-    """FitCheck an ordinary model: equal tokens, and a smaller size."""
+    """Check an ordinary model: equal tokens, and a smaller size."""
     own = _size(drafter.raw, "vocab_size")
     wanted = target.vocab_size
     same = bool(drafter.vocabulary) and drafter.vocabulary == target.vocabulary
@@ -288,7 +292,7 @@ def _check_model(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
 
 
 def _check_head(drafter: Facts, target: Sizes) -> Iterator[FitCheck]:
-    """FitCheck a drafter that reads the target's hidden states."""
+    """Check a drafter that reads the target's hidden states."""
     made_for = drafter.made_for
     if made_for and not same_model(made_for, target.name):
         text = f"it was made for {made_for}: for {target.name} it may draft badly"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ from forerun.draft.kinds import Json
 from forerun.errors import LoadError, one_line
 from forerun.models.families import is_integer
 from forerun.models.files import parse_header
+from forerun.models.hub import hub_errors
 from forerun.utils import decoded
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", re.ASCII)  # no folders
@@ -59,40 +58,6 @@ class Repository:
 def is_repository(name: str) -> bool:
     """Return True if a name is a valid Hub id."""
     return bool(REPOSITORY.fullmatch(name)) and ".." not in name
-
-
-@contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """Turn every error of the Hub or its client into a LoadError of one line that begins `what`."""
-    from huggingface_hub import errors
-
-    # the HTTP client's base error, whichever client huggingface_hub uses
-    client: type[Exception] = errors.HfHubHTTPError.__mro__[1]
-    try:
-        yield
-        return
-    except LoadError:
-        raise
-    except errors.OfflineModeIsEnabled:
-        reason = "HF_HUB_OFFLINE is set, unset it to use the Hub"
-    except errors.GatedRepoError:
-        reason = "access is restricted: request it on its page, then run hf auth login"
-    except errors.RepositoryNotFoundError:
-        reason = "there is no such repository, or it is private: check the name, or hf auth login"
-    except errors.HFValidationError:
-        reason = "that is no valid Hub id: give ORG/NAME"
-    except errors.HfHubHTTPError as error:
-        refused = getattr(error.response, "status_code", 0) in (401, 403)
-        reason = one_line(str(error).strip()) + (", hf auth login may help" if refused else "")
-    except client as error:
-        reason = f"the Hub cannot be reached: {one_line(str(error)) or 'no network'}"
-    except errors.LocalEntryNotFoundError:
-        reason = "the Hub cannot be reached"
-    except OSError as error:
-        reason = one_line(str(error))
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        reason = f"the Hub's answer makes no sense: {one_line(repr(error))}"
-    raise LoadError(f"{what}: {reason}")
 
 
 def check_reachable() -> None:

@@ -34,6 +34,7 @@ from forerun.draft.eagle.mtp_formats import has_own_module
 from forerun.draft.kinds import BUNDLED, WORDS, Json, Kind, Look, inner, recognise
 from forerun.errors import LoadError, RequestError
 from forerun.models.files import is_gguf, read_object, title
+from forerun.models.hub import hub_errors
 from forerun.models.local import LocalModel, cached_repositories, list_local_models
 
 MAX_DEPTH = 4  # folders below one that is searched
@@ -47,7 +48,7 @@ QUERY_WORDS = (
     *("eagle3", "speculator", "dflash", "dspark", "medusa", "mtp", "pard", "draft"),
     "assistant",
 )
-MAX_ANSWERS = 30  # cached_repositories per query
+MAX_ANSWERS = 30  # repositories per query
 MAX_READ = 24  # configurations that are read
 NUM_THREADS = 6
 NAME_PARTS = re.compile(r"\d+(?:\.\d+)?[a-z]?(?![a-z0-9])|[a-z]+|\d+(?:\.\d+)?")  # llama, 3.1, 8b
@@ -332,8 +333,8 @@ def search_hub(target: str, domain: str | None = None) -> tuple[list[Candidate],
     Raises:
         LoadError: the Hub cannot be reached.
     """
-    cached_repositories, notes = _query(target, domain)
-    likely = [found for found in (_rate(r, target) for r in cached_repositories) if found]
+    repositories, notes = _query(target, domain)
+    likely = [found for found in (_rate(r, target) for r in repositories) if found]
     likely.sort(key=_order)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         read = list(pool.map(lambda one: _read(one, target), likely[:MAX_READ]))
@@ -347,14 +348,14 @@ def _order(one: Candidate) -> tuple[int, bool, int, str]:
 
 
 def _query(target: str, domain: str | None) -> tuple[list[hub.Repository], list[str]]:
-    """Return the cached_repositories that the Hub finds, each once, and a note per failed query."""
+    """Return the repositories that the Hub finds, each once, and a note per failed query."""
     local = "forerun drafters list shows the local ones"
     try:
         hub.check_reachable()
     except LoadError as error:
         raise LoadError(f"search needs the network, {error}; {local}") from None
     queries: list[dict[str, Any]] = [{"search": f"{title(target)} {w}"} for w in QUERY_WORDS]
-    # the parts of the name, for cached_repositories that order or join them differently
+    # the parts of the name, for repositories that order or join them differently
     queries.append({"search": " ".join([*NAME_PARTS.findall(bare_name(target)), "eagle3"])})
     if hub.REPOSITORY.fullmatch(target):
         queries += [{"filter": [f"base_model:{target}", tag]} for tag in TAGS]
@@ -374,11 +375,11 @@ def _query(target: str, domain: str | None) -> tuple[list[hub.Repository], list[
 
 
 def _answer(query: dict[str, Any]) -> list[hub.Repository] | str:
-    """Return the cached_repositories of one query, or why it failed."""
+    """Return the repositories of one query, or why it failed."""
     from huggingface_hub import HfApi
 
     try:
-        with hub.hub_errors("the Hub gives no answer"):
+        with hub_errors("the Hub gives no answer"):
             models = HfApi().list_models(
                 **query, limit=MAX_ANSWERS, sort="downloads", full=True, cardData=True
             )

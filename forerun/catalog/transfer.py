@@ -24,7 +24,7 @@ from forerun.catalog.search import training_measurements
 from forerun.draft.kinds import Json, inner
 from forerun.errors import ConfigError, LoadError, one_line
 from forerun.models.files import read_text
-from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY, is_pickled
+from forerun.models.hub import DEFAULT, DEFAULT_REPOSITORY, hub_errors, is_pickled
 
 DOWNLOADED = (".json", ".jinja", ".txt", ".md", "tokenizer.model")
 UPLOADED = (
@@ -129,7 +129,7 @@ def download(drafter: Facts) -> Path:
             f"{drafter.name} has {needed / 1e9:.1f} GB, but {cache} has room for"
             f" {free / 1e9:.1f} GB: make room, or set HF_HUB_CACHE to another disk"
         )
-    with hub.hub_errors(f"{drafter.name} cannot be downloaded"):
+    with hub_errors(f"{drafter.name} cannot be downloaded"):
         return Path(snapshot_download(drafter.name, allow_patterns=sorted(files)))
     raise AssertionError
 
@@ -217,7 +217,7 @@ def upload(prepared: Upload, private: bool = True) -> str:
             Path(folder, name).symlink_to((prepared.directory / name).resolve())
         for name, text in prepared.texts.items():
             Path(folder, name).write_text(text, encoding="utf-8")
-        with hub.hub_errors(f"{prepared.repository} cannot be uploaded"):
+        with hub_errors(f"{prepared.repository} cannot be uploaded"):
             api = HfApi()
             address = api.create_repo(prepared.repository, private=private, exist_ok=True)
             message = f"Drafter for {prepared.metadata['base_model']}"

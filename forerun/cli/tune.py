@@ -13,8 +13,7 @@ from forerun.cli.flags import ENGINE, Json, with_flags
 from forerun.cli.progress import progress
 from forerun.draft_spec import read_draft
 from forerun.errors import ConfigError
-from forerun.measure.lists import whole
-from forerun.measure.tables import print_columns, print_json
+from forerun.measure.tables import print_columns, print_json, times_and_interval, whole
 from forerun.measure.workloads import choose_tasks
 
 AT_HAND = ("suffix", "suffix+recycle", "ngram")  # drafts that need only the target model
@@ -86,7 +85,7 @@ def tune(
                 {
                     "draft": r.draft,
                     "depth": str(r.depth),
-                    "times plain (95 %)": _ratio(r.times_plain, r.interval),
+                    "times plain (95 %)": times_and_interval(r.times_plain, r.interval),
                     "tokens/s": f"{r.tokens_per_second:.1f}",
                     "accepted length": f"{r.accepted_length:.2f}",
                     "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
@@ -95,7 +94,7 @@ def tune(
             ]
         )
     choice = tuned.choice
-    times = _ratio(choice.times_plain, choice.interval)
+    times = times_and_interval(choice.times_plain, choice.interval)
     print(
         f"\nuse --draft {choice.draft} --depth {choice.depth}, {times} times plain decoding:"
         f" {choice.why}"
@@ -104,7 +103,3 @@ def tune(
         print("a text differs from plain decoding's: forerun check says where, and by how much")
     if out is not None:
         print(f"written to {out}: forerun serve --config {out}")
-
-
-def _ratio(times: float, interval: tuple[float, float] | None) -> str:
-    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")

@@ -44,7 +44,7 @@ from forerun.llm import LLM
 from forerun.server import app, auth, errors, limits, listen, ollama, streaming
 from forerun.server import run as server
 from forerun.server.errors import UnavailableError
-from forerun.server.logs import REQUEST_ID, start_logging
+from forerun.server.monitoring import REQUEST_ID, start_logging
 from forerun.server.probe import probe
 from forerun.server.settings import Settings
 from forerun.utils import json_line

@@ -23,9 +23,14 @@ from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
-from forerun.draft.assistant_formats import AssistantConfig, read_assistant, target_layers
 from forerun.draft.eagle.own_module import finite, in_torch
-from forerun.draft.head_config import read_config, reading
+from forerun.draft.head_config import (
+    AssistantConfig,
+    read_assistant,
+    read_config,
+    reading,
+    target_layers,
+)
 from forerun.draft.head_modules import check_sizes
 from forerun.draft.hidden_states import LastStateProposer
 from forerun.draft.proposer import DraftRequest, TargetView

@@ -24,7 +24,7 @@ from forerun.draft.head_config import reading
 from forerun.errors import LoadError
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json, is_integer
-from forerun.models.files import check_pointer
+from forerun.models.files import check_pointer, joined
 from forerun.models.hub import PICKLED
 from forerun.utils import atomic_file
 
@@ -218,11 +218,13 @@ def assemble(make: Callable[[], M], tensors: Tensors, title: str) -> M:
     missing = sorted(expected.keys() - tensors)
     if missing:
         raise LoadError(
-            f"its checkpoint has no {_listed(missing)}: it is incomplete, or of another kind"
+            f"its checkpoint has no {joined(missing, 3)}: it is incomplete, or of another kind"
         )
     extra = sorted(tensors.keys() - expected)
     if extra:
-        raise LoadError(f"its checkpoint has {_listed(extra)}, which no {title} of this layout has")
+        raise LoadError(
+            f"its checkpoint has {joined(extra, 3)}, which no {title} of this layout has"
+        )
     for name, wanted in expected.items():
         stored = tensors[name]
         if (stored.shape, stored.dtype) != (wanted.shape, wanted.dtype):
@@ -234,10 +236,6 @@ def assemble(make: Callable[[], M], tensors: Tensors, title: str) -> M:
             raise LoadError(f"{name} holds numbers that are not finite: download it again")
     module.load_state_dict(tensors, assign=True)
     return module.requires_grad_(False).eval()
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # ---------------------------------------------------------------- writing

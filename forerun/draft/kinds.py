@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.draft.assistant_formats import ASSISTANT, GEMMA_ASSISTANTS
 from forerun.draft.eagle.mtp_formats import has_own_module, refuse_own_module
 from forerun.draft.gguf_heads import head_kind
 from forerun.errors import LoadError, one_line
@@ -35,6 +34,8 @@ WORDS = (
 DEEPSPEC, DEEPSPEC_GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 DEEPSPECS = (DEEPSPEC, DEEPSPEC_GEMMA)
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # in the order in which vLLM looks
+GEMMA_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # by `model_type`
+ASSISTANT = "gemma4_assistant"  # the family of such drafters
 MLP_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 NUM_NATIVE_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")

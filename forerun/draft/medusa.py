@@ -28,11 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.draft.head_config import read_config, reading
+from forerun.draft.head_config import (
+    MAX_LEVELS,
+    MlpConfig,
+    read_config,
+    read_medusa,
+    read_mlp,
+    reading,
+)
 from forerun.draft.head_files import Tensors, assemble, read_tensors, size_of, write
 from forerun.draft.head_modules import Operations, with_native_products
 from forerun.draft.hidden_states import LastStateProposer
-from forerun.draft.medusa_formats import MAX_LEVELS, MlpConfig, read_medusa, read_mlp
 from forerun.draft.proposer import TargetView
 from forerun.draft.tree import Tree
 from forerun.errors import LoadError

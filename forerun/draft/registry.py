@@ -7,22 +7,20 @@ from pathlib import Path
 
 from forerun.cache.kv import KVCache
 from forerun.draft.assistant import AssistantProposer, load_assistant
-from forerun.draft.assistant_formats import is_assistant
 from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.own_module import load_any_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
+from forerun.draft.head_config import is_assistant
 from forerun.draft.kinds import kind_of
-from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads, load_heads, load_mlp
-from forerun.draft.ngram import NGram
+from forerun.draft.ngram import Lookahead, NGram
 from forerun.draft.proposer import Proposer, TargetView
 from forerun.draft.recycle import Recycle, SuccessorTable
-from forerun.draft.reference import References
 from forerun.draft.retrieval import Retrieval
-from forerun.draft.suffix import Suffix
+from forerun.draft.suffix import References, Suffix
 from forerun.draft_loading import Loader
 from forerun.draft_spec import Composite, DraftSpec, Leaf, lookahead_options, plugins
 from forerun.errors import LoadError

@@ -1,12 +1,10 @@
 """Energy counters of this machine, and the energy of a time window.
 
     nvml-counter   NVIDIA's energy counter of each visible CUDA device (Volta and later), read with
-    the
-                   package nvidia-ml-py
+                   the package nvidia-ml-py
     rapl           Linux powercap counters of each processor package and its DRAM. The zones `core`
-    and
-                   `uncore` are parts of a package and `psys` contains the packages: all are left
-                   out
+                   and `uncore` are parts of a package and `psys` contains the packages: all are
+                   left out
 
 Energy is never estimated from a power model. An unknown value is None, never 0: there is no
 counter, it cannot be read, the window is too short for its resolution, or the counter may have

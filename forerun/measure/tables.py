@@ -1,11 +1,13 @@
-"""Output of commands: tables and one JSON object. Imports no torch."""
+"""What commands read and print: comma-separated option values, tables and one JSON object. Imports
+no torch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from forerun.errors import ConfigError
 from forerun.utils import json_line
 
 
@@ -34,6 +36,48 @@ def print_columns(rows: Sequence[dict[str, str]], optional: Sequence[str] = ()) 
     print_table(columns, [[row[c] for c in columns] for row in rows])
 
 
+def times_and_interval(times: float, interval: tuple[float, float] | None) -> str:
+    """Return a ratio of speeds with its 95 % interval, if there is one."""
+    return f"{times:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
 def print_json(data: dict[str, Any]) -> None:
     """Print one JSON object."""
     print(json_line(data, ascii_only=True))
+
+
+def listed(text: str) -> list[str]:
+    """Split a comma-separated value; empty entries are dropped."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def plural(
+    many: str | None,
+    one: Any,
+    name: str,
+    default: str,
+    split: Callable[[str], list[str]] = listed,
+) -> list[str]:
+    """Return the values of `--NAMEs`, the one of `--NAME`, or the default's.
+
+    Raises ConfigError if both options were given.
+    """
+    if many is not None and one is not None:
+        raise ConfigError(f"--{name} and --{name}s were both given: give one of them")
+    return [str(one)] if one is not None else split(default if many is None else many)
+
+
+def whole(text: str, name: str) -> int:
+    """Parse a whole number. Raises ConfigError, which names the option."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{name}: {text!r} is not a whole number") from None
+
+
+def number(text: str, name: str) -> float:
+    """Parse a number. Raises ConfigError, which names the option."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name}: {text!r} is not a number") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ConfigError, RequestError, suggest
-from forerun.measure.lists import listed
+from forerun.measure.tables import listed
 from forerun.utils import UnreadableError, text_of
 
 TASKS = Path(__file__).with_name("tasks.jsonl")

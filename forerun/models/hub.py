@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from forerun.errors import LoadError
+from forerun.errors import LoadError, one_line
 from forerun.models.files import (
     choose_gguf,
     first_shard,
@@ -36,6 +36,7 @@ __all__ = [
     "PICKLED",
     "default_model",
     "find_model",
+    "hub_errors",
     "is_pickled",
 ]
 
@@ -60,7 +61,7 @@ HELP = (
     "ORG/REPO:Q4_K_M of GGUF files), ollama:NAME or lmstudio:NAME; forerun models lists "
     "local models"
 )
-UNREACHABLE = "it is not in the local cache and the Hub cannot be reached"
+DOWNLOAD_FAILED = ", and it cannot be downloaded from the Hub"
 
 
 def find_model(name: str | None, pickled: bool = False) -> Path:
@@ -178,7 +179,7 @@ def _find_on_hub(repository: str, tag: str | None, pickled: bool) -> Path:
 
 def _download_gguf(repository: str, tag: str | None) -> Path:
     """Download the GGUF file of a repository that a tag means, with all its shards."""
-    with _hub_errors(f"there is no {tag or 'GGUF file'} of {repository} here"):
+    with hub_errors(f"there is no {tag or 'GGUF file'} of {repository} here{DOWNLOAD_FAILED}"):
         sizes = files_of_hub(repository)
     file = choose_gguf(sizes, tag)
     if file is None:
@@ -195,7 +196,7 @@ def _download_gguf(repository: str, tag: str | None) -> Path:
         )
     size = sum(sizes[part] for part in parts)
     _announce(f"downloading {file} of {repository} from the Hub, {size / 1e9:.2f} GB")
-    with _hub_errors(f"{file} of {repository} is not here"):
+    with hub_errors(f"{file} of {repository} is not here{DOWNLOAD_FAILED}"):
         paths = [download_file(repository, part) for part in parts]
     return paths[0]
 
@@ -218,36 +219,42 @@ def download_file(repository: str, file: str) -> Path:
 def _download_snapshot(repository: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    with _hub_errors(f"there is no directory {repository} here"):
+    with hub_errors(f"there is no directory {repository} here{DOWNLOAD_FAILED}"):
         return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=UNWANTED))
 
 
 @contextmanager
-def _hub_errors(what: str) -> Iterator[None]:
-    """Turn every error of the Hub client into a LoadError that begins with `what`."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+def hub_errors(what: str) -> Iterator[None]:
+    """Turn every error of the Hub or its client into a LoadError of one line that begins `what`."""
+    from huggingface_hub import errors
 
-    # the base class belongs to the HTTP client, which differs between versions of huggingface_hub
-    http_error: type[Exception] = HfHubHTTPError.__mro__[1]
+    # the HTTP client's base error, whichever client huggingface_hub uses
+    client: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     try:
         yield
         return
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        reason = UNREACHABLE
-    except HFValidationError:
-        reason = "that is no valid Hub id"
-    except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[-1]
-    except http_error:
-        reason = UNREACHABLE
+    except LoadError:
+        raise
+    except errors.LocalEntryNotFoundError:
+        reason = "it is not in the local cache, and the Hub cannot be reached"
+    except errors.OfflineModeIsEnabled:
+        reason = "HF_HUB_OFFLINE is set, unset it to use the Hub"
+    except errors.GatedRepoError:
+        reason = "access is restricted: request it on its page, then run hf auth login"
+    except errors.RepositoryNotFoundError:
+        reason = "there is no such repository, or it is private: check the name, or hf auth login"
+    except errors.HFValidationError:
+        reason = "that is no valid Hub id: give ORG/NAME"
+    except errors.HfHubHTTPError as error:
+        refused = getattr(error.response, "status_code", 0) in (401, 403)
+        reason = one_line(str(error).strip()) + (", hf auth login may help" if refused else "")
+    except client as error:
+        reason = f"the Hub cannot be reached: {one_line(str(error)) or 'no network'}"
     except OSError as error:
-        reason = str(error)
-    raise LoadError(f"{what}, and it cannot be downloaded from the Hub: {reason}")
+        reason = one_line(str(error))
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = f"the Hub's answer makes no sense: {one_line(repr(error))}"
+    raise LoadError(f"{what}: {reason}")
 
 
 def _announce(message: str) -> None:

@@ -1,23 +1,42 @@
-"""The FastAPI application: routes, middleware, and the start of the engine's service."""
+"""The FastAPI application: routes, middleware, and the start of the engine's service.
+
+/v1/indices changes the document indices that answers are drafted from while the server runs. An
+index serves the requests of all clients or of one.
+
+/docs is a page with every endpoint, its fields and a command to try it; it is made from the OpenAPI
+document /openapi.json. It has no scripts and loads nothing from elsewhere, so it works without a
+network. Both are made once, in a worker thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
 import os
-from collections.abc import AsyncIterator
+import re
+import shlex
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
+from functools import lru_cache, partial
 from importlib.resources import files
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from anyio import to_thread
+import jinja2
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
+from forerun.draft.corpus import LIST, Index
+from forerun.draft.retrieval import Retrieval
+from forerun.errors import LoadError
 from forerun.llm import LLM
 from forerun.models.files import title
 from forerun.models.hub import DEFAULT
@@ -26,12 +45,12 @@ from forerun.server import conversation, errors, ollama, openai
 from forerun.server.auth import CALLER, ApiKeys, add_access_control
 from forerun.server.embeddings import Embedder, embeddings
 from forerun.server.errors import ApiError
-from forerun.server.indices import Indices, mount
 from forerun.server.jobs import EngineService
 from forerun.server.large_responses import TOKEN_ID_BYTES, check_size
 from forerun.server.limits import LimitedRoute
-from forerun.server.metrics import Metrics, RequestLog
+from forerun.server.monitoring import Metrics, RequestLog
 from forerun.server.protocol import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,7 +58,6 @@ from forerun.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from forerun.server.reference import add_page
 from forerun.server.responses import responses
 from forerun.server.settings import Settings
 from forerun.server.state import ServerState
@@ -47,6 +65,8 @@ from forerun.server.streaming import with_ignored
 from forerun.types import RETRIEVAL
 from forerun.verify import RULES
 
+log = logging.getLogger("forerun.server")
+Json = dict[str, Any]
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
 STRETCH = 2.0  # prompts may make a step this many times as long as decoding alone
 PLAYGROUND = Path(str(files("forerun.server") / "playground"))
@@ -362,3 +382,259 @@ def _add_playground(app: FastAPI) -> None:
             raise ApiError(404, "there is no such page")
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
         return Response(pages[name], media_type=guess_type(name)[0], headers=headers)
+
+
+NAME = re.compile(r"\w[\w.-]{0,63}(/\w[\w.-]{0,63}){0,3}", re.ASCII)
+PATTERNS = ("*", "*/*", "*/*/*", "*/*/*/*")  # of the paths that match NAME
+
+
+class IndexRequest(Body):
+    """An index of the server's folder, and the client whose requests it serves."""
+
+    name: Annotated[
+        str, Field(max_length=260, description="Its directory, below the folder of --indices.")
+    ]
+    client: Annotated[
+        str,
+        Field(
+            max_length=512,
+            description="Only for requests with this client's key (a NAME in --api-keys).",
+        ),
+    ] = ""
+
+
+class Indices:
+    """The indices of a folder, some of which are loaded."""
+
+    def __init__(self, service: EngineService, folder: Path, clients: Collection[str]) -> None:
+        self.service = service
+        self.folder = folder
+        self.clients = clients
+        self._lock = asyncio.Lock()
+
+    @property
+    def retrieval(self) -> Retrieval:
+        """The proposer that drafts from the loaded indices."""
+        proposer = self.service.llm.engine.proposers[RETRIEVAL]
+        assert isinstance(proposer, Retrieval)
+        return proposer
+
+    def load_all(self) -> None:
+        """Load all indices directly in the folder, for all clients. Raises LoadError."""
+        if not self.folder.is_dir():
+            advice = f"make it, and indices in it with forerun index --out {self.folder}/NAME"
+            raise LoadError(f"there is no folder {self.folder}: {advice}")
+        for path in sorted(path.parent for path in self.folder.glob(f"*/{LIST}")):
+            self.retrieval.add(path.name, self.service.llm.index(path))
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """Return the cards of all indices, loaded or not."""
+        present = await asyncio.to_thread(self._names)
+        loaded = self.retrieval.indices.copy()
+        names = sorted(present | loaded.keys())
+        return [_card(name, *loaded.get(name, (None, ""))) for name in names]
+
+    def _names(self) -> set[str]:
+        """Return the names of all indices below the folder."""
+        paths = [path for depth in PATTERNS for path in self.folder.glob(f"{depth}/{LIST}")]
+        return {str(path.parent.relative_to(self.folder)) for path in paths}
+
+    async def load(self, name: str, client: str) -> dict[str, Any]:
+        """Load an index, or read it again, and return its card. Raises ApiError."""
+        if client and client not in self.clients:
+            message = f"there is no client {client!r}: give a NAME of the file of --api-keys"
+            raise ApiError(400, message, "client")
+        async with self._lock:
+            try:
+                index = await asyncio.to_thread(_read, self.service.llm, self.folder, name)
+            except LoadError as error:
+                log.warning("an index was not loaded: %s", error)
+                message = f"{name!r} holds no index that can be used; the server's log says why"
+                raise ApiError(400, message, "name") from None
+            await self.service.call(partial(self.retrieval.add, name, index, client))
+        return _card(name, index, client)
+
+    async def unload(self, name: str) -> None:
+        """Stop drafting from an index. Raises ApiError."""
+        async with self._lock:
+            if name not in self.retrieval.indices:
+                raise ApiError(404, f"no index {name!r} is in use", "name")
+            await self.service.call(partial(self.retrieval.remove, name))
+
+
+def _card(name: str, index: Index | None, client: str) -> dict[str, Any]:
+    card: dict[str, Any] = {"id": name, "object": "index", "in_use": index is not None}
+    if index is not None:
+        num_files = sum(len(segment.files) for segment in index.segments)
+        card |= {"client": client, "tokens": index.count, "files": num_files}
+    return card
+
+
+def _read(llm: LLM, folder: Path, name: str) -> Index:
+    """Read an index for this model. Raises LoadError, and ApiError if it is not in the folder."""
+    path = (folder / name).resolve() if NAME.fullmatch(name) else folder
+    is_inside = path != folder and path.is_relative_to(folder.resolve())
+    if not is_inside or not (path / LIST).is_file():
+        raise ApiError(404, f"there is no index {name!r} in the folder of --indices", "name")
+    return llm.index(path)
+
+
+def mount(app: FastAPI, indices: Indices) -> None:
+    """Add the endpoints, which are the operator's."""
+
+    def check_operator() -> None:
+        if not CALLER.get().operator:
+            message = "indices are for all clients: this needs a key of the operator (--api-key)"
+            raise ApiError(403, message)
+
+    @app.get("/v1/indices")
+    async def listing() -> dict[str, Any]:
+        """The indices of the folder of --indices, and which of them are in use."""
+        check_operator()
+        return {"object": "list", "data": await indices.cards()}
+
+    @app.post("/v1/indices")
+    async def load(body: IndexRequest) -> dict[str, Any]:
+        """Draft from an index, for all clients or for one. An index in use is read again."""
+        check_operator()
+        return await indices.load(body.name, body.client)
+
+    @app.delete("/v1/indices/{name:path}")
+    async def unload(name: str) -> dict[str, Any]:
+        """Stop drafting from an index."""
+        check_operator()
+        await indices.unload(name)
+        return {"id": name, "object": "index", "deleted": True}
+
+
+# The page /docs.
+DOCS_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; "
+    "base-uri 'none'"
+)
+FOREIGN = ("Becomes ", "Ignored: ", "Other values are refused: ")  # from `fields.describe`
+CHAT: Json = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+EXAMPLES: dict[str, Json] = {
+    "/v1/completions": {"prompt": "def fib(n):", "max_tokens": 64, "seed": 1},
+    "/v1/chat/completions": CHAT | {"stream": True},
+    "/v1/responses": {"input": "Why is the sky blue?"},
+    "/v1/embeddings": {"input": ["a cat", "a dog"]},
+    "/tokenize": {"prompt": "def fib(n):"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/api/chat": CHAT,
+    "/api/generate": {"prompt": "Why is the sky blue?"},
+    "/api/embed": {"input": ["a cat", "a dog"]},
+    "/api/embeddings": {"prompt": "a cat"},
+    "/api/show": {},
+}
+CACHED_PAGES = 8  # one for each address under which the server is reached
+TEMPLATE = Path(__file__).with_name("docs.html")
+
+
+def add_page(app: FastAPI, model: str, keyed: bool) -> None:
+    """Add both routes; `keyed` says whether requests need a key."""
+    limiter = CapacityLimiter(1)
+
+    @lru_cache(1)
+    def document() -> bytes:
+        return json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    @lru_cache(CACHED_PAGES)
+    def page(base: str) -> str:
+        return _Page(app.openapi(), model, base, keyed).render()
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        content = await to_thread.run_sync(document, limiter=limiter)
+        return Response(content, media_type="application/json")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        base = str(request.base_url).rstrip("/")
+        text = await to_thread.run_sync(page, base, limiter=limiter)
+        headers = {"Content-Security-Policy": DOCS_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(text, headers=headers)
+
+
+class _Page:
+    """The page of one server under the address `base`."""
+
+    def __init__(self, document: Json, model: str, base: str, keyed: bool) -> None:
+        self.document = document
+        self.model = model
+        self.base = base
+        self.keyed = keyed
+
+    def render(self) -> str:
+        """Return the page as HTML."""
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        endpoints = [
+            self._endpoint(method.upper(), path, operation)
+            for path, operations in self.document["paths"].items()
+            for method, operation in operations.items()
+        ]
+        return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+            endpoints=endpoints,
+            model=self.model,
+            base=self.base,
+            version=self.document["info"]["version"],
+            keyed=self.keyed,
+        )
+
+    def _endpoint(self, method: str, path: str, operation: Json) -> Json:
+        """Return one operation for the template; `others` are the fields of other servers."""
+        rows: list[Json] = []
+        if body := operation.get("requestBody"):
+            schema = self._resolve(body["content"]["application/json"]["schema"])
+            required = schema.get("required", ())
+            for name, field in schema["properties"].items():
+                description = field.get("description", "")
+                row = {"name": name, "kind": self._kind(field), "says": description}
+                rows.append(row | {"needed": name in required})
+        rows.sort(key=lambda row: not row["needed"])
+        return {
+            "method": method,
+            "path": path,
+            "says": operation.get("description", ""),
+            "fields": [row for row in rows if not row["says"].startswith(FOREIGN)],
+            "others": [row for row in rows if row["says"].startswith(FOREIGN)],
+            "command": self._command(method, path),
+        }
+
+    def _resolve(self, schema: Json) -> Json:
+        name = schema.get("$ref", "").rpartition("/")[2]
+        return self.document["components"]["schemas"][name] if name else schema
+
+    def _kind(self, schema: Json) -> str:
+        """Describe the type of a field in a few words."""
+        if "$ref" in schema:
+            properties = self._resolve(schema).get("properties", {})
+            names = [
+                name
+                for name, field in properties.items()
+                if not field.get("description", "").startswith(FOREIGN)
+            ]
+            return f"object of {', '.join(names)}"
+        if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+            kinds = [self._kind(part) for part in alternatives if part.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            return " or ".join(json.dumps(value) for value in values if value is not None)
+        if schema.get("type") == "array":
+            return f"list of {self._kind(schema.get('items', {})) or 'anything'}"
+        return str(schema.get("type", ""))
+
+    def _command(self, method: str, path: str) -> str:
+        """Return a curl command for an operation."""
+        words = ["curl"]
+        if method not in ("GET", "POST"):
+            words += ["-X", method]
+        words.append(self.base + path.replace("/v1/models/{name}", f"/v1/models/{self.model}"))
+        if self.keyed and path != "/health":
+            words += ["-H", "Authorization: Bearer KEY"]
+        if path in EXAMPLES:
+            model = {} if path in ("/tokenize", "/detokenize") else {"model": self.model}
+            body = json.dumps(model | EXAMPLES[path])
+            words += ["-H", "Content-Type: application/json", "-d", body]
+        return shlex.join(words)

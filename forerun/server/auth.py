@@ -29,7 +29,7 @@ from forerun.server import errors, fields
 from forerun.server.errors import ApiError
 from forerun.server.limits import BodyLimiter
 from forerun.server.listen import is_address, is_loopback
-from forerun.server.logs import REQUEST_ID
+from forerun.server.monitoring import REQUEST_ID
 from forerun.server.settings import Settings, clean_key
 from forerun.types import SALT
 from forerun.utils import UnreadableError, text_of

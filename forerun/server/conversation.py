@@ -1,13 +1,24 @@
-"""Convert the conversations of API requests to prompts through chat templates."""
+"""Conversations of API requests: prompts from chat templates, and tool calls in answers.
+
+A tool call gets a grammar where the request requires one, and a parser where the model may choose.
+Models write calls in different ways. The parser reads <tool_call>{"name", "arguments"}</tool_call>
+(Qwen, Hermes, and our plain layout), also without the closing tag, and a text that begins with such
+objects, with "parameters" (Llama 3), or with a list of them (Mistral). Full and streamed responses
+use the same parser.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forerun.errors import RequestError, shorten
 from forerun.llm import LLM
 from forerun.models.tokenizer import Tokenizer
+from forerun.sampling.grammar import Grammar
 from forerun.server import limits
 from forerun.server.errors import ApiError
 from forerun.server.protocol import (
@@ -15,11 +26,13 @@ from forerun.server.protocol import (
     ChatRequest,
     DetokenizeRequest,
     Message,
+    NamedTool,
     Part,
     RefusalPart,
     ResultPart,
     ThoughtPart,
     TokenizeRequest,
+    Tool,
     ToolCall,
 )
 
@@ -188,3 +201,272 @@ def reasoning_of(content: Sequence[Part] | str | None) -> str:
     """Return the reasoning among the parts of a content."""
     parts = [] if isinstance(content, str) else content or []
     return "".join(text_of(part.thinking) for part in parts if isinstance(part, ThoughtPart))
+
+
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+SPACE = re.compile(r"\s*+")
+WITHIN_STRING = re.compile(r'[^"\\]*+')
+BETWEEN_STRINGS = re.compile(r"[\s,:\d.+\-eEtruefalsn]*+")  # JSON outside of strings and brackets
+REQUEST_DEPTH = 10  # nesting of a request above the arguments of a call in its messages
+
+
+def required_call(tools: Sequence[Tool], choice: str | NamedTool | None) -> Grammar | None:
+    """Return the grammar of a call where `tool_choice` requires one. Raises ApiError."""
+    if choice in (None, "none", "auto"):
+        return None
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            message = f"tool_choice names {shorten(name)}, which is not among tools"
+            raise ApiError(400, message, "tool_choice")
+    if not tools:
+        raise ApiError(400, "tool_choice requires a call, but there are no tools", "tool_choice")
+    alternatives = [[tool.function.name, _arguments_schema(tool)] for tool in tools]
+    return Grammar.of("tool_calls", alternatives)
+
+
+def _arguments_schema(tool: Tool) -> Json:
+    """Return the JSON schema of a tool's arguments, which are an object. Raises ApiError."""
+    schema = tool.function.parameters or {}
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        message = f"the parameters of {shorten(tool.function.name)} must be a schema of type object"
+        raise ApiError(400, message, "tools")
+    return schema | {"type": "object"}
+
+
+def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Json]]:
+    """Return the text of a whole answer without calls, and the calls in OpenAI's format."""
+    parser = ToolCallParser(tools)
+    before, calls = parser.add(text)
+    rest, more = parser.end()
+    return before + rest, calls + more
+
+
+class ToolCallParser:
+    """Separates the tool calls of an answer from its text while the answer arrives in pieces.
+
+    A JSON value is read at the beginning of the answer, after each opening tag, and after each
+    call. If it is a call of a known tool, or a list of such calls, it is removed from the text;
+    everything else stays as it was written. An answer that is blank apart from calls has no text.
+
+    The time is linear in the length of the answer. A value that turns out to be invalid is read
+    again as text, but a tag is only possible within its strings, and what is within a string of one
+    value is outside of those of the next: no character is read for more than two values.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._known = {tool.function.name for tool in tools}
+        # The state reads on in the buffer and returns False if it needs more text. It is a plain
+        # function, because a bound method would make a reference cycle.
+        self._state = ToolCallParser._before_value
+        self._buffer = ""
+        self._position = 0
+        self._is_last = False
+        self._opening: list[str] = []  # text before a value, which stays if it is no call
+        self._value: list[str] = []  # pieces of a value that began in an earlier buffer
+        self._scanner = JsonScanner()
+        self._blank: list[str] | None = []  # white space before all text; None after the first text
+        self._text: list[str] = []
+        self._calls: list[Json] = []
+
+    def add(self, piece: str) -> tuple[str, list[Json]]:
+        """Read the next piece and return the text and the calls that are final now."""
+        return self._read(piece, is_last=False)
+
+    def end(self) -> tuple[str, list[Json]]:
+        """Return the text and the calls that were not final before the answer ended."""
+        return self._read("", is_last=True)
+
+    def _read(self, piece: str, is_last: bool) -> tuple[str, list[Json]]:
+        self._buffer = self._buffer[self._position :] + piece
+        self._position = 0
+        self._is_last = is_last
+        while self._state(self):
+            pass
+        found = "".join(self._text), self._calls
+        self._text = []
+        self._calls = []
+        return found
+
+    def _in_text(self) -> bool:
+        found = self._buffer.find(OPENING, self._position)
+        if found >= 0:
+            self._emit(self._buffer[self._position : found])
+            self._opening = [OPENING]
+            self._position = found + len(OPENING)
+            self._state = ToolCallParser._before_value
+            return True
+        rest = self._buffer[self._position :]
+        num_held = 0 if self._is_last else _overlap(rest, OPENING)
+        self._emit(rest[: len(rest) - num_held])
+        self._position = len(self._buffer) - num_held
+        return False
+
+    def _before_value(self) -> bool:
+        self._skip_space()
+        first = self._buffer[self._position : self._position + 1]
+        if first and first in "{[":
+            self._value = []
+            self._scanner = JsonScanner()
+            self._state = ToolCallParser._in_value
+            return True
+        if first or self._is_last:
+            self._emit_opening()
+        return bool(first)
+
+    def _in_value(self) -> bool:
+        try:
+            end = self._scanner.end(self._buffer, self._position)
+            if end is None and not self._is_last:
+                self._value.append(self._buffer[self._position :])
+                self._position = len(self._buffer)
+                return False
+            text = "".join([*self._value, self._buffer[self._position : end]])
+            value = json.loads(text, strict=False)  # models write line ends into strings
+        except (ValueError, RecursionError):  # invalid JSON: read it again as text
+            if self._value:
+                self._buffer = "".join([*self._value, self._buffer[self._position :]])
+                self._position = 0
+            self._emit_opening()
+            return True
+        self._position = len(self._buffer) if end is None else end
+        calls = _calls(value, self._known)
+        if calls:
+            self._calls += calls
+            self._opening = []
+            self._state = ToolCallParser._after_call
+        else:
+            self._emit_opening()
+            self._emit(text)
+        return True
+
+    def _after_call(self) -> bool:
+        """Read a closing tag, if there is one, or the beginning of another call."""
+        self._skip_space()
+        rest = self._buffer[self._position : self._position + len(CLOSING)]
+        if rest == CLOSING:
+            self._opening = []
+            self._position += len(CLOSING)
+            self._state = ToolCallParser._in_text
+            return True
+        if not self._is_last and CLOSING.startswith(rest):
+            return False
+        if rest[:1] in (";", ","):
+            self._opening.append(rest[0])
+            self._position += 1
+        self._state = ToolCallParser._before_value
+        return True
+
+    def _skip_space(self) -> None:
+        end = _match_end(SPACE, self._buffer, self._position)
+        self._opening.append(self._buffer[self._position : end])
+        self._position = end
+
+    def _emit_opening(self) -> None:
+        """Emit what was held before a value, and go on with text."""
+        self._emit("".join(self._opening))
+        self._opening = []
+        self._value = []
+        self._state = ToolCallParser._in_text
+
+    def _emit(self, text: str) -> None:
+        if self._blank is not None:
+            self._blank.append(text)
+            if not text.strip():
+                return
+            text = "".join(self._blank)
+            self._blank = None
+        self._text.append(text)
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text` may begin `tag`."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Return where a match at `position` ends; the pattern matches the empty string too."""
+    match = pattern.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+class JsonScanner:
+    """Finds the end of a JSON object or list in a text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def end(self, text: str, position: int) -> int | None:
+        """Read on from `position` and return where the value ends in `text`, or None.
+
+        Raises ValueError where the text cannot be JSON.
+        """
+        while position < len(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                position = _match_end(WITHIN_STRING, text, position)
+                character = text[position : position + 1]
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            else:
+                position = _match_end(BETWEEN_STRINGS, text, position)
+                if position < len(text) and self._ends_with(text[position]):
+                    return position + 1
+            position += 1
+        return None
+
+    def _ends_with(self, character: str) -> bool:
+        """Read a character between strings; return True if it ends the value."""
+        if character == '"':
+            self._in_string = True
+        elif character in "{[" and self._depth < limits.DEPTH:
+            self._depth += 1
+        elif character in "]}":
+            self._depth -= 1
+        else:
+            raise ValueError
+        return self._depth == 0
+
+
+def _calls(value: Any, known: set[str]) -> list[Json]:
+    """Return the calls of a value that is a call, or a list of nothing else."""
+    calls = [_call(item, known) for item in (value if isinstance(value, list) else [value])]
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else []
+
+
+def _call(value: Any, known: set[str]) -> Json | None:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in known:
+        return None
+    given = [value[key] for key in ("arguments", "parameters") if value.get(key) is not None]
+    arguments = _arguments_text(given[0] if given else {})
+    if arguments is None:
+        return None
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _arguments_text(value: Any) -> str | None:
+    """Return arguments as JSON that the next request may hold, or None if they are no object."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(value, strict=False) if value.strip() else {}
+        if value is None:
+            value = {}
+        text = json.dumps(value, ensure_ascii=False)
+        # replace lone surrogates, which no client could send back
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        limits.parse(f"{'[' * REQUEST_DEPTH}{text}{']' * REQUEST_DEPTH}".encode())
+    except (ApiError, ValueError, RecursionError):
+        return None
+    return text if isinstance(value, dict) else None

@@ -18,7 +18,7 @@ from forerun.llm import LLM, separate
 from forerun.models.tokenizer import Tokenizer
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
-from forerun.server import errors, tools
+from forerun.server import conversation, errors
 from forerun.server.auth import CLIENT, tenant_of
 from forerun.server.conversation import chat_prompt, fields_without_effect, text_of
 from forerun.server.errors import ApiError
@@ -149,7 +149,7 @@ def prepare_chat(
     if prompt is None:
         prompt = chat_prompt(llm, body, state.check_characters)
     state.check_prompt(prompt)
-    call_grammar = tools.required_call(body.tools or (), body.tool_choice)
+    call_grammar = conversation.required_call(body.tools or (), body.tool_choice)
     if call_grammar and body.response_format and body.response_format.type != "text":
         message = "tool_choice and response_format both require a format: give one"
         raise ApiError(400, message, "response_format")
@@ -489,8 +489,8 @@ class Chat(Choices):
         super().__init__(state, body, n, seed)
         self.tools = (body.tools or []) if body.tool_choice != "none" else []
         # for each streamed choice: its parser of calls, and the number of calls so far
-        self._parsers: defaultdict[int, tools.ToolCallParser] = defaultdict(
-            partial(tools.ToolCallParser, self.tools)
+        self._parsers: defaultdict[int, conversation.ToolCallParser] = defaultdict(
+            partial(conversation.ToolCallParser, self.tools)
         )
         self._num_calls: defaultdict[int, int] = defaultdict(int)
 
@@ -501,7 +501,7 @@ class Chat(Choices):
         """
         if not self.tools:
             return output.text, []
-        text, calls = tools.parse_tool_calls(output.text, self.tools)
+        text, calls = conversation.parse_tool_calls(output.text, self.tools)
         return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
     def choice(self, output: Output, index: int) -> Json:

@@ -194,7 +194,7 @@ def _model_flag(target: str | None) -> str:
 def _make_table(
     target: str | None, data: Sequence[str], training: Training, out: Path, as_json: bool
 ) -> None:
-    from forerun.train.statistics import make_table
+    from forerun.train.run import make_table
 
     with progress(as_json) as tell:
         made = make_table(target, data, training, out, tell)
@@ -217,7 +217,7 @@ def _make_shortlist(
     as_json: bool,
 ) -> None:
     EagleOptions(draft_vocab=size)  # errors are cheaper to find before torch is imported
-    from forerun.train.statistics import make_shortlist
+    from forerun.train.run import make_shortlist
 
     with progress(as_json) as tell:
         made = make_shortlist(target, data, size, training, out, tell)

@@ -21,7 +21,7 @@ from forerun.cli.progress import Tell, nothing
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import ConfigError, RequestError
-from forerun.measure.lists import listed
+from forerun.measure.tables import listed
 from forerun.measure.workloads import Task, builtin, of_categories
 from forerun.sampling.params import SamplingParams
 from forerun.train.data import Corpus, Example

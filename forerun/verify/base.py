@@ -1,4 +1,4 @@
-"""Verification rules: their interface, their noise, and the base of the ratio rules.
+"""Verification rules: their interface and their noise.
 
 `match` draws the target's own token at every node with noise keyed by seed and absolute position,
 so its output is a function of (weights, prompt, parameters, seed) alone. The ratio rules draw
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forerun import rng
 from forerun.rng import Lane
-from forerun.types import Draft, Proposal, Verdict
+from forerun.types import Draft, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,46 +92,3 @@ class Rule:
     branching: bool = False
     lossy: bool = False
     follow: Follow | None = None
-
-
-def ratio(rule: RatioRule) -> Verify:
-    """Return a rule that runs on float64 probabilities, one request at a time."""
-
-    def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
-        probs = torch.split(scores.double().softmax(-1).cpu(), [len(draft) for draft in drafts])
-        return [
-            rule(draft, p.numpy(), noise)
-            for draft, p, noise in zip(drafts, probs, noises, strict=True)
-        ]
-
-    return verify
-
-
-def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return [p - q]+, the unnormalised distribution after a rejection; p if rounding left nothing.
-    [V]"""
-    rest = np.maximum(p - q, 0)
-    return rest if rest.sum() > 0 else p
-
-
-def probs_of(draft: Draft, node: int, p: np.ndarray) -> np.ndarray:
-    """Return q [V] of a node given everything drafted before it: one-hot if it is deterministic.
-
-    p [N, V]: the target's probabilities; q has its dtype then.
-    """
-    parent, token = draft.parents[node], draft.tokens[node]
-    if draft.proposals[node] is Proposal.DETERMINISTIC:
-        one_hot: np.ndarray = np.zeros_like(p[parent])
-        one_hot[token] = 1
-        return one_hot
-    assert draft.probs is not None, "a sampled node needs the distribution it was drawn from"
-    q: np.ndarray = draft.probs[parent]
-    if draft.proposals[node] is Proposal.WITHOUT_REPLACEMENT:
-        q = q.copy()
-        for i in range(1, node):
-            is_earlier = draft.proposals[i] is Proposal.WITHOUT_REPLACEMENT
-            if is_earlier and draft.parents[i] == parent:
-                q[draft.tokens[i]] = 0
-        q /= q.sum()
-    assert q[token] > 0, "a drafter proposed a token to which it gives no probability"
-    return q

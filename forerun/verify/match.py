@@ -9,11 +9,15 @@ how far one forward pass gets.
 from collections.abc import Sequence
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from forerun.kernels.draw import gumbel_argmax
 from forerun.types import Draft, Verdict
 from forerun.verify.base import Noise
+
+EPSILON = 0.09
+DELTA = 0.3
 
 
 def verify(drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]) -> list[Verdict]:
@@ -51,3 +55,33 @@ def follow(draft: Draft, drawn: Sequence[int]) -> Verdict:
             return Verdict(tokens, path)
         path.append(hits[0])
         tokens.append(drawn[hits[0]])
+
+
+def verify_typical(
+    drafts: Sequence[Draft], scores: Tensor, noises: Sequence[Noise]
+) -> list[Verdict]:
+    """Verify by typical acceptance (Medusa, 2401.10774), which is LOSSY: accept what is plausible.
+
+    x is accepted if p(x) > min(EPSILON, DELTA * exp(-entropy(p))); the deepest accepted path is
+    kept. The output is neither the target's tokens nor its distribution; the rule is here for
+    comparison and is never chosen by default.
+    """
+    p = scores.double().softmax(-1)
+    entropy = torch.special.entr(p).sum(-1)
+    floor = torch.clamp(DELTA * torch.exp(-entropy), max=EPSILON).tolist()
+    drawn = draw(drafts, scores, noises)
+    verdicts = []
+    start = 0  # of the draft's rows
+    for draft in drafts:
+        accepted = [True]
+        for node in range(1, len(draft)):
+            parent = draft.parents[node]
+            is_plausible = p[start + parent, draft.tokens[node]].item() > floor[start + parent]
+            accepted.append(accepted[parent] and is_plausible)
+        depths = draft.depths()
+        nodes = [node for node, ok in enumerate(accepted) if ok]
+        best = max(nodes, key=lambda node: (depths[node], -node))
+        path = draft.path_to(best)
+        verdicts.append(Verdict([*(draft.tokens[i] for i in path[1:]), drawn[start + best]], path))
+        start += len(draft)
+    return verdicts

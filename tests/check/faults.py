@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from forerun import rng
-from forerun.check.faults import FAULTS as SHIPPED
-from forerun.check.faults import LENIENCE, RATIO_RULES, Change, ChangedCoins, Fault
+from forerun.check.certificate import FAULTS as SHIPPED
+from forerun.check.certificate import LENIENCE, RATIO_RULES, Change, ChangedCoins, Fault
 from forerun.types import Draft, Proposal, Verdict
-from forerun.verify import RULES, Noise, Rule, block, match
-from forerun.verify.base import Coins, RatioRule, probs_of, ratio, residual
+from forerun.verify import RULES, Noise, Rule, match
+from forerun.verify.base import Coins, RatioRule
+from forerun.verify.ratio import probs_of, ratio_rule, residual, verify_block
 
 UNLIKELY = 0.3
 FAULTS = dict(SHIPPED)
@@ -38,7 +39,7 @@ class MatchFault(Fault):
         ) -> list[Verdict]:
             drawn = iter(match.draw(drafts, scores, noises))
             draws = [FixedDraws(list(islice(drawn, len(draft)))) for draft in drafts]
-            return ratio(code)(drafts, scores, draws)
+            return ratio_rule(code)(drafts, scores, draws)
 
         return (
             replace(RULES[name], verify=verify, follow=None) if name in self.rules else RULES[name]
@@ -122,7 +123,7 @@ def skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
 
 @change("token-residual", "block acceptance with the residual of token rejection", "block")
 def token_residual(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    verdict = block.verify_chain(draft, p, coins)
+    verdict = verify_block(draft, p, coins)
     last = len(verdict.path) - 1
     if last == len(draft) - 1:
         return verdict
@@ -139,7 +140,7 @@ def uncapped(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verd
     def accept(mass: float, whole: float, node: int) -> bool:
         return coins.accept(product if node == last else mass, whole, node)
 
-    return block.verify_chain(draft, p, ChangedCoins(accept, coins.draw))
+    return verify_block(draft, p, ChangedCoins(accept, coins.draw))
 
 
 @change("siblings", "all siblings are tested against the same distribution", "tree")

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from forerun import LLM
-from forerun.check import certificate, rules
+from forerun.check import certificate, oracle
 from forerun.check.certificate import LOSSLESS, Scope, certify, rule_checks
 from forerun.check.engine_checks import EngineChecks, Schedule, Text, draft_probs
-from forerun.check.oracle import Children
-from forerun.check.rules import ENUMERABLE, enumerate_rule
+from forerun.check.oracle import ENUMERABLE, Children, enumerate_rule
 from forerun.cli import main as cli
 from forerun.errors import ConfigError
 from forerun.types import Draft, Proposal
@@ -42,7 +41,7 @@ def engine(llm):
 
 @pytest.fixture(autouse=True)
 def fewer_toy_models(monkeypatch):
-    monkeypatch.setattr(rules, "TOY_MODELS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
+    monkeypatch.setattr(oracle, "TOY_MODELS", [("exact", 2, 1), ("exact", 2, 2), ("float", 3, 2)])
 
 
 def scope(names=LOSSLESS, **options):
@@ -112,7 +111,7 @@ def test_every_fault_is_found_on_toy_models_with_its_size(name, rule):
     for finding in failed:
         details = finding.details
         if "tokens" in details:
-            assert abs(details["error"]) > details["allowed"] == rules.ROUNDING
+            assert abs(details["error"]) > details["allowed"] == oracle.ROUNDING
             assert f"is {abs(details['error']):.2g} too" in finding.text
         elif "evidence" in details:
             assert re.search(r"occurs \S+ percentage points too (often|seldom)", finding.text)

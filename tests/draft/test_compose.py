@@ -24,7 +24,8 @@ from forerun.draft.compose import (
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.kernels import native
 from forerun.types import Draft, Proposal
-from forerun.verify import RULES, tree
+from forerun.verify import RULES
+from forerun.verify.ratio import verify_tree
 from tests import exact, tiny
 from tests.texts import plain
 
@@ -153,10 +154,7 @@ def test_a_sampled_chain_among_copies_is_exact(
 ) -> None:
     """Under `tree`, whatever coincides: enumerated over every draft and every coin."""
     target, drafter = oracle.toy_models("float", vocab, 2, seed)
-    assert (
-        exact.bias(tree.verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2)
-        < 1e-12
-    )
+    assert exact.bias(verify_tree, pairs(drafter, [given(c) for c in copies], 2), target, 2) < 1e-12
 
 
 def test_the_enumeration_sees_a_wrong_law() -> None:
@@ -169,7 +167,7 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
             draft.probs = np.roll(draft.probs, 1, axis=-1)
             yield draft, weight
 
-    assert exact.bias(tree.verify_tree, wrong(), target, 2) > 1e-3
+    assert exact.bias(verify_tree, wrong(), target, 2) > 1e-3
 
 
 def test_sampled_siblings_come_first() -> None:
@@ -270,9 +268,9 @@ def test_two_sampled_chains_are_exact(seed: int) -> None:
     _, other = oracle.toy_models("float", 2, 2, seed + 50)
     every = [list(oracle.proposals(oracle.sampled, table, 2)) for table in (one, other)]
     both = ((merge_drafts([x, y]), p * q) for x, p in every[0] for y, q in every[1])
-    assert exact.bias(tree.verify_tree, both, target, 2) < 1e-12
+    assert exact.bias(verify_tree, both, target, 2) < 1e-12
     shared = ((merge_drafts([x, given(x.tokens[1:])]), p) for x, p in every[0])
-    assert exact.bias(tree.verify_tree, shared, target, 2) < 1e-12
+    assert exact.bias(verify_tree, shared, target, 2) < 1e-12
 
 
 def test_a_node_that_two_said_counts_for_both() -> None:

@@ -39,7 +39,8 @@ from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Proposal
-from forerun.verify import Noise, block, token
+from forerun.verify import Noise
+from forerun.verify.ratio import verify_block, verify_token
 from tests import exact, other_words, tiny
 from tests.engine import build
 from tests.other_words import KINDS, shared, words
@@ -236,7 +237,7 @@ class Toy(ModelVocabulary):
 
 
 @pytest.mark.parametrize("letters", ["cab", "bxcy", "xya", "abcd"])
-@pytest.mark.parametrize("rule", [token.verify_chain, block.verify_chain], ids=["token", "block"])
+@pytest.mark.parametrize("rule", [verify_token, verify_block], ids=["token", "block"])
 def test_the_law_across_is_exact_under_every_outcome(rule: object, letters: str) -> None:
     """A drafter of other letters, in another order: what a round says has the target's law."""
     both = SharedVocabulary(Toy("abc"), Toy(letters))

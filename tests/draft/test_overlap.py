@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
+from forerun.draft.compose import OverlapProposer
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.overlap import OverlapProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
 from tests import tiny
-from tests.draft.test_cascade import KERNELS
-from tests.draft.test_draft_model import FILTERED, GREEDY, WARM, proposer, row, text_of
+from tests.draft.test_draft_model import FILTERED, GREEDY, KERNELS, WARM, proposer, row, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 

@@ -11,15 +11,12 @@ import torch
 from forerun.draft.assistant import AssistantProposer, load_assistant
 from forerun.draft.block.formats import MarkovShape
 from forerun.draft.block.proposer import BlockProposer
-from forerun.draft.cascade import Cascade
-from forerun.draft.compose import InTurn
-from forerun.draft.draft_model import DraftModel, Pard
+from forerun.draft.compose import InTurn, OverlapProposer
+from forerun.draft.draft_model import Cascade, DraftModel, Pard
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
-from forerun.draft.lookahead import Lookahead
 from forerun.draft.medusa import MedusaProposer, MedusaStyleHeads
-from forerun.draft.ngram import NGram
-from forerun.draft.overlap import OverlapProposer
+from forerun.draft.ngram import Lookahead, NGram
 from forerun.draft.proposer import DraftRequest, Proposer, view_of
 from forerun.draft.recycle import Recycle
 from forerun.draft.suffix import Suffix

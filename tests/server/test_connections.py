@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
-from forerun.server import connections, jobs, limits
+from forerun.server import jobs, limits, run
 from forerun.server.acceptor import RECEIVE_BYTES, Acceptor
-from forerun.server.connections import ConnectionPool, Phase
+from forerun.server.run import ConnectionPool, Phase
 from forerun.server.settings import Settings
 from tests.server.serving import (
     ASKED,
@@ -286,7 +286,7 @@ def test_parsing_takes_a_bounded_time_in_an_iteration(monkeypatch: pytest.Monkey
     parsed: list[str] = []
     later: list[Callable[[], None]] = []
     pool: Any = ConnectionPool(Settings())
-    monkeypatch.setattr(connections.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
 
     def parse(connection: Any) -> None:
         now[0] += 0.0005
@@ -319,7 +319,7 @@ def test_clients_that_reset_refused_connections_hold_up_nobody(shared: Serving) 
 def test_the_memory_of_all_bodies_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small bodies pass, and a body counts as long as its request lasts."""
     monkeypatch.setattr(limits, "UNCOUNTED", 1000)
-    monkeypatch.setattr(connections, "HIGH_WATER_LIMIT", 1000)
+    monkeypatch.setattr(run, "HIGH_WATER_LIMIT", 1000)
     large = {"prompt": "x " * 2400}
     with serving(spare, max_body=5000, max_bodies=6000) as s:
 
@@ -473,7 +473,7 @@ def test_events_that_gather_at_once_are_not_unread(
 
 def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest unread response is dropped; clients that read get theirs."""
-    monkeypatch.setattr(connections, "LARGE_WRITE", 1000)
+    monkeypatch.setattr(run, "LARGE_WRITE", 1000)
     sent = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     def unsent(s: Serving) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
+from forerun.server import conversation
 from forerun.server import openai as openai_api
-from forerun.server import tools
 from tests.server.serving import Front, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -120,8 +120,8 @@ def test_a_request_without_a_prompt_loads_the_model(front: Front, path: str) -> 
 
 def test_arguments_of_calls_are_objects(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model calls nothing by itself, so the parser reports a call."""
-    monkeypatch.setattr(tools.ToolCallParser, "add", lambda self, piece: ("", []))
-    monkeypatch.setattr(tools.ToolCallParser, "end", lambda self: ("", [CALL]))
+    monkeypatch.setattr(conversation.ToolCallParser, "add", lambda self, piece: ("", []))
+    monkeypatch.setattr(conversation.ToolCallParser, "end", lambda self: ("", [CALL]))
     function = {"index": 0, "name": "f", "arguments": {"x": 1}}
     calls = [{"id": "call_0", "function": function}]
     message = full(serve, "/api/chat", messages=HI, tools=[TOOL])["message"]

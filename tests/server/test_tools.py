@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forerun.errors import RequestError
 from forerun.llm import LLM
 from forerun.sampling.grammar import Grammar
-from forerun.server import limits, tools
+from forerun.server import conversation, limits
 from forerun.server.errors import ApiError
 from forerun.server.protocol import NamedTool, Tool
 
@@ -33,7 +33,7 @@ W = [tool("w"), tool("v")]
 
 def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
     """The text that is left, and the calls as (name, arguments)."""
-    rest, calls = tools.parse_tool_calls(text, known)
+    rest, calls = conversation.parse_tool_calls(text, known)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
     return rest, [
         (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
@@ -41,7 +41,7 @@ def found(text: str, known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]
 
 
 def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[str, Any]]]:
-    reader = tools.ToolCallParser(known)
+    reader = conversation.ToolCallParser(known)
     parts = [*(reader.add(piece) for piece in pieces), reader.end()]
     calls = [call["function"] for _, calls in parts for call in calls]
     return "".join(text for text, _ in parts), [
@@ -52,10 +52,10 @@ def streamed(pieces: list[str], known: list[Tool] = W) -> tuple[str, list[tuple[
 def test_blocks_that_are_no_calls_stay_text() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     other = '<tool_call>{"name": "g"}</tool_call>'
-    text, (only,) = tools.parse_tool_calls(f"{other}\n{call}", [tool("f")])
+    text, (only,) = conversation.parse_tool_calls(f"{other}\n{call}", [tool("f")])
     assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert tools.parse_tool_calls(f" {call}\n{call}", [tool("f")])[0] == ""
-    assert tools.parse_tool_calls(other, [tool("f")]) == (other, [])
+    assert conversation.parse_tool_calls(f" {call}\n{call}", [tool("f")])[0] == ""
+    assert conversation.parse_tool_calls(other, [tool("f")]) == (other, [])
 
 
 C1 = ("w", {"c": 1})
@@ -180,7 +180,7 @@ def expected(text: str) -> tuple[str, list[str]]:
 @example(["{", '"name": "w"', "}", ",", "x"])
 def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
     text = "".join(pieces)
-    rest, calls = tools.parse_tool_calls(text, [tool("w")])
+    rest, calls = conversation.parse_tool_calls(text, [tool("w")])
     assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
 
 
@@ -194,7 +194,7 @@ def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -
 
 def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
     """And a call as soon as it is whole: nobody waits for the end of the answer."""
-    reader = tools.ToolCallParser(W)
+    reader = conversation.ToolCallParser(W)
     assert reader.add("Use <tool_call>{") == ("Use ", [])
     assert reader.add("name} here <to") == ("<tool_call>{name} here ", [])
     assert reader.add("ol> and ") == ("<tool> and ", [])
@@ -206,7 +206,7 @@ def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
 
 @given(PIECES)
 def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
-    for call in tools.parse_tool_calls("".join(pieces), W)[1]:
+    for call in conversation.parse_tool_calls("".join(pieces), W)[1]:
         assert isinstance(limits.parse(call["function"]["arguments"].encode()), dict)
 
 
@@ -222,9 +222,9 @@ def test_many_marks_that_lead_nowhere_take_linear_time(
 ) -> None:
     """No character is read for more than two values, which is counted here: it took minutes
     once."""
-    scans = [Counted(tools.WITHIN_STRING), Counted(tools.BETWEEN_STRINGS)]
-    monkeypatch.setattr(tools, "WITHIN_STRING", scans[0])
-    monkeypatch.setattr(tools, "BETWEEN_STRINGS", scans[1])
+    scans = [Counted(conversation.WITHIN_STRING), Counted(conversation.BETWEEN_STRINGS)]
+    monkeypatch.setattr(conversation, "WITHIN_STRING", scans[0])
+    monkeypatch.setattr(conversation, "BETWEEN_STRINGS", scans[1])
     text = piece * 2000 + "x"
     rest, calls = streamed([text[at : at + size] for at in range(0, len(text), size)])
     assert not calls and rest == text
@@ -340,8 +340,10 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
     schema, right, wrong = REFERENCES[case]
     form = Grammar.of("json_schema", schema)
     other = tool("g", **closed(a={"$ref": "#/$defs/x"}), **{"$defs": {"x": {"enum": ["other"]}}})
-    call = tools.required_call([other, tool("f", **schema)], "required")
-    named = tools.required_call([other, tool("f", **schema)], NamedTool.model_validate(NAMED))
+    call = conversation.required_call([other, tool("f", **schema)], "required")
+    named = conversation.required_call(
+        [other, tool("f", **schema)], NamedTool.model_validate(NAMED)
+    )
     for value in [*right, *wrong]:
         text = json.dumps(value, separators=(",", ":"))
         assert accepts(llm, form, text) is (value in right), text
@@ -362,7 +364,7 @@ def test_parameters_mean_what_they_mean_as_a_response_format(llm: LLM, case: str
 )
 def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[str, Any]) -> None:
     """Other values are no arguments: a client could not send them back."""
-    grammar = tools.required_call([tool("f", **parameters)], "required")
+    grammar = conversation.required_call([tool("f", **parameters)], "required")
     assert accepts(llm, grammar, '{"name":"f","arguments":{}}')
     for text in ("null", "5", '"x"', "[]"):
         assert not accepts(llm, grammar, f'{{"name":"f","arguments":{text}}}')
@@ -371,12 +373,12 @@ def test_arguments_that_are_demanded_are_an_object(llm: LLM, parameters: dict[st
 @pytest.mark.parametrize("kind", ["string", ["string", "null"], 5])
 def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
     with pytest.raises(ApiError, match="the parameters of 'f' must be a schema of type object"):
-        tools.required_call([tool("f", type=kind)], "required")
+        conversation.required_call([tool("f", type=kind)], "required")
 
 
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
     """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
-    grammar = tools.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
+    grammar = conversation.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")
     assert (

@@ -14,9 +14,9 @@ from forerun.cli.progress import nothing
 from forerun.draft.recycle import TABLE, SuccessorTable
 from forerun.errors import ForerunError
 from forerun.models.shortlist import read_shortlist
-from forerun.train import statistics
+from forerun.train import run as run_module
 from forerun.train.options import Training
-from forerun.train.statistics import make_shortlist, make_table
+from forerun.train.run import make_shortlist, make_table
 from forerun.train.synthesis import WrittenTexts
 from tests import tiny
 from tests.cli.test_main import run
@@ -66,7 +66,7 @@ def test_a_table_that_cannot_be_made(
         with pytest.raises(ForerunError, match="No space left"):
             make_table(str(tiny.spoken()), [prompts], SETTINGS, out, nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
-    monkeypatch.setattr(statistics, "write", lambda *args: WrittenTexts(["{}"] * 4, 0, 0, 0.0))
+    monkeypatch.setattr(run_module, "write", lambda *args: WrittenTexts(["{}"] * 4, 0, 0, 0.0))
     settings = replace(SETTINGS, write=4)
     made = make_table(str(tiny.spoken()), [prompts], settings, out, nothing)
     assert made.texts == 6 + 4, "texts of its own beside data"

@@ -19,15 +19,16 @@ from forerun.errors import ForerunError
 from forerun.sampling.filters import SamplingState, filter_logits
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Proposal
-from forerun.verify import RULES, Noise, block, token, tree
+from forerun.verify import RULES, Noise, ratio
+from forerun.verify.ratio import verify_block, verify_token, verify_tree
 from tests import exact, test_rng
 from tests.check.faults import FAULTS
 
 VOCAB, PAIRS = 5, 60
 RULES_OF_CHAINS = {
-    "token": token.verify_chain,
-    "block": block.verify_chain,
-    "tree": tree.verify_tree,
+    "token": verify_token,
+    "block": verify_block,
+    "tree": verify_tree,
 }
 
 
@@ -120,12 +121,12 @@ def test_a_truncated_law_is_refused(rule):
 
 
 def test_a_truncated_law_is_found_out_without_the_assertion(monkeypatch):
-    monkeypatch.setattr(token, "probs_of", lambda draft, node, p: draft.probs[draft.parents[node]])
+    monkeypatch.setattr(ratio, "probs_of", lambda draft, node, p: draft.probs[draft.parents[node]])
     assert 0.08 < mean_bias(FAULTS["truncated-law"].code("token"), honest) < 0.15
 
 
 def test_two_drafts_against_one_law_are_found_out():
-    assert mean_bias(tree.verify_tree, two_drafts) < 1e-12
+    assert mean_bias(verify_tree, two_drafts) < 1e-12
     assert 0.06 < mean_bias(FAULTS["siblings"].code("tree"), two_drafts) < 0.14
 
 
@@ -219,7 +220,7 @@ def test_trees_say_nothing_that_the_target_forbids(u, monkeypatch):
         ],
     )
     draft.probs = np.tile(q, (5, 1))
-    verdict = tree.verify_tree(draft, np.tile(p, (5, 1)), Noise(1, 1))
+    verdict = verify_tree(draft, np.tile(p, (5, 1)), Noise(1, 1))
     assert all(p[t] > 0 for t in verdict.tokens)
 
 

@@ -17,8 +17,7 @@ import pytest
 from forerun.check import oracle
 from forerun.check.oracle import greedy, greedy_plus_one, mixed
 from forerun.types import Draft, Verdict
-from forerun.verify import block, token, tree
-from forerun.verify.base import probs_of
+from forerun.verify.ratio import probs_of, verify_block, verify_token, verify_tree
 from tests import exact
 from tests.verify import schemes
 from tests.verify.schemes import MERGED, TREES, greedy_first
@@ -32,7 +31,7 @@ GRID = [
     ("exact", 3, 2),
 ]
 GRID += [("sparse", 3, 2), ("exact", 3, 3), ("float", 4, 1), ("float", 4, 2), ("float", 4, 3)]
-CHAIN_RULES = {"token": token.verify_chain, "block": block.verify_chain, "tree": tree.verify_tree}
+CHAIN_RULES = {"token": verify_token, "block": verify_block, "tree": verify_tree}
 
 
 def allowed(kind):
@@ -80,7 +79,7 @@ def test_block_accepts_the_prefix_mass(kind, vocab, depth):
     expected = 1
     for draft, weight in oracle.proposals(oracle.sampled, models[1], depth):
         expected += weight * sum(prefix_mass(draft, models[0], i) for i in range(1, depth + 1))
-    assert abs(mean(block.verify_chain, oracle.sampled, models, depth) - expected) <= allowed(kind)
+    assert abs(mean(verify_block, oracle.sampled, models, depth) - expected) <= allowed(kind)
 
 
 @pytest.mark.parametrize("kind, vocab, depth", GRID)
@@ -94,7 +93,7 @@ def test_token_accepts_the_product_of_ratios(kind, vocab, depth):
                 1, p[node - 1][draft.tokens[node]] / draft.probs[node - 1][draft.tokens[node]]
             )
             expected += kept
-    assert abs(mean(token.verify_chain, oracle.sampled, models, depth) - expected) <= allowed(kind)
+    assert abs(mean(verify_token, oracle.sampled, models, depth) - expected) <= allowed(kind)
 
 
 @pytest.mark.parametrize("rule, accepted", [("token", Fraction(10, 9)), ("block", Fraction(11, 9))])
@@ -149,7 +148,7 @@ def tree_case(name, kind, vocab, depth, seed, is_ragged=False):
     target, drafter = oracle.toy_models(kind, vocab, depth, seed)
     scheme = ragged(TREES[name]) if is_ragged else TREES[name]
     drafts = list(oracle.proposals(scheme, drafter, depth))
-    return *(oracle.emission(rule, drafts, target) for rule in (tree.verify_tree, top_down)), target
+    return *(oracle.emission(rule, drafts, target) for rule in (verify_tree, top_down)), target
 
 
 TREE_GRID = [(name, "exact", 2, 2, False) for name in TREES] + [
@@ -186,7 +185,7 @@ def test_tree_is_block_on_a_chain(scheme, kind, vocab, depth):
     target, drafter = oracle.toy_models(kind, vocab, depth, seed=9)
     for draft, _ in oracle.proposals(scheme, drafter, depth):
         by_tree, by_block = (
-            oracle.emission(r, [(draft, 1)], target) for r in (tree.verify_tree, block.verify_chain)
+            oracle.emission(r, [(draft, 1)], target) for r in (verify_tree, verify_block)
         )
         assert exact.error(by_tree, by_block) <= allowed(kind)
 
@@ -215,7 +214,7 @@ def best_acceptance(p, sets):
 def test_one_level_acceptance(name, kind, vocab, seed):
     target, drafter = oracle.toy_models(kind, vocab, 1, seed)
     p, q = target[()], drafter[()]
-    rules = [tree.verify_tree, top_down] + [token.verify_chain, block.verify_chain] * (
+    rules = [verify_tree, top_down] + [verify_token, verify_block] * (
         name in ("sampled chain", "mixed chain")
     )
     sets, best = chances_of_sets(TREES[name], q), int(np.argmax(q))
@@ -375,7 +374,7 @@ def test_a_budget_shared_by_requests_is_exact(rule, budget):
 
 
 def test_a_budget_shared_by_drawn_scores_is_not():
-    assert shared_budget_error(block.verify_chain, 2, reached) > 1e-2
+    assert shared_budget_error(verify_block, 2, reached) > 1e-2
 
 
 # Trees of two drafters.
@@ -385,7 +384,7 @@ def merged_bias(pair, kind, vocab, depth, seed):
     target, first = oracle.toy_models(kind, vocab, depth, seed)
     second = oracle.toy_models(kind, vocab, depth, seed + 50)[1]
     return exact.bias(
-        tree.verify_tree, schemes.merged_proposals(pair, (first, second), depth), target, depth
+        verify_tree, schemes.merged_proposals(pair, (first, second), depth), target, depth
     )
 
 
@@ -395,7 +394,7 @@ def merged_bias(pair, kind, vocab, depth, seed):
 )
 @pytest.mark.parametrize("pair", MERGED.values(), ids=MERGED)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
-    """Each draws independently; `tests/engine/test_two_drafters.py` tests that the engine has them
+    """Each draws independently; `tests/check/test_engine_checks.py` tests that the engine has them
     do so."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
 
@@ -405,7 +404,7 @@ def test_block_accepts_at_least_as_much_as_token(kind, vocab, depth):
     for seed in range(3):
         models = oracle.toy_models(kind, vocab, depth, seed)
         by_token, by_block = (
-            mean(r.verify_chain, oracle.sampled, models, depth) for r in (token, block)
+            mean(r, oracle.sampled, models, depth) for r in (verify_token, verify_block)
         )
         assert by_block >= by_token - allowed(kind)
 
@@ -413,7 +412,7 @@ def test_block_accepts_at_least_as_much_as_token(kind, vocab, depth):
 @pytest.mark.parametrize("kind, vocab, depth", GRID)
 def test_block_gains_nothing_on_given_tokens(kind, vocab, depth):
     models = oracle.toy_models(kind, vocab, depth, seed=8)
-    by_token, by_block = (mean(r.verify_chain, greedy, models, depth) for r in (token, block))
+    by_token, by_block = (mean(r, greedy, models, depth) for r in (verify_token, verify_block))
     assert abs(by_block - by_token) <= allowed(kind)
 
 
@@ -421,8 +420,7 @@ def order_gains(kind, vocab, depth, seeds):
     """By how many tokens sampled-first beats given-first, on several models."""
     models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
     return [
-        mean(tree.verify_tree, greedy_plus_one, m, depth)
-        - mean(tree.verify_tree, greedy_first, m, depth)
+        mean(verify_tree, greedy_plus_one, m, depth) - mean(verify_tree, greedy_first, m, depth)
         for m in models
     ]
 

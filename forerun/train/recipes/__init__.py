@@ -6,8 +6,7 @@ from forerun.errors import ConfigError
 from forerun.train.options import OPTIONS
 from forerun.train.recipes.base import Recipe
 from forerun.train.recipes.block import Block
-from forerun.train.recipes.eagle import Eagle3, Mtp
-from forerun.train.recipes.medusa import Medusa
+from forerun.train.recipes.heads import Eagle3, Medusa, Mtp
 from forerun.train.recipes.small_lm import SmallLM
 
 __all__ = ["RECIPES", "Block", "Eagle3", "Medusa", "Mtp", "Recipe", "SmallLM", "recipe_of"]

@@ -21,9 +21,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from forerun import LLM
-from forerun.server import logs
+from forerun.server import monitoring
 from forerun.server.app import make_app
-from forerun.server.logs import (
+from forerun.server.monitoring import (
     MAX_KINDS,
     MAX_LENGTH,
     MAX_LINES,
@@ -44,7 +44,7 @@ URL = "http://127.0.0.1:8000"
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     time = [0.0]
-    monkeypatch.setattr(logs.time, "monotonic", lambda: time[0])
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: time[0])
     return time
 
 

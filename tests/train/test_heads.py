@@ -26,8 +26,8 @@ from forerun.models.rope import rope_tables
 from forerun.models.weights import load_weights
 from forerun.train.data import Corpus, Example
 from forerun.train.options import EagleOptions, MtpOptions
-from forerun.train.recipes import Eagle3, Mtp, eagle
-from forerun.train.recipes.eagle import EagleRecipe, copy_last_layer, fused_layers, unroll
+from forerun.train.recipes import Eagle3, Mtp, heads
+from forerun.train.recipes.heads import EagleRecipe, copy_last_layer, fused_layers, unroll
 from forerun.train.run import TrainingPlan
 from forerun.train.target import Batch, Target
 from forerun.verify import Noise
@@ -273,7 +273,7 @@ def test_a_head_begins_as_the_targets_last_layer(name: str, target: Target, corp
         x.append(torch.cat((normed(embedded), state), -1).double().detach())
         y.append(states[last - 1][1:].double())
     pairs, entering = torch.cat(x).numpy(), torch.cat(y).numpy()
-    ridge = (eagle.RIDGE * np.square(pairs).sum(0).mean()) ** 0.5 * np.eye(pairs.shape[1])
+    ridge = (heads.RIDGE * np.square(pairs).sum(0).mean()) ** 0.5 * np.eye(pairs.shape[1])
     inputs, outputs = np.vstack((pairs, ridge)), np.vstack((entering, 0 * entering[: len(ridge)]))
     expected = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
     assert np.allclose(head.joined.input_proj.weight.detach().numpy(), expected.T, atol=2e-3)
@@ -312,8 +312,8 @@ def test_another_kind_of_layer_begins_as_the_identity(
         seen.append(layer)
         return torch.ones(head.layer.hidden, 2 * head.layer.hidden)
 
-    monkeypatch.setattr(eagle, "copy_last_layer", lambda layer, target: False)
-    monkeypatch.setattr(eagle, "fit_pairs", fitted)
+    monkeypatch.setattr(heads, "copy_last_layer", lambda layer, target: False)
+    monkeypatch.setattr(heads, "fit_pairs", fitted)
     head: Any = Mtp(MtpOptions()).build(target, corpus)
     assert seen == [target.llm.decoder.config.layers]
     size = head.layer.hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun import rng
-from forerun.check.two_drafters import TARGET, check_two_drafters, compare
+from forerun.check.engine_checks import TARGET, check_two_drafters, compare_drafters
 from forerun.verify import Noise
 
 
@@ -22,7 +22,7 @@ def test_drafters_of_one_tree_draw_independently() -> None:
 
 def test_shared_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the drafters, and in the engine: an older engine gave both drafters the same source."""
-    test = compare(SharedSources)
+    test = compare_drafters(SharedSources)
     assert test.rejected and test.describe_worst()[0] // len(TARGET) == 1
     monkeypatch.setattr(
         Noise, "draft", lambda self, node: rng.stream(self.seed, rng.Lane.DRAFT, self.root, node)
