@@ -77,9 +77,7 @@ def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     config = reference(name).config
     empty = MiniMaxCache() if name == "minimax_text" else hf.DynamicCache(config=config)
     read(empty, 0, [tuple(text) for text in texts])
-    return [
-        torch.cat([rows[tuple(text[: end + 1])] for end in range(len(text))]) for text in texts
-    ]
+    return [torch.cat([rows[tuple(text[: end + 1])] for end in range(len(text))]) for text in texts]
 
 
 def load(path: Path, kernels: str) -> Decoder | NativeDecoder:
