@@ -577,7 +577,7 @@ PARTS = {
         *("blk.2.altup_correct_scale.weight", "blk.2.altup_predict_coef.weight"),
     ],
     "qwen3_5": [
-        *("blk.2.ssm_a", "blk.2.ssm_dt.bias", "blk.2.ssm_conv1d.weight", "blk.2.ssm_norm.weight"),
+        *("blk.2.ssm_a", "blk.2.ssm_dt.bias", "blk.2.ssm_conv1d.weight", "blk.2.ssm_norm.weight")
     ],
 }
 
@@ -604,8 +604,7 @@ def test_listing_finds_nothing_to_refuse(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gates", "sizes"),
-    [("Q8_0", dict(hidden_size=48)), ("Q4_0", dict(moe_intermediate_size=16))],
+    ("gates", "sizes"), [("Q8_0", dict(hidden_size=48)), ("Q4_0", dict(moe_intermediate_size=16))]
 )
 @KERNELS
 def test_experts_that_are_no_blocks_are_refused_on_the_native_kernels(

@@ -571,10 +571,7 @@ SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent:
         COMPLETION,
         lambda: body(stop=["a" * i + "b" for i in range(240, 256)], max_tokens=500),
     ),
-    "documents": (
-        COMPLETION,
-        lambda: body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3),
-    ),
+    "documents": (COMPLETION, lambda: body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3)),
     "log-probabilities": (COMPLETION, lambda: body(n=64, logprobs=20, max_tokens=60)),
     "echoes": (COMPLETION, lambda: body(prompt="x = 1\n" * 330, n=64, echo=True, max_tokens=1)),
     "scored echoes": (COMPLETION, lambda: body(**SCORED)),
@@ -595,10 +592,7 @@ SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent:
             {"messages": [{"role": "assistant", "tool_calls": LARGE_CALL * 20}]}
         ).encode(),
     ),
-    "schema": (
-        COMPLETION,
-        lambda: body(guided_json={"type": "object", "properties": KEYS}),
-    ),
+    "schema": (COMPLETION, lambda: body(guided_json={"type": "object", "properties": KEYS})),
     "constants": (
         COMPLETION,
         lambda: body(guided_json={"anyOf": [{"const": "x" * i} for i in range(300)]}),
