@@ -4,6 +4,7 @@ model.
 What is slow to import is imported where tests run: the process that only hands them out to others
 does without."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -79,3 +80,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    gc.freeze()  # full collections, which tests set off, pass over the modules and the tests then

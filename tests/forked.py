@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ class Process:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run(*arguments: str, **env: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a command line that reads nothing."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        try:
+            process = Process(
+                [*arguments], nowhere, out.fileno(), errors.fileno(), os.environ | env
+            )
+        finally:
+            os.close(nowhere)
+        code = process.wait(120)
+        for file in (out, errors):
+            file.seek(0)
+        return code, out.read().decode(), errors.read().decode()
 
 
 class Spoken(Process):

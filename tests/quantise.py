@@ -184,6 +184,11 @@ def save(directory: Path, tensors: Tensors, **config: Any) -> None:
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         directory / "model.safetensors",
     )
+    configure(directory, **config)
+
+
+def configure(directory: Path, **config: Any) -> None:
+    """Change the config.json of a model directory."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 

@@ -7,13 +7,10 @@ import functools
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import pytest
-
 import forerun
 
 PACKAGE = Path(forerun.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 MAX_COLUMNS = 100
 MAX_LINES = 700  # of a file
 MAX_FUNCTION = 70  # lines of a function's body
@@ -47,8 +44,16 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(file) for file in FILES}
 
 
 def layer_of(module: str) -> int:
@@ -61,42 +66,41 @@ def layer_of(module: str) -> int:
     raise AssertionError(f"{module} has no layer: add it to LAYERS")
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Modules below `forerun` that a file imports, inside functions too."""
-    modules = {module_of(file) for file in FILES}
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun"):
             base = (node.module or "").removeprefix("forerun").removeprefix(".")
             for alias in node.names:
                 name = f"{base}.{alias.name}".removeprefix(".")
-                found.add(name if name in modules else base)
+                found.add(name if name in MODULES else base)
     return found - {""}
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_lines_fit(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_LINES
-    long = [i for i, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS]
-    assert not long, f"lines of more than {MAX_COLUMNS} columns: {long}"
+def test_lines_fit() -> None:
+    for path in FILES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= MAX_LINES, path
+        long = [i for i, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS]
+        assert not long, f"{path}: lines of more than {MAX_COLUMNS} columns: {long}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_docstrings_are_sentences(path: Path) -> None:
-    tree = tree_of(path)
-    if path.name != "__main__.py":
-        assert ast.get_docstring(tree), "a module needs a docstring"
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        text = ast.get_docstring(node) or ""
-        assert not text.startswith(FRAGMENTS), f"line {node.lineno}: {text.splitlines()[0]}"
-        if isinstance(node, ast.ClassDef):
-            assert text or node.name.startswith("_"), f"{node.name} needs a docstring"
-        elif node.end_lineno:
-            length = node.end_lineno - node.body[0].lineno + 1
-            assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
+def test_docstrings_are_sentences() -> None:
+    for path in FILES:
+        if path.name != "__main__.py":
+            assert ast.get_docstring(tree_of(path)), f"{path} needs a docstring"
+        for node in nodes_of(path):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            text, place = ast.get_docstring(node) or "", f"{path}:{node.lineno}: {node.name}"
+            assert not text.startswith(FRAGMENTS), f"{place}: {text.splitlines()[0]}"
+            if isinstance(node, ast.ClassDef):
+                assert text or node.name.startswith("_"), f"{place} needs a docstring"
+            elif node.end_lineno:
+                length = node.end_lineno - node.body[0].lineno + 1
+                assert length <= MAX_FUNCTION, f"{place} has {length} lines"
 
 
 def test_tables_alone_are_unformatted() -> None:
@@ -106,13 +110,13 @@ def test_tables_alone_are_unformatted() -> None:
     assert len(marked) <= MAX_UNFORMATTED, Counter(module_of(path) for path in marked)
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_imports_go_down(path: Path) -> None:
-    module = module_of(path)
-    if not module or module in ("__init__", "__main__"):
-        return
-    for other in imported(path):
-        assert layer_of(other) <= layer_of(module), f"{module} imports {other}"
+def test_imports_go_down() -> None:
+    for path in FILES:
+        module = module_of(path)
+        if not module or module in ("__init__", "__main__"):
+            continue
+        for other in imported(path):
+            assert layer_of(other) <= layer_of(module), f"{module} imports {other}"
 
 
 def test_tools_do_not_import_each_other() -> None:
@@ -143,7 +147,7 @@ def test_no_class_name_is_used_twice() -> None:
     names = Counter(
         node.name
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not {name: count for name, count in names.items() if count > 1}

@@ -236,7 +236,7 @@ def test_rounds_are_fair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("noise", "seconds", "expected"), [(0.0, 100.0, 3), (0.2, 10.0, 5), (0.2, 1e6, None)]
+    ("noise", "seconds", "expected"), [(0.0, 100.0, 3), (0.2, 10.0, 5), (0.15, 1e6, None)]
 )
 def test_rounds_are_added_until_ratios_have_settled(
     noise, seconds, expected, monkeypatch, pair

@@ -14,14 +14,7 @@ import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, ForerunError, RequestError
-from forerun.bench.endpoint import (
-    Answer,
-    Endpoint,
-    SpecStats,
-    one_line,
-    request_prompt,
-    spec_stats,
-)
+from forerun.bench.endpoint import Answer, Endpoint, SpecStats, one_line, request_prompt, spec_stats
 from forerun.bench.serve import (
     INTERRUPTED,
     OFF,
@@ -330,10 +323,7 @@ def test_models_keys_and_drafts() -> None:
             measure(fake)
     with faking() as fake, pytest.raises(ConfigError, match="not a forerun server"):
         measure(fake, drafts=["suffix"])
-    with (
-        faking(maker="forerun") as fake,
-        pytest.raises(ConfigError, match="did you mean 'suffix'"),
-    ):
+    with faking(maker="forerun") as fake, pytest.raises(ConfigError, match="did you mean 'suffix'"):
         measure(fake, drafts=["sufix"])
     with pytest.raises(ForerunError, match=r"does not answer .*: is the server running"):
         measure(fake)

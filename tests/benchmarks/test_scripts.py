@@ -65,7 +65,7 @@ def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0 and f"python -m benchmarks.{name}" in capsys.readouterr().out
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_of_scripts(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]

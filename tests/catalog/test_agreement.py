@@ -132,22 +132,26 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: json.dumps(change)[:40])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_fits_as_loading_says(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_head_fits_as_loading_says(kind: str, tmp_path: Path) -> None:
     save, load = KINDS[kind]
     save(tmp_path / "head")
-    path = tmp_path / "head/config.json"
-    raw = json.loads(path.read_text())
-    for name, value in change.items():
-        if name in raw:
-            raw[name] = raw[name] | value if isinstance(value, dict) else value
-    path.write_text(json.dumps(raw))
-    target = tiny.family("llama")
-    found = checks(facts_at(tmp_path / "head", "head"), sizes_of(facts_at(target, "target")))
-    try:
-        load(tmp_path / "head", view_of(tiny.decoder(target)))
-        loads = True
-    except LoadError:
-        loads = False
-    assert fits(found) == loads, [check.text for check in found]
+    path, target = tmp_path / "head/config.json", tiny.family("llama")
+    saved, sizes = path.read_text(), sizes_of(facts_at(target, "target"))
+    view, seen = view_of(tiny.decoder(target)), set()
+    for change in CHANGES:
+        raw = json.loads(saved)
+        for name, value in change.items():
+            if name in raw:
+                raw[name] = raw[name] | value if isinstance(value, dict) else value
+        if (content := json.dumps(raw)) in seen:  # the kind has none of these fields
+            continue
+        seen.add(content)
+        path.write_text(content)
+        found = checks(facts_at(tmp_path / "head", "head"), sizes)
+        try:
+            load(tmp_path / "head", view)
+            loads = True
+        except LoadError:
+            loads = False
+        assert fits(found) == loads, (change, [check.text for check in found])

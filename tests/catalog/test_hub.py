@@ -79,10 +79,7 @@ WRONG_ANSWERS: list[tuple[Callable[[FakeHub], None], str]] = [
     (edit(struct.pack("<Q", 1 << 60) + b"{}"), "its header would have"),
     (edit(struct.pack("<Q", 2) + b"[]"), "safetensors file"),
     (edit(struct.pack("<Q", 40) + b'{"a": {"shape": [-1], "dtype": "F16"}}  '), "impossible sizes"),
-    (
-        edit(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '),
-        "safetensors file",
-    ),
+    (edit(struct.pack("<Q", 40) + b'{"a": {"shape": 5, "dtype": "F16"}}     '), "safetensors file"),
     (
         edit(struct.pack("<Q", 400) + b'{"a": {"shape": [1' + b"0" * 379 + b"]}}"),
         "impossible sizes",

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import termios
 import threading
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from forerun.cli.progress import Bar, Part, ProgressLines, Tell, progress
 from tests import tiny
+from tests.forked import Process, run
 
 CURSOR = ("\x1b[?25l", "\x1b[?25h")  # hidden, shown
 CHECK = [
@@ -146,10 +146,8 @@ def terminal(*args: str, interrupt_at: str = "", **environ: str) -> tuple[int, s
     """(exit code, what it wrote) of a command on a pseudo-terminal."""
     end, inner = os.openpty()
     termios.tcsetwinsize(inner, (40, 120))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forerun", *args], stdin=inner, stdout=inner, stderr=inner,
-        env=os.environ | {"TERM": "xterm-256color"} | environ,
-    )  # fmt: skip
+    env = os.environ | {"TERM": "xterm-256color"} | environ
+    process = Process([*args], inner, inner, inner, env, tty=True)
     os.close(inner)
     text = b""
     while True:
@@ -199,10 +197,10 @@ def test_ctrl_c_leaves_a_clean_terminal() -> None:
 
 
 def test_check_in_a_pipe_gives_a_line_for_each_part() -> None:
-    done = subprocess.run([sys.executable, "-m", "forerun", *CHECK], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [
+    code, out, errors = run(*CHECK)
+    assert code == 0, errors
+    assert errors.splitlines() == [
         "rules: 1 of 1 passed", "forward: 1 of 1 passed", "texts: 2 of 2 passed", "distribution: 1 of 1 passed",
         "faults: 1 of 1 passed",
     ]  # fmt: skip
-    assert done.stdout.startswith("certified: ") and "\x1b" not in done.stdout
+    assert out.startswith("certified: ") and "\x1b" not in out

@@ -255,8 +255,7 @@ def sampled_as_said(model: Decoder, row: DraftRequest, width: int, draft: Draft)
         laws, likeliest = {}, {}
         for node in values:
             scores = shape_scores(
-                logits_after(model, [*row.tokens, *paths(draft)[node]])[None],
-                [row.params.sampling],
+                logits_after(model, [*row.tokens, *paths(draft)[node]])[None], [row.params.sampling]
             )[0]
             laws[node] = scores
             chances = scores.double().softmax(-1)

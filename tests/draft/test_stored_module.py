@@ -154,11 +154,7 @@ BROKEN: list[tuple[Any, dict[str, int], str]] = [
 @compiled
 @pytest.mark.parametrize(("edit", "numbers", "says"), BROKEN)
 def test_a_stored_module_that_cannot_be_used_is_one_line(
-    edit: Any,
-    numbers: dict[str, int],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    edit: Any, numbers: dict[str, int], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And auto goes on without it."""
     path, out = target_file("llama/F32"), tmp_path / "both.gguf"

@@ -158,10 +158,7 @@ def engine(
         ),
     }
     return Engine(
-        main,
-        {name: make[name]() for name in drafts if name != "off"},
-        rule=rule,
-        chunk=chunk,
+        main, {name: make[name]() for name in drafts if name != "off"}, rule=rule, chunk=chunk
     )
 
 

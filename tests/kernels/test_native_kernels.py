@@ -116,33 +116,15 @@ def attention(q, keys, values, window, chunk, softcap, scale):  # type: ignore[n
 SHAPES = [(1, 1, 8), (6, 2, 24), (3, 3, 64), (20, 1, 40), (8, 2, 128), (7, 1, 17)]
 
 
+SEEN = [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5, 151, 0.0)]
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("window", "chunk", "softcap"),
-    [(0, 0, 0.0), (5, 0, 0.0), (70, 0, 2.0), (0, 70, 0.0), (0, 75, 0.0), (5, 151, 0.0)],
-)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("scattered", [False, True])
-def test_attention(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    window: int,
-    chunk: int,
-    softcap: float,
-    form: str,
-    scattered: bool,
-) -> None:
-    """A draft tree behind a long prefix, which lies in the cache row by row or scattered."""
+def test_attention(form: str, scattered: bool) -> None:
+    """A draft tree behind a long prefix, which lies in the cache row by row or scattered; `SEEN`
+    are windows, chunks and softcaps."""
     rows, prefix = 208, 150
-    bench = Bench([(heads + 2 * kv_heads) * dim, heads * dim], 6, seed=dim)
-    dtype = getattr(torch, form)
-    data = torch.from_numpy(
-        bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)
-    ).to(dtype)
-    line = np.arange(rows)
-    if scattered:
-        bench.rng.shuffle(line)
     sees = [
         [*range(prefix)],
         [*range(prefix), 150],
@@ -152,24 +134,36 @@ def test_attention(
         [*range(3)],
     ]
     direct = np.array([150, 151, 152, 151, 151, 3], dtype=np.int32)
-    extra = np.array([line[152], line[152], line[153]], dtype=np.int64)
     extra_at = np.array([0, 0, 0, 0, 1, 3, 3], dtype=np.int32)
-    lines = np.full(6, line.ctypes.data, dtype=np.uint64)
-    cache = native_layout(data)
-    bench.run(
-        native.COp(
-            kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window, chunk=chunk,
-            heads=heads, kv_heads=kv_heads, head_dim=dim,
-        ),
-        tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
-        extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=cache[0].data_ptr(), values=cache[1].data_ptr(),
-        cache_rows=rows, kv_format=native.FORMATS[form],
-    )  # fmt: skip
-    keys, values = data.double().numpy()
-    for token, seen in enumerate(sees):
-        q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
-        exact = attention(q, keys[line[seen]], values[line[seen]], window, chunk, softcap, 0.3)
-        assert close(bench.buffers[1][token].reshape(heads, dim), exact, 1e-5)
+    for heads, kv_heads, dim in SHAPES:
+        bench = Bench([(heads + 2 * kv_heads) * dim, heads * dim], 6, seed=dim)
+        data = torch.from_numpy(
+            bench.rng.standard_normal((2, rows, kv_heads, dim), dtype=np.float32)
+        ).to(getattr(torch, form))
+        line = np.arange(rows)
+        if scattered:
+            bench.rng.shuffle(line)
+        extra = np.array([line[152], line[152], line[153]], dtype=np.int64)
+        lines = np.full(6, line.ctypes.data, dtype=np.uint64)
+        cache = native_layout(data)
+        keys, values = data.double().numpy()
+        for window, chunk, softcap in SEEN:
+            bench.run(
+                native.COp(
+                    kind=native.ATTEND, input=0, output=1, scale=0.3, softcap=softcap, window=window, chunk=chunk,
+                    heads=heads, kv_heads=kv_heads, head_dim=dim,
+                ),
+                tokens=6, rows=lines.ctypes.data, direct=direct.ctypes.data,
+                extra_at=extra_at.ctypes.data, extra=extra.ctypes.data, keys=cache[0].data_ptr(), values=cache[1].data_ptr(),
+                cache_rows=rows, kv_format=native.FORMATS[form],
+            )  # fmt: skip
+            for token, seen in enumerate(sees):
+                q = bench.buffers[0][token, : heads * dim].reshape(heads, dim).astype(np.float64)
+                exact = attention(
+                    q, keys[line[seen]], values[line[seen]], window, chunk, softcap, 0.3
+                )
+                found = bench.buffers[1][token].reshape(heads, dim)
+                assert close(found, exact, 1e-5), (heads, kv_heads, dim, window, chunk, token)
 
 
 def native_layout(data: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ and on the native kernels, for prompts, single tokens and draft trees."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -36,11 +37,7 @@ from tests.models.test_parity import (
 compiled = pytest.mark.skipif(native.library() is None, reason="not compiled")
 RECURRENT = [name for name in families.MODELS if name.startswith(families.RECURRENT)]
 names = pytest.mark.parametrize("name", families.MODELS)
-with_kernels = pytest.mark.parametrize(
-    ("name", "kernels"),
-    [(name, "torch") for name in families.MODELS]
-    + [pytest.param(name, "native", marks=compiled) for name in families.MODELS],
-)
+KERNELS = ["torch"] if native.library() is None else ["torch", "native"]
 CPU = torch.device("cpu")
 
 
@@ -61,21 +58,26 @@ def reference(name: str) -> Any:
 def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """transformers' logits after every token of each text.
 
-    Of a recurrent model token by token: its forms for several tokens round differently."""
+    Of a recurrent model token by token, since its forms for several tokens round differently, and
+    once for what texts have in common at their beginnings."""
     if name not in RECURRENT:
         return truth(reference(name), texts)
-    found = []
-    for text in texts:
-        rows: list[Tensor] = []
-        cache: hf.DynamicCache = hf.DynamicCache(config=reference(name).config)
-        if name == "minimax_text":
-            cache = MiniMaxCache()
-        for token in text:
+    rows: dict[tuple[int, ...], Tensor] = {}
+
+    def read(cache: Any, at: int, following: list[tuple[int, ...]]) -> None:
+        """Read what follows the first `at` tokens, which `following` share and `cache` holds."""
+        for token in sorted({text[at] for text in following if len(text) > at}):
+            branch = [text for text in following if len(text) > at and text[at] == token]
+            own = copy.deepcopy(cache)
             with torch.no_grad():
-                out = reference(name)(torch.tensor([[token]]), cache=cache, use_cache=True)
-            rows.append(out.logits[0])
-        found.append(torch.cat(rows))
-    return found
+                out = reference(name)(torch.tensor([[token]]), cache=own, use_cache=True)
+            rows[branch[0][: at + 1]] = out.logits[0]
+            read(own, at + 1, branch)
+
+    config = reference(name).config
+    empty = MiniMaxCache() if name == "minimax_text" else hf.DynamicCache(config=config)
+    read(empty, 0, [tuple(text) for text in texts])
+    return [torch.cat([rows[tuple(text[: end + 1])] for end in range(len(text))]) for text in texts]
 
 
 def load(path: Path, kernels: str) -> Decoder | NativeDecoder:
@@ -90,34 +92,44 @@ def decoder(name: str, kernels: str) -> Any:
     return load(directory(name), kernels)
 
 
-@with_kernels
-def test_prompts_chunks_and_single_tokens(name: str, kernels: str) -> None:
+@names
+def test_prompts_chunks_and_single_tokens(name: str) -> None:
     """Two texts at once, cut differently; windows of 8 tokens and rope scaled from 16 on."""
-    texts, session = [text_of(40, 1), text_of(37, 2)], Session(decoder(name, kernels))
-    found: list[list[torch.Tensor]] = [[], []]
-    for sizes in ((23, 5), (1, 19), (1, 1), (1, 1), (9, 1), (5, 10)):
-        segments = []
-        for slot, size in enumerate(sizes):
-            at = len(session.texts[slot])
-            segments.append(session.segment(slot, texts[slot][at : at + size]))
-        for slot, rows in enumerate(session.forward(*segments)):
-            session.commit(slot, segments[slot].tokens, range(len(segments[slot].tokens)))
-            found[slot].append(rows)
-    for rows, expected in zip(found, logits_of(name, texts), strict=True):
-        near(torch.cat(rows), expected)
+    texts = [text_of(40, 1), text_of(37, 2)]
+    expected = logits_of(name, texts)
+    for kernels in KERNELS:
+        session = Session(decoder(name, kernels))
+        found: list[list[torch.Tensor]] = [[], []]
+        for sizes in ((23, 5), (1, 19), (1, 1), (1, 1), (9, 1), (5, 10)):
+            segments = []
+            for slot, size in enumerate(sizes):
+                at = len(session.texts[slot])
+                segments.append(session.segment(slot, texts[slot][at : at + size]))
+            for slot, rows in enumerate(session.forward(*segments)):
+                session.commit(slot, segments[slot].tokens, range(len(segments[slot].tokens)))
+                found[slot].append(rows)
+        for each, rows in zip(found, expected, strict=True):
+            near(torch.cat(each), rows)
 
 
-@with_kernels
-def test_trees_and_commits(name: str, kernels: str) -> None:
-    session = Session(decoder(name, kernels))
-    session.read(0, text_of(21, 3))
-    for seed in (6, 7):
-        tokens, parents = grown_tree(10, seed)
-        (found,) = session.forward(session.segment(0, tokens, parents))
+@names
+def test_trees_and_commits(name: str) -> None:
+    trees, text, texts = [grown_tree(10, seed) for seed in (6, 7)], text_of(21, 3), []
+    for tokens, parents in trees:
         paths = [path_to(parents, node) for node in range(len(tokens))]
-        texts = [[*session.texts[0], *(tokens[i] for i in path)] for path in paths]
-        near(found, torch.stack([rows[-1] for rows in logits_of(name, texts)]))
-        session.commit(0, tokens, crooked_path(parents))
+        texts.append([[*text, *(tokens[i] for i in path)] for path in paths])
+        text = [*text, *(tokens[i] for i in crooked_path(parents))]
+    expected = [
+        torch.stack([rows[-1] for rows in logits_of(name, of_one_tree)]) for of_one_tree in texts
+    ]
+    for kernels in KERNELS:
+        session = Session(decoder(name, kernels))
+        session.read(0, text_of(21, 3))
+        for (tokens, parents), rows in zip(trees, expected, strict=True):
+            (found,) = session.forward(session.segment(0, tokens, parents))
+            near(found, rows)
+            session.commit(0, tokens, crooked_path(parents))
+        assert session.texts[0] == text
 
 
 @pytest.mark.one_in(3)

@@ -302,8 +302,9 @@ def test_no_other_exception_escapes_whatever_the_settings_hold(layout: str, tmp_
             for value in WRONG
         ]
         cases += [compressed(config_groups={"g": value}) for value in WRONG]
+    quantise.save(tmp_path, tensors)
     for case in cases:
-        quantise.save(tmp_path, tensors, quantization_config=case)
+        quantise.configure(tmp_path, quantization_config=case)
         try:
             load(tmp_path)
         except LoadError as error:

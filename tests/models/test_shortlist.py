@@ -20,13 +20,7 @@ from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.shortlist import (
-    Shortlist,
-    ids_of,
-    maps_of,
-    read_shortlist,
-    spread,
-)
+from forerun.models.shortlist import Shortlist, ids_of, maps_of, read_shortlist, spread
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner

@@ -59,7 +59,6 @@ MODELS: dict[str, type[Body]] = {
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }
-FIELDS = [(path, name) for path, model in MODELS.items() for name in model.model_fields]
 
 
 @dataclass(frozen=True)
@@ -204,17 +203,17 @@ def test_no_generated_request_makes_the_server_fail(
 # Single values and bodies
 
 
-@pytest.mark.parametrize(("path", "name"), FIELDS)
-def test_what_is_not_json_is_refused_in_every_field(serve: Serving, path: str, name: str) -> None:
-    for value in NOT_JSON:
+@pytest.mark.parametrize("path", MODELS)
+def test_what_is_not_json_is_refused_in_every_field(serve: Serving, path: str) -> None:
+    for name, value in itertools.product(MODELS[path].model_fields, NOT_JSON):
         for place in (value, [value], {"a": value}):
             refused(serve, path, dump(GOOD[path] | {name: place}).encode(), name)
 
 
-@pytest.mark.parametrize(("path", "name"), FIELDS)
-def test_values_of_a_wrong_type_are_refused(serve: Serving, path: str, name: str) -> None:
+@pytest.mark.parametrize("path", MODELS)
+def test_values_of_a_wrong_type_are_refused(serve: Serving, path: str) -> None:
     """The models are strict, and the error names the field without pydantic's alternatives."""
-    for value in WRONG_TYPES:
+    for name, value in itertools.product(MODELS[path].model_fields, WRONG_TYPES):
         body = GOOD[path] | {name: value}
         try:
             MODELS[path].model_validate(body)
@@ -379,33 +378,32 @@ def test_bodies_of_another_shape_are_refused(serve: Serving, path: str) -> None:
         refused(serve, path, text.encode(), kind=kind)
 
 
-@pytest.mark.parametrize("number", range(40))
-def test_damaged_bodies_are_refused(serve: Serving, number: int) -> None:
+@pytest.mark.parametrize("path", (COMPLETION, CHAT, RESPONSE))
+def test_damaged_bodies_are_refused(serve: Serving, path: str) -> None:
     """Good bodies that are cut short, invalid UTF-8, or have an unknown field at some depth."""
-    rng = random.Random(number)
+    rng = random.Random(path)
     parts = {"content": [{"type": "text", "text": "x"}]}
     rich: dict[str, dict[str, Any]] = {
         COMPLETION: {"speculative": {"depth": 2}, "stream_options": {"include_usage": True}},
         CHAT: {"messages": [*HI, HI[0] | parts], "tools": [BARE_TOOL]},
         RESPONSE: {"input": [HI[0] | parts], "text": {"format": {"type": "text"}}},
     }
-    path = rng.choice(list(rich))
-    body = GOOD[path] | rich[path]
-    text = json.dumps(body)
-    refused(serve, path, text[: rng.randrange(1, len(text))].encode())
-    data = bytearray(text.encode())
-    data.insert(rng.randrange(1, len(data)), rng.choice((0xFF, 0xC0, 0x80, 0x00)))
-    refused(serve, path, bytes(data))
-    body = json.loads(text)
-    objects = [body]
-    for item in objects:  # grows while it is walked
-        for value in item.values():
-            objects += [
-                v for v in (value if isinstance(value, list) else [value]) if type(v) is dict
-            ]
-    name = rng.choice(("x", "Prompt", "max-tokens", "__class__", "\N{ROCKET}", "a.b", "0"))
-    rng.choice(objects)[name] = rng.choice([None, 0, "x" * 1000, [[[]]], 1e308, NAN, SURROGATE])
-    refused(serve, path, dump(body).encode())
+    text = json.dumps(GOOD[path] | rich[path])
+    for _ in range(14):
+        refused(serve, path, text[: rng.randrange(1, len(text))].encode())
+        data = bytearray(text.encode())
+        data.insert(rng.randrange(1, len(data)), rng.choice((0xFF, 0xC0, 0x80, 0x00)))
+        refused(serve, path, bytes(data))
+        body = json.loads(text)
+        objects = [body]
+        for item in objects:  # grows while it is walked
+            for value in item.values():
+                objects += [
+                    v for v in (value if isinstance(value, list) else [value]) if type(v) is dict
+                ]
+        name = rng.choice(("x", "Prompt", "max-tokens", "__class__", "\N{ROCKET}", "a.b", "0"))
+        rng.choice(objects)[name] = rng.choice([None, 0, "x" * 1000, [[[]]], 1e308, NAN, SURROGATE])
+        refused(serve, path, dump(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -571,10 +569,7 @@ SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent:
         COMPLETION,
         lambda: body(stop=["a" * i + "b" for i in range(240, 256)], max_tokens=500),
     ),
-    "documents": (
-        COMPLETION,
-        lambda: body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3),
-    ),
+    "documents": (COMPLETION, lambda: body(prompt=["x = "] * 64, documents=["a1 = 1\n" * 300] * 3)),
     "log-probabilities": (COMPLETION, lambda: body(n=64, logprobs=20, max_tokens=60)),
     "echoes": (COMPLETION, lambda: body(prompt="x = 1\n" * 330, n=64, echo=True, max_tokens=1)),
     "scored echoes": (COMPLETION, lambda: body(**SCORED)),
@@ -595,10 +590,7 @@ SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent:
             {"messages": [{"role": "assistant", "tool_calls": LARGE_CALL * 20}]}
         ).encode(),
     ),
-    "schema": (
-        COMPLETION,
-        lambda: body(guided_json={"type": "object", "properties": KEYS}),
-    ),
+    "schema": (COMPLETION, lambda: body(guided_json={"type": "object", "properties": KEYS})),
     "constants": (
         COMPLETION,
         lambda: body(guided_json={"anyOf": [{"const": "x" * i} for i in range(300)]}),

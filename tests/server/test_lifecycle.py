@@ -202,13 +202,13 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 
 def test_running_requests_end_after_sigterm_and_new_ones_are_refused() -> None:
     with serving("--max-rows", "4", "--shutdown-timeout", "40") as server:
-        streams = load(server, 8, 2000)
+        streams = load(server, 8, 1000)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.get("/health")[0] == 503, "the server drains")
         status, body = server.post(ONE)
         assert status == 503 and body["error"]["type"] == "server_error"
         assert server.get("/ready")[0] == 503
-        assert finish(streams) == [2000] * 8
+        assert finish(streams) == [1000] * 8
         assert server.end(5) == 0
 
 
@@ -417,7 +417,7 @@ def test_a_bad_configuration_file_is_one_line(tmp_path: Path, text: str | None, 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 1, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 160, "temperature": 1, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": f"job {i}", "url": "/v1/completions", "body": body | {"seed": i}})
         for i in range(12)

@@ -161,7 +161,9 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize(
-    "choices, seeds", [(PLAIN, 10_000), (SPECIAL, 300)], ids=["stateless", "stateful"]
+    "choices, seeds",
+    [(PLAIN, 3000), pytest.param(PLAIN, 10_000, marks=pytest.mark.full), (SPECIAL, 300)],
+    ids=["stateless", "stateless at length", "stateful"],
 )
 def test_any_draft_gives_the_tokens_of_plain_decoding(choices, seeds):
     def requests(drafters):
