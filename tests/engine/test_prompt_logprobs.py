@@ -182,7 +182,12 @@ def test_the_first_event_has_them_and_no_other() -> None:
     assert all(event.prompt_logprobs is None for event in events[1:])
     scored = engine.add(build.prompts()[2], scoring())
     (event,) = run(engine)
-    assert event.prompt_logprobs == scored.prompt_logprobs == request.prompt_logprobs
+    assert event.prompt_logprobs == scored.prompt_logprobs
+    # a pass over fewer rows may round differently in the last bit
+    for again, first in zip(scored.prompt_logprobs[1:], request.prompt_logprobs[1:], strict=True):
+        assert again is not None and first is not None
+        assert (again.token_id, again.rank) == (first.token_id, first.rank)
+        assert again.top == pytest.approx(first.top, abs=1e-9)
     assert event.token_ids == [] and event.finish_reason == "length"
 
 
