@@ -300,7 +300,7 @@ def test_a_chain_in_one_call_is_the_chain_level_by_level(
         assert max(max(draft.tokens[1:]) for draft in mine) < tiny.VOCAB - 3
 
 
-def testvisible_paths() -> None:
+def test_visible_paths() -> None:
     assert visible_paths([-1, 0, 1]) == [(1, []), (2, []), (3, [])]
     assert visible_paths([-1, 0, 0, 2, 1]) == [(1, []), (2, []), (1, [2]), (1, [2, 3]), (2, [4])]
 
