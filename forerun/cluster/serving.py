@@ -44,7 +44,7 @@ from forerun.llm import LLM
 from forerun.server import app, auth, errors, limits, listen, ollama, streaming
 from forerun.server import run as server
 from forerun.server.errors import UnavailableError
-from forerun.server.monitoring import REQUEST_ID, start_logging
+from forerun.server.monitoring import start_logging
 from forerun.server.probe import probe
 from forerun.server.settings import Settings
 from forerun.utils import json_line
@@ -287,7 +287,7 @@ def _scope(request: Request) -> Scope:
     """Return what a replica needs of a scope: also the address, and the id that was given."""
     scope = {name: request.scope[name] for name in SCOPE} | {"client": request.scope.get("client")}
     others = [header for header in scope["headers"] if header[0] != b"x-request-id"]
-    return scope | {"headers": [*others, (b"x-request-id", REQUEST_ID.get().encode())]}
+    return scope | {"headers": [*others, (b"x-request-id", auth.REQUEST_ID.get().encode())]}
 
 
 async def _body(start: Message, messages: AsyncIterator[Message]) -> AsyncIterator[bytes]:

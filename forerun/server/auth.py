@@ -29,7 +29,6 @@ from forerun.server import errors, fields
 from forerun.server.errors import ApiError
 from forerun.server.limits import BodyLimiter
 from forerun.server.listen import is_address, is_loopback
-from forerun.server.monitoring import REQUEST_ID
 from forerun.server.settings import Settings, clean_key
 from forerun.types import SALT
 from forerun.utils import UnreadableError, text_of
@@ -58,6 +57,7 @@ class Caller:
 
 
 UNRESTRICTED = Caller()
+REQUEST_ID: ContextVar[str] = ContextVar("forerun_request_id", default="")  # of this HTTP request
 CALLER: ContextVar[Caller] = ContextVar("caller", default=UNRESTRICTED)  # of the current request
 # The client of the current request, with which others share the engine's slots: the name of its
 # key, or without keys its address.

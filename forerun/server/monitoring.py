@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -17,11 +16,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from forerun.server.auth import REQUEST_ID
 from forerun.server.jobs import EngineService, Job, JobObserver
 from forerun.types import Event
 from forerun.utils import json_line
 
-REQUEST_ID: ContextVar[str] = ContextVar("forerun_request_id", default="")  # of this HTTP request
 MAX_LINES = 10  # warnings and errors of one kind in a window; the rest is counted
 WINDOW = 10.0  # seconds
 MAX_KINDS = 256
