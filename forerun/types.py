@@ -191,7 +191,7 @@ class Forward:
         logits: [M, V], at the requested positions.
         features: hidden states [T, H] by layer index i: the input of layer i, where i = number of
             layers is the output of the last layer. Those of the native kernels are numpy arrays:
-            right after a pass an operation of torch takes ten times as long as one of numpy.
+            right after a pass an operation of torch takes several times as long as one of numpy.
         experts: int16 [T, layers with experts, used], the experts of each token; None if the model
             has none or does not tell.
         is_cold: True if the pass took longer than its next ones will: nothing is learned from it.

@@ -4,8 +4,8 @@
     python scripts/mutate.py --count 60 --seed 1     # prints each change and what became of it
 
 A change turns a comparison, an arithmetic or Boolean operation or a constant into another. First
-the test of the same name runs, then those of the same room, then those of the engine and of
-verification, until one fails. The changes are made in a copy of the repository. Exit status 1 if a
+the test of the same name runs, then those of the same folder, then those of the engine, of
+verification and of drafts, until one fails. The changes are made in a copy of the repository. Exit status 1 if a
 change survived: look at each, since some change nothing (a cache, a lower bound of a sleep).
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("engine", "verify", "cache", "draft", "sampling")
+FOLDERS = ("engine", "verify", "cache", "draft", "sampling")
 SECONDS = 900  # that the tests of one change may take: more is a change that hangs, and noticed
 OTHER: dict[type[ast.AST], str] = {
     ast.Lt: "<=",
@@ -84,10 +84,10 @@ def changes(text: str) -> Iterator[Change]:
 
 def tests_of(module: Path, copy: Path) -> list[list[str]]:
     """Return the groups of tests that may notice a change, the nearest first."""
-    room = module.relative_to("forerun").parts[0]
+    folder = module.relative_to("forerun").parts[0]
     own = Path("tests", *module.relative_to("forerun").parts[:-1], f"test_{module.name}")
     groups = [[str(own)]] if (copy / own).exists() else []
-    return [*groups, [f"tests/{room}"], ["tests/engine", "tests/verify", "tests/draft"]]
+    return [*groups, [f"tests/{folder}"], ["tests/engine", "tests/verify", "tests/draft"]]
 
 
 def is_noticed(module: Path, copy: Path) -> str:
@@ -109,19 +109,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=60, help="Number of changes.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the choice of changes.")
-    parser.add_argument("--rooms", default=",".join(ROOMS), help="Folders of forerun/.")
+    parser.add_argument("--folders", default=",".join(FOLDERS), help="Folders of forerun/.")
     given = parser.parse_args()
     chance, survived = random.Random(given.seed), 0
-    rooms = given.rooms.split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "repository"
+    folders = given.folders.split(",")
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "repository"
         ignored = shutil.ignore_patterns(".git", ".venv", "build", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for number in range(given.count):
-            room = rooms[number % len(rooms)]
+            folder = folders[number % len(folders)]
             every = [
                 (path.relative_to(ROOT), change)
-                for path in sorted((ROOT / "forerun" / room).rglob("*.py"))
+                for path in sorted((ROOT / "forerun" / folder).rglob("*.py"))
                 for change in changes(path.read_text())
             ]
             module, (first, last, other) = chance.choice(every)

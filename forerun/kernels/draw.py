@@ -72,6 +72,7 @@ def sample_tokens(
     """
     lib = _library_for(logits)
     if lib is None:
+        assert not masks, "only the native draw takes masks"
         with torch.inference_mode():
             finite_rows = torch.isfinite(logits.amax(-1))
             drawn = draw_on_device(logits, samplings, keys)

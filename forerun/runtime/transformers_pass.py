@@ -31,7 +31,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache, zeros
 from forerun.cache.pages import Pages
-from forerun.devices import upload
 from forerun.kernels import reference as kernels
 
 NAME = "forerun"  # of the attention function in transformers
@@ -81,17 +80,14 @@ class TransformersCache(KVCache):
                 views.append(part.view(-1, heads, channels))
                 start += heads * channels
             self.stored[layer] = (views[0], views[1])
+        self._groups = [(self.data[None],)]  # which `move` copies rows of
         self.length = [0] * slots
+        self.moves = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.data.shape[1] * self.data.itemsize
-
-    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        both = upload([*source, *target], torch.int64, self.data.device)
-        sources, targets = torch.split(both, len(source))
-        self.data[targets] = self.data[sources]
 
 
 def row_width(shapes: Shapes) -> int:

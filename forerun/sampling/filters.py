@@ -48,17 +48,13 @@ class SamplingState:
     @property
     def special(self) -> bool:
         """True if a filter needs more than the row's own logits."""
-        params = self.params
-        if params.logit_bias or params.has_penalties or self.grammar is not None:
-            return True
-        return self.produced < params.min_tokens
+        return self.grammar is not None or self.special_without_grammar
 
     @property
-    def has_only_a_grammar(self) -> bool:
-        """True if a grammar is all that changes the row's logits."""
+    def special_without_grammar(self) -> bool:
+        """True if bias, penalties or min_tokens change the row's logits."""
         params = self.params
-        others = params.logit_bias or params.has_penalties or self.produced < params.min_tokens
-        return self.grammar is not None and not others
+        return bool(params.logit_bias or params.has_penalties or self.produced < params.min_tokens)
 
     def append(self, token: int) -> None:
         """Count one committed output token."""
@@ -117,12 +113,12 @@ def draw_tokens(
         StateError: logits are not finite.
     """
     masks: list[bytes | None] = []
-    special = [state for state in states if state.special]
-    if special and takes_masks(logits) and all(state.has_only_a_grammar for state in special):
-        masks = _masks(drafts, states)
-    elif special:
-        with torch.inference_mode():
-            logits = adjust_logits(logits, drafts, states)
+    if any(state.special for state in states):
+        if takes_masks(logits) and not any(state.special_without_grammar for state in states):
+            masks = _masks(drafts, states)
+        else:
+            with torch.inference_mode():
+                logits = adjust_logits(logits, drafts, states)
     return sample_tokens(logits, samplings_of(drafts, states), keys, masks=masks)
 
 

@@ -161,6 +161,19 @@ def test_python_time_is_part_of_a_step(monkeypatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.default_model
+@needs_native
+def test_time_behind_evicted_caches(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(native, "_load", native._load)  # the benchmark replaces it
+    script = importlib.import_module("benchmarks.cold_caches")
+    monkeypatch.setattr(script, "MEGABYTES", (0, 1))
+    monkeypatch.setattr(script, "READ", 1)
+    monkeypatch.setattr(script, "REPEATS", 2)
+    script.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 7 and "1 MB read before a step" in lines[1]
+
+
+@pytest.mark.default_model
 def test_passages(tmp_path: Path, monkeypatch, capsys) -> None:
     from forerun.cli import main as cli
 

@@ -475,7 +475,7 @@ def test_target_and_draft_noise_are_not_the_same() -> None:
     assert apart > 5
 
 
-# A drafter for a draft model: the draft model's own drafts for less, or exact samples of its law.
+# A drafter for a draft model: the draft model's own drafts for less, or exact samples of its distribution.
 
 KERNELS = [
     pytest.param(

@@ -187,6 +187,7 @@ def test_the_first_event_has_them_and_no_other() -> None:
     for again, first in zip(scored.prompt_logprobs[1:], request.prompt_logprobs[1:], strict=True):
         assert again is not None and first is not None
         assert (again.token_id, again.rank) == (first.token_id, first.rank)
+        assert again.logprob == pytest.approx(first.logprob, abs=1e-9)
         assert again.top == pytest.approx(first.top, abs=1e-9)
     assert event.token_ids == [] and event.finish_reason == "length"
 

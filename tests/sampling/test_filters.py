@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from forerun import rng
-from forerun.kernels import draw
+from forerun.kernels import draw, native
 from forerun.kernels.draw import shape_scores
+from forerun.sampling import filters
 from forerun.sampling.filters import SamplingState, draw_tokens, filter_logits
 from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft
@@ -448,3 +449,36 @@ def test_a_sample_follows_the_reference_law():
     assert np.allclose(
         [probs_of(scores[0])[t] for t in expected], list(expected.values()), rtol=2e-5
     )
+
+
+class _FixedGrammar:
+    """Allows tokens by the depth of a node: every second, every third, .."""
+
+    def masks(self, draft):
+        masks = []
+        for depth in draft.depths():
+            allowed = np.arange(VOCAB) % (depth + 2) == 0
+            masks.append(np.packbits(allowed, bitorder="little").tobytes())
+        return masks
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_a_grammar_forbids_the_same_tokens_within_the_native_draw(monkeypatch, min_tokens):
+    """Beside a request without a grammar, and with what only torch can do besides."""
+    chance = torch.Generator().manual_seed(3)
+    drafts = [Draft.chain(1, [2, 4], "x"), Draft.chain(5, [6], "x")]
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, min_tokens=min_tokens, top_k=0, top_p=1.0)
+        states = [
+            SamplingState(params, PROMPT, ENDS, _FixedGrammar()),
+            SamplingState(params, PROMPT, ENDS),
+        ]
+        for seed in range(40):
+            logits = torch.randn(5, VOCAB, generator=chance) * 2
+            keys = [rng.stream(seed, rng.Lane.TARGET, i) for i in range(5)]
+            with monkeypatch.context() as patched:
+                patched.setattr(filters, "takes_masks", lambda logits: False)
+                expected = draw_tokens(logits, drafts, states, keys)
+            assert draw_tokens(logits, drafts, states, keys) == expected
+            assert all(token % (2 + i) == 0 for i, token in enumerate(expected[:3]))
