@@ -22,6 +22,7 @@ from forerun.draft.proposer import Proposer, Reference, view_of
 from forerun.draft.registry import make_proposers, with_references
 from forerun.draft_loading import Loader, open_index, share_memory
 from forerun.draft_spec import draft_name, is_name, read_draft
+from forerun.engine import multi_step
 from forerun.engine.cost_store import open_cost_store
 from forerun.engine.depth import DepthPolicy
 from forerun.engine.engine import Engine
@@ -198,6 +199,7 @@ class LLM:
             tokenizer=self.tokenizer,
             policy=policy,
             clock=clock,
+            multi_step=multi_step.SECONDS,
         )
         self.draft = draft_name(spec)
         self._runs: dict[int, _Run] = {}

@@ -36,6 +36,8 @@ class KVCache:
         data: the memory of all layers, [2, channels * rows]: keys, then values.
         length: by slot, the number of committed rows.
         moves: the (source, target) rows of each move since the list was set; None: not recorded.
+        head_layouts: heads of all layers with as many channels, and their channels, for each such
+            group in the order of `data`; then a 0.
         layout: addresses of keys and values, number of rows and the dtype, for native forward
             passes.
     """
@@ -95,6 +97,7 @@ class KVCache:
             self.recurrent = RecurrentStates(config, slots, page)
         self.length = [0] * slots
         self.moves: list[tuple[Sequence[int], Sequence[int]]] | None = None
+        self.head_layouts = [n for heads, d, own in groups for n in (heads * len(own), d)] + [0]
         addresses = self.data[0].data_ptr(), self.data[1].data_ptr()
         self.layout = (*addresses, rows, str(dtype).removeprefix("torch."))
 

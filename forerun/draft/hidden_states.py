@@ -29,6 +29,7 @@ from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
 from forerun.runtime.program import DraftedChain, RoundStart
+from forerun.runtime.rounds import HeadRounds
 from forerun.types import Draft, States
 
 CHUNK = 512  # pending tokens from which on hidden states are fused
@@ -260,6 +261,23 @@ class HiddenStateProposer(Proposer):
         link = replace(link, keys=link.keys[: self.max_depth])
         return RoundStart(segment, states, row.noise.target(0), link)
 
+    # ------------------------------------------------------------ several rounds in one native call
+
+    def begin_rounds(self, row: DraftRequest, num_tokens: int) -> HeadRounds | None:
+        """Prepare rounds in one native call that append at most `num_tokens` tokens, and reserve
+        their room; None where only `propose` can draft."""
+        return None
+
+    def end_rounds(
+        self, slot: int, tokens: Sequence[int], num_read: int, states: Sequence[States]
+    ) -> None:
+        """Commit the first `num_read` cache rows that native rounds wrote; `tokens` is the text
+        now, `states` [n, H] by layer are the target's of the tokens behind these rows."""
+        pending = self.pending[slot]
+        pending.raw, pending.num_raw = [list(states)], len(states[0])
+        self._commit_rows(slot, tokens, num_read)
+        pending.end = self.next_position(slot) + pending.num_raw
+
     # ------------------------------------------------------------ reading pending states
 
     def rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,9 +294,13 @@ class HiddenStateProposer(Proposer):
 
         Only allowed where none of them is fused.
         """
-        pending = self.pending[slot]
-        parts = [[as_array(states) for states in layers] for layers in pending.raw]
+        found, pending = self.look_raw(slot), self.pending[slot]
         pending.raw, pending.num_raw = [], 0
+        return found
+
+    def look_raw(self, slot: int) -> list[np.ndarray]:
+        """Return what `take_raw` takes, and leave it."""
+        parts = [[as_array(states) for states in layers] for layers in self.pending[slot].raw]
         if len(parts) == 1:
             return parts[0]
         return [np.concatenate(layers) for layers in zip(*parts, strict=True)]
@@ -316,9 +338,12 @@ class HiddenStateProposer(Proposer):
 
     def commit(self, row: DraftRequest, count: int) -> None:
         """Commit `count` rows that were written to the cache, and share its full pages."""
-        self.cache.commit(row.slot, range(count))
-        if self.pending[row.slot].begin == 0:  # other texts have other positions
-            self.cache.pages.seal(row.slot, row.tokens, self.cache.length[row.slot])
+        self._commit_rows(row.slot, row.tokens, count)
+
+    def _commit_rows(self, slot: int, tokens: Sequence[int], count: int) -> None:
+        self.cache.commit(slot, range(count))
+        if self.pending[slot].begin == 0:  # other texts have other positions
+            self.cache.pages.seal(slot, tokens, self.cache.length[slot])
 
     @torch.inference_mode()
     def _fuse_pending(self, pending: PendingStates) -> None:

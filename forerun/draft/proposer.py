@@ -110,6 +110,20 @@ class Reference:
         return automaton
 
 
+@dataclass(frozen=True, slots=True)
+class CopySources:
+    """Texts that drafts are copied from.
+
+    Attributes:
+        min_match: the fewest tokens that a copy's context has in common with the end of the
+            request's text; 0 if nothing is copied.
+        texts: those beside the request's own. The lists only grow.
+    """
+
+    min_match: int = 0
+    texts: Sequence[list[int]] = ()
+
+
 class Proposer:
     """Base class of all drafters. Only `propose` must be implemented.
 
@@ -205,6 +219,11 @@ class Proposer:
 
     def reset(self) -> None:
         """Drop everything, running requests too: the engine starts over after a failure."""
+
+    def copy_sources(self, slot: int) -> CopySources | None:
+        """Return where drafts may be copied from, so that a native call can tell when there may be
+        one; None if it cannot."""
+        return None if self.copies_text else CopySources()
 
     def begin_overlap(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         """Draft on while the target verifies `drafts` of requests asked for in this step."""

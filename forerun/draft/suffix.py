@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from forerun.draft.automaton import BREAK, Cursor, SuffixAutomaton
 from forerun.draft.ngram import copy_from
-from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
+from forerun.draft.proposer import CopySources, DraftRequest, PerSlotProposer, Reference
 from forerun.types import MEMORY, Draft
 
 NUM_RECENT = 32  # tokens that are matched again in a memory that has changed
@@ -94,6 +94,10 @@ class Suffix(PerSlotProposer[_SuffixState]):
         self._read(state, tokens)
         longest = max((cursor.length for cursor in state.cursors), default=0)
         return max(state.own.match[0], longest) >= self.shortest
+
+    def copy_sources(self, slot: int) -> CopySources:
+        memory = self.memories.get(self.slots[slot].tenant, [])
+        return CopySources(self.shortest, [automaton.text for automaton in memory])
 
     def draft(self, request: DraftRequest, state: _SuffixState) -> Draft:
         self._read(state, request.tokens)

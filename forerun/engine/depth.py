@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -337,6 +338,13 @@ class DepthPolicy:
             for count, tokens in enumerate(expected)
         ]
         return speeds.index(max(speeds))
+
+    def pass_costs(self, most: int, batch: BatchState) -> array[float]:
+        """Return the costs of passes with 0, 1, .. `most` nodes of each draft, as
+        `num_worth_verifying` compares them; float64."""
+        drafting = batch.num_drafting
+        costs = (self._forward(batch.num_tokens + drafting * n, batch) for n in range(most + 1))
+        return array("d", costs)
 
     def min_chain_prob(self, source: str, acceptance: Acceptance, batch: BatchState) -> float:
         """Return the probability below which another token of a chain is not worth its cost.

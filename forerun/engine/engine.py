@@ -26,6 +26,7 @@ from forerun.engine.depth import DepthPolicy
 from forerun.engine.drafting import Drafting
 from forerun.engine.error_isolation import isolate_errors, run_isolated
 from forerun.engine.guard import Guard
+from forerun.engine.multi_step import MultiStep
 from forerun.engine.observe import as_fast_array, logprobs_of, prompt_logprobs_of, trace_round
 from forerun.engine.request import OFF, Request, ScheduledRequest
 from forerun.engine.scheduler import Scheduler, output_limit
@@ -78,6 +79,7 @@ class Engine:
     Attributes:
         requests: all requests that wait or run, by id.
         drafting: everything about speculation: proposers, depth policy, guard.
+        multi_step: runs several rounds of one request at once, if there is time for them.
         stretch: a pass that reads prompts may take this many times as long as one of the decoding
             requests alone.
     """
@@ -92,9 +94,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         policy: DepthPolicy | None = None,
         clock: Callable[[], float] | None = None,
+        multi_step: float = 0.0,
     ) -> None:
         """`proposers` by the name that requests choose them with; without a tokenizer there are
-        only token ids. `clock` counts what speculation should save: seconds by default."""
+        only token ids. `clock` counts what speculation should save: seconds by default. With
+        `multi_step` a step may run several rounds of one request, for about so many seconds."""
         self.target = target
         self.proposers = Proposers(proposers)
         self.rule = RULES[rule]
@@ -114,6 +118,7 @@ class Engine:
             clock=clock or (time.thread_time if on_cpu else time.perf_counter),
             wall_clock=clock or time.perf_counter,
         )
+        self.multi_step = MultiStep(target, self.drafting, multi_step)
         self.scheduler = self._new_scheduler()
         self._ids = itertools.count()
         self._pending: list[Event] = []  # last events of requests that ended between steps
@@ -275,9 +280,13 @@ class Engine:
         """
         timing = _Timing(time.perf_counter())
         batch = self._plan()
-        batch = self._draft(batch)
+        room = self.multi_step.room(batch) if len(self.requests) == 1 else 0
+        batch = self._draft(batch, room)
         events, self._pending = self._pending, []
-        if batch:
+        rounds = self.multi_step.run(batch[0]) if batch and room else None
+        if rounds:
+            events += self._end_rounds(batch[0].request, rounds)
+        elif batch:
             timing.drafted = time.perf_counter()
             forward = self._forward(batch)
             logits = self._verify(batch, forward)
@@ -333,11 +342,12 @@ class Engine:
             return True
         return False
 
-    def _draft(self, batch: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Draft for the generating requests; return the requests that stay in the step."""
+    def _draft(self, batch: list[ScheduledRequest], room: int) -> list[ScheduledRequest]:
+        """Draft for the generating requests; return the requests that stay in the step. `room` is
+        that of `MultiStep.room`."""
         if not batch:
             return []
-        self.drafting.draft(batch)
+        self.drafting.draft(batch, room)
         return [
             scheduled
             for scheduled in batch
@@ -479,6 +489,10 @@ class Engine:
         with isolate_errors(request):
             self.drafting.observe_logits(request, draft, lambda: rows.logits)
             self._append(request, draft, verdict, rows, event)
+        return self._end_rounds(request, event)
+
+    def _end_rounds(self, request: Request, event: Event) -> list[Event]:
+        """Give back what a request no longer needs after it appended tokens; return its event."""
         if request.error:
             return []
         if request.finish_reason:

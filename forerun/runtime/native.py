@@ -69,6 +69,7 @@ class NativeDecoder:
         dtype: of the embedding and the KV cache.
         layer_ids: the layers that a forward pass runs.
         shortlist: ascending token ids [Vd] that are scored, if not all are.
+        lock: held while a pass or what it left is used.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class NativeDecoder:
     def _reset_programs(self) -> None:
         self._owned: list[Any] = []  # tensors that the programs point to
         self._programs: dict[tuple[int, ...], Program] = {}  # by hidden layers
-        self._lock = threading.Lock()  # asynchronous drafting uses buffers from another thread
+        self.lock = threading.Lock()  # asynchronous drafting uses buffers from another thread
 
     def _load(self, path: Path, keep: bool) -> Any:
         config, form, shortlist = self.config, self.form, self.shortlist
@@ -202,8 +203,8 @@ class NativeDecoder:
         at `aux_hidden_layers` (see `Forward`). Without `keep` the next forward pass overwrites
         both."""
         layers = tuple(sorted(set(aux_hidden_layers)))
-        program, batch = self._program(layers), ForwardBatch(segments, cache)
-        with self._lock:
+        program, batch = self.program(layers), ForwardBatch(segments, cache)
+        with self.lock:
             buffers, scratch = program.buffers.fit(batch.tokens, batch.wanted)
             filled = batch.fill(buffers, scratch, cache)
             if cache.recurrent is None:
@@ -239,11 +240,11 @@ class NativeDecoder:
 
         Only tokens below `vocab` are drafted. The model has no recurrent layers."""
         token_ids = None if self.shortlist is None else self.shortlist.numpy()
-        program = self._program(())
-        with self._lock:
+        program = self.program(())
+        with self.lock:
             return program.draft_chains(starts, cache, min(vocab, self.config.vocab), token_ids)
 
-    def _program(self, aux_hidden_layers: tuple[int, ...]) -> Program:
+    def program(self, aux_hidden_layers: tuple[int, ...]) -> Program:
         """Return the decoder as a program that saves hidden states on the way, recorded once."""
         if aux_hidden_layers not in self._programs:
             self._programs[aux_hidden_layers] = self._record(aux_hidden_layers)

@@ -46,6 +46,7 @@ from forerun.runtime.program import (
     mix_op,
 )
 from forerun.runtime.recorder import DecoderRecorder
+from forerun.runtime.rounds import HeadRounds
 from forerun.types import BESIDE, States
 
 # buffers of the native programs; FEATURES is the first of several
@@ -110,6 +111,17 @@ class NativeEagle(NativeRounds):
         assert self._step is not None and begin is not None
         return self._step.draft_round(
             starts, cache, self._vocab, self._ids, STATE, begin, inputs, acceptance
+        )
+
+    def rounds(
+        self, cache: KVCache, slot: int, states: Sequence[np.ndarray], depth: int
+    ) -> HeadRounds:
+        """Prepare whole rounds of drafts of at most `depth` levels, the first of which reads the
+        target's hidden states [n, H] of each layer; the slot has room."""
+        assert self._step is not None and self._fused_step is not None
+        programs = self._step, self._fused_step
+        return HeadRounds.of(
+            *programs, cache, slot, states, self._vocab, self._ids, STATE, self.features, depth + 1
         )
 
     def _layer(self, head: EagleModule) -> list[COp]:
@@ -316,6 +328,17 @@ class EagleProposer(HiddenStateProposer):
         for start, output in zip(starts, outputs, strict=True):
             self._last[start.segment.slot] = output
         return found
+
+    def begin_rounds(self, row: DraftRequest, num_tokens: int) -> HeadRounds | None:
+        native, pending = self.native, self.pending.get(row.slot)
+        if native is None or not native.fuses or not self.reports_confidence:
+            return None
+        if pending is None or pending.fused or not pending.raw or not self.can_draft(row):
+            return None
+        rows = self.cache.length[row.slot] + len(pending) + num_tokens + row.depth
+        if self.head.embed_tokens is not None or not self.cache.pages.grow(row.slot, rows):
+            return None
+        return native.rounds(self.cache, row.slot, self.look_raw(row.slot), row.depth)
 
     # ------------------------------------------------------------ level by level
 

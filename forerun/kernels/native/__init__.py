@@ -11,13 +11,26 @@ import os
 import platform
 import time
 from array import array
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import CapacityError
 
 BLOCK = 32  # outputs of a matrix that are packed side by side
+MOST_NODES = 32  # of a draft in `forerun_rounds`, without its root
 # Weight formats by their numbers in common.h; from float16 on they hold unmodified GGUF blocks.
 _FORMAT_NAMES = [
     "float32",
@@ -251,6 +264,95 @@ class CChain(Structure):
     ]
 
 
+class CGrams(Structure):
+    """Hash set of the token sequences of one length that occur in texts."""
+
+    _fields_ = [("slots", c_void_p), ("size", c_int64), ("n", c_int32), ("pad", c_int32)]
+
+
+class CHead(Structure):
+    """A draft head and its cache, for several rounds in one call."""
+
+    _fields_ = [
+        ("begin", POINTER(CProgram)),
+        ("step", POINTER(CProgram)),
+        ("batch", POINTER(CBatch)),
+        ("line", c_void_p),
+        ("ids", c_void_p),
+        ("acceptance", c_void_p),
+        ("costs", c_void_p),
+        *[
+            (name, c_int32)
+            for name in (
+                "length",
+                "levels",
+                "siblings",
+                "num_ids",
+                "vocab",
+                "state",
+                "input",
+                "inputs",
+            )
+        ],
+        ("floor", c_float),
+    ]
+
+
+class CRound(Structure):
+    """The result of one round of several in one call."""
+
+    _fields_ = [
+        *[(name, c_int32) for name in ("nodes", "verified", "accepted", "appended")],
+        ("tokens", c_int32 * MOST_NODES),
+        ("parents", c_int32 * MOST_NODES),
+        ("path", c_int32 * MOST_NODES),
+        ("drawn", c_int32 * (MOST_NODES + 1)),
+        ("bins", c_int8 * MOST_NODES),
+        ("path_probs", c_double * MOST_NODES),
+        *[(name, c_double) for name in ("draft_seconds", "verify_seconds", "wall_seconds")],
+    ]
+
+
+class CSampling(Structure):
+    """Parameters by which a token is drawn; the bytes are those of `kernels.draw.packed`."""
+
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_k", c_int32),
+        ("top_p", c_double),
+        ("least", c_float),
+        ("pad", c_int32),
+    ]
+
+
+class CRounds(Structure):
+    """Inputs of several rounds of one request in one call."""
+
+    _fields_ = [
+        ("target", POINTER(CProgram)),
+        ("batch", POINTER(CBatch)),
+        *[(name, c_void_p) for name in ("line", "text", "ends", "layouts", "states", "grams")],
+        ("head", POINTER(CHead)),
+        ("rounds", POINTER(CRound)),
+        ("noise", c_uint64),
+        ("sampling", CSampling),
+        *[
+            (name, c_int32)
+            for name in (
+                "count",
+                "limit",
+                "num_ends",
+                "layers",
+                "unread",
+                "most",
+                "logits",
+                "num_grams",
+            )
+        ],
+        ("seconds", c_double),
+    ]
+
+
 class CSuccessors(Structure):
     """Hash table of the tokens that followed each context."""
 
@@ -290,6 +392,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of eac
     "forerun_share": (None, [c_int32]),
     "forerun_chain": (None, [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]),
     "forerun_block": (None, [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]),
+    "forerun_rounds": (c_int32, [POINTER(CRounds)]),
+    "forerun_note": (None, [POINTER(CGrams), c_void_p, c_int32, c_int32]),
     "forerun_pack": (None, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
     "forerun_draw": (None, [c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
     "forerun_say": (

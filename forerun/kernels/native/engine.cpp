@@ -20,7 +20,11 @@
 
 #include "formats.h"
 #include "retrieval.h"
+#include "rounds.h"
 #include "successors.h"
+
+extern "C" void forerun_run(const Program *program, const Batch *batch);
+extern "C" void forerun_chain(const Program *program, const Batch *batch, const Chain *chain);
 
 int64_t padded_inputs(int inputs) { return (inputs + GROUP8 - 1) / GROUP8 * GROUP8; }
 
@@ -373,6 +377,112 @@ void gather(const Program *program, const Chain *chain) {
   memcpy(at(program, chain->first, chain->state, 0), states.data(), states.size() * sizeof(float));
 }
 
+// Where the rounds of a request are: tokens of the text, committed rows of the target and the head, and the states that the
+// head has not read, `unread` of them from `first` on.
+struct Progress {
+  int count, length, head_length, first, unread;
+};
+
+uint64_t key_at(const Rounds &r, int position) { return mix(r.noise + GOLDEN * (uint64_t)(position + 1)); }
+
+// The states that a head has not read go into the buffers of its first pass.
+void give_states(const Rounds &r, const Head &head, const Progress &now) {
+  for (int k = 0; k < r.layers; k++) {
+    const int width = r.target->widths[r.logits + 1 + k];
+    const bool apart = head.inputs == r.layers;
+    for (int i = 0; i < now.unread; i++) {
+      float *to = at(head.begin, head.pass, head.input + (apart ? k : 0), i) + (apart ? 0 : k * width);
+      memcpy(to, r.states[k] + (int64_t)(now.first + i) * width, (size_t)width * sizeof(float));
+    }
+  }
+}
+
+// Draft a chain of so many levels behind the first token.
+void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &now, Round &round) {
+  SlotPass reading(*head.pass, head.line, now.unread), level(*head.pass, head.line, levels);
+  for (int i = 0; i < now.unread; i++) {
+    const int row = now.head_length + i;
+    reading.token(i, r.text[now.count - now.unread + i], row, head.line[row], row + 1);
+  }
+  for (int i = 0; i < levels; i++) {
+    const int row = now.head_length + now.unread + i;
+    level.token(i, 0, row, head.line[row], row + 1);
+  }
+  give_states(r, head, now);
+  const size_t drawn = (size_t)levels + 1;
+  std::vector<int64_t> tokens(drawn), beside(drawn * BESIDE);
+  std::vector<int8_t> sure(drawn), beside_sure(drawn * BESIDE);
+  std::vector<uint64_t> keys(drawn);
+  std::vector<int32_t> active_rows(drawn, 1);
+  std::vector<float> left((size_t)head.step->widths[0]);
+  for (size_t i = 0; i < drawn; i++) keys[i] = key_at(r, now.count + (int)i);
+  const int32_t last = now.unread - 1;
+  int32_t counted = levels;
+  Chain chain{};
+  chain.levels = levels, chain.rows = 1, chain.logits = r.logits, chain.vocab = head.vocab;
+  chain.active = active_rows.data(), chain.sampling = &r.sampling, chain.keys = keys.data() + 1, chain.tokens = tokens.data();
+  chain.ids = head.ids, chain.said = head.said, chain.state = head.state;
+  chain.begin = head.begin, chain.first = reading.batch(last, 1), chain.last = &last, chain.first_keys = keys.data();
+  chain.left = left.data(), chain.stands = head.stands, chain.floors = &head.floor;
+  chain.sure = sure.data(), chain.beside = beside.data(), chain.beside_sure = beside_sure.data(), chain.counts = &counted;
+  forerun_chain(head.step, level.batch(0, std::min(levels, 1)), &chain);
+  weigh_nodes(head, tokens.data(), sure.data(), beside.data(), beside_sure.data(), counted + 1, round);
+}
+
+// Verify a draft and commit what is accepted; false, with nothing done, where logits are not finite.
+bool verify_and_commit(const Rounds &r, Progress &now, Round &round) {
+  SlotPass pass = tree_pass(r, round, now.count, now.length);
+  const int rows = 1 + round.verified;
+  const Batch *b = pass.batch(0, rows);
+  forerun_run(r.target, b);
+  std::vector<int64_t> said((size_t)rows);
+  each_row(rows, [&](int i) {
+    const uint64_t key = key_at(r, now.count + (int)pass.positions[i] - now.length);
+    said[i] = active->say(at(r.target, b, r.logits, i), r.target->widths[r.logits], r.sampling, key, nullptr);
+  });
+  if (*std::min_element(said.begin(), said.end()) < 0) return false;
+  const int begins = now.first + now.unread;  // of the states of this round's tokens
+  for (int node = 0; node >= 0; round.accepted++) {
+    const int place = round.accepted;
+    if (place) round.path[place - 1] = node;
+    if (node != place) {
+      const int64_t from = r.line[now.length + node], to = r.line[now.length + place];
+      if (b->kv_format == F32) move_row<uint32_t>(*b, r.layouts, from, to);
+      else move_row<uint16_t>(*b, r.layouts, from, to);
+    }
+    for (int k = 0; k < r.layers; k++) {
+      const int width = r.target->widths[r.logits + 1 + k];
+      memcpy(r.states[k] + (int64_t)(begins + place) * width, at(r.target, b, r.logits + 1 + k, node), (size_t)width * sizeof(float));
+    }
+    round.drawn[place] = (int32_t)said[node];
+    int next = node + 1;
+    while (next < rows && !(round.parents[next - 1] == node && round.tokens[next - 1] == said[node])) next++;
+    node = next < rows ? next : -1;
+  }
+  round.accepted--;  // without the root
+  const int rows_kept = round.accepted + 1;
+  now.length += rows_kept;
+  if (round.nodes) now.head_length += now.unread, now.first = begins, now.unread = 0;
+  now.unread += rows_kept;
+  return true;
+}
+
+// Whether the last tokens occurred before, so that what followed them might be copied.
+bool may_copy(const Rounds &r, const Progress &now) {
+  return std::any_of(r.grams, r.grams + r.num_grams, [&](const Grams *grams) { return occurs(*grams, r.text, now.count); });
+}
+
+// Append what was drawn to the text, up to what ends it; true if that happens.
+bool append(const Rounds &r, Progress &now, Round &round) {
+  for (round.said = 0; round.said <= round.accepted;) {
+    if (r.num_grams) note(*r.grams[0], r.text, now.count);
+    const int64_t token = round.drawn[round.said++];
+    r.text[now.count++] = token;
+    if (now.count >= r.limit || std::find(r.ends, r.ends + r.num_ends, token) != r.ends + r.num_ends) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 extern "C" {
@@ -444,6 +554,36 @@ void forerun_block(const Program *program, const Batch *batch, const Program *co
     if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     buffers[chain->logits] += (int64_t)b.tokens * program->widths[chain->logits];
   }
+}
+
+// Run rounds of one request until the text ends, a copy might pay, their number is reached or their time is up; returns how
+// many were run. A round whose logits are not finite is left to Python, which says so.
+int forerun_rounds(const Rounds *given) {
+  const Rounds &r = *given;
+  Progress now{r.count, r.count - 1, r.head ? r.head->length : 0, 0, r.unread};
+  const double began = clock_of(CLOCK_MONOTONIC);
+  for (int done = 0; done < r.most; done++) {
+    const double start = clock_of(CLOCK_MONOTONIC);
+    if (done && (start - began > r.seconds || may_copy(r, now))) return done;
+    Round &round = r.rounds[done];
+    round.nodes = round.verified = round.accepted = 0;
+    const double first = clock_of(CLOCK_THREAD_CPUTIME_ID);
+    const int room = r.limit - now.count - 1;  // drafted tokens that may follow
+    if (r.head && room > 0) draft_chain(r, *r.head, std::min(r.head->levels, room - 1), now, round);
+    const double second = clock_of(CLOCK_THREAD_CPUTIME_ID);
+    if (!verify_and_commit(r, now, round)) return done;
+    const bool ended = append(r, now, round);
+    round.drafting = second - first;
+    round.passing = clock_of(CLOCK_THREAD_CPUTIME_ID) - second;
+    round.all = clock_of(CLOCK_MONOTONIC) - start;
+    if (ended) return done + 1;
+  }
+  return r.most;
+}
+
+// Note the sequences of tokens of a text that end behind `first` to `last` of its tokens.
+void forerun_note(const Grams *grams, const int64_t *text, int first, int last) {
+  for (int i = first; i <= last; i++) note(*grams, text, i);
 }
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {

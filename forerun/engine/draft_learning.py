@@ -1,0 +1,319 @@
+"""Learning of drafting: from verdicts, and from the time that drafts and passes took, also those of
+rounds in native calls. `Drafting` builds on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.engine.acceptance import MAX_MATCH_BITS, NEVER, DraftOption, kind_of_match
+from forerun.engine.depth import DEEPEST, BatchState, DepthPolicy
+from forerun.engine.draft_state import DeferredDraft, DraftingState, ProposedDraft
+from forerun.engine.error_isolation import isolate_errors
+from forerun.engine.guard import Guard, GuardSample
+from forerun.engine.observe import take_rows
+from forerun.engine.overlap import Overlap
+from forerun.engine.request import Request, ScheduledRequest
+from forerun.engine.stats import DRAFTED, EDGE, NOTHING, UNPAID
+from forerun.runtime.torch_runner import Runner
+from forerun.types import Draft, States, Verdict
+
+WARM_UP = 32  # steps before a pause ends in which the drafter state is restored
+
+
+class RoundSeconds(NamedTuple):
+    """Seconds of a round in a native call: two by the policy's clock, all by the wall clock."""
+
+    drafting: float
+    verifying: float
+    wall: float
+
+
+class DraftLearning:
+    """The drafting state of requests, the depth policy and the guard, and what they learn from."""
+
+    def __init__(
+        self,
+        target: Runner,
+        proposers: Mapping[str, Proposer],
+        policy: DepthPolicy,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`clock` gives the seconds (or other unit) by which costs are learned, `wall_clock` those
+        by which the guard judges whole steps."""
+        self.target, self.proposers = target, proposers
+        self.clock, self.wall_clock = clock, wall_clock
+        self.states: WeakKeyDictionary[Request, DraftingState] = WeakKeyDictionary()
+        self.steps = 0
+        self.seconds = 0.0  # that drafting took in this step
+        self.deferred: DeferredDraft | None = None  # in this step
+        self.reason = NOTHING  # why the last request that was counted drafted, or did not
+        self._room = 0
+        self._step_began = self._drafted_at = 0.0
+        self.set_policy(policy)
+
+    def set_policy(self, policy: DepthPolicy) -> None:
+        """Let `policy` choose depths from now on, with a new guard."""
+        self.policy = policy
+        decoder = self.target.decoder
+        experts = decoder.config.experts
+        policy.set_experts(experts, decoder.pass_bytes if experts else None)
+        self.guard = Guard(policy.forward_seconds)
+        self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
+
+    def state(self, request: Request) -> DraftingState:
+        """Return the drafting state of a request; it is kept as long as the request exists."""
+        state = self.states.get(request)
+        if state is None:
+            state = self.states[request] = DraftingState()
+        return state
+
+    def has_state(self, request: Request) -> bool:
+        """Return True if a proposer keeps something of the request."""
+        return request.speculates and not self.state(request).released
+
+    def is_paused(self, request: Request) -> bool:
+        """Return True if a guard keeps the request from drafting."""
+        return not (self.guard.allows() and self.state(request).guard.allows())
+
+    def room(self, num_decoding: int, stretch: float) -> int:
+        """Return the most tokens of a pass that reads prompts beside decoding requests."""
+        return self.policy.room(num_decoding, stretch)
+
+    def acceptance_of(self, request: Request, draft: Draft) -> float:
+        """Return the acceptance rate expected of the proposer whose draft was verified."""
+        state = self.state(request)
+        names = [proposed.source for proposed in state.proposed] or [request.draft]
+        source = draft.sources[min(1, len(draft) - 1)]
+        name = source if source in names else names[-1]
+        return self.policy.acceptance_rate(name, state.acceptance[name])
+
+    def _option(
+        self, request: Request, proposer: Proposer, limit: int | None = None
+    ) -> DraftOption:
+        """Return the draft option of a request with a proposer."""
+        return DraftOption(
+            source=proposer.name,
+            limit=request.remaining if limit is None else limit,
+            acceptance=self.state(request).acceptance[proposer.name],
+            width=proposer.width,
+            lag=self._lag(request, proposer.name),
+        )
+
+    def _lag(self, request: Request, name: str) -> int:
+        """Return how many committed tokens a proposer has missed.
+
+        The tokens of the last step are not counted: reading them is a part of drafting.
+        """
+        last_asked = self.state(request).last_asked
+        if name not in last_asked:
+            return len(request.tokens)
+        num_tokens, step = last_asked[name]
+        return 0 if step >= self.steps - 1 else len(request.tokens) - num_tokens
+
+    def _is_slower(
+        self, request: Request, speed: float, others: Sequence[Proposer], batch: BatchState
+    ) -> bool:
+        """Return True if one of other proposers that are not paused is expected to beat a speed."""
+        acceptance = self.state(request).acceptance
+        return any(
+            self.policy.expected_speed(self._option(request, part), batch) > speed
+            for part in others
+            if acceptance[part.name].paused_until is None
+        )
+
+    # Verification by the target
+
+    def hidden_layers(self, request: Request) -> tuple[int, ...]:
+        """Return the hidden-state layers that the request's proposer wants."""
+        return self.proposers[request.draft].aux_hidden_layers if self.has_state(request) else ()
+
+    def observe(
+        self,
+        scheduled: ScheduledRequest,
+        start: int,
+        states: Mapping[int, States],
+        path: Sequence[int],
+    ) -> None:
+        """Show the hidden states of just committed tokens to the request's proposer.
+
+        states: {layer: [T, H]} of the forward pass; `start` is the position of the first committed
+        token, `path` the rows of its segment that were committed.
+        """
+        request = scheduled.request
+        wanted = self.hidden_layers(request)
+        if not wanted:
+            return
+        seen = {layer: take_rows(states[layer], scheduled.first_row, path) for layer in wanted}
+        with isolate_errors(request):
+            self.proposers[request.draft].observe(request.slot, start, seen)
+
+    def observe_logits(self, request: Request, draft: Draft, logits: Callable[[], Tensor]) -> None:
+        """Show the target's logits [N, V] of a draft's nodes to a proposer that wants them.
+
+        `logits` is called only then, since taking rows is an operation of torch.
+        """
+        if not self.has_state(request) or not self.proposers[request.draft].wants_logits:
+            return
+        self.proposers[request.draft].learn(request.slot, request.tokens, draft, logits())
+
+    def record_verdict(self, request: Request, verified: Draft, verdict: Verdict) -> None:
+        """Learn acceptance rates from everything that was drafted, verified or not.
+
+        Copies count for their kind of match as far as the target has confirmed or refuted them, and
+        for their proposer as far as they were verified.
+        """
+        state = self.state(request)
+        for proposed in state.proposed:
+            draft = proposed.draft
+            path = draft.match_tokens(verdict.tokens)
+            accepted = len(path) - 1
+            is_open = len(path) > len(verdict.tokens)
+            reach = accepted if is_open else max(draft.depths())
+            reached = {proposed.kind or proposed.source: reach}
+            if proposed.kind:
+                verified_depth = len(verified.match_tokens(draft.tokens[1:])) - 1
+                reached[proposed.source] = min(verified_depth, reach)
+            for source, depth in reached.items():
+                self.policy.record_verdict(
+                    source, state.acceptance[source], depth, min(accepted, depth)
+                )
+            if draft.confidence_bins:
+                bins = self.policy.bins(proposed.source, request.params.greedy)
+                bins.add(draft, path, is_open)
+
+    def record_step(
+        self,
+        batch: Sequence[ScheduledRequest],
+        emitted: Mapping[int, int],
+        experts: np.ndarray | None = None,
+    ) -> None:
+        """Learn costs from a step; `emitted` tokens by request id, `experts` as in `Forward`."""
+        num_tokens = sum(len(s.segment.tokens) for s in batch if s.segment)
+        decodes = all(s.generates and s.count == 1 for s in batch)
+        if experts is not None:
+            read = [token for s in batch if s.segment for token in s.segment.tokens]
+            num_tokens = self.policy.effective_size(read, experts, decodes)
+        self.overlap.record_forward(num_tokens, self.clock() - self._drafted_at, decodes)
+        is_cold = self.policy.costs.is_cold(num_tokens)
+        if not decodes or is_cold or any(s.request.has_fixed_depth for s in batch):
+            return
+        samples = []
+        for scheduled in batch:
+            state, nodes = self.state(scheduled.request), len(scheduled.draft or ()) - 1
+            tokens = emitted.get(scheduled.request.id, 0)
+            samples.append(GuardSample(state.guard, nodes, tokens, state.was_asked))
+        self.guard.record(samples, self.wall_clock() - self._step_began, self.seconds)
+
+    def _record_draft(
+        self,
+        proposer: Proposer,
+        asked: Sequence[DraftRequest],
+        proposed: Sequence[Draft | None],
+        requests: Sequence[Request],
+        seconds: float,
+    ) -> None:
+        """Record the time that drafting took."""
+        depth = max(each.depth for each in asked)
+        if proposer.ends_chains:
+            depth = max(1, *(max(draft.depths()) for draft in proposed if draft is not None))
+        lag = sum(self._lag(request, proposer.name) for request in requests)
+        self.overlap.record_draft(proposer, depth, seconds, len(asked), lag)
+        for request in requests:
+            self.state(request).last_asked[proposer.name] = len(request.tokens), self.steps
+
+    def _record_nothing(self, request: Request, name: str) -> None:
+        """Record that a proposer has nothing to draft."""
+        state = self.state(request)
+        self.policy.record_verdict(name, state.acceptance[name], 0, 0)
+        state.last_asked[name] = len(request.tokens), self.steps
+
+    # Rounds in one native call
+
+    def plain_rounds(self, request: Request) -> int:
+        """Return for how many steps, this one included, a request certainly drafts nothing unless
+        there is something to copy."""
+        if not request.speculates:
+            return NEVER
+        state = self.state(request)
+        paused = max(self.guard.paused_steps, state.guard.paused_steps)
+        if paused:
+            return paused - WARM_UP if paused > WARM_UP else paused
+        rounds = NEVER
+        for part in self.proposers[request.draft].parts:
+            acceptance = state.acceptance[part.name]
+            if self.policy.is_paused(acceptance):
+                assert acceptance.paused_until is not None
+                rounds = min(rounds, acceptance.paused_until - self.policy.steps)
+            elif not part.copies_text:
+                return 1
+        return rounds
+
+    def least_match(self, request: Request, proposer: Proposer, shortest: int) -> int:
+        """Return the fewest tokens of a match, at least `shortest`, behind which a copy is expected
+        to pay if only this request drafts."""
+        batch, state = BatchState(1, 1, 1), self.state(request)
+        parts = self.proposers[request.draft].parts
+        others = [part for part in parts if not part.copies_text]
+        for bits in range(shortest.bit_length(), MAX_MATCH_BITS + 1):
+            kind = kind_of_match(proposer.name, 1 << bits - 1)
+            longest = min((1 << bits) - 1, DEEPEST)
+            count, speed = self.policy.cut_copy(kind, state.acceptance[kind], longest, batch)
+            if count and not self._is_slower(request, speed, others, batch):
+                return max(1 << bits - 1, shortest)
+        return 1 << MAX_MATCH_BITS
+
+    def begin_round(self, request: Request, is_first: bool) -> None:
+        """Start to learn from one of the rounds in a native call; `draft` began the first."""
+        if is_first:
+            return
+        state = self.state(request)
+        state.proposed = []
+        state.allowed_depth = 0
+        self.steps += 1
+        if not request.speculates:
+            return
+        if self.deferred is None:
+            request.stats.reasons[self.reason] += 1
+        if self.is_paused(request):
+            return
+        for part in self.proposers[request.draft].parts:
+            if part.copies_text and not self.policy.is_paused(state.acceptance[part.name]):
+                self._record_nothing(request, part.name)
+
+    def record_native_draft(
+        self,
+        request: Request,
+        deferred: DeferredDraft,
+        draft: Draft,
+        verified: Draft,
+        seconds: float,
+    ) -> None:
+        """Record the draft that a round in a native call made in `seconds`, and count it; a root
+        where no token of it could have been used."""
+        if len(draft) == 1:
+            request.stats.reasons[EDGE] += 1
+            return
+        proposer, state = deferred.proposer, self.state(request)
+        state.proposed.append(ProposedDraft(proposer.name, "", draft))
+        state.allowed_depth = deferred.request.depth
+        self._record_draft(proposer, [deferred.request], [draft], [request], seconds)
+        request.stats.reasons[DRAFTED if len(verified) > 1 else UNPAID] += 1
+
+    def record_round(
+        self, request: Request, verified: Draft, emitted: int, seconds: RoundSeconds
+    ) -> None:
+        """Learn costs from one of the rounds in a native call."""
+        self.overlap.record_forward(len(verified), seconds.verifying, decodes=True)
+        if not self.policy.costs.is_cold(len(verified)):
+            state = self.state(request)
+            sample = GuardSample(state.guard, len(verified) - 1, emitted, state.was_asked)
+            self.guard.record([sample], seconds.wall, seconds.drafting)

@@ -1,0 +1,133 @@
+"""State of drafting for one request: its record of acceptance, and its draft while it is made."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from forerun.draft.compose import AskContext, Offer, Ranking, ask
+from forerun.draft.hidden_states import HiddenStateProposer
+from forerun.draft.proposer import DraftRequest, Proposer
+from forerun.engine.acceptance import Acceptance
+from forerun.engine.depth import BatchState
+from forerun.engine.guard import RequestGuard
+from forerun.engine.request import ScheduledRequest
+from forerun.engine.stats import NOTHING, UNPAID
+from forerun.runtime.rounds import GrowingText, HeadRounds
+from forerun.types import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedDraft:
+    """Draft of one proposer in a step, verified or not.
+
+    `kind` is the kind of match of a copy (`kind_of_match`), or "".
+    """
+
+    source: str
+    kind: str
+    draft: Draft
+
+
+@dataclass(slots=True)
+class DraftingState:
+    """Drafting state of one request.
+
+    Attributes:
+        acceptance: acceptance record of its drafts, by proposer and kind of match.
+        last_asked: (committed tokens, step) when each proposer last drafted for it.
+        guard: disables drafting while the request would be faster without.
+        released: True if its drafter state was released because of a long pause.
+        allowed_depth: the depth that its draft may have in this step.
+        proposed: all drafts for it in this step.
+        text: its tokens for native rounds.
+    """
+
+    acceptance: defaultdict[str, Acceptance] = field(
+        default_factory=lambda: defaultdict(Acceptance)
+    )
+    last_asked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    guard: RequestGuard = field(default_factory=RequestGuard)
+    released: bool = False
+    allowed_depth: int = 0
+    proposed: list[ProposedDraft] = field(default_factory=list)
+    text: GrowingText = field(default_factory=GrowingText)
+
+    @property
+    def was_asked(self) -> bool:
+        """True if a proposer drafted for the request in this step."""
+        return self.allowed_depth > 0 or bool(self.proposed)
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredDraft:
+    """A draft that rounds in one native call will make (see `multi_step`).
+
+    `request` is what `proposer` would have been asked for, `head` what it prepared instead, and
+    `seconds` the time that took.
+    """
+
+    proposer: HiddenStateProposer
+    request: DraftRequest
+    head: HeadRounds
+    batch: BatchState
+    seconds: float
+
+
+class DraftPlan:
+    """One request while its draft is made.
+
+    Attributes:
+        wanted: the proposer that is asked next, None once the draft is there.
+        draft: the draft, once nobody is asked any more.
+        depth: the depth that `wanted` is asked for.
+        reason: what kept the draft from being longer than a root, if it is not.
+        left: proposers that were not asked yet.
+        speed: tokens per second expected of the best copy so far.
+    """
+
+    def __init__(
+        self,
+        scheduled: ScheduledRequest,
+        state: DraftingState,
+        proposer: Proposer,
+        ranking: Ranking,
+    ) -> None:
+        self.scheduled, self.state, self.proposer = scheduled, state, proposer
+        self.request = scheduled.request
+        self.draft: Draft | None = None
+        self.depth = 0
+        self.reason = NOTHING
+        self.left = list(proposer.parts)
+        self.speed = 0.0
+        self._asking = ask(proposer, AskContext(self.request.rule.branching, ranking))
+        self.wanted: Proposer | None = self._next(next(self._asking))
+
+    @property
+    def asked(self) -> Proposer:
+        """The proposer that is asked."""
+        assert self.wanted is not None
+        return self.wanted
+
+    @property
+    def limit(self) -> int:
+        """The most tokens of a draft that the request can use; the step that ends a prompt drafts
+        nothing, so that the first token comes soonest."""
+        return self.request.remaining if self.scheduled.count == 1 else 0
+
+    def give(self, offer: Offer | None, reason: str = NOTHING) -> None:
+        """Accept the asked proposer's draft; None and a `reason` if it offers nothing."""
+        root = Draft.root(self.request.tokens[-1])
+        if offer:
+            self.speed = max(self.speed, offer.speed)
+            self.reason = UNPAID
+        elif reason != NOTHING:
+            self.reason = reason
+        try:
+            self.wanted = self._next(self._asking.send(offer or Offer(root, root)))
+        except StopIteration as end:
+            self.wanted, self.draft = None, end.value
+
+    def _next(self, proposer: Proposer) -> Proposer:
+        self.left = [other for other in self.left if other is not proposer]
+        return proposer

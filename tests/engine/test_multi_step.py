@@ -1,0 +1,336 @@
+"""Several rounds of one request in one native call: the same tokens, drafts and cache rows as one
+round a step, whatever ends the call."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forerun.draft.compose import InTurn
+from forerun.draft.eagle.proposer import EagleProposer
+from forerun.draft.proposer import DraftRequest
+from forerun.engine import guard, multi_step
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.errors import StateError
+from forerun.kernels import native
+from forerun.runtime.rounds import Grams, RoundsResult
+from forerun.sampling.params import SamplingParams
+from forerun.types import Draft
+from tests.engine import build
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+DRAFTS = ("off", "suffix", "eagle", "both")
+FAMILIES = ("llama/q4_1", "qwen2/q4_k_m", "gemma2")  # the last one with windows and softcaps
+TOKENS = 60
+
+
+def engine(
+    draft: str = "both", family: str = FAMILIES[0], seconds: float = 10.0, **options: Any
+) -> Engine:
+    """An engine whose requests draft whatever it costs, in calls of up to 32 rounds."""
+    form = "" if "/" in family else "float32"
+    wanted = ["suffix", "eagle"] if draft == "both" else [draft]
+    made = build.engine(family, wanted, width=1, form=form, **options)
+    if draft == "both":
+        made.proposers["both"] = InTurn((made.proposers["suffix"], made.proposers["eagle"]))
+    made.set_policy(build.Eager())
+    made.guard.cold = 1 << 30  # it would stop drafting, which is slow with a tiny target
+    made.multi_step.seconds = seconds
+    return made
+
+
+@pytest.fixture(autouse=True)
+def without_request_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "REQUEST_LOSS", float("inf"))
+
+
+def add(
+    made: Engine, draft: str, temperature: float = 0.0, prompt: int = 3, **params: Any
+) -> Request:
+    given = {"max_tokens": TOKENS, "ignore_eos": True} | params
+    sampling = SamplingParams(temperature=temperature, seed=5, **given)
+    return made.add(build.prompts()[prompt], sampling, draft=draft, depth="auto")
+
+
+def finished(made: Engine, request: Request) -> tuple[list[int], str | None]:
+    build.finish(made)
+    return list(request.output), request.finish_reason
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rounds of each native call."""
+    found: list[int] = []
+    run = multi_step.run_rounds
+
+    def counted(*arguments: Any, **options: Any) -> RoundsResult:
+        result = run(*arguments, **options)
+        found.append(len(result.rounds))
+        return result
+
+    monkeypatch.setattr(multi_step, "run_rounds", counted)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_as_one_round_a_step(
+    calls: list[int], family: str, draft: str, temperature: float
+) -> None:
+    alone = engine("off", family, seconds=0.0)
+    plain = finished(alone, add(alone, "off", temperature))
+    assert not calls
+    made = engine(draft, family)
+    request = add(made, draft, temperature)
+    assert finished(made, request) == plain
+    assert len(plain[0]) == TOKENS
+    assert max(calls) > 3 if draft in ("off", "eagle") else sum(calls) > 3 or family == "gemma2"
+    stats = request.stats
+    assert stats.steps == len(stats.rounds) == len(stats.depths)
+    assert stats.accepted + stats.steps == TOKENS
+    assert draft == "off" or stats.reasons.total() == stats.steps
+    assert draft == "off" or stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5, "temperature": 1.2},
+        {"top_p": 0.7, "min_p": 0.05, "temperature": 0.9},
+        {"max_tokens": 7},
+        {"max_tokens": 2},
+        {"stop_token_ids": list(range(3, 40)), "temperature": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_sampling_and_what_ends_a_request(draft: str, params: dict[str, Any]) -> None:
+    ends = []
+    for seconds in (0.0, 10.0):
+        made = engine(draft, seconds=seconds)
+        ends.append(finished(made, add(made, draft, **params)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_what_needs_python_in_every_round_runs_one_round_a_step(
+    calls: list[int], draft: str
+) -> None:
+    """Penalties, log-probabilities, a trace, a depth of its own, another request beside it."""
+    for params in ({"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}):
+        made = engine(draft)
+        finished(made, add(made, draft, **params))
+    made = engine(draft)
+    prompt, params = build.prompts()[3], build.params(0, 0.0)
+    made.add(prompt, params, draft=draft, depth="auto", trace=True)
+    build.finish(made)
+    if draft != "off":
+        made.add(prompt, params, draft=draft, depth=2)
+        build.finish(made)
+    made.add(prompt, params, draft=draft, depth="auto")
+    made.add(prompt, params, draft=draft, depth="auto")
+    build.finish(made)
+    assert not calls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_drafts_what_it_drafts_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Tokens, parents, confidence and probabilities, behind rounds that kept chains and siblings."""
+    expected: list[Draft] = []
+    pairs: list[tuple[Draft, Draft]] = []
+    begin, draft_of = EagleProposer.begin_rounds, multi_step._draft_of
+
+    def begin_rounds(self: EagleProposer, row: DraftRequest, room: int) -> Any:
+        head, pending = begin(self, row, room), self.pending[row.slot]
+        kept = list(pending.raw), pending.num_raw, self.cache.length[row.slot]
+        expected[:] = self.propose([row])
+        pending.raw, pending.num_raw, self.cache.length[row.slot] = kept
+        return head
+
+    def observed(found: Any, root: int, source: str) -> Draft:
+        made = draft_of(found, root, source)
+        if expected:
+            pairs.append((expected.pop(), made))
+        return made
+
+    monkeypatch.setattr(EagleProposer, "begin_rounds", begin_rounds)
+    monkeypatch.setattr(multi_step, "_draft_of", observed)
+    made = engine("eagle", seconds=1e-9)
+    made.multi_step.seconds = 1.0
+    monkeypatch.setattr(multi_step, "MAX_ROUNDS", 3)
+    finished(made, add(made, "eagle", temperature))
+    assert len(pairs) > 4
+    for step, call in pairs:
+        assert (step.tokens, step.parents, step.sources) == (
+            call.tokens,
+            call.parents,
+            call.sources,
+        )
+        assert step.confidence_bins == call.confidence_bins
+        assert step.path_probs == pytest.approx(call.path_probs, rel=1e-6)
+    assert any(len(set(step.parents)) < len(step.parents) for step, _ in pairs)  # siblings
+
+
+@pytest.mark.parametrize("draft", ["off", "eagle"])
+def test_cache_rows_and_pending_states_are_those_of_single_steps(draft: str) -> None:
+    found = []
+    for seconds in (0.0, 10.0):
+        made = engine(draft, seconds=seconds)
+        request = add(made, draft, 0.7, max_tokens=200)
+        while request.produced < 40:
+            made.step_or_raise()
+        made.multi_step.seconds = 0.0
+        cache = made.target.cache
+        rows = [
+            kept[: request.prompt_length + 39].float().numpy()
+            for layer in cache.keys
+            for kept in cache.read(request.slot, layer, 0)
+        ]
+        head = []
+        if draft == "eagle":
+            proposer = made.proposers["eagle"]
+            assert isinstance(proposer, EagleProposer)
+            assert proposer.pending[request.slot].end == len(request.tokens) - 1
+            both = proposer.cache.read(request.slot, 0, 0)
+            head = [kept[: request.prompt_length + 30].float().numpy() for kept in both]
+        found.append((request.tokens[: request.prompt_length + 40], [*rows, *head]))
+        made.abort(request)
+        build.finish(made)
+    assert found[0][0] == found[1][0]
+    for step, call in zip(found[0][1], found[1][1], strict=True):
+        assert np.array_equal(step, call)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_requests_that_come_pause_and_go(draft: str) -> None:
+    """Another request joins behind a call, the first pauses and resumes, a third is aborted."""
+    alone = []
+    for prompt in (3, 4):
+        made = engine("off", seconds=0.0)
+        alone.append(finished(made, add(made, "off", 0.8, prompt))[0])
+    made = engine(draft, tokens=400)
+    first = add(made, draft, 0.8)
+    while first.produced < 10:
+        made.step_or_raise()
+    second = add(made, draft, 0.8, 4)
+    made.step_or_raise()
+    made.pause(first)
+    for _ in range(2):
+        made.step_or_raise()
+    made.resume(first)
+    third = add(made, draft, 0.8, 5)
+    made.step_or_raise()
+    made.abort(third)
+    build.finish(made)
+    assert [list(first.output), list(second.output)] == alone
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_small_pools_and_the_end_of_the_context(draft: str) -> None:
+    """Where there is no room for a call, rounds are run one a step, and nothing is lost."""
+    made = engine("off", seconds=0.0)
+    plain = finished(made, add(made, "off", 0.8, max_tokens=230))[0]
+    for tokens in (300, 260):
+        made = engine(draft, tokens=tokens)
+        assert finished(made, add(made, draft, 0.8, max_tokens=230))[0] == plain
+
+
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+@pytest.mark.parametrize("pause", [3, 20, 70, 100])
+def test_rounds_while_the_guard_pauses_drafting(calls: list[int], draft: str, pause: int) -> None:
+    """They draft nothing, and the drafter goes on afterwards where it left off."""
+    made = engine("off", seconds=0.0)
+    plain = finished(made, add(made, "off", 0.0, max_tokens=180))[0]
+    made = engine(draft)
+    request = add(made, draft, 0.0, max_tokens=180)
+    while request.produced < 8:
+        made.step_or_raise()
+    before = request.stats.drafted
+    made.guard.paused_steps = pause
+    while made.guard.paused_steps and made.busy:
+        made.step_or_raise()
+    assert request.stats.drafted == before
+    assert finished(made, request)[0] == plain
+    assert request.stats.drafted > before or draft == "suffix"
+    assert sum(calls) > 20
+
+
+def test_logits_that_are_not_finite_end_the_request_as_in_a_step() -> None:
+    made = engine("eagle")
+    request = add(made, "eagle")
+    while request.produced < 4:
+        made.step_or_raise()
+    norm: Any = made.target.decoder.weights.norm
+    kept = norm.weight.clone()
+    norm.weight.fill_(float("nan"))
+    try:
+        with pytest.raises(StateError):
+            made.step_or_raise()
+    finally:
+        norm.weight.copy_(kept)
+    made.reset()
+    again = add(made, "eagle")
+    assert len(finished(made, again)[0]) == TOKENS
+
+
+def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """Where the text repeats itself the copying drafter is asked, and its drafts are accepted."""
+    made = engine("both")
+    monkeypatch.setattr(made.drafting, "least_match", lambda *_: 2)
+    request = made.add(
+        [7, 8, 9, 10, 11, 12] * 6,
+        SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
+        draft="both",
+        depth="auto",
+    )
+    build.finish(made)
+    assert request.stats.by_source["suffix"].accepted > 0
+    assert len(calls) > 1
+
+
+class TestGrams:
+    @pytest.mark.parametrize("length", [1, 2, 5])
+    def test_finds_what_occurs(self, length: int) -> None:
+        """Compared with a set; growth in any pieces changes nothing."""
+        generator = np.random.default_rng(1)
+        text = generator.integers(0, 12, 3000).tolist()
+        grams = Grams(length)
+        for last in itertools.chain(range(1, 40, 3), [1000, 1001, 2500]):
+            grams.update(text, last)
+        known = {tuple(text[i : i + length]) for i in range(2500 - length + 1)}
+        assert {key for key in grams._slots.tolist() if key} == {_key(gram) for gram in known}
+
+    def test_a_break_is_a_token_like_no_other(self) -> None:
+        grams = Grams(2)
+        grams.update([5, -1, 6, 7], 4)
+        assert {key for key in grams._slots.tolist() if key} == {
+            _key((5, -1)),
+            _key((-1, 6)),
+            _key((6, 7)),
+        }
+
+
+def _key(tokens: Sequence[int]) -> int:
+    """The key of a sequence, as in `slot_of` of rounds.h."""
+    from forerun.rng import GOLDEN, MASK, mix
+
+    key = 0
+    for token in tokens:
+        key = mix((key + (token & MASK) * GOLDEN + 1) & MASK)
+    return key or 1
+
+
+def test_sampling_of_the_c_structure_is_as_large_as_its_bytes() -> None:
+    import ctypes
+
+    from forerun.kernels.draw import packed
+    from forerun.sampling.params import GREEDY
+
+    assert ctypes.sizeof(native.CSampling) == len(packed([GREEDY]))
