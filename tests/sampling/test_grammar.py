@@ -31,7 +31,7 @@ from forerun.errors import BusyError, RequestError
 from forerun.models.tokenizer import Tokenizer
 from forerun.sampling import compiler as compiler_module
 from forerun.sampling import matcher as matcher_module
-from forerun.sampling.compiler import GrammarCompiler
+from forerun.sampling.compiler import GrammarCompiler, _Bytes
 from forerun.sampling.grammar import LONGEST, Grammar
 from forerun.sampling.matcher import Matcher, NotReadyError
 from forerun.sampling.params import SamplingParams
@@ -671,3 +671,10 @@ def test_a_strangers_grammar_is_bounded_with_a_large_vocabulary_too(
     with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
         gemma_sized.matcher(UNUSABLE["many states"], [262_143])
     assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])
+
+
+def test_special_tokens_outside_of_the_vocabulary_do_not_hide_bytes() -> None:
+    """The bytes stand behind the vocabulary, where such a token's id points."""
+    made = _Bytes(8, 7, [(3, "<a>"), (8, "<b>"), (9, "<c>")])
+    assert made.special_token_ids == [3] and made.tokens[3] == b"<a>"
+    assert made.tokens[8:] == [bytes([byte]) for byte in range(256)]
