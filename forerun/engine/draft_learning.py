@@ -238,6 +238,10 @@ class DraftLearning:
 
     # Rounds in one native call
 
+    def is_resting(self, request: Request, part: Proposer) -> bool:
+        """Return True if the policy does not ask a part of the request's proposer in this step."""
+        return self.policy.is_paused(self.state(request).acceptance[part.name])
+
     def plain_rounds(self, request: Request) -> int:
         """Return for how many steps, this one included, a request certainly drafts nothing unless
         there is something to copy."""

@@ -123,7 +123,7 @@ class MultiStep:
         texts: list[list[int]] = []
         for part in proposer.parts:
             sources = part.copy_sources(request.slot)
-            if sources and sources.min_match:
+            if sources and sources.min_match and not self.drafting.is_resting(request, part):
                 least = self.drafting.least_match(request, part, sources.min_match)
                 length = min(length or least, least)
                 texts += sources.texts
