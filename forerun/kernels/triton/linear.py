@@ -194,7 +194,7 @@ def join_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor
     count, rows, outputs = parts.shape
     out = torch.empty((rows, outputs), dtype=dtype, device=parts.device)
     _join[(rows, triton.cdiv(outputs, JOINED))](
-        parts,
+        parts.contiguous(),
         parts if bias is None else bias,
         out,
         rows,
