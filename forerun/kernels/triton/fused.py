@@ -248,7 +248,7 @@ def _total(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
     """Return 1 over the root of the mean square; what lies behind the row is 0."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), width.to(tl.float32)) + eps))
@@ -335,12 +335,10 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     if h < heads + kv_heads:
         y = _total(parts, bias, t, tokens, width, h * D + other, is_inside, PARTS, HAS_BIAS)
         y = y.to(DTYPE).to(tl.float32)
-        if NORMS_Q:
-            if h < heads:
-                x, y = _norm_both(x, y, q_weight, d, other, is_inside, D, eps, DTYPE)
-        if NORMS_K:
-            if h >= heads:
-                x, y = _norm_both(x, y, k_weight, d, other, is_inside, D, eps, DTYPE)
+        if NORMS_Q and h < heads:
+            x, y = _norm_both(x, y, q_weight, d, other, is_inside, D, eps, DTYPE)
+        if NORMS_K and h >= heads:
+            x, y = _norm_both(x, y, k_weight, d, other, is_inside, D, eps, DTYPE)
         if R > 0:
             turns = d < 2 * R
             angle = tl.load(positions + t) * R + tl.where(d < R, d, d - R)
