@@ -32,7 +32,7 @@ FAMILIES = [*tiny.FAMILIES, *families.MODELS]
 class RecordedOperations(TorchDispatchMode):
     """A `Graphs` that runs the same operations again, on the CPU."""
 
-    own_attention = False
+    own_attention = own_layers = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _runners(proposers: Any) -> list[Runner]:
 
 def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
-        own_attention = False
+        own_attention = own_layers = False
 
         def record(self, run: Callable[[], Any]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing\nsecond line")

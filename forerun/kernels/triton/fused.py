@@ -93,7 +93,8 @@ def rotate_and_store(
             values.
         rotation: cos and sin [context, 1, R] of all positions, R up to D / 2; None rotates nothing.
         positions: int64 [T].
-        rows: int64 [T], the cache row of each token; a negative one is not written.
+        rows: int64 [T], the cache row of each token; of a token with a negative one, which is
+            padding, nothing is computed, and its queries are arbitrary.
         keys, values: [rows, Hkv, D], the layer's cache; the dtype of the result is theirs.
         bias: [(Hq + 2 Hkv) * D], of the product.
         q_norm, k_norm: float32 [D], of RMS norms by head.
@@ -324,6 +325,9 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     """Compute one head of one token: a query, a key or a value."""
     DTYPE: tl.constexpr = q_out.dtype.element_ty
     t, h = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + t)
+    if row < 0:
+        return
     width = (heads + 2 * kv_heads) * D
     d = tl.arange(0, DP)
     is_inside = d < D
@@ -348,15 +352,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     if h < heads:
         place = (t * heads + h).to(tl.int64) * D + d
         tl.store(q_out + place, x.to(DTYPE), mask=is_inside)
+    elif h < heads + kv_heads:
+        place = (row * kv_heads + h - heads) * D + d
+        tl.store(keys + place, x.to(DTYPE), mask=is_inside)
     else:
-        row = tl.load(rows + t)
-        is_written = is_inside & (row >= 0)
-        if h < heads + kv_heads:
-            place = (row * kv_heads + h - heads) * D + d
-            tl.store(keys + place, x.to(DTYPE), mask=is_written)
-        else:
-            place = (row * kv_heads + h - heads - kv_heads) * D + d
-            tl.store(values + place, x.to(DTYPE), mask=is_written)
+        place = (row * kv_heads + h - heads - kv_heads) * D + d
+        tl.store(values + place, x.to(DTYPE), mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -3,20 +3,15 @@ computes the bits of plain decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from forerun.cache.attention import Segment
 from forerun.kernels import reference
 from forerun.kernels.triton import attention
 from forerun.kernels.triton.attention import SPAN, Walk, attend
-from forerun.runtime.captured import can_walk
-from forerun.runtime.torch_runner import Runner
-from forerun.types import Forward
-from tests import tiny
 from tests.kernels.triton.compiled import check_machine_code
 
 ROWS = 700
@@ -121,52 +116,6 @@ def case_padding() -> None:
     walk = walk_of(lines, [39], [[-1]], 4)
     found = attend(random(4, 4, 4, 16), keys, values, walk, 0.25)
     assert found[0].isfinite().all() and not found[1:].any()
-
-
-class Again:
-    """A `Graphs` that runs the function again, with the kernel's attention."""
-
-    own_attention = True
-
-    def record(self, run: Callable[[], Forward]) -> tuple[Forward, Callable[[], None]]:
-        found = run()
-
-        def again() -> None:
-            found.logits.copy_(run().logits)
-
-        return found, torch.inference_mode()(again)
-
-
-def case_decoder() -> None:
-    """Tiny decoders with the kernel's attention, windows and softcaps among them: prompts, single
-    tokens, trees, and levels behind uncommitted tokens."""
-    for family in ("llama", "mistral", "gemma2"):
-        decoder = tiny.decoder(tiny.family(family), torch.float32)
-        sizes = dict(tokens=512, page=4, slots=2)
-        runners = Runner(decoder, **sizes, graphs=Again()), Runner(decoder, **sizes)
-        captured = runners[0].captured
-        assert captured is not None and can_walk(decoder)
-
-        def compare(*segments: Segment, runners: Sequence[Runner] = runners) -> None:
-            for runner in runners:
-                for own in segments:
-                    rows = runner.cache.length[own.slot] + len(own.parents)
-                    assert runner.cache.pages.grow(own.slot, rows)
-            found, expected = (runner.forward(segments).logits for runner in runners)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-        prompt = [5, 9, 11, 4, 8, 30, 7, 12, 19]
-        compare(Segment(0, prompt, list(range(-1, 8)), [8]), Segment(1, [6], [-1], [0]))
-        for runner in runners:
-            runner.cache.commit(0, range(9))
-            runner.cache.commit(1, [0])
-        tree = Segment(0, list(range(4, 4 + len(PARENTS))), PARENTS, list(range(len(PARENTS))))
-        compare(tree, Segment(1, [7], [-1], [0]))
-        compare(Segment(0, [20, 21], [*PARENTS, 3, 8], [0, 1], offset=len(PARENTS)))
-        for runner in runners:
-            runner.cache.commit(0, [0, 1, 3])
-        compare(Segment(0, [13], [-1], [0]))
-        assert not captured.failed and all(each.walks for each in captured._passes.values())
 
 
 def compile_attention() -> None:

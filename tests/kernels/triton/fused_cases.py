@@ -96,7 +96,8 @@ def case_rotate_and_store() -> None:
                 parts, rotation, positions, rows, *caches[1], **options
             )
             assert found.dtype == dtype
-            torch.testing.assert_close(found, expected, **SLACK[dtype])
+            is_kept = rows >= 0
+            torch.testing.assert_close(found[is_kept], expected[is_kept], **SLACK[dtype])
             untouched = [row for row in range(100) if row not in rows.tolist()]
             for own, other, before in zip(*caches, cache, strict=True):
                 torch.testing.assert_close(own, other, **SLACK[dtype])
@@ -115,7 +116,7 @@ def case_rotate_and_store() -> None:
                     parts[:, own], rotation, positions[own], rows[own], *cache, **options
                 )
 
-            rows_alone_equal(found, alone, (1, 6))
+            rows_alone_equal(found, alone, (1, 5))
 
 
 def case_gate() -> None:
