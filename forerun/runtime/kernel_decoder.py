@@ -1,4 +1,4 @@
-"""Dense decoders computed by the kernels of `kernels/triton`: nine launches a layer.
+"""Dense decoders computed by the kernels of `kernels/triton`, ten a layer.
 
 The layers of a `Decoder` run on torch, one operation after the other. For the common families the
 kernels compute the same, with the roundings of the torch decoder, and give a token the same bits

@@ -13,6 +13,7 @@ from forerun.kernels import reference
 from forerun.kernels.triton import attention
 from forerun.kernels.triton.attention import SPAN, Walk, attend
 from tests.kernels.triton.compiled import check_machine_code
+from tests.kernels.triton.inputs import DEVICE, random, tensor
 
 ROWS = 700
 # query heads, key heads, size of a head, committed tokens, softcap, window
@@ -51,18 +52,14 @@ def walk_of(
         extra_at += [0] * padding
 
     def ints(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32)
+        return tensor(numbers, torch.int32)
 
-    rows = torch.tensor([*extra, 0])
+    rows = tensor([*extra, 0])
     return Walk(ints(position), ints(direct), lines, rows, ints(extra_at))
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def lines_of(segments: int, columns: int) -> Tensor:
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     return torch.stack([order.roll(17 * r)[:columns] for r in range(segments)])
 
 

@@ -14,8 +14,7 @@ from forerun.kernels.triton import draw as kernels
 from forerun.kernels.triton.draw import DrawParameters, draw_tokens
 from forerun.sampling.params import GREEDY, Sampling
 from tests.kernels.triton.compiled import check_machine_code
-
-CPU = torch.device("cpu")
+from tests.kernels.triton.inputs import DEVICE
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -27,8 +26,8 @@ def keys_of(count: int, seed: int = 7) -> list[int]:
 
 
 def drawn(logits: Tensor, samplings: list[Sampling], keys: list[int]) -> list[int]:
-    parameters = DrawParameters.upload(samplings, keys, logits.shape[1], CPU)
-    return draw_tokens(logits, parameters, block=kernels.CHUNK).tolist()
+    parameters = DrawParameters.upload(samplings, keys, logits.shape[1], DEVICE)
+    return draw_tokens(logits.to(DEVICE), parameters, block=kernels.CHUNK).tolist()
 
 
 def case_equals_cpu() -> None:

@@ -10,15 +10,12 @@ from forerun.kernels import reference
 from forerun.kernels.triton import linear as kernels
 from forerun.kernels.triton.linear import DeviceMatrix, linear, linear_parts
 from tests.kernels.triton.compiled import check_machine_code
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.triton.inputs import DEVICE, FLOATS, random
 
 
 def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, shape, generator=generator).to(torch.int8)
+    return torch.randint(low, high + 1, shape, generator=generator).to(DEVICE, torch.int8)
 
 
 def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
@@ -51,13 +48,14 @@ def case_equals_twin() -> None:
             expected = reference.linear(x, weight.float(), bias)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4 * inputs**0.5)
             if rows == 3:
-                assert torch.equal(linear(x, matrix), linear(x, matrix, torch.zeros(outputs)))
+                assert torch.equal(linear(x, matrix), linear(x, matrix, torch.zeros_like(bias)))
 
 
 def case_bits_of_a_row() -> None:
     """Alone, in any place among up to 64 rows, and beside rows that are not finite."""
     for inputs in (600, 256):
-        x, known = random(9, 64, inputs), matrices(5, inputs)
+        x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
+        known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
         for form in {"float", "int8", "int8 by 32", "int4"} & known.keys():
             matrix = known[form]
             together = linear(x, matrix)
@@ -78,7 +76,7 @@ def case_parts() -> None:
         weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
         assert DeviceMatrix("int8", weight, None, outputs, inputs, inputs).parts == parts
     x, weight = random(1, 5, 1000), random(2, 70, 1000)
-    narrow, wide = DeviceMatrix.from_floats(weight), torch.zeros(128, 1024)
+    narrow, wide = DeviceMatrix.from_floats(weight), random(2, 128, 1024) * 0
     wide[:70, :1000] = weight
     padded = linear_parts(torch.nn.functional.pad(x, (0, 24)), DeviceMatrix.from_floats(wide))
     assert torch.equal(padded[..., :70], linear_parts(x, narrow))
@@ -107,8 +105,8 @@ def case_gguf_blocks() -> None:
         blocks = generator.integers(0, 256, (70, 5, size), dtype=np.uint8)
         blocks[..., :2] = generator.normal(size=(70, 5, 1)).astype(np.float16).view(np.uint8)
         type_of = getattr(gguf.GGMLQuantizationType, kind)
-        expected = torch.from_numpy(gguf.dequantize(blocks.reshape(70, -1), type_of))
-        matrix = DeviceMatrix.from_blocks(kind, torch.from_numpy(blocks))
+        expected = torch.from_numpy(gguf.dequantize(blocks.reshape(70, -1), type_of)).to(DEVICE)
+        matrix = DeviceMatrix.from_blocks(kind, torch.from_numpy(blocks).to(DEVICE))
         assert torch.equal(matrix.dequantize(), expected.view(70, 160))
         x = random(1, 6, 160)
         expected = reference.linear(x, matrix.dequantize())

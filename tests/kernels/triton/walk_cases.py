@@ -12,6 +12,7 @@ from forerun.kernels.triton.walk import walk
 from forerun.types import Draft, Proposal, Verdict
 from forerun.verify.match import follow
 from tests.kernels.triton.compiled import check_machine_code
+from tests.kernels.triton.inputs import tensor
 
 
 def draft_of(tokens: list[int], parents: list[int]) -> Draft:
@@ -26,11 +27,11 @@ def walked(drafts: Sequence[Draft | None], drawn: Sequence[Sequence[int]]) -> li
     parents = [parent for draft in drafts if draft for parent in draft.parents]
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     found = walk(
-        torch.tensor(tokens),
-        torch.tensor(parents, dtype=torch.int32),
-        torch.tensor([token for own in drawn for token in own]),
-        torch.tensor(firsts, dtype=torch.int32),
-        torch.tensor(counts, dtype=torch.int32),
+        tensor(tokens),
+        tensor(parents, dtype=torch.int32),
+        tensor([token for own in drawn for token in own]),
+        tensor(firsts, dtype=torch.int32),
+        tensor(counts, dtype=torch.int32),
         max(counts),
     )
     verdicts = []
