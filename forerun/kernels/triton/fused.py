@@ -252,7 +252,7 @@ def _total(  # type: ignore[no-untyped-def]
 @triton.jit
 def _inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
     """Return 1 over the root of the mean square; what lies behind the row is 0."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), width.to(tl.float32)) + eps))
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), width * 1.0) + eps))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
