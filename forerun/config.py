@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": ("none", "int8", "int4"),
     "draft_quantization": ("auto", "none", "int8", "int4"),
     "backend": ("auto", "forerun", "transformers"),
-    "kernels": ("auto", "native", "torch"),
+    "kernels": ("auto", "native", "torch", "triton"),
     "objective": ("throughput", "latency", "energy"),
 }
 
@@ -102,8 +102,9 @@ class Config:
             family, otherwise transformers, also for a draft model. transformers is slower, has no
             quantization and no self: drafts, and its results are equal up to rounding.
         kernels: Implementation of the forward pass: native (compiled, exact in every dtype), torch
-            (plain operations), or auto, which is native on CPU where possible, and CUDA graphs of
-            torch's operations on a GPU.
+            (plain operations), triton (forerun's own kernels on a GPU, not measured yet; elsewhere,
+            and for models that they cannot compute, as auto), or auto, which is native on CPU where
+            possible, and CUDA graphs of torch's operations on a GPU.
         device: Device of the target, such as cpu or cuda:0; auto is CUDA if available.
         draft_device: Device of a draft model (model:); auto is that of the target. A separate
             device, such as cuda:1, or cpu beside a GPU, saves memory of the target's device and

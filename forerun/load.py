@@ -23,7 +23,7 @@ from forerun.models.gguf.tokenizer import NO_TOKENIZER
 from forerun.models.quantized import is_quantized
 from forerun.models.shortlist import read_shortlist, shortlist_beside
 from forerun.models.tokenizer import Tokenizer
-from forerun.runtime.captured import CudaGraphs
+from forerun.runtime.captured import cuda_graphs
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.parallel import load_parallel
 from forerun.runtime.torch_runner import Runner
@@ -208,7 +208,7 @@ def make_runner(
     states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
     memory = (free_memory(device) - states) // 4
     tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
-    graphs = CudaGraphs() if device.type == "cuda" and config.kernels != "torch" else None
+    graphs = cuda_graphs(config.kernels, device)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows, graphs=graphs)
 
 

@@ -251,7 +251,7 @@ def certify(cpu: bool) -> Rows:
 def measure_speed(cpu: bool) -> Rows:
     """Time passes, plain decoding and speculation of random models of published shapes."""
     for shape in shapes(cpu):
-        for graphs in ("",) if cpu else ("graphs", "graphs, own attention", ""):
+        for graphs in ("",) if cpu else ("graphs", "graphs, own kernels", ""):
             try:
                 yield from measure_model(shape, cpu, graphs)
             except torch.OutOfMemoryError:
@@ -411,7 +411,8 @@ def random_runner(shape: ModelShape, cpu: bool, slots: int, graphs: str) -> Runn
         config = load_config(path)
         decoder = RandomDecoder(config, path, torch.bfloat16, device_of(cpu), shape.context)
     tokens = max(shape.context, slots * 4 * PROMPT)
-    recorder = CudaGraphs(own_attention="own" in graphs) if graphs else None
+    own = "own" in graphs
+    recorder = CudaGraphs(own_attention=own, own_layers=own) if graphs else None
     return Runner(decoder, tokens=tokens, page=16, slots=slots, graphs=recorder)
 
 

@@ -429,10 +429,16 @@ class Decoder(DecoderLayers):
         if c.layers in aux_hidden_layers:
             features[c.layers] = x
         logits = self._linear(self._norm(x[want], w.norm), w.head)
+        return Forward(self.finish_logits(logits), features)
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Widen, scale and cap what the head computes, [M, Vd], and give tokens that it does not
+        score -inf: [M, V]."""
+        c = self.config
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * c.logit_scale
         if c.logit_softcap:
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-        return Forward(spread(logits, self.shortlist, c.vocab), features)
+        return spread(logits, self.shortlist, c.vocab)
 
     def _layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
         """Return the layers' own embeddings of these tokens [T, L, P]; x is their embedding."""

@@ -11,10 +11,11 @@ then the same kernels over the same shapes, whatever is drafted.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +25,17 @@ from forerun.cache.attention import Segment, visible_masks
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
 from forerun.kernels import reference as kernels
+from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.config import VisibleKeys
 from forerun.models.decoder import Decoder
 from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.program import ChainStart, visible_paths
 from forerun.types import Forward
+
+if TYPE_CHECKING:
+    from forerun.kernels.triton.attention import Walk
+    from forerun.runtime.kernel_decoder import KernelDecoder
 
 log = logging.getLogger("forerun.runtime")
 log.addHandler(logging.NullHandler())  # applications that want to read it configure that
@@ -49,9 +55,11 @@ class Graphs(Protocol):
 
     Attributes:
         own_attention: use the attention of `kernels/triton` where it can compute a model's.
+        own_layers: compute whole passes with `kernels/triton`, where it can.
     """
 
     own_attention: bool
+    own_layers: bool
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Run a function once; return its result and what computes it again, in place, from the
@@ -61,9 +69,11 @@ class Graphs(Protocol):
 class CudaGraphs:
     """Records CUDA graphs, which share one pool of memory."""
 
-    def __init__(self, own_attention: bool = False) -> None:
-        """`own_attention` as in `Graphs`; it has not run on a GPU yet, so it is not the default."""
+    def __init__(self, own_attention: bool = False, own_layers: bool = False) -> None:
+        """`own_attention` and `own_layers` as in `Graphs`; they have not run on a GPU yet, so they
+        are not the default."""
         self.own_attention = own_attention
+        self.own_layers = own_layers
         self._pool: Any = None
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
@@ -80,6 +90,24 @@ class CudaGraphs:
         self._pool = self._pool or graph.pool()
         graph.replay()  # capturing computes nothing
         return result, graph.replay
+
+
+def cuda_graphs(kernels: str, device: torch.device) -> CudaGraphs | None:
+    """Return what records passes on a device with the option `kernels`, None if nothing does.
+
+    Where Triton's kernels are asked for and cannot be used, the log says why, once."""
+    if kernels == "triton" and _has_own_kernels(device):
+        return CudaGraphs(own_attention=True, own_layers=True)
+    return CudaGraphs() if device.type == "cuda" and kernels != "torch" else None
+
+
+@functools.cache
+def _has_own_kernels(device: torch.device) -> bool:
+    """Return True if Triton's kernels can be used on a device; log why not, once."""
+    reason = triton_kernels.problem(device)
+    if reason is not None:
+        log.warning("the kernels of Triton are not used: %s", reason)
+    return reason is None
 
 
 class PassShape(NamedTuple):
@@ -119,12 +147,24 @@ class CapturedPasses:
 
     Attributes:
         failed: recording failed once, and everything runs unrecorded since; the log says why.
+        own_attention, own_layers: as in `Graphs`; false once a pass with Triton's kernels failed.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs) -> None:
         self.decoder, self.cache, self.graphs = decoder, cache, graphs
         self._passes: dict[tuple[PassShape, tuple[int, ...]], _Pass] = {}
         self.failed = False
+        self.own_attention, self.own_layers = graphs.own_attention, graphs.own_layers
+
+    @functools.cached_property
+    def _kernel_decoder(self) -> KernelDecoder | None:
+        """The decoder computed by Triton's kernels; None if they cannot compute it."""
+        from forerun.runtime.kernel_decoder import KernelDecoder
+
+        if KernelDecoder.supports(self.decoder):
+            return KernelDecoder(self.decoder)
+        log.info("Triton's kernels do not compute the layers of this model: torch does")
+        return None
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -191,12 +231,18 @@ class CapturedPasses:
         if recorded is not None:
             return recorded.run(segments, tokens)
         try:
-            own_attention = self.graphs.own_attention
-            recorded = _Pass(self.decoder, self.cache, shape, layers, own_attention)
+            own_layers = self._kernel_decoder if self.own_layers else None
+            walks = self.own_attention and can_walk(self.decoder)
+            recorded = _Pass(self.decoder, self.cache, shape, layers, walks, own_layers)
             recorded.record(self.graphs, segments, tokens)
         except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
+            reason = str(error).split("\n")[0]
+            if self.own_attention or self.own_layers:
+                log.warning("the kernels of Triton are not used: %s", reason)
+                self.own_attention = self.own_layers = False
+                return self.forward(segments, aux_hidden_layers, tokens)
             self.failed = True
-            log.warning("passes are not recorded as CUDA graphs: %s", str(error).split("\n")[0])
+            log.warning("passes are not recorded as CUDA graphs: %s", reason)
             return None
         self._passes[shape, layers] = recorded
         found = recorded.result(segments)
@@ -299,12 +345,16 @@ class _Pass:
         cache: KVCache,
         shape: PassShape,
         layers: tuple[int, ...],
-        own_attention: bool,
+        walks: bool,
+        own_layers: KernelDecoder | None,
     ) -> None:
+        """`walks`: each token reads its own rows, by the attention of `kernels/triton`; so do
+        `own_layers`."""
         self.decoder, self.cache, self.shape, self.layers = decoder, cache, shape, layers
         config = decoder.config
         self.kinds = sorted(set(map(config.visible_keys, range(config.layers))), key=str)
-        self.walks = own_attention and can_walk(decoder)
+        self.own_layers = own_layers
+        self.walks = walks or own_layers is not None
         self.inputs = self._allocate(decoder.device)
         self._stages: list[_Stage] = []
         self._spare = cache.keys[next(iter(cache.keys))].shape[0] - 1  # a row that no page has
@@ -336,6 +386,11 @@ class _Pass:
     def _compute(self) -> Forward:
         """Run the decoder over the inputs."""
         i = self.inputs
+        if self.own_layers is not None:
+            walk, wanted = self._rows_seen(), i.wanted
+            return self.own_layers.forward(
+                i.ids, i.positions, i.rows, walk, self.cache, wanted, self.layers
+            )
         return self.decoder.forward(i.ids, i.positions, self._attend, i.wanted, self.layers)
 
     def _attend(
@@ -371,14 +426,19 @@ class _Pass:
 
     def _walk(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """Attend by the kernel in which each token reads its own rows."""
-        from forerun.kernels.triton.attention import Walk, attend
+        from forerun.kernels.triton.attention import attend
 
-        config, i = self.decoder.config, self.inputs
-        numbers = (i.last, i.direct, i.extra_at)
-        last, direct, extra_at = (each.to(torch.int32) for each in numbers)
-        walk = Walk(last, direct, i.table, i.extra, extra_at)
-        softcap = config.attention_softcap
-        return attend(q, keys, values, walk, config.attention_scale, softcap, window)
+        config = self.decoder.config
+        scale, softcap = config.attention_scale, config.attention_softcap
+        return attend(q, keys, values, self._rows_seen(), scale, softcap, window)
+
+    def _rows_seen(self) -> Walk:
+        """Return the rows that each token sees."""
+        from forerun.kernels.triton.attention import Walk
+
+        i = self.inputs
+        last, direct, extra_at = (each.to(torch.int32) for each in (i.last, i.direct, i.extra_at))
+        return Walk(last, direct, i.table, i.extra, extra_at)
 
     def _fill(self, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Stage the inputs of these segments, and copy them to the device at once; `tokens` as in

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from forerun.cache.attention import Segment
 from forerun.models.decoder import Decoder
-from forerun.runtime.captured import CapturedPasses, CudaGraphs, PassShape, shape_of
+from forerun.runtime.captured import CapturedPasses, CudaGraphs, PassShape, cuda_graphs, shape_of
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.engine import build
@@ -32,7 +32,7 @@ FAMILIES = [*tiny.FAMILIES, *families.MODELS]
 class RecordedOperations(TorchDispatchMode):
     """A `Graphs` that runs the same operations again, on the CPU."""
 
-    own_attention = False
+    own_attention = own_layers = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _runners(proposers: Any) -> list[Runner]:
 
 def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
-        own_attention = False
+        own_attention = own_layers = False
 
         def record(self, run: Callable[[], Any]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
@@ -237,6 +237,17 @@ def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixt
     assert [record.getMessage() for record in caplog.records] == [
         "passes are not recorded as CUDA graphs: operation not permitted when stream is capturing"
     ]
+
+
+def test_kernels_that_cannot_be_used_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "forerun.runtime"):
+        assert [cuda_graphs("triton", torch.device("cpu", 3)) for _ in range(2)] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the kernels of Triton are not used: they need a CUDA device, and this is cpu"
+    ]
+    graphs = cuda_graphs("auto", torch.device("cuda"))
+    assert graphs is not None and not graphs.own_layers and not graphs.own_attention
+    assert cuda_graphs("torch", torch.device("cuda")) is None
 
 
 def test_the_first_pass_of_a_shape_is_cold() -> None:

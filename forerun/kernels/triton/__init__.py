@@ -1,2 +1,82 @@
-"""Kernels for GPUs in Triton. Import them only where the package `triton` is, which comes with
-torch's CUDA builds."""
+"""Kernels for GPUs in Triton.
+
+Their modules need the package `triton`, which comes with torch's CUDA builds; `problem` tells
+whether they can be used."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def problem(device: torch.device) -> str | None:
+    """Return why the kernels of a decoder cannot be used on a device, None if they can: each was
+    run once, and agrees with torch."""
+    if device.type != "cuda":
+        return f"they need a CUDA device, and this is {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is missing"
+    try:
+        wrong = disagreements(device)
+    except Exception as error:  # of the compiler or the driver: the caller goes on without
+        return (str(error) or repr(error)).split("\n")[0]
+    return f"on this device {', '.join(wrong)} disagree with torch" if wrong else None
+
+
+def disagreements(device: torch.device) -> list[str]:
+    """Return the names of those kernels whose results in bfloat16 are not those of torch."""
+    from forerun.kernels import reference
+    from forerun.kernels.triton import fused, linear
+    from forerun.kernels.triton.attention import Walk, attend
+
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def integers(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    x, weight = numbers(17, 256), numbers(70, 256) / 16
+    parts, norm = numbers(2, 3, 256, dtype=torch.float32), numbers(256, dtype=torch.float32)
+    stream, angles, rows = numbers(3, 256), numbers(5, 1, 16), integers([6, 2, 0])
+    rotation, positions = (angles.cos(), angles.sin()), integers([4, 0, 3])
+
+    def turned(run: Callable[..., Tensor]) -> Tensor:
+        keys, values = torch.zeros(2, 8, 2, 32, dtype=x.dtype, device=device)
+        q = run(parts, rotation, positions, rows, keys, values)
+        return torch.cat((q, keys[rows], values[rows]), dim=1)
+
+    q, keys, values = numbers(1, 4, 32), numbers(8, 2, 32), numbers(8, 2, 32)
+    last, direct, first = (integers([n], torch.int32) for n in (2, 2, 0))
+    walk = Walk(last, direct, rows[None, :2].contiguous(), rows[2:], first)
+    results: dict[str, tuple[Tensor, Tensor]] = {
+        "linear": (
+            linear.linear(x, linear.DeviceMatrix.from_floats(weight)),
+            reference.linear(x, weight),
+        ),
+        "add_norm": (
+            fused.add_norm(stream, parts, norm, 1e-5)[1],
+            fused.add_norm_reference(stream, parts, norm, 1e-5)[1],
+        ),
+        "gate": (
+            fused.gate(parts, "silu", x.dtype),
+            fused.gate_reference(parts, "silu", x.dtype),
+        ),
+        "rotate_and_store": (
+            turned(fused.rotate_and_store),
+            turned(fused.rotate_and_store_reference),
+        ),
+        "attend": (
+            attend(q, keys, values, walk, 0.2)[None],
+            reference.attention(q[None], keys[None, rows], values[None, rows], None, 0.2),
+        ),
+    }
+    return [
+        name
+        for name, (found, expected) in results.items()
+        if not torch.allclose(found.float(), expected.float(), rtol=2**-5, atol=2**-5)
+    ]

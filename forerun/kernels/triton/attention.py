@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.kernels.triton.formats import dot_type
+
 KEYS = 64  # positions that are read at once
 GROUPS = 2  # of these in a split
 SPAN = KEYS * GROUPS
 LEAST_QUERIES = 16  # rows that a product on tensor cores takes; fewer are padded
-DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def attend(
         softcap or 0.0,
         window or 0,
         KEYS=KEYS,
-        DOT=dot or DOTS[q.dtype],
+        DOT=dot or dot_type(q.dtype),
         **sizes,
     )
     _attend_join[(tokens, kv_heads)](

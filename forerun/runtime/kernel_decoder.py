@@ -1,0 +1,227 @@
+"""Dense decoders computed by the kernels of `kernels/triton`, ten a layer.
+
+The layers of a `Decoder` run on torch, one operation after the other. For the common families the
+kernels compute the same, with the roundings of the torch decoder, and give a token the same bits
+whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from forerun.cache.kv import KVCache
+from forerun.kernels.triton import fused, linear
+from forerun.kernels.triton.attention import Walk, attend
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.parameters import LayerWeights, LinearWeights, Norm
+from forerun.runtime.captured import can_walk
+from forerun.types import Forward
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Fields of a configuration that may have any value; all others must have their defaults, so that a
+# field which is added later is refused until it is listed here.
+FREE_FIELDS = {
+    *("windows", "ropes", "rope_of", "raw", "layout", "norm", "norm_bias", "sandwich", "qk_norm"),
+    *("rotates_pairs", "activation", "qkv_bias", "out_bias", "mlp_bias", "attention_softcap"),
+    *("logit_softcap", "embed_scale", "residual_scale", "logit_scale", "head_bias", "head_shapes"),
+    *("mlp_sizes", "tied", "end_ids"),
+}
+
+
+@dataclass(slots=True)
+class _Product:
+    """A matrix as the kernels read it, and its bias."""
+
+    matrix: linear.DeviceMatrix
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weights: LinearWeights | None) -> _Product:
+        assert weights is not None
+        return cls(linear.DeviceMatrix.from_floats(weights.weight), weights.bias)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Multiply x [T, K] with the matrix, in parts."""
+        return linear.linear_parts(x, self.matrix)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A layer's products and the weights of its norms; see `LayerWeights`."""
+
+    attention_norm: Tensor
+    qkv: _Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: _Product
+    attention_out_norm: Tensor | None
+    mlp_norm: Tensor
+    up: _Product
+    down: _Product
+    mlp_out_norm: Tensor | None
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> _Layer:
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        return cls(
+            layer.attention_norm.weight,
+            _Product.of(layer.qkv),
+            _weight(layer.q_norm),
+            _weight(layer.k_norm),
+            _Product.of(layer.out),
+            _weight(layer.attention_out_norm),
+            layer.mlp_norm.weight,
+            _Product.of(layer.up),
+            _Product.of(layer.down),
+            _weight(layer.mlp_out_norm),
+        )
+
+
+class KernelDecoder:
+    """A `Decoder` whose layers the kernels compute; `supports` tells which.
+
+    Matrices that fit the tiles of the products share their memory with the decoder's; others are
+    copied with padding.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._layers = {i: _Layer.of(decoder.weights.layers[i]) for i in decoder.layer_ids}
+        self._head = _Product.of(decoder.weights.head)
+
+    @staticmethod
+    def supports(decoder: Decoder) -> bool:
+        """Return True if the kernels compute all that this model's layers do."""
+        c = decoder.config
+        return (
+            _has_defaults(c)
+            and decoder.dtype in DTYPES
+            and c.qk_norm in ("", "head")
+            and c.activation in fused.ACTIVATIONS
+            and c.hidden <= fused.MAX_WIDTH
+            and can_walk(decoder)
+            and all(map(_is_plain, decoder.weights.layers))
+            and _is_rms(decoder.weights.norm)
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        walk: Walk,
+        cache: KVCache,
+        want: Tensor,
+        aux_hidden_layers: Sequence[int] = (),
+    ) -> Forward:
+        """Run one forward pass, as `Decoder.forward` does.
+
+        Args:
+            rows: int64 [T], the cache row of each token.
+            walk: the rows that each token sees.
+        """
+        decoder, c, w = self.decoder, self.decoder.config, self.decoder.weights
+        x = w.embed[ids] * c.embed_scale if c.embed_scale != 1.0 else w.embed[ids]
+        rows = torch.where(walk.position < 0, -1, rows)  # of padding nothing is stored
+        layer_ids = list(self._layers)
+        norms = [self._layers[i].attention_norm for i in layer_ids]
+        x, normed = fused.add_norm(x, None, norms[0], c.norm_eps)
+        features = {}
+        for i, next_norm in zip(layer_ids, [*norms[1:], None], strict=True):
+            layer = self._layers[i]
+            if i in aux_hidden_layers:
+                features[i] = x
+            heads = self._attend(normed, i, positions, rows, walk, cache)
+            out_norm, mlp_out_norm = layer.attention_out_norm, layer.mlp_out_norm
+            x, normed = self._add(x, heads, layer.out, out_norm, layer.mlp_norm)
+            inner = fused.gate(layer.up.parts(normed), c.activation, x.dtype, bias=layer.up.bias)
+            x, normed = self._add(x, inner, layer.down, mlp_out_norm, next_norm)
+        if c.layers in aux_hidden_layers:
+            features[c.layers] = x
+        _, normed = fused.add_norm(x[want], None, w.norm.weight, c.norm_eps)
+        logits = linear.join_parts(self._head.parts(normed), self._head.bias, x.dtype)
+        return Forward(decoder.finish_logits(logits), features)
+
+    def _attend(
+        self,
+        normed: Tensor,
+        i: int,
+        positions: Tensor,
+        rows: Tensor,
+        walk: Walk,
+        cache: KVCache,
+    ) -> Tensor:
+        """Return what the heads of layer `i` read, [T, heads * D]."""
+        c, layer, rope = self.decoder.config, self._layers[i], self.decoder.config.rope_of[i]
+        keys, values = cache.keys[i], cache.values[i]
+        q = fused.rotate_and_store(
+            layer.qkv.parts(normed),
+            None if rope is None else self.decoder.ropes[rope],
+            positions,
+            rows,
+            keys,
+            values,
+            bias=layer.qkv.bias,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=c.norm_eps,
+        )
+        window, softcap = c.visible_keys(i).window, c.attention_softcap
+        return attend(q, keys, values, walk, c.attention_scale, softcap, window).flatten(1)
+
+    def _add(
+        self,
+        x: Tensor,
+        branch: Tensor,
+        product: _Product,
+        branch_norm: Tensor | None,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add a branch, behind its last product, to the residual stream, and normalise it."""
+        return fused.add_norm(
+            x,
+            product.parts(branch),
+            weight,
+            self.decoder.config.norm_eps,
+            bias=product.bias,
+            branch_norm=branch_norm,
+            scale=self.decoder.config.residual_scale,
+        )
+
+
+def _has_defaults(config: ModelConfig) -> bool:
+    """Return True if all fields but the free ones have their default values."""
+    return all(
+        getattr(config, field.name) == field.default
+        for field in fields(config)
+        if field.default is not MISSING and field.name not in FREE_FIELDS
+    )
+
+
+def _is_plain(layer: LayerWeights) -> bool:
+    """Return True if a layer has attention, a dense MLP, and RMS norms before both."""
+    products = (layer.qkv, layer.out, layer.up, layer.down)
+    norms = (layer.attention_out_norm, layer.mlp_out_norm, layer.q_norm, layer.k_norm)
+    return (
+        len(layer.matrices) == len([each for each in products if each is not None]) == 4
+        and layer.attention_norm is not None
+        and layer.mlp_norm is not None
+        and all(
+            norm is None or _is_rms(norm) for norm in (layer.attention_norm, layer.mlp_norm, *norms)
+        )
+    )
+
+
+def _is_rms(norm: Norm) -> bool:
+    """Return True for an RMS norm with the model's epsilon."""
+    return norm.bias is None and norm.eps is None
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight

@@ -1,0 +1,190 @@
+"""Whole tiny decoders with Triton's kernels: the logits, cache and tokens of the torch decoder, and
+the same bits for a token alone and in a tree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.cache.attention import Segment
+from forerun.kernels import triton as triton_kernels
+from forerun.kernels.triton import fused
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runtime import captured
+from forerun.runtime.kernel_decoder import KernelDecoder
+from forerun.runtime.torch_runner import Runner
+from forerun.types import Forward
+from tests import tiny
+
+PARENTS = [-1, 0, 0, 1, 3]  # a draft tree
+PROMPT = [5, 9, 11, 4, 8]
+CPU = torch.device("cpu")
+# passes with less padding: the interpreter is slow
+captured.DRAFT_TOKENS, captured.MIN_KEYS = 8, 128
+
+
+class Again:
+    """A `Graphs` that runs the function again, with the kernels of `kernels/triton`."""
+
+    def __init__(self, own_layers: bool) -> None:
+        self.own_attention, self.own_layers = True, own_layers
+
+    def record(self, run: Callable[[], Forward]) -> tuple[Forward, Callable[[], None]]:
+        found = run()
+
+        def again() -> None:
+            found.logits.copy_(run().logits)
+
+        return found, torch.inference_mode()(again)
+
+
+def decoder_of(family: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> Decoder:
+    """A tiny decoder of two layers and few heads: the interpreter is slow."""
+    directory = tiny.new_directory(family)
+    sizes = dict(num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=heads // 2)
+    if family == "gpt2":
+        sizes = dict(n_layer=2, n_head=2)
+    tiny.hf_model(family, **sizes).save_pretrained(directory)
+    return load_decoder(directory, dtype, CPU, 64)
+
+
+def runners_of(decoder: Decoder, own_layers: bool = True) -> tuple[Runner, Runner]:
+    """A runner with the kernels and one on torch."""
+    sizes = dict(tokens=512, page=4, slots=2)
+    return Runner(decoder, **sizes, graphs=Again(own_layers)), Runner(decoder, **sizes)
+
+
+def forward(runner: Runner, *segments: Segment) -> Tensor:
+    for own in segments:
+        rows = runner.cache.length[own.slot] + len(own.parents)
+        assert runner.cache.pages.grow(own.slot, rows)
+    return runner.forward(segments).logits
+
+
+def compare(
+    runners: Sequence[Runner], *segments: Segment, rtol: float = 1e-4, atol: float = 1e-4
+) -> None:
+    found, expected = (forward(runner, *segments) for runner in runners)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    if atol < 1e-2:
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def read_prompt(runners: Sequence[Runner]) -> None:
+    for runner in runners:
+        runner.cache.commit(0, range(len(PROMPT)))
+
+
+def compare_passes(runners: Sequence[Runner], **slack: float) -> None:
+    """A prompt, then a tree behind it."""
+    last = len(PROMPT) - 1
+    compare(runners, Segment(0, PROMPT, list(range(-1, last)), [last]), **slack)
+    read_prompt(runners)
+    nodes = range(len(PARENTS))
+    compare(runners, Segment(0, [4 + i for i in nodes], PARENTS, list(nodes)), **slack)
+
+
+def case_layers() -> None:
+    """Norms by head, windows, softcaps, norms of branches, partial and scaled rotations."""
+    for family, heads in (("qwen3", 2), ("gemma2", 2), ("phi3-longrope", 4)):
+        decoder = decoder_of(family, heads=heads)
+        assert KernelDecoder.supports(decoder), family
+        runners = runners_of(decoder)
+        compare_passes(runners)
+        passes = runners[0].captured
+        assert passes is not None and not passes.failed and passes.own_layers
+        assert all(each.own_layers is not None for each in passes._passes.values())
+
+
+def case_segments() -> None:
+    """Two requests in a pass, a level behind uncommitted tokens, and single tokens; hidden states
+    of both ends."""
+    runners = runners_of(decoder_of("llama-biased", heads=4))
+    compare_passes(runners)
+    level = Segment(0, [20, 21], [*PARENTS, 3, 4], [0, 1], offset=len(PARENTS))
+    compare(runners, level, Segment(1, [6], [-1], [0]))
+    for runner in runners:
+        runner.cache.commit(0, [0, 1, 3])
+        runner.cache.commit(1, [0])
+    compare(runners, Segment(0, [13], [-1], [0]), Segment(1, [7], [-1], [0]))
+    found, expected = (runner.forward([Segment(0, [3], [-1], [0])], (0, 2)) for runner in runners)
+    assert found.features.keys() == expected.features.keys() == {0, 2}
+    for layer, states in expected.features.items():
+        torch.testing.assert_close(found.features[layer], states, rtol=1e-4, atol=1e-4)
+
+
+def case_bfloat16() -> None:
+    """Near the torch decoder, no more: the interpreter cuts off what a card rounds."""
+    runners = runners_of(decoder_of("llama", torch.bfloat16))
+    found, expected = (forward(each, Segment(0, [5, 9], [-1, 0], [0, 1])) for each in runners)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def case_bits_of_a_tree() -> None:
+    """Each node of a tree has the bits of plain decoding, token by token, along its path."""
+    runners = runners_of(decoder_of("qwen3"))[:1]
+    last, nodes = len(PROMPT) - 1, list(range(len(PARENTS)))
+    forward(runners[0], Segment(0, PROMPT, list(range(-1, last)), [last]))
+    read_prompt(runners)
+    found = forward(runners[0], Segment(0, [4 + i for i in nodes], PARENTS, nodes)).clone()
+    for node in (0, 1, 3):
+        alone = forward(runners[0], Segment(0, [4 + node], [-1], [0]))
+        assert torch.equal(alone[0], found[node]), node
+        runners[0].cache.commit(0, [0])
+
+
+def case_attention_alone() -> None:
+    """Layers on torch with the kernel's attention, where the kernels do not compute the layers."""
+    for family in ("gpt2", "mistral"):
+        decoder = decoder_of(family)
+        runners = runners_of(decoder, own_layers=family == "gpt2")
+        assert KernelDecoder.supports(decoder) == (family == "mistral")
+        compare_passes(runners)
+        passes = runners[0].captured
+        assert passes is not None and not passes.failed
+        assert all(each.walks and not each.own_layers for each in passes._passes.values())
+
+
+def case_falls_back() -> None:
+    """A kernel that fails, before or while passes run: torch computes them, and the log has one
+    line."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("forerun.runtime").addHandler(handler)
+    assert (
+        captured.cuda_graphs("triton", CPU) is None and captured.cuda_graphs("triton", CPU) is None
+    )
+    assert captured.cuda_graphs("auto", CPU) is None
+    assert lines == ["the kernels of Triton are not used: they need a CUDA device, and this is cpu"]
+    lines.clear()
+    runners, before = runners_of(decoder_of("llama")), fused.gate
+    compare(runners, Segment(0, [5], [-1], [0]))
+
+    def broken(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("out of resource: shared memory\nsecond line")
+
+    fused.gate = broken
+    try:
+        for runner in runners:  # another shape, which is recorded now
+            runner.forward([Segment(0, [7], [-1], [0])], (0,))
+    finally:
+        fused.gate = before
+    compare_passes(runners)
+    assert lines == ["the kernels of Triton are not used: out of resource: shared memory"]
+    passes = runners[0].captured
+    assert passes is not None and not passes.failed and not passes.own_attention
+
+
+def case_agreement() -> None:
+    """What runs before the kernels are used on a device finds no fault, and finds one."""
+    assert triton_kernels.disagreements(CPU) == []
+    before = fused.gate
+    try:
+        fused.gate = lambda parts, kind, dtype: before(parts, "gelu_tanh", dtype)
+        assert triton_kernels.disagreements(CPU) == ["gate"]
+    finally:
+        fused.gate = before

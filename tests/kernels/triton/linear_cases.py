@@ -1,0 +1,154 @@
+"""Products of a few rows: equal to their twin, and a row has the bits of that row alone."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from forerun.kernels import reference
+from forerun.kernels.triton import linear as kernels
+from forerun.kernels.triton.linear import DeviceMatrix, linear, linear_parts
+from tests.kernels.triton.compiled import check_machine_code
+from tests.kernels.triton.inputs import DEVICE, FLOATS, random
+
+
+def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator).to(DEVICE, torch.int8)
+
+
+def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
+    """A matrix in each form, with scales of different sizes."""
+    found = {"float": DeviceMatrix.from_floats(random(1, outputs, inputs))}
+    values, scale = integers(2, -128, 127, outputs, inputs), random(3, outputs) / 100
+    found["int8"] = DeviceMatrix.from_integers("int8", values, scale)
+    for group in (32, 64, 128, 256):
+        if inputs % group == 0:
+            scale = random(4, outputs, inputs // group) / 100
+            found[f"int8 by {group}"] = DeviceMatrix.from_integers("int8", values, scale)
+    if inputs % 32 == 0:
+        scale = (random(5, outputs, inputs // 32) / 4).half()
+        values = integers(6, -8, 7, outputs, inputs)
+        found["int4"] = DeviceMatrix.from_integers("int4", values, scale)
+    return found
+
+
+# rows, outputs, inputs: odd sizes, one part and several, a last part with less than the others
+SHAPES = [(1, 1, 1), (3, 65, 96), (16, 64, 1000), (17, 130, 32), (40, 7, 512)]
+
+
+def case_equals_twin() -> None:
+    for rows, outputs, inputs in SHAPES:
+        x, bias = random(7, rows, inputs), random(8, outputs)
+        for form, matrix in matrices(outputs, inputs).items():
+            weight = matrix.dequantize()
+            assert weight.shape == (outputs, inputs), form
+            found = linear(x, matrix, bias)
+            expected = reference.linear(x, weight.float(), bias)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4 * inputs**0.5)
+            if rows == 3:
+                assert torch.equal(linear(x, matrix), linear(x, matrix, torch.zeros_like(bias)))
+
+
+def case_bits_of_a_row() -> None:
+    """Alone, in any place among up to 64 rows, and beside rows that are not finite."""
+    for inputs in (600, 256):
+        x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
+        known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
+        for form in {"float", "int8", "int8 by 32", "int4"} & known.keys():
+            matrix = known[form]
+            together = linear(x, matrix)
+            for row in (7, 40):
+                assert torch.equal(linear(x[row : row + 1], matrix)[0], together[row]), form
+            assert torch.equal(linear(x[5:22], matrix), together[5:22]), form
+            assert torch.equal(linear(x.flip(0)[:33], matrix), together.flip(0)[:33]), form
+            broken = x[:12].clone()
+            broken[3], broken[5, 2], broken[6] = torch.nan, torch.inf, 1e38
+            kept = [0, 1, 2, 4, 7, 11]
+            assert torch.equal(linear(broken, matrix)[kept], together[kept]), form
+
+
+def case_parts() -> None:
+    """Their number depends on the shape of the matrix alone, and zeros pad without a trace."""
+    shapes = {(6144, 4096): 4, (4096, 14336): 4, (28672, 4096): 1, (3072, 2048): 8, (64, 128): 1}
+    for (outputs, inputs), parts in shapes.items():
+        weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
+        assert DeviceMatrix("int8", weight, None, outputs, inputs, inputs).parts == parts
+    x, weight = random(1, 5, 1000), random(2, 70, 1000)
+    narrow, wide = DeviceMatrix.from_floats(weight), random(2, 128, 1024) * 0
+    wide[:70, :1000] = weight
+    padded = linear_parts(torch.nn.functional.pad(x, (0, 24)), DeviceMatrix.from_floats(wide))
+    assert torch.equal(padded[..., :70], linear_parts(x, narrow))
+
+
+def case_dtypes() -> None:
+    """bfloat16 in and out; the interpreter cuts off what a card rounds."""
+    x, matrix = (
+        random(1, 9, 256).bfloat16(),
+        DeviceMatrix.from_floats(random(2, 64, 256).bfloat16()),
+    )
+    found = linear(x, matrix)
+    assert found.dtype == torch.bfloat16
+    expected = reference.linear(x.float(), matrix.dequantize().float())
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-3)
+    assert torch.equal(linear(x, matrix, dtype=torch.float32), linear_parts(x, matrix).sum(0))
+
+
+def case_gguf_blocks() -> None:
+    """The numbers of Q8_0 and Q4_0 blocks are those that gguf reads."""
+    import gguf
+    import numpy as np
+
+    for kind, size in (("Q8_0", 34), ("Q4_0", 18)):
+        generator = np.random.default_rng(4)
+        blocks = generator.integers(0, 256, (70, 5, size), dtype=np.uint8)
+        blocks[..., :2] = generator.normal(size=(70, 5, 1)).astype(np.float16).view(np.uint8)
+        type_of = getattr(gguf.GGMLQuantizationType, kind)
+        expected = torch.from_numpy(gguf.dequantize(blocks.reshape(70, -1), type_of)).to(DEVICE)
+        matrix = DeviceMatrix.from_blocks(kind, torch.from_numpy(blocks).to(DEVICE))
+        assert torch.equal(matrix.dequantize(), expected.view(70, 160))
+        x = random(1, 6, 160)
+        expected = reference.linear(x, matrix.dequantize())
+        torch.testing.assert_close(linear(x, matrix), expected, rtol=1e-5, atol=2e-2)
+
+
+def compile_products() -> None:
+    for form, stored, group in (
+        ("float", "*bf16", 0),
+        ("int8", "*i8", 0),
+        ("int8", "*i8", 128),
+        ("int8", "*i8", 32),
+        ("int4", "*u8", 32),
+    ):
+        kinds = dict(x="*bf16", values=stored, parts="*fp32")
+        kinds["scale"] = "*fp16" if group == 32 else "*fp32"
+        for rows in (16, 32) if group in (0, 32) else (32,):
+            constants = dict(
+                FORM=kernels.FORMS[form],
+                K=4096,
+                GROUP=group,
+                GROUPS=4096 // group if group else 1,
+                STEP=min(group, 128) or 128,
+                PER_PART=8,
+                IS_EVEN=True,
+                IS_WHOLE=True,
+                BM=rows,
+                BN=kernels.BLOCK_N,
+                BK=kernels.BLOCK_K,
+                DOT=tl.bfloat16,
+            )
+            check_machine_code(
+                kernels._multiply,
+                kinds,
+                constants,
+                registers=112,
+                shared=100,
+                stages=kernels.STAGES,
+                contains="HMMA",
+                aligned=("outputs", "row_stride", "inputs"),
+            )
+    kinds = dict(parts="*fp32", bias="*bf16", out="*bf16")
+    check_machine_code(
+        kernels._join, kinds, dict(PARTS=8, HAS_BIAS=True, BN=kernels.JOINED), registers=96
+    )

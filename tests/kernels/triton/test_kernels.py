@@ -1,0 +1,44 @@
+"""The kernels for GPUs, without one: in Triton's interpreter they are equal to their twins, and they
+compile for sm_90 within bounds on registers and without spills.
+
+Needs the package `triton` (`pip install "forerun[gpu-tests]"`); skipped without it. The cases are
+in `*_cases.py`. Each file runs in a process of its own, since the interpreter has to be chosen
+before the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ["attention", "compact", "decoder", "draw", "fused", "linear", "walk"]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+def run(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.run", *arguments],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "passed"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_in_the_interpreter(kernel: str) -> None:
+    run("interpreted", kernel)
+
+
+def test_machine_code() -> None:
+    run("compiles", *KERNELS)
