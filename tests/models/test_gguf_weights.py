@@ -200,6 +200,7 @@ NATIVE += [
 ]
 
 
+@pytest.mark.one_in(2)
 @KERNELS
 @pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
 def test_native_kernels_round_activations_and_nothing_else(
