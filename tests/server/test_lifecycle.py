@@ -79,6 +79,7 @@ class Server:
                 self.address = (host, int(port))
                 break
         assert self.address[1], "".join(self.lines)
+        self.connect().close()  # the printed address can be connected to at once
         self.url = f"http://{self.address[0]}:{self.address[1]}"
         self.reader.start()
         until(self._answers, "the server answers", 10)
@@ -280,22 +281,6 @@ def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> No
     assert "Traceback" not in errors and len(errors.splitlines()) <= 1, errors
 
 
-def test_the_printed_address_answers() -> None:
-    with start_fresh("serve", MODEL, "--port", "0") as process:
-        try:
-            line = process.stderr.readline() if process.stderr else ""
-            host, _, port = line.rsplit("//", 1)[1].strip().rpartition(":")
-            socket.create_connection((host, int(port)), timeout=10).close()
-        finally:
-            process.kill()
-
-
-def test_a_taken_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, errors = run("serve", MODEL, "--port", str(taken.getsockname()[1]))
-    assert code == 2 and len(errors.splitlines()) == 1 and "cannot listen" in errors, errors
-
-
 # ------------------------------------------------------------ clients
 
 CLIENT = """
@@ -405,22 +390,20 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
         assert server.post(ONE | {"n": 2})[0] == 200
 
 
-@pytest.mark.parametrize(("text", "says"), [("prot = 1", "did you mean 'port'"), (None, "read")])
-def test_a_bad_configuration_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
+def test_a_bad_configuration_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
-    if text is not None:
-        file.write_text(text)
+    file.write_text("prot = 1")
     code, errors = run("serve", MODEL, "--config", str(file))
-    assert code == 2 and len(errors.splitlines()) == 1 and says in errors, errors
+    assert code == 2 and len(errors.splitlines()) == 1 and "did you mean 'port'" in errors, errors
 
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
     source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
-    body = {"prompt": PROMPT, "max_tokens": 160, "temperature": 1, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 1, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": f"job {i}", "url": "/v1/completions", "body": body | {"seed": i}})
-        for i in range(12)
+        for i in range(8)
     ]
     source.write_text("\n".join(lines))
     assert run("batch", str(source), str(whole), *flags)[0] == 0
@@ -432,10 +415,10 @@ def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert len(texts(parts)) < 12
+    assert len(texts(parts)) < 8
     parts.write_bytes(parts.read_bytes()[:-20])  # as if it had been killed while it wrote
     assert run("batch", str(source), str(parts), *flags)[0] == 0
-    assert texts(parts) == texts(whole) and len(texts(whole)) == 12
+    assert texts(parts) == texts(whole) and len(texts(whole)) == 8
 
 
 def texts(file: Path) -> dict[str, str]:
