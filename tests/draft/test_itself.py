@@ -142,6 +142,7 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
     assert drafter.runner.cache is whole.cache
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("family", ["gemma3", "llama4-two"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
