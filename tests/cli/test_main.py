@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -299,35 +300,38 @@ def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_f
         assert not by_flag or any("-m" in p.opts for p in command.params), path
 
 
-def test_errors_in_flags_names_and_ports_come_before_torch() -> None:
+def test_help_and_errors_in_flags_names_and_ports_come_before_torch() -> None:
     """What is wrong with a command is told at once, not after two seconds of imports."""
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
+        port = str(taken.getsockname()[1])
+        in_use = f"{port}: address already in use; another program has it: give"
         wrong = [
             (["generate", "x", "--draft", "ngrm"], "did you mean 'ngram'"),
             (["generate", "x", "--temperature", "-1"], "--temperature"),
             (["generate", "x", "--model", "./nowhere"], "no directory or file ./nowhere"),
             (["chat", "./nowhere"], "no directory or file ./nowhere"),
             (["serve", "./nowhere"], "no directory or file ./nowhere"),
-            (
-                ["serve", MODEL[1], "--port", str(port)],
-                f"{port}: address already in use; another program has it: give",
-            ),
+            (["serve", MODEL[1], "--port", port], in_use),
         ]
-        code = "import sys\nfrom forerun.cli import main as cli\n"
-        for words, _ in wrong:
-            code += f"sys.argv = {['forerun', *words]!r}\ntry: cli.main()\nexcept SystemExit as e: assert e.code == 2\n"
-        code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+        code = (
+            "import sys\nfrom forerun.cli import main as cli\n"
+            f"for words in {[['generate', '--help'], *(words for words, _ in wrong)]!r}:\n"
+            "    sys.argv = ['forerun', *words]\n"
+            "    try: cli.main()\n"
+            "    except SystemExit as e: assert (e.code or 0) == 2 * (words[-1] != '--help')\n"
+            "    assert words[-1] != '--help' or 'numpy' not in sys.modules\n"
+            "assert not {'torch', 'transformers'} & set(sys.modules)"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == len(wrong) and all(
-        says in line for line, (_, says) in zip(lines, wrong, strict=True)
-    ), lines
+    assert len(lines) == len(wrong), lines
+    for line, (_, says) in zip(lines, wrong, strict=True):
+        assert says in line
+    for flag in ("--temperature", "--draft", "--logit-bias", "--kv-tokens", "--json"):
+        assert flag in done.stdout
 
 
 def test_names_that_other_programs_have_for_a_flag(forerun) -> None:
@@ -403,19 +407,6 @@ def test_flags_that_are_seldom_needed_stand_behind_the_others(forerun) -> None:
 def test_a_prompt_over_the_context(forerun) -> None:
     code, out, err = forerun("generate", "x = 1\n" * 2000, "--json", *MODEL)
     assert (code, out) == (2, "") and "context" in err
-
-
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    """What makes `forerun --help` quick, without a stopwatch."""
-    code = (
-        "import sys; from forerun.cli import main as cli; sys.argv = ['forerun', 'generate', '--help']\n"
-        "try: cli.main()\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for flag in ("--temperature", "--draft", "--logit-bias", "--kv-tokens", "--json"):
-        assert flag in done.stdout
 
 
 def test_interrupting_is_clean() -> None:

@@ -201,18 +201,6 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 # ------------------------------------------------------------ signals
 
 
-def test_running_requests_end_after_sigterm_and_new_ones_are_refused() -> None:
-    with serving("--max-rows", "4", "--shutdown-timeout", "40") as server:
-        streams = load(server, 8, 1000)
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.get("/health")[0] == 503, "the server drains")
-        status, body = server.post(ONE)
-        assert status == 503 and body["error"]["type"] == "server_error"
-        assert server.get("/ready")[0] == 503
-        assert finish(streams) == [1000] * 8
-        assert server.end(5) == 0
-
-
 @pytest.mark.parametrize(("sign", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
 def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
@@ -220,16 +208,6 @@ def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: floa
         server.process.send_signal(sign)
         assert sum(finish(streams)) < 24 * LONG
         assert server.end(bound + 4) == 0
-
-
-def test_a_second_sigterm_ends_at_once() -> None:
-    with serving("--max-rows", "2", "--shutdown-timeout", "60") as server:
-        streams = load(server, 24, LONG)
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.get("/health")[0] == 503, "the server drains")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.end(15) == 0
-        del streams  # they were open until now
 
 
 def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,52 +261,6 @@ def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> No
 
 # ------------------------------------------------------------ clients
 
-CLIENT = """
-import select, socket, sys
-request = sys.argv[2].encode()
-streams = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(12)]
-for stream in streams:
-    stream.sendall(request)
-started = 0
-while started < 4:  # all four places are taken
-    started = len(select.select(streams, [], [])[0])
-print("started", flush=True)
-sys.stdin.read()
-"""
-
-
-def endless() -> bytes:
-    body = ONE | {"max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True}
-    content = json.dumps(body).encode()
-    return head(len(content)) + content
-
-
-def test_requests_of_a_killed_client_end(server: Server) -> None:
-    arguments = [sys.executable, "-c", CLIENT, str(server.address[1]), endless().decode()]
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as client:
-        try:
-            assert client.stdout is not None and client.stdout.readline() == "started\n"
-        finally:
-            client.kill()
-    cancelled = 'forerun_requests_total{reason="cancelled"}'
-    until(lambda: server.gauge(cancelled) >= 4, "those that ran are cancelled", 5)
-    until(server.idle, "nothing runs", 5)
-    until(server.closed, "its connections are closed", 5)
-
-
-def test_a_client_that_never_reads_holds_up_nobody(server: Server) -> None:
-    _, alone = server.post(ONE)
-    with ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(server.connect(endless(), receive_buffer=4096))
-        until(lambda: server.gauge("forerun_running"), "the requests run")
-        _, beside = server.post(ONE)
-        assert beside["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
-        until(server.idle, "the requests end without a reader")
-        assert server.get("/ready")[0] == 200
-
 
 @pytest.mark.parametrize("body", [b"", b'{"prompt": "de'], ids=["headers alone", "half a body"])
 def test_incomplete_requests_are_closed_with_their_clients(server: Server, body: bytes) -> None:
@@ -349,25 +281,6 @@ def test_too_many_prompts_are_refused_before_work_is_done_on_them(
     start_time = time.monotonic()
     status, _ = server.post({"prompt": ["a"] * 1000, "n": 100, "max_tokens": 1, **more})
     assert status in (400, 429) and time.monotonic() - start_time < 1
-
-
-def test_refusals_keep_the_connection_and_the_log_clean(server: Server) -> None:
-    """The fixture checks the log."""
-    connection = http.client.HTTPConnection(*server.address, timeout=30)
-    for body in (
-        {"prompt": "x", "max_tokens": 0},
-        {"prompt": [1 << 40]},
-        {"prompt": "def f():" * 1000},
-        {"prompt": "x", "speculative": {"draft": "nothing"}},
-        {"prompt": "x", "n": 1000},
-    ):
-        connection.request("POST", "/v1/completions", json.dumps(body), server.headers)
-        response = connection.getresponse()
-        assert response.status == 400 and json.loads(response.read())["error"]["message"]
-    connection.close()
-    for options in ({"messages": 1}, {"tools": []}, {"self": None}):  # names of our own
-        chat = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": options}
-        assert server.post(chat | {"max_tokens": 1}, "/v1/chat/completions")[0] == 400
 
 
 # ------------------------------------------------------------ files and keys
