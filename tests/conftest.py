@@ -37,6 +37,22 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     native.start(2)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The native kernels take one thread where no number is asked for: tests run beside others,
+    and threads that wait for each other spin."""
+    from forerun.kernels import native
+
+    start = native.start
+
+    def start_one(threads: int = 0, instructions: str = "") -> str:
+        return start(threads or 1, instructions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "start", start_one)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> "Pair":
     """One tiny pair for all tests of what measures."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from forerun import load
 from forerun.config import Config
+from forerun.draft.eagle.module import save_head
 from forerun.errors import ConfigError
 from forerun.kernels import native
 from tests import gguf_files, tiny
@@ -109,3 +112,26 @@ def test_no_more_threads_than_processors(
         if value > 2
         else ""
     )
+
+
+def test_a_normal_run_imports_neither_transformers_nor_dynamo(tmp_path: Path) -> None:
+    """Their imports take seconds: nothing that a normal run needs may cause them, of no family.
+
+    A module that is built on torch's meta device would import 800 others, dynamo among them.
+    """
+    save_head(tiny.eagle(tiny.eagle_config("llama", draft_vocab=50)), tmp_path / "head")
+    runs = [(str(tiny.family(name)), "off") for name in [*tiny.FAMILIES, *tiny.VARIANTS]]
+    runs += [(str(tiny.spoken()), "off"), (runs[0][0], f"suffix+eagle3:{tmp_path}/head")]
+    code = (
+        "import sys\nfrom forerun import LLM, SamplingParams\n"
+        f"for model, draft in {runs!r}:\n"
+        "    llm = LLM(model, draft=draft, context=64, kv_tokens=128)\n"
+        "    llm.generate([[1, 2, 3]], SamplingParams.pure(max_tokens=8), depth=2)\n"
+        "from forerun.models.chat_template import ChatTemplate\n"
+        "template = '{{ messages[0].content }}'\n"
+        "said = ChatTemplate({'default': template}, {}).render([{'content': 'x'}], (), {})\n"
+        "assert said == 'x'\n"
+        "assert not {'transformers', 'torch._dynamo'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]

@@ -232,7 +232,7 @@ def speculate(rule, noise_class, models, depth, length, seed):
     return said[:length]
 
 
-def string_p_value(rule, noise_class, depth=2, length=3, count=2000, vocab=3):
+def string_p_value(rule, noise_class, depth=2, length=3, count=1000, vocab=3):
     """The p-value of what `count` seeds said, against the target's joint law of `length` tokens."""
     models = [
         last_token_only(table, max(depth + 1, length))

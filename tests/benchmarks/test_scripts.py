@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -65,12 +66,15 @@ def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0 and f"python -m benchmarks.{name}" in capsys.readouterr().out
 
 
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_of_scripts(script: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and f"scripts/{script}.py" in done.stdout, done.stderr
+def test_help_of_scripts(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "scripts" / f"{script}.py")
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(path, run_name="__main__")
+    assert not exit_.value.code and f"scripts/{script}.py" in capsys.readouterr().out
 
 
 def test_commands_in_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +213,9 @@ def test_cross_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_loaded_server_stays_exact() -> None:
     """scripts/load.py with few streams against a real server."""
     with serving(LLM(tiny.spoken(), kv_tokens=8192, max_rows=4)) as server:
-        words = [server.url, "--streams", "3", "--seconds", "2", "--json"]
+        words = [server.url, "--streams", "3", "--seconds", "1", "--json"]
         command = [sys.executable, str(ROOT / "scripts" / "load.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["failed"] == [], done.stderr
-    assert report["finished"] > 0 and report["probes_wrong"] == 0 and report["probes"] >= 10
+    assert report["finished"] > 0 and report["probes_wrong"] == 0 and report["probes"] >= 5

@@ -200,7 +200,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(9)  # of ten of each composition: every rule and both kernels in turn
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_same_text_as_alone(kernels: str, rule: str, spec: str) -> None:
     llm = LLM(tiny.spoken(), draft=spec.format(*models), **options)
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(
-            max_tokens=40, temperature=temperature, seed=4, ignore_eos=True
+            max_tokens=24, temperature=temperature, seed=4, ignore_eos=True
         )
         for depth in (3, "auto"):
             said = llm.generate(PROMPTS, params, depth=depth)

@@ -131,6 +131,7 @@ def test_the_target_s_tokens_by_other_names_draft_alike(
     assert same > 4
 
 
+@pytest.mark.one_in(2)
 @SETTINGS
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,7 +279,7 @@ def engine(kind: str, rule: str = "match", tokens: int = 2048, chunk: int = 64) 
     return Engine(target_runner, {"model": proposer(kind, tokens=tokens)}, rule=rule, chunk=chunk)
 
 
-def run(engine: Engine, draft: str, temperature: float) -> list[Request]:
+def run(engine: Engine, draft: str, temperature: float | None) -> list[Request]:
     requests = []
     for i in range(len(PROMPTS)):
         requests.append(
@@ -292,18 +293,19 @@ def run(engine: Engine, draft: str, temperature: float) -> list[Request]:
 
 
 @functools.cache
-def plain(temperature: float) -> list[list[int]]:
+def plain(temperature: float | None) -> list[list[int]]:
     return [list(r.output) for r in run(engine("bytes"), "off", temperature)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens_with_preemption(kind: str, temperature: float) -> None:
-    requests = run(engine(kind, tokens=80, chunk=3), "model", temperature)
-    assert [list(r.output) for r in requests] == plain(temperature)
+def test_the_same_tokens_with_preemption(kind: str) -> None:
+    """Greedily and drawn, side by side."""
+    requests = run(engine(kind, tokens=80, chunk=3), "model", None)
+    assert [list(r.output) for r in requests] == plain(None)
     assert sum(r.stats.preemptions for r in requests) > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("kind", ["pieces", "bytes"])
 def test_ratio_rules_are_greedy_at_temperature_zero(kind: str, rule: str) -> None:
@@ -329,6 +331,7 @@ def test_a_model_of_the_target_s_vocabulary_needs_nothing_of_this(
     assert "another vocabulary: 275 of its 340 tokens (81 %)" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [WARM, FILTERED], ids=["warm", "filtered"])
 def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams) -> None:

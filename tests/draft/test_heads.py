@@ -85,6 +85,7 @@ def test_small_chunks_and_preemption(
     same_as_twin(watch, kind, head, every=7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", ["it", "off"])
 @pytest.mark.parametrize("kind", CACHED)
 def test_cache_rows_of_a_cached_prefix_are_shared(kind: str, draft: str, watch: Watch) -> None:
@@ -207,6 +208,7 @@ IN_ONE_CALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @compiled
 @pytest.mark.parametrize(("kind", "shape", "family"), IN_ONE_CALL)
 def test_a_round_in_one_call_is_the_draft_level_by_level(
@@ -322,7 +324,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 # ---------------------------------------------------------------- in use
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize(("kind", "shape"), [
     *((kind, None) for kind in KINDS), ("eagle3", "reduced vocabulary"), ("eagle", "a head of its own"),

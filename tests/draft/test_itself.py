@@ -82,14 +82,14 @@ def test_it_says_what_it_says_alone(kernels: str, draft: str, rule: str, width: 
     )
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(
-            max_tokens=40, temperature=temperature, seed=3, ignore_eos=True
+            max_tokens=24, temperature=temperature, seed=3, ignore_eos=True
         )
         said = llm.generate(PROMPTS, params)
         if rule == "match" or temperature == 0:
             assert [c.token_ids for c in said] == plain(
                 tiny.family("llama"), PROMPTS, params, kernels, dtype
             )
-        assert sum(c.stats.by_source["self"].drafted for c in said) > 20
+        assert sum(c.stats.by_source["self"].drafted for c in said) > 10
     llm.engine.target.cache.pages.check()
 
 
@@ -142,6 +142,7 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
     assert drafter.runner.cache is whole.cache
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 @pytest.mark.parametrize("family", ["gemma3", "llama4-two"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100])

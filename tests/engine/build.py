@@ -30,10 +30,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.types import Draft
 from tests import tiny
 
-REQUESTS, MANY = (
-    5,
-    8,
-)  # of a run, of each kind of prompt and temperature; where drafts are seldom right
+REQUESTS = 5  # of a run, of each kind of prompt and temperature
+MANY = 8  # the same where drafts are seldom right
 SMALL = 80  # tokens of a pool that holds about two of them at once
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 5,

@@ -7,8 +7,6 @@ not do; that transformers is not imported."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -379,13 +377,3 @@ def test_an_empty_conversation(tmp_path: Path) -> None:
     tokenizer = Text(write(tmp_path, {**PLAIN, "chat_template": CHATML}))
     with pytest.raises(RequestError, match="no message"):
         tokenizer.chat([])
-
-
-def test_transformers_is_not_imported(tmp_path: Path) -> None:
-    directory = write(tmp_path, {**PLAIN, "chat_template": CHATML})
-    code = (
-        "import sys; from pathlib import Path; from forerun.models.tokenizer import Tokenizer;"
-        f"ids = Tokenizer(Path({str(directory)!r})).chat([{{'role': 'user', 'content': 'hi'}}]);"
-        "assert ids and 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

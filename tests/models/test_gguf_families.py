@@ -247,6 +247,7 @@ def kept(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
     return native_decoder(written(name, kinds).path)
 
 
+@pytest.mark.one_in(2)
 @KERNELS
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
 def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str) -> None:

@@ -101,6 +101,7 @@ def agrees(name: str, kinds: gguf_files.Kinds) -> None:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", gguf_files.NAMES)
 def test_every_family_with_all_types_in_one_file(name: str) -> None:
     agrees(name, gguf_files.TYPES)
@@ -200,6 +201,7 @@ NATIVE += [
 ]
 
 
+@pytest.mark.one_in(2)
 @KERNELS
 @pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
 def test_native_kernels_round_activations_and_nothing_else(
@@ -265,6 +267,7 @@ def broken_scales(kind: str, bits: int, path: Path) -> Path:
     return path
 
 
+@pytest.mark.one_in(3)
 @KERNELS
 @pytest.mark.parametrize("bits", [0x7C00, 0xFFFF], ids=hex)
 @pytest.mark.parametrize("kind", gguf_files.HALVES)

@@ -2,8 +2,6 @@
 not need it."""
 
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from forerun.models.rope import SCALINGS
-from tests import tiny
 
 HEADS = 4
 
@@ -65,14 +62,3 @@ def test_frequencies_and_the_factor_are_those_of_transformers(kind: str, seed: i
     found, mine = SCALINGS[kind](given, raw, dim, context)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert mine == pytest.approx(factor, rel=1e-12)
-
-
-def test_a_model_is_loaded_and_asked_without_transformers() -> None:
-    """Its import takes seconds: nothing that a normal run needs may cause it, of no family."""
-    names = [*tiny.FAMILIES, *tiny.VARIANTS]
-    code = "import sys\nfrom forerun import LLM, SamplingParams\n"
-    for directory in [*(str(tiny.family(name)) for name in names), str(tiny.spoken())]:
-        code += f"LLM({directory!r}, context=64, kv_tokens=64).generate([[1, 2, 3]], SamplingParams.pure(max_tokens=2))\n"
-    code += "assert 'transformers' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-500:]

@@ -126,6 +126,7 @@ def test_some_rows_say_what_the_whole_head_says_of_them(family: str) -> None:
 FILES = ["llama/F32", "llama/BF16", "llama/q4_1", "llama/Q5_0", "llama/Q8_0", "qwen2/q4_k_m"]
 
 
+@pytest.mark.one_in(3)
 @without
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", *FILES])

@@ -90,6 +90,7 @@ def chain(slot: int, tokens: list[int], **options: Any) -> Segment:
     return Segment(slot, tokens, parents, list(range(len(tokens))), **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
     """Prompts, single tokens, trees and several slots in one pass, each shape recorded once and
@@ -185,29 +186,28 @@ def test_shapes(tokens: list[int], expected: tuple[int, int, int] | None) -> Non
     assert found == (None if expected is None else PassShape(*expected))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "draft", ["suffix", "recycle", "model", "tree", "eagle", "medusa", "block"]
 )
-def test_speculation_with_recorded_passes_is_lossless(draft: str, temperature: float) -> None:
-    """Also the text of a target whose passes are not recorded."""
-    assert texts_of(draft, temperature, recorded=True) == plain(temperature)
+def test_speculation_with_recorded_passes_is_lossless(draft: str) -> None:
+    """Also the text of a target whose passes are not recorded; greedily and drawn."""
+    assert texts_of(draft, recorded=True) == plain()
 
 
 @functools.cache
-def plain(temperature: float) -> list[list[int]]:
-    found = texts_of("off", temperature, recorded=False)
-    assert found == texts_of("off", temperature, recorded=True)
+def plain() -> list[list[int]]:
+    found = texts_of("off", recorded=False)
+    assert found == texts_of("off", recorded=True)
     return found
 
 
-def texts_of(name: str, temperature: float, recorded: bool) -> list[list[int]]:
+def texts_of(name: str, recorded: bool) -> list[list[int]]:
     engine, graphs = build.engine(drafts=[name]), RecordedOperations() if recorded else None
     for runner in (engine.target, *_runners(engine.proposers.values())):
         runner.graphs = graphs
     engine.reset()
     requests = [
-        engine.add(prompt, build.params(i, temperature), draft=name, depth=3)
+        engine.add(prompt, build.params(i, None), draft=name, depth=3)
         for i, prompt in enumerate(build.prompts(6))
     ]
     while engine.busy:

@@ -142,7 +142,7 @@ def test_masks_pruning_and_forced_tokens_on_trees(
         opened(compiler, GRAMMARS[name]),
     )
     text: list[int] = []
-    for _ in range(40):
+    for _ in range(25):
         draft = random_tree(dice, twin, text)
         allowed = [twin.allowed(text + path_to(draft, node)) for node in range(len(draft))]
         valid = [

@@ -10,8 +10,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from forerun.server.monitoring import (
 from forerun.server.run import announcement, greeting
 from forerun.server.settings import Settings
 from tests import tiny
+from tests.forked import Process
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"model": "tiny", "draft": "suffix", "depth": "auto", "rule": "match"}
@@ -112,9 +111,10 @@ def test_what_a_starting_server_prints() -> None:
 
 def test_a_terminal_gets_the_greeting_and_nothing_else() -> None:
     outer, inner = pty.openpty()
+    nowhere = os.open(os.devnull, os.O_RDWR)
     flags = ["serve", str(tiny.spoken()), "--port", "0", "--kv-tokens", "2048"]
-    command = [sys.executable, "-m", "forerun.cli.main", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=inner)
+    process = Process(flags, nowhere, nowhere, inner, {**os.environ})
+    os.close(nowhere)
     os.close(inner)
     printed = b""
     try:

@@ -1,11 +1,15 @@
-"""Indices that the operator loads and unloads while the server runs, for all clients or for one."""
+"""Routes of the application: indices that the operator loads and unloads, and the page /docs."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
 import shutil
 import threading
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ from forerun.llm import LLM
 from forerun.server.app import make_app
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving
+
+# Indices for all clients or for one, which change while the server runs
+
 
 ASKED = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
 ASKED |= {"speculative": {"depth": 4}}
@@ -107,13 +114,13 @@ def test_an_index_in_use_is_read_again(server: Serving, folder: Path) -> None:
     assert load(server, name="shared").json()["tokens"] > before
 
 
-@pytest.mark.parametrize("client", ["acme", "other"])
-def test_clients_neither_see_nor_change_indices(server: Serving, client: str) -> None:
-    for method, path, options in (
+def test_clients_neither_see_nor_change_indices(server: Serving) -> None:
+    tried = [
         ("GET", "/v1/indices", {}),
         ("POST", "/v1/indices", {"json": {"name": "shared"}}),
         ("DELETE", "/v1/indices/shared", {}),
-    ):
+    ]
+    for client, (method, path, options) in itertools.product(("acme", "other"), tried):
         response = ask(server, client, method, path, **options)
         assert response.status_code == 403 and "operator" in response.json()["error"]["message"]
 
@@ -121,15 +128,15 @@ def test_clients_neither_see_nor_change_indices(server: Serving, client: str) ->
 OUTSIDE = ["../shared", "acme/../shared", "/etc", "shared/../..", "", ".", "acme", "nothing"]
 
 
-@pytest.mark.parametrize("name", [*OUTSIDE, "link", "a\0b", "x" * 300])
 def test_nothing_outside_the_folder_is_read(
-    server: Serving, folder: Path, name: str, tmp_path_factory: pytest.TempPathFactory
+    server: Serving, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     outside = tmp_path_factory.mktemp("outside") / "index"
     shutil.copytree(folder / "shared", outside)
     (folder / "link").symlink_to(outside)
-    response = load(server, name=name)
-    assert response.status_code in (400, 404) and str(folder) not in response.text
+    for name in [*OUTSIDE, "link", "a\0b", "x" * 300]:
+        response = load(server, name=name)
+        assert response.status_code in (400, 404) and str(folder) not in response.text, name
 
 
 def test_unusable_indices_are_refused(server: Serving, folder: Path) -> None:
@@ -171,3 +178,58 @@ def test_clients_without_indices_share_one_set(server: Serving) -> None:
 def test_a_folder_that_is_not_there_is_one_line(spare: LLM, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"there is no folder .* make it, and indices in it"):
         make_app(spare, Settings(indices=str(tmp_path / "none")))
+
+
+# /docs: it needs no network and no scripts, and has every endpoint of the document
+
+
+COMMAND = re.compile("<pre>(.*?)</pre>", flags=re.S)
+
+
+def test_the_page_asks_for_nothing_else(serve: Serving) -> None:
+    response = serve.http.get("/docs")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "<script" not in response.text
+    assert not re.search(r'(src|href)="(?!#|/|data:)', response.text)
+
+
+def test_it_has_every_endpoint_and_field_of_the_document(serve: Serving) -> None:
+    page, document = serve.http.get("/docs").text, serve.http.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            section = f'<section id="{method.upper()}{path}">'
+            assert section in page and operation["description"], path
+    schemas = document["components"]["schemas"]
+    for schema in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "OllamaChat"):
+        for name in schemas[schema]["properties"]:
+            assert f"<code>{name}</code>" in page, name
+
+
+def test_its_commands_work(serve: Serving) -> None:
+    """Each is sent as curl would send it."""
+    found = [shlex.split(unescape(text)) for text in COMMAND.findall(serve.http.get("/docs").text)]
+    assert len(found) > 15
+    for words in found:
+        url = next(word for word in words if word.startswith("http"))
+        assert url.startswith(serve.url)
+        if "-d" not in words:
+            response = serve.http.get(url)
+        else:
+            body = json.loads(words[words.index("-d") + 1])
+            limit = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
+            body |= {limit[path]: 4 for path in limit if url.endswith(path)}
+            if url.endswith(("/api/chat", "/api/generate")):
+                body["options"] = {"num_predict": 4}
+            response = serve.http.post(url, json=body)
+        assert response.status_code == 200, (words, response.text)
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)], ids=["open", "with a key"])
+def test_it_opens_without_the_key_and_says_where_one_is_needed(
+    spare: LLM, keys: tuple[str, ...]
+) -> None:
+    with serving(spare, api_key=keys, served_name="<b>&") as s:
+        page = s.http.get("/docs").text
+        assert ("Bearer KEY" in page) == bool(keys) and "secret" not in page
+        assert "<b>" not in page and "&lt;b&gt;&amp;" in page

@@ -1,0 +1,227 @@
+"""Small helpers: atomic writes, validators of numbers, and JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun.cli.conversation import Conversation, read
+from forerun.errors import ConfigError, ForerunError
+from forerun.utils import (
+    atomic_directory,
+    atomic_file,
+    check_integer,
+    check_number,
+    check_numbers,
+    json_line,
+    write_atomic,
+)
+
+
+def test_a_directory_gets_its_name_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (tmp_path / "a", Path("b")):
+        with atomic_directory(out) as work:
+            assert work.parent == tmp_path and work.is_dir() and not out.exists()
+            (work / "file").write_text("text")
+        assert (out / "file").read_text() == "text"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_nothing_stays_of_one_that_fails(tmp_path: Path) -> None:
+    """Neither after an error nor after Ctrl-C; what was there under the name stays."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "mine").touch()
+    for error, out in ((OSError, tmp_path / "a"), (KeyboardInterrupt, tmp_path / "a")):
+        with pytest.raises(error), atomic_directory(out) as work:
+            (work / "file").touch()
+            raise error
+    with pytest.raises(OSError), atomic_directory(there) as work:
+        (work / "file").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "there",
+        "there/mine",
+    ]
+
+
+def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
+    """One that is interrupted leaves what was there, and nothing beside it."""
+    path = tmp_path / "a"
+    for text, error in (
+        ("old", None),
+        ("half", OSError),
+        ("half", KeyboardInterrupt),
+        ("new", None),
+    ):
+        before = path.read_text() if path.exists() else None
+        try:
+            with atomic_file(path) as work:
+                work.write_text(text)
+                assert (
+                    work.parent == tmp_path
+                    and (path.read_text() if path.exists() else None) == before
+                )
+                if error:
+                    raise error
+        except (OSError, KeyboardInterrupt) as raised:
+            assert type(raised) is error
+        assert path.read_text() == (before if error else text) and list(tmp_path.iterdir()) == [
+            path
+        ]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "a", tmp_path / "link"
+    write_atomic(path, "old")
+    link.symlink_to(path)
+    write_atomic(link, "new")
+    assert link.is_symlink() and path.read_text() == "new"
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ForerunError, match="cannot be written: No space left on device"):
+        write_atomic(path, "newer")
+    assert path.read_text() == "new" and sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (
+        tmp_path,
+        tmp_path / "no" / "a",
+        tmp_path / "round",
+        tmp_path / "pipe",
+        Path("/dev/null"),
+        Path("a\0"),
+    ):
+        with pytest.raises(ForerunError, match="cannot be written"):
+            write_atomic(path, "text")
+
+
+# Numbers that somebody set: what is none or out of range is refused in one line that names it
+
+
+@dataclass
+class Settings:
+    rows: int = 4
+    seed: int = 0
+    most: int | None = None
+    share: float = 0.5
+    name: str = "x"
+
+
+@pytest.mark.parametrize("value", [1, 5, 64])
+def test_whole_numbers_within_their_range(value: int) -> None:
+    check_integer("depth", value, 1, 64)
+    check_number("depth", value, 1, 64)
+
+
+@pytest.mark.parametrize(
+    "value", [0, 65, -1, 1 << 80, 1.0, True, None, "4", float("nan"), float("inf")]
+)
+def test_what_is_no_whole_number_within_its_range(value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^depth=.* is out of range: give a whole number from 1 to 64$"
+    ):
+        check_integer("depth", value, 1, 64)
+
+
+@pytest.mark.parametrize(
+    "value", [-0.1, 1.01, True, None, "0.5", float("nan"), float("inf"), -float("inf")]
+)
+def test_what_is_no_number_within_its_range(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^share=.* is out of range: give a number from 0 to 1$"):
+        check_number("share", value, 0, 1)
+
+
+def test_what_no_float_can_hold() -> None:
+    check_number("seconds", 10**400, 0)
+    for value in (10**400, -(10**400)):
+        with pytest.raises(ConfigError, match=r"^seconds="):
+            check_number("seconds", value, 0, 1 << 31)
+
+
+def test_without_an_end() -> None:
+    check_number("seconds", 1e300, 0)
+    for check, what in ((check_integer, "a whole number"), (check_number, "a number")):
+        with pytest.raises(ConfigError, match=f"seconds=-1 is out of range: give {what} from 0 up"):
+            check("seconds", -1, 0)
+    with pytest.raises(ConfigError, match="from 0 up"):
+        check_integer("seconds", 1 << 31, 0)
+
+
+def test_every_number_of_a_dataclass() -> None:
+    check_numbers(Settings(), {"rows": 1})
+    check_numbers(Settings(most=0), {"rows": 1})
+    for name, value in (
+        ("rows", 0),
+        ("rows", None),
+        ("seed", -1),
+        ("most", -1),
+        ("share", -0.1),
+        ("share", 1e9),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            check_numbers(Settings(**{name: value}), {"rows": 1})
+
+
+# What is written by lines is one line to every reader, those that split at Unicode's line ends
+
+
+ENDS = [chr(code) for code in range(0x3000) if len(f"a{chr(code)}b".splitlines()) > 1]
+# the other places where JSON is written with all its characters: none of them writes lines
+NOT_LINES = {
+    *(
+        "utils.py",
+        "server/large_responses.py",
+        "server/limits.py",
+        "server/app.py",
+        "server/conversation.py",
+    ),
+    *("models/chat_template.py", "measure/workloads.py", "train/data.py"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: f"U+{ord(end):04X}")
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_no_character_of_a_value_ends_its_line(end: str, ascii_only: bool) -> None:
+    value = {f"key{end}": [f"one{end}two", "caf\u00e9 \U0001f600"]}
+    line = json_line(value, ascii_only)
+    assert line.splitlines() == [line] and json.loads(line) == value
+    assert line.isascii() is ascii_only
+
+
+def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "".join(ENDS)}]
+    conversation = Conversation.__new__(Conversation)
+    conversation.messages, conversation.forgotten = said, []
+    conversation.save(str(tmp_path / "saved.json"))
+    text = (tmp_path / "saved.json").read_bytes().decode()
+    assert len(text.splitlines()) == 1 and read(tmp_path / "saved.json") == said
+
+
+def test_nothing_else_writes_lines_with_all_their_characters() -> None:
+    """`json_line` is the one writer: json.dumps with ensure_ascii=False leaves line ends in
+    place."""
+    package = Path(forerun.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"ensure_ascii\s*=\s*(?!True)", path.read_text(encoding="utf-8"))
+    }
+    assert found <= NOT_LINES
