@@ -79,7 +79,6 @@ class Server:
                 self.address = (host, int(port))
                 break
         assert self.address[1], "".join(self.lines)
-        self.connect().close()  # the printed address can be connected to at once
         self.url = f"http://{self.address[0]}:{self.address[1]}"
         self.reader.start()
         until(self._answers, "the server answers", 10)
@@ -201,6 +200,19 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 # ------------------------------------------------------------ signals
 
 
+@pytest.mark.full
+def test_running_requests_end_after_sigterm_and_new_ones_are_refused() -> None:
+    with serving("--max-rows", "4", "--shutdown-timeout", "40") as server:
+        streams = load(server, 8, 1000)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.get("/health")[0] == 503, "the server drains")
+        status, body = server.post(ONE)
+        assert status == 503 and body["error"]["type"] == "server_error"
+        assert server.get("/ready")[0] == 503
+        assert finish(streams) == [1000] * 8
+        assert server.end(5) == 0
+
+
 @pytest.mark.parametrize(("sign", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
 def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
@@ -208,6 +220,17 @@ def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: floa
         server.process.send_signal(sign)
         assert sum(finish(streams)) < 24 * LONG
         assert server.end(bound + 4) == 0
+
+
+@pytest.mark.full
+def test_a_second_sigterm_ends_at_once() -> None:
+    with serving("--max-rows", "2", "--shutdown-timeout", "60") as server:
+        streams = load(server, 24, LONG)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.get("/health")[0] == 503, "the server drains")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(15) == 0
+        del streams  # they were open until now
 
 
 def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +282,72 @@ def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> No
     assert "Traceback" not in errors and len(errors.splitlines()) <= 1, errors
 
 
+@pytest.mark.full
+def test_the_printed_address_answers() -> None:
+    with start_fresh("serve", MODEL, "--port", "0") as process:
+        try:
+            line = process.stderr.readline() if process.stderr else ""
+            host, _, port = line.rsplit("//", 1)[1].strip().rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        finally:
+            process.kill()
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, errors = run("serve", MODEL, "--port", str(taken.getsockname()[1]))
+    assert code == 2 and len(errors.splitlines()) == 1 and "cannot listen" in errors, errors
+
+
 # ------------------------------------------------------------ clients
+
+CLIENT = """
+import select, socket, sys
+request = sys.argv[2].encode()
+streams = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(12)]
+for stream in streams:
+    stream.sendall(request)
+started = 0
+while started < 4:  # all four places are taken
+    started = len(select.select(streams, [], [])[0])
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
+def endless() -> bytes:
+    body = ONE | {"max_tokens": 1900, "ignore_eos": True, "speculative": False, "stream": True}
+    content = json.dumps(body).encode()
+    return head(len(content)) + content
+
+
+@pytest.mark.full
+def test_requests_of_a_killed_client_end(server: Server) -> None:
+    arguments = [sys.executable, "-c", CLIENT, str(server.address[1]), endless().decode()]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
+        try:
+            assert client.stdout is not None and client.stdout.readline() == "started\n"
+        finally:
+            client.kill()
+    cancelled = 'forerun_requests_total{reason="cancelled"}'
+    until(lambda: server.gauge(cancelled) >= 4, "those that ran are cancelled", 5)
+    until(server.idle, "nothing runs", 5)
+    until(server.closed, "its connections are closed", 5)
+
+
+@pytest.mark.full
+def test_a_client_that_never_reads_holds_up_nobody(server: Server) -> None:
+    _, alone = server.post(ONE)
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(server.connect(endless(), receive_buffer=4096))
+        until(lambda: server.gauge("forerun_running"), "the requests run")
+        _, beside = server.post(ONE)
+        assert beside["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+        until(server.idle, "the requests end without a reader")
+        assert server.get("/ready")[0] == 200
 
 
 @pytest.mark.parametrize("body", [b"", b'{"prompt": "de'], ids=["headers alone", "half a body"])
@@ -283,6 +371,26 @@ def test_too_many_prompts_are_refused_before_work_is_done_on_them(
     assert status in (400, 429) and time.monotonic() - start_time < 1
 
 
+@pytest.mark.full
+def test_refusals_keep_the_connection_and_the_log_clean(server: Server) -> None:
+    """The fixture checks the log."""
+    connection = http.client.HTTPConnection(*server.address, timeout=30)
+    for body in (
+        {"prompt": "x", "max_tokens": 0},
+        {"prompt": [1 << 40]},
+        {"prompt": "def f():" * 1000},
+        {"prompt": "x", "speculative": {"draft": "nothing"}},
+        {"prompt": "x", "n": 1000},
+    ):
+        connection.request("POST", "/v1/completions", json.dumps(body), server.headers)
+        response = connection.getresponse()
+        assert response.status == 400 and json.loads(response.read())["error"]["message"]
+    connection.close()
+    for options in ({"messages": 1}, {"tools": []}, {"self": None}):  # names of our own
+        chat = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": options}
+        assert server.post(chat | {"max_tokens": 1}, "/v1/chat/completions")[0] == 400
+
+
 # ------------------------------------------------------------ files and keys
 
 
@@ -303,11 +411,13 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
         assert server.post(ONE | {"n": 2})[0] == 200
 
 
-def test_a_bad_configuration_file_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "says"), [("prot = 1", "did you mean 'port'"), (None, "read")])
+def test_a_bad_configuration_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text("prot = 1")
+    if text is not None:
+        file.write_text(text)
     code, errors = run("serve", MODEL, "--config", str(file))
-    assert code == 2 and len(errors.splitlines()) == 1 and "did you mean 'port'" in errors, errors
+    assert code == 2 and len(errors.splitlines()) == 1 and says in errors, errors
 
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
