@@ -660,7 +660,9 @@ def test_a_stream_that_fails_ends_with_an_error_event(
         return step()
 
     before = len(serve.logged)
-    monkeypatch.setattr(serve.service.llm.engine, "step", fails_later)
+    engine = serve.service.llm.engine
+    monkeypatch.setattr(engine.multi_step, "seconds", 0.0)  # it would need too few steps
+    monkeypatch.setattr(engine, "step", fails_later)
     asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 60}
     plain = {"extra_body": {"speculative": False}}
     events = list(client.responses.create(stream=True, **asked, **plain))

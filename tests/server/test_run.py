@@ -377,11 +377,18 @@ def test_connections_without_a_request_make_room(spare: LLM, sent: bytes) -> Non
         assert len(s.server.acceptors[0]._waiting) <= 3
 
 
-def test_a_request_in_work_keeps_its_connection(spare: LLM) -> None:
+@pytest.fixture
+def one_by_one(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A model whose events have one token each."""
+    monkeypatch.setattr(spare.engine.multi_step, "seconds", 0.0)
+    return spare
+
+
+def test_a_request_in_work_keeps_its_connection(one_by_one: LLM) -> None:
     """`Connection: close` does not mean that more of the request will come."""
     asked = post(LONG | {"max_tokens": 300}).replace(b"\r\n\r\n", b"\r\n" + CLOSE + b"\r\n", 1)
     with (
-        serving(spare, max_connections=2) as s,
+        serving(one_by_one, max_connections=2) as s,
         slow(s.service, 0.003),
         connected(s, asked) as connection,
     ):
@@ -422,9 +429,9 @@ def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
         assert not s.logged
 
 
-def test_a_slow_reader_gets_everything(spare: LLM) -> None:
+def test_a_slow_reader_gets_everything(one_by_one: LLM) -> None:
     """It takes longer than the limit for the whole stream, but never that long for a piece."""
-    with serving(spare, listener=narrow(), write_timeout=5 * SOON) as s:
+    with serving(one_by_one, listener=narrow(), write_timeout=5 * SOON) as s:
         with connected(s, post(LONG | {"max_tokens": 100}), receive_buffer=4096) as connection:
             for _ in range(12):
                 assert connection.recv(2048)
@@ -457,12 +464,12 @@ def test_an_unread_stream_pauses_and_continues(spare: LLM, monkeypatch: pytest.M
 
 
 def test_events_that_gather_at_once_are_not_unread(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
+    one_by_one: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the event loop is busy, more of them gather than a client may leave unread."""
     monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
     sent = post(LONG | {"max_tokens": 1000})
-    with serving(spare, max_unread=1) as s, connected(s, sent) as connection:
+    with serving(one_by_one, max_unread=1) as s, connected(s, sent) as connection:
         until(lambda: s.service.jobs, "it is taken")
         job, handle = next(iter(s.service.jobs.items()))
         busy = lambda: job.request.produced > 500 or handle.paused  # noqa: E731
