@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -110,6 +110,12 @@ class Reference:
         return automaton
 
 
+class KnownText(Protocol):
+    """A text that only grows, and that others may drop."""
+
+    text: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class CopySources:
     """Texts that drafts are copied from.
@@ -117,11 +123,11 @@ class CopySources:
     Attributes:
         min_match: the fewest tokens that a copy's context has in common with the end of the
             request's text; 0 if nothing is copied.
-        texts: those beside the request's own. The lists only grow.
+        texts: those beside the request's own.
     """
 
     min_match: int = 0
-    texts: Sequence[list[int]] = ()
+    texts: Sequence[KnownText] = ()
 
 
 class Proposer:

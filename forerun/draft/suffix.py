@@ -96,8 +96,7 @@ class Suffix(PerSlotProposer[_SuffixState]):
         return max(state.own.match[0], longest) >= self.shortest
 
     def copy_sources(self, slot: int) -> CopySources:
-        memory = self.memories.get(self.slots[slot].tenant, [])
-        return CopySources(self.shortest, [automaton.text for automaton in memory])
+        return CopySources(self.shortest, self.memories.get(self.slots[slot].tenant, ()))
 
     def draft(self, request: DraftRequest, state: _SuffixState) -> Draft:
         self._read(state, request.tokens)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
-from forerun.draft.proposer import Proposer
+from forerun.draft.proposer import KnownText, Proposer
 from forerun.engine.draft_learning import RoundSeconds
 from forerun.engine.drafting import Drafting
 from forerun.engine.error_isolation import isolate_errors
@@ -32,7 +33,6 @@ from forerun.types import Draft, Event, Proposal, Verdict
 SECONDS = 0.03  # that the rounds of a call take, about: others wait so long, and tokens come so
 MAX_ROUNDS = 32  # of a call
 TOKENS_A_ROUND = 9  # for which room is reserved: a chain of the policy's deepest, and one more
-MAX_MEMORIES = 16  # sets of sequences that are kept of texts beside the request's own
 
 
 class MultiStep:
@@ -46,7 +46,8 @@ class MultiStep:
         self.target, self.drafting, self.seconds = target, drafting, seconds
         self._rounds = 0  # most of this step
         self._replay_seconds = 0.0  # that learning from a round took, in the last call
-        self._memories: list[tuple[list[int], Grams]] = []
+        # by length; they go with the texts
+        self._grams_of: WeakKeyDictionary[KnownText, dict[int, Grams]] = WeakKeyDictionary()
 
     def room(self, batch: Sequence[ScheduledRequest]) -> int:
         """Return how many tokens the rounds of this step may append, and reserve their rows of the
@@ -120,7 +121,7 @@ class MultiStep:
         if proposer is None or self.drafting.is_paused(request):
             return []
         length = 0
-        texts: list[list[int]] = []
+        texts: list[KnownText] = []
         for part in proposer.parts:
             sources = part.copy_sources(request.slot)
             if sources and sources.min_match and not self.drafting.is_resting(request, part):
@@ -136,15 +137,13 @@ class MultiStep:
         drafting = self.drafting
         return drafting.proposers[request.draft] if drafting.has_state(request) else None
 
-    def _grams(self, text: list[int], length: int) -> Grams:
+    def _grams(self, known: KnownText, length: int) -> Grams:
         """Return the sequences in a text that other requests add to."""
-        for known, grams in self._memories:
-            if known is text and grams.length == length:
-                break
-        else:
-            grams = Grams(length)
-            self._memories = [(text, grams), *self._memories[: MAX_MEMORIES - 1]]
-        grams.update(text, len(text))
+        sets = self._grams_of.setdefault(known, {})
+        if length not in sets:
+            sets[length] = Grams(length)
+        grams = sets[length]
+        grams.update(known.text, len(known.text))
         return grams
 
     def _run(self, request: Request, rounds: int, head: HeadRounds | None) -> RoundsResult:

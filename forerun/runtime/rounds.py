@@ -84,7 +84,9 @@ class GrowingText:
     def grams(self, length: int, room: int) -> Grams:
         """Return the sequences of `length` tokens in this text without its last token; native
         rounds add up to `room` more."""
-        known = self._grams.setdefault(length, Grams(length))
+        if length not in self._grams:
+            self._grams[length] = Grams(length)
+        known = self._grams[length]
         known.update(self.tokens, self.count - 1, room)
         return known
 

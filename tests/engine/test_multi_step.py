@@ -295,6 +295,32 @@ def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int])
     assert len(calls) > 1
 
 
+def test_what_other_requests_said_is_watched_until_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only that of the same tenant, and nothing of it is kept behind `forget`."""
+    made = engine("suffix")
+    monkeypatch.setattr(made.drafting, "least_match", lambda *_: 3)
+    watched: list[int] = []
+    run = multi_step.run_rounds
+
+    def seen(*arguments: Any, **options: Any) -> RoundsResult:
+        watched.append(len(options["grams"]))
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(multi_step, "run_rounds", seen)
+    sets = made.multi_step._grams_of
+    for tenant, expected in (("a", {1}), ("a", {2}), ("b", {1})):
+        watched.clear()
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=1, ignore_eos=True)
+        made.add(build.prompts()[2], sampling, draft="suffix", depth="auto", tenant=tenant)
+        build.finish(made)
+        assert set(watched) == expected
+    assert len(sets) == 1
+    made.proposers["suffix"].forget()
+    assert not sets
+
+
 class TestGrams:
     @pytest.mark.parametrize("length", [1, 2, 5])
     def test_finds_what_occurs(self, length: int) -> None:
