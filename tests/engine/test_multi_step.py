@@ -310,9 +310,10 @@ def test_what_other_requests_said_is_watched_until_it_is_forgotten(
 
     monkeypatch.setattr(multi_step, "run_rounds", seen)
     sets = made.multi_step._grams_of
-    for tenant, expected in (("a", {1}), ("a", {2}), ("b", {1})):
+    monkeypatch.setattr(made.drafting, "is_resting", lambda *_: False)
+    for seed, (tenant, expected) in enumerate((("a", {1}), ("a", {2}), ("b", {1}))):
         watched.clear()
-        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=1, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=2.0, seed=seed, ignore_eos=True)
         made.add(build.prompts()[2], sampling, draft="suffix", depth="auto", tenant=tenant)
         build.finish(made)
         assert set(watched) == expected
