@@ -101,8 +101,8 @@ class MultiStep:
         if deferred:
             head, asked = deferred.head, deferred.request
             assert asked.confidence_rates is not None
-            costs = drafting.policy.pass_costs(MAX_NODES, deferred.batch)
             siblings = deferred.proposer.extra_nodes if asked.branching else 0
+            costs = drafting.policy.pass_costs(asked.depth + siblings, deferred.batch)
             head.set_policy(asked.depth, siblings, asked.confidence_rates, asked.min_prob, costs)
         before = time.thread_time() - began + drafting.seconds
         before -= deferred.seconds if deferred else 0.0  # a part of drafting

@@ -148,9 +148,9 @@ class HeadRounds:
             siblings: the most nodes beside the chain.
             rates: float32, acceptance by confidence bins (`DraftRequest.confidence_rates`).
             floor: the chance of a whole chain below which it ends.
-            costs: seconds of the target's pass over the root and 0, 1, .. `MAX_NODES` nodes.
+            costs: seconds of the target's pass over the root and 0, 1, .. all nodes of a draft.
         """
-        assert 0 < depth <= MAX_NODES and len(costs) == MAX_NODES + 1
+        assert 0 < depth and len(costs) == depth + siblings + 1 <= MAX_NODES + 1
         self.structure.levels, self.structure.siblings = depth - 1, siblings
         self.structure.acceptance, self.structure.costs = address(rates), address(costs)
         self.structure.floor = floor
