@@ -150,7 +150,7 @@ class HeadRounds:
             floor: the chance of a whole chain below which it ends.
             costs: seconds of the target's pass over the root and 0, 1, .. all nodes of a draft.
         """
-        assert 0 < depth and len(costs) == depth + siblings + 1 <= MAX_NODES + 1
+        assert depth > 0 and len(costs) == depth + siblings + 1 <= MAX_NODES + 1
         self.structure.levels, self.structure.siblings = depth - 1, siblings
         self.structure.acceptance, self.structure.costs = address(rates), address(costs)
         self.structure.floor = floor
