@@ -118,6 +118,7 @@ def failing(
             raise error
         return forward(*arguments, **options)
 
+    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # whose passes are native calls
     monkeypatch.setattr(llm.engine.target, "forward", fail)
 
 
@@ -326,6 +327,7 @@ def test_a_job_that_ends_in_a_failing_step_gets_the_error(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     land, ended = llm.engine._emit, []
+    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # which emits nothing itself
 
     def fails(*arguments: Any) -> Any:
         if ended:
