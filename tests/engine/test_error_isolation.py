@@ -228,7 +228,8 @@ def in_drafting(
         real = proposer.propose
 
         def propose(rows: Sequence[DraftRequest], real: Callable[..., Any] = real) -> Any:
-            if any(row.tokens is victim.tokens for row in rows) and late(victim):
+            # early: drafters that copy have nothing for this text later on
+            if any(row.tokens is victim.tokens for row in rows) and victim.produced:
                 raise error
             return real(rows)
 
