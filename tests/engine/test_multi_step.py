@@ -322,6 +322,24 @@ def test_what_other_requests_said_is_watched_until_it_is_forgotten(
     assert not sets
 
 
+def test_native_rounds_add_what_they_append_to_the_sequences(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    made = engine("suffix")
+    monkeypatch.setattr(made.drafting, "least_match", lambda *_: 3)
+    monkeypatch.setattr(made.drafting, "is_resting", lambda *_: False)
+    request = add(made, "suffix", 2.0, max_tokens=150)
+    while request.produced < 100:
+        made.step_or_raise()
+    assert max(calls) > 3
+    (grams,) = made.drafting.state(request).text._grams.values()
+    tokens = request.tokens[: grams.noted]
+    expected = {_key(tokens[i : i + 3]) for i in range(len(tokens) - 2)}
+    assert len(tokens) > request.prompt_length + 20
+    assert {key for key in grams._slots.tolist() if key} == expected
+    build.finish(made)
+
+
 class TestGrams:
     @pytest.mark.parametrize("length", [1, 2, 5])
     def test_finds_what_occurs(self, length: int) -> None:
