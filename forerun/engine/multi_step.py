@@ -51,7 +51,8 @@ class MultiStep:
 
     def room(self, batch: Sequence[ScheduledRequest]) -> int:
         """Return how many tokens the rounds of this step may append, and reserve their rows of the
-        cache; 0 where the step is an ordinary one. `batch`: all requests that wait or run."""
+        cache; 0 where the step is an ordinary one. `batch` is that of the only request, empty while
+        it waits."""
         if not self.seconds or len(batch) != 1 or not self._is_possible(batch[0]):
             return 0
         pass_seconds = self.drafting.policy.forward_seconds(1)

@@ -163,7 +163,7 @@ class CapturedPasses:
 
         if KernelDecoder.supports(self.decoder):
             return KernelDecoder(self.decoder)
-        log.info("Triton's kernels do not compute the layers of this model: torch does")
+        log.warning("Triton's kernels do not compute the layers of this model: torch does")
         return None
 
     @staticmethod

@@ -79,7 +79,6 @@ class ForwardBatch:
 
     def fill(self, buffers: int, scratch: int, cache: KVCache) -> CBatch:
         """Build the C structure, which points into this object and the cache."""
-        keys, values, rows, dtype = cache.layout
         return CBatch(
             tokens=self.tokens,
             wanted=self.wanted,
@@ -91,13 +90,21 @@ class ForwardBatch:
             extra_at=address(self.extra_at),
             extra=address(self.extra),
             want=address(self.want),
-            buffers=buffers,
-            scratch=scratch,
-            keys=keys,
-            values=values,
-            cache_rows=rows,
-            kv_format=native.FORMATS[dtype],
+            **memory_of(cache, buffers, scratch),
         )
+
+
+def memory_of(cache: KVCache, buffers: int, scratch: int) -> dict[str, int]:
+    """Return the fields of a `CBatch` that do not depend on its tokens: addresses of memory."""
+    keys, values, rows, dtype = cache.layout
+    return {
+        "buffers": buffers,
+        "scratch": scratch,
+        "keys": keys,
+        "values": values,
+        "cache_rows": rows,
+        "kv_format": native.FORMATS[dtype],
+    }
 
 
 def visible_paths(parents: Sequence[int]) -> list[tuple[int, list[int]]]:

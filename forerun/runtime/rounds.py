@@ -23,7 +23,7 @@ from forerun.kernels.draw import packed
 from forerun.kernels.native import CBatch, CGrams, CHead, CRound, CRounds, CSampling, address
 from forerun.rng import Lane
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.program import LOGITS, Program
+from forerun.runtime.program import LOGITS, Program, memory_of
 from forerun.sampling.params import Sampling
 
 MIN_TOKENS = 1024  # room of a text at first
@@ -55,7 +55,7 @@ class Grams:
             begin = max(self.noted - self.length + 1, 0)
             tokens = np.ascontiguousarray(text[begin:last], np.int64)
             set_, first = ctypes.byref(self.structure), self.noted + 1 - begin
-            native.loaded().forerun_note(set_, tokens.ctypes.data, first, len(tokens))
+            native.loaded().forerun_add_grams(set_, tokens.ctypes.data, first, len(tokens))
             self.noted = last
 
 
@@ -122,7 +122,7 @@ class HeadRounds:
         """Prepare the programs of `Program.draft_round`; the slot has room for what they read and
         draft. `most`: the most tokens that the first pass reads."""
         buffers, scratch = step.buffers.fit(max(most, len(states[0])), 1)
-        batch = _cache_batch(cache, buffers, scratch)
+        batch = CBatch(**memory_of(cache, buffers, scratch))
         structure = CHead(
             begin=ctypes.pointer(first.program),
             step=ctypes.pointer(step.program),
@@ -218,7 +218,7 @@ def run_rounds(
     sets = (ctypes.POINTER(CGrams) * len(grams))(*(ctypes.pointer(g.structure) for g in grams))
     with decoder.lock:
         buffers, scratch = program.buffers.fit(most_nodes + 1, most_nodes + 1)
-        batch = _cache_batch(cache, buffers, scratch)
+        batch = CBatch(**memory_of(cache, buffers, scratch))
         structure = CRounds(
             target=ctypes.pointer(program.program),
             batch=ctypes.pointer(batch),
@@ -252,16 +252,3 @@ def run_rounds(
     if grams:
         grams[0].noted = text.count - 1
     return RoundsResult(done, [rows[: unread + kept] for rows in states], behind)
-
-
-def _cache_batch(cache: KVCache, buffers: int, scratch: int) -> CBatch:
-    """Return the part of a batch that does not depend on its tokens."""
-    keys, values, rows, dtype = cache.layout
-    return CBatch(
-        buffers=buffers,
-        scratch=scratch,
-        keys=keys,
-        values=values,
-        cache_rows=rows,
-        kv_format=native.FORMATS[dtype],
-    )

@@ -1,7 +1,11 @@
 """Several rounds of one request in one native call: the same tokens, drafts and cache rows as one
 round a step, whatever ends the call."""
 
+from __future__ import annotations
+
+import ctypes
 import itertools
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +16,15 @@ from forerun.draft.compose import InTurn
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.engine import guard, multi_step
+from forerun.engine.depth import BatchState
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import StateError
 from forerun.kernels import native
+from forerun.kernels.draw import packed
+from forerun.rng import GOLDEN, MASK, mix
 from forerun.runtime.rounds import Grams, RoundsResult
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import GREEDY, SamplingParams
 from forerun.types import Draft
 from tests.engine import build
 
@@ -26,6 +33,18 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason()
 DRAFTS = ("off", "suffix", "eagle", "both")
 FAMILIES = ("llama/q4_1", "qwen2/q4_k_m", "gemma2")  # the last one with windows and softcaps
 TOKENS = 60
+
+
+class Thorough(build.Eager):
+    """A policy that has every drafted node verified, whatever a pass costs on this machine."""
+
+    def pass_costs(self, most: int, batch: BatchState) -> array[float]:
+        return array("d", [1.0] * (most + 1))
+
+    def num_worth_verifying(
+        self, path_probs: Sequence[float], batch: BatchState, draft: Draft | None = None
+    ) -> int:
+        return len(path_probs)
 
 
 def engine(
@@ -37,7 +56,7 @@ def engine(
     made = build.engine(family, wanted, width=1, form=form, **options)
     if draft == "both":
         made.proposers["both"] = InTurn((made.proposers["suffix"], made.proposers["eagle"]))
-    made.set_policy(build.Eager())
+    made.set_policy(Thorough())
     made.guard.cold = 1 << 30  # it would stop drafting, which is slow with a tiny target
     made.multi_step.seconds = seconds
     return made
@@ -89,7 +108,8 @@ def test_the_same_tokens_as_one_round_a_step(
     request = add(made, draft, temperature)
     assert finished(made, request) == plain
     assert len(plain[0]) == TOKENS
-    assert max(calls) > 3 if draft in ("off", "eagle") else sum(calls) > 3 or family == "gemma2"
+    if draft in ("off", "eagle"):  # the others also copy, one round a step
+        assert max(calls) > 3
     stats = request.stats
     assert stats.steps == len(stats.rounds) == len(stats.depths)
     assert stats.accepted + stats.steps == TOKENS
@@ -162,8 +182,7 @@ def test_a_head_drafts_what_it_drafts_in_a_step(
 
     monkeypatch.setattr(EagleProposer, "begin_rounds", begin_rounds)
     monkeypatch.setattr(multi_step, "_draft_of", observed)
-    made = engine("eagle", seconds=1e-9)
-    made.multi_step.seconds = 1.0
+    made = engine("eagle", seconds=1.0)
     monkeypatch.setattr(multi_step, "MAX_ROUNDS", 3)
     finished(made, add(made, "eagle", temperature))
     assert len(pairs) > 4
@@ -364,8 +383,6 @@ class TestGrams:
 
 def _key(tokens: Sequence[int]) -> int:
     """The key of a sequence, as in `slot_of` of rounds.h."""
-    from forerun.rng import GOLDEN, MASK, mix
-
     key = 0
     for token in tokens:
         key = mix((key + (token & MASK) * GOLDEN + 1) & MASK)
@@ -373,9 +390,4 @@ def _key(tokens: Sequence[int]) -> int:
 
 
 def test_sampling_of_the_c_structure_is_as_large_as_its_bytes() -> None:
-    import ctypes
-
-    from forerun.kernels.draw import packed
-    from forerun.sampling.params import GREEDY
-
     assert ctypes.sizeof(native.CSampling) == len(packed([GREEDY]))

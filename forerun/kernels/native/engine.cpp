@@ -391,7 +391,7 @@ void give_states(const Rounds &r, const Head &head, const Progress &now) {
     const int width = r.target->widths[r.logits + 1 + k];
     const bool apart = head.inputs == r.layers;
     for (int i = 0; i < now.unread; i++) {
-      float *to = at(head.begin, head.pass, head.input + (apart ? k : 0), i) + (apart ? 0 : k * width);
+      float *to = at(head.begin, head.batch, head.input + (apart ? k : 0), i) + (apart ? 0 : k * width);
       memcpy(to, r.states[k] + (int64_t)(now.first + i) * width, (size_t)width * sizeof(float));
     }
   }
@@ -399,7 +399,7 @@ void give_states(const Rounds &r, const Head &head, const Progress &now) {
 
 // Draft a chain of so many levels behind the first token.
 void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &now, Round &round) {
-  SlotPass reading(*head.pass, head.line, now.unread), level(*head.pass, head.line, levels);
+  SlotPass reading(*head.batch, head.line, now.unread), level(*head.batch, head.line, levels);
   for (int i = 0; i < now.unread; i++) {
     const int row = now.head_length + i;
     reading.token(i, r.text[now.count - now.unread + i], row, head.line[row], row + 1);
@@ -410,8 +410,8 @@ void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &
   }
   give_states(r, head, now);
   const size_t drawn = (size_t)levels + 1;
-  std::vector<int64_t> tokens(drawn), beside(drawn * BESIDE);
-  std::vector<int8_t> sure(drawn), beside_sure(drawn * BESIDE);
+  std::vector<int64_t> tokens(drawn), alternatives(drawn * BESIDE);
+  std::vector<int8_t> bins(drawn), alternative_bins(drawn * BESIDE);
   std::vector<uint64_t> keys(drawn);
   std::vector<int32_t> active_rows(drawn, 1);
   std::vector<float> left((size_t)head.step->widths[0]);
@@ -421,12 +421,12 @@ void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &
   Chain chain{};
   chain.levels = levels, chain.rows = 1, chain.logits = r.logits, chain.vocab = head.vocab;
   chain.active = active_rows.data(), chain.sampling = &r.sampling, chain.keys = keys.data() + 1, chain.tokens = tokens.data();
-  chain.ids = head.ids, chain.said = head.said, chain.state = head.state;
+  chain.ids = head.ids, chain.said = head.num_ids, chain.state = head.state;
   chain.begin = head.begin, chain.first = reading.batch(last, 1), chain.last = &last, chain.first_keys = keys.data();
-  chain.left = left.data(), chain.stands = head.stands, chain.floors = &head.floor;
-  chain.sure = sure.data(), chain.beside = beside.data(), chain.beside_sure = beside_sure.data(), chain.counts = &counted;
+  chain.left = left.data(), chain.stands = head.acceptance, chain.floors = &head.floor;
+  chain.sure = bins.data(), chain.beside = alternatives.data(), chain.beside_sure = alternative_bins.data(), chain.counts = &counted;
   forerun_chain(head.step, level.batch(0, std::min(levels, 1)), &chain);
-  weigh_nodes(head, tokens.data(), sure.data(), beside.data(), beside_sure.data(), counted + 1, round);
+  weigh_nodes(head, tokens.data(), bins.data(), alternatives.data(), alternative_bins.data(), counted + 1, round);
 }
 
 // Verify a draft and commit what is accepted; false, with nothing done, where logits are not finite.
@@ -435,12 +435,12 @@ bool verify_and_commit(const Rounds &r, Progress &now, Round &round) {
   const int rows = 1 + round.verified;
   const Batch *b = pass.batch(0, rows);
   forerun_run(r.target, b);
-  std::vector<int64_t> said((size_t)rows);
+  std::vector<int64_t> drawn((size_t)rows);
   each_row(rows, [&](int i) {
     const uint64_t key = key_at(r, now.count + (int)pass.positions[i] - now.length);
-    said[i] = active->say(at(r.target, b, r.logits, i), r.target->widths[r.logits], r.sampling, key, nullptr);
+    drawn[i] = active->say(at(r.target, b, r.logits, i), r.target->widths[r.logits], r.sampling, key, nullptr);
   });
-  if (*std::min_element(said.begin(), said.end()) < 0) return false;
+  if (*std::min_element(drawn.begin(), drawn.end()) < 0) return false;
   const int begins = now.first + now.unread;  // of the states of this round's tokens
   for (int node = 0; node >= 0; round.accepted++) {
     const int place = round.accepted;
@@ -454,9 +454,9 @@ bool verify_and_commit(const Rounds &r, Progress &now, Round &round) {
       const int width = r.target->widths[r.logits + 1 + k];
       memcpy(r.states[k] + (int64_t)(begins + place) * width, at(r.target, b, r.logits + 1 + k, node), (size_t)width * sizeof(float));
     }
-    round.drawn[place] = (int32_t)said[node];
+    round.drawn[place] = (int32_t)drawn[node];
     int next = node + 1;
-    while (next < rows && !(round.parents[next - 1] == node && round.tokens[next - 1] == said[node])) next++;
+    while (next < rows && !(round.parents[next - 1] == node && round.tokens[next - 1] == drawn[node])) next++;
     node = next < rows ? next : -1;
   }
   round.accepted--;  // without the root
@@ -474,9 +474,9 @@ bool may_copy(const Rounds &r, const Progress &now) {
 
 // Append what was drawn to the text, up to what ends it; true if that happens.
 bool append(const Rounds &r, Progress &now, Round &round) {
-  for (round.said = 0; round.said <= round.accepted;) {
-    if (r.num_grams) note(*r.grams[0], r.text, now.count);
-    const int64_t token = round.drawn[round.said++];
+  for (round.appended = 0; round.appended <= round.accepted;) {
+    if (r.num_grams) add(*r.grams[0], r.text, now.count);
+    const int64_t token = round.drawn[round.appended++];
     r.text[now.count++] = token;
     if (now.count >= r.limit || std::find(r.ends, r.ends + r.num_ends, token) != r.ends + r.num_ends) return true;
   }
@@ -573,17 +573,17 @@ int forerun_rounds(const Rounds *given) {
     const double second = clock_of(CLOCK_THREAD_CPUTIME_ID);
     if (!verify_and_commit(r, now, round)) return done;
     const bool ended = append(r, now, round);
-    round.drafting = second - first;
-    round.passing = clock_of(CLOCK_THREAD_CPUTIME_ID) - second;
-    round.all = clock_of(CLOCK_MONOTONIC) - start;
+    round.draft_seconds = second - first;
+    round.verify_seconds = clock_of(CLOCK_THREAD_CPUTIME_ID) - second;
+    round.wall_seconds = clock_of(CLOCK_MONOTONIC) - start;
     if (ended) return done + 1;
   }
   return r.most;
 }
 
-// Note the sequences of tokens of a text that end behind `first` to `last` of its tokens.
-void forerun_note(const Grams *grams, const int64_t *text, int first, int last) {
-  for (int i = first; i <= last; i++) note(*grams, text, i);
+// Add the sequences of tokens of a text that end behind `first` to `last` of its tokens.
+void forerun_add_grams(const Grams *grams, const int64_t *text, int first, int last) {
+  for (int i = first; i <= last; i++) add(*grams, text, i);
 }
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {

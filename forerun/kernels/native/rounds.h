@@ -24,32 +24,32 @@ struct Grams {
 // with the token behind it, and gives the first token.
 struct Head {
   const Program *begin, *step;
-  const Batch *pass;              // buffers, scratch and cache
+  const Batch *batch;             // buffers, scratch and cache
   const int64_t *line;            // rows of its cache
   const int64_t *ids;             // as in Chain
-  const float *stands;            // acceptance by chances of a token, those of siblings behind
+  const float *acceptance;        // rates by bins of a token's probability, those of siblings behind
   const double *costs;            // seconds of the target's pass, by drafted nodes
   int32_t length;                 // rows in its cache
   int32_t levels, siblings;       // most tokens of a chain, and most others beside them
-  int32_t said, vocab, state;
+  int32_t num_ids, vocab, state;
   int32_t input, inputs;          // buffers of the first pass that take the states: one a layer, or one for all, side by side
   float floor;                    // as in Chain
 };
 
 struct Round {                    // what one did
   int32_t nodes, verified;        // drafted, and how many of them were verified: the first ones
-  int32_t accepted, said;         // nodes that were accepted; tokens that were added to the text
+  int32_t accepted, appended;     // nodes that were accepted; tokens that were added to the text
   int32_t tokens[MOST_NODES], parents[MOST_NODES];  // of the nodes; 0 is the root
   int32_t path[MOST_NODES];       // the accepted ones
   int32_t drawn[MOST_NODES + 1];  // the target's tokens behind the root and them
-  int8_t sure[MOST_NODES];        // by sixteenths, those of siblings behind
-  double chances[MOST_NODES];     // that all tokens up to a node are accepted
-  double drafting, passing, all;  // seconds of this thread, and of the clock
+  int8_t bins[MOST_NODES];        // of the drafter's probabilities, those of siblings behind
+  double path_probs[MOST_NODES];  // that all tokens up to a node are accepted
+  double draft_seconds, verify_seconds, wall_seconds;  // two of this thread's time, all by the clock
 };
 
 struct Rounds {
   const Program *target;
-  const Batch *pass;              // buffers, scratch and cache
+  const Batch *batch;             // buffers, scratch and cache
   const int64_t *line;            // rows of the cache
   int64_t *text;                  // the last token is the root of the first draft
   const int64_t *ends;            // tokens that end the text
@@ -93,45 +93,46 @@ inline bool occurs(const Grams &grams, const int64_t *text, int count) {
   const uint64_t *slot = slot_of(grams, text, count, key);
   return slot && *slot;
 }
-inline void note(const Grams &grams, const int64_t *text, int count) {
+inline void add(const Grams &grams, const int64_t *text, int count) {
   uint64_t key;
   if (uint64_t *slot = slot_of(grams, text, count, key)) *slot = key;
 }
 
-// The nodes of a draft by their chance, a parent before its children: a chain, and the likeliest siblings of its tokens.
-inline void weigh_nodes(const Head &head, const int64_t *tokens, const int8_t *sure, const int64_t *beside,
-                        const int8_t *beside_sure, int count, Round &round) {
-  struct Node { double chance; int level, token, sure; };
+// The nodes of a draft, the likeliest first and a parent before its children: a chain, and the likeliest siblings of its
+// tokens; and how many of them to verify. As `Tree.weigh` and `DepthPolicy.num_worth_verifying` in Python.
+inline void weigh_nodes(const Head &head, const int64_t *tokens, const int8_t *bins, const int64_t *alternatives,
+                        const int8_t *alternative_bins, int count, Round &round) {
+  struct Node { double path_prob; int level, token, bin; };
   std::vector<Node> nodes, siblings;
   double above = 1;
   for (int level = 0; level < count; level++) {
     for (int i = level * BESIDE; i < (level + 1) * BESIDE; i++)
-      if (beside[i] >= 0) {
-        const int s = beside_sure[i] + SURE;
-        siblings.push_back({above * (double)head.stands[s], level, (int)beside[i], s});
+      if (alternatives[i] >= 0) {
+        const int bin = alternative_bins[i] + SURE;
+        siblings.push_back({above * (double)head.acceptance[bin], level, (int)alternatives[i], bin});
       }
-    above *= std::min((double)head.stands[sure[level]], 1.0);
-    nodes.push_back({above, level, (int)tokens[level], sure[level]});
+    above *= std::min((double)head.acceptance[bins[level]], 1.0);
+    nodes.push_back({above, level, (int)tokens[level], bins[level]});
   }
-  std::stable_sort(siblings.begin(), siblings.end(), [](const Node &a, const Node &b) { return a.chance > b.chance; });
+  std::stable_sort(siblings.begin(), siblings.end(), [](const Node &a, const Node &b) { return a.path_prob > b.path_prob; });
   siblings.resize(std::min({(int)siblings.size(), head.siblings, MOST_NODES - count}));
   nodes.insert(nodes.end(), siblings.begin(), siblings.end());
   std::stable_sort(nodes.begin(), nodes.end(), [](const Node &a, const Node &b) {
-    return a.chance > b.chance || (a.chance == b.chance && a.level < b.level);
+    return a.path_prob > b.path_prob || (a.path_prob == b.path_prob && a.level < b.level);
   });
   std::vector<int> chain{0};  // nodes of the chain, by level
   round.nodes = (int)nodes.size();
   for (int i = 0; i < round.nodes; i++) {
     const Node &node = nodes[i];
     round.tokens[i] = node.token, round.parents[i] = chain[node.level];
-    round.sure[i] = (int8_t)node.sure, round.chances[i] = node.chance;
-    if (node.sure < SURE) chain.push_back(i + 1);
+    round.bins[i] = (int8_t)node.bin, round.path_probs[i] = node.path_prob;
+    if (node.bin < SURE) chain.push_back(i + 1);
   }
-  double tokens_expected = 1, best = 1 / head.costs[0];
+  double expected = 1, best = 1 / head.costs[0];  // tokens; tokens a second
   round.verified = 0;
   for (int i = 0; i < round.nodes; i++) {
-    tokens_expected += round.chances[i];
-    const double speed = tokens_expected / head.costs[i + 1];
+    expected += round.path_probs[i];
+    const double speed = expected / head.costs[i + 1];
     if (speed > best) best = speed, round.verified = i + 1;
   }
 }
@@ -173,7 +174,7 @@ template <typename T> void move_row(const Batch &b, const int32_t *layouts, int6
 
 // The pass over the root and the first nodes of a draft, behind `length` committed rows.
 inline SlotPass tree_pass(const Rounds &r, const Round &round, int count, int length) {
-  SlotPass pass(*r.pass, r.line, 1 + round.verified);
+  SlotPass pass(*r.batch, r.line, 1 + round.verified);
   struct Seen { int straight; std::vector<int64_t> others; };  // tokens that a node sees: the first ones, and further ones
   std::vector<Seen> seen(1 + (size_t)round.verified);
   for (int i = 0; i <= round.verified; i++) {

@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its products: one kernel behind each of them.
+"""Operations of a decoder layer between its products: one kernel behind each of them.
 
 `linear.linear_parts` leaves its result [M, N] in parts [S, M, N], in float32. These kernels add the
 parts in order, then the bias, and go on: `add_norm` adds the branch to the residual stream and
@@ -365,7 +365,7 @@ def _norm_both(  # type: ignore[no-untyped-def]
     x, y, weight, d, other, is_inside, D: tl.constexpr, eps, DTYPE: tl.constexpr
 ):
     """Normalise a head x [D], and y, its channels at the places `other`."""
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), D * 1.0) + eps))
+    inverse = _inverse_rms(x, D, eps)
     x = x * inverse * tl.load(weight + d, mask=is_inside, other=0.0)
     y = y * inverse * tl.load(weight + other, mask=is_inside, other=0.0)
     return x.to(DTYPE).to(tl.float32), y.to(DTYPE).to(tl.float32)
