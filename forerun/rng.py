@@ -48,7 +48,8 @@ def uniform(key: int, index: int = 0) -> float:
     return ((mix(key + GOLDEN * (index + 1)) >> 12) + 0.5) * 2.0**-52
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
+    """Return an unsigned 64-bit integer as the int64 of the same bits."""
     return x - (1 << 64) if x >> 63 else x
 
 
@@ -57,16 +58,24 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def substreams(keys: Tensor, counters: Tensor) -> Tensor:
+    """Return the keys that `stream` gives with one more counter each.
+
+    int64 [K], int64 [K] -> int64 [K], or shapes that broadcast; keys are unsigned, in the same
+    bits.
+    """
+    x = keys + (counters + 1) * signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * signed(_M1)
+    x = (x ^ _shift(x, 27)) * signed(_M2)
+    return x ^ _shift(x, 31)
+
+
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Return standard Gumbel noise of the given tokens in the given streams.
 
     int64 [K], int64 [K] -> float64 [K], or shapes that broadcast.
     """
-    x = keys + (tokens + 1) * _signed(GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_M1)
-    x = (x ^ _shift(x, 27)) * _signed(_M2)
-    x = x ^ _shift(x, 31)
-    u = (_shift(x, 12).double() + 0.5) * 2.0**-52
+    u = (_shift(substreams(keys, tokens), 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(u))
 
 
@@ -80,7 +89,7 @@ def perturb(scores: Tensor, keys: list[int]) -> Tensor:
 
     On the CPU noise is generated only for finite scores, so rows filtered by top-k are cheap.
     """
-    key = upload([_signed(k) for k in keys], torch.int64, scores.device)
+    key = upload([signed(k) for k in keys], torch.int64, scores.device)
     if not scores.is_cpu:  # the host need not know which scores are finite
         token = torch.arange(scores.shape[1], device=scores.device)
         return scores.double() + gumbel(key[:, None], token)

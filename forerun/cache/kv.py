@@ -108,6 +108,11 @@ class KVCache:
         return 2 * dtype.itemsize * sum(heads * size * len(own) for heads, size, own in groups)
 
     @property
+    def spare_row(self) -> int:
+        """A row that no page has; padding writes to it."""
+        return int(self.layout[2]) - 1
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row: keys and values of a token in all layers."""
         return self.data.nbytes // self.layout[2]

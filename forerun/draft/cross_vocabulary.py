@@ -370,6 +370,8 @@ class TliTree(RetokenizedTree):
 class CrossVocabularyModel(DraftModel):
     """Proposes what the model of `runner` would generate, in the target's tokens: chains."""
 
+    drafts_by_itself = False
+
     def __init__(self, runner: Runner, shared: SharedVocabulary) -> None:
         super().__init__(runner, len(shared.to_target))
         self.shared = shared

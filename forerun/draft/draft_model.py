@@ -29,6 +29,8 @@ from forerun.draft.tree import Tree, grow, grow_all
 from forerun.errors import LoadError
 from forerun.kernels.draw import shape_scores
 from forerun.models.config import ModelConfig
+from forerun.runtime.captured import CapturedPasses
+from forerun.runtime.device_rounds import REREAD
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Proposal
 from forerun.verify.ratio import verify_token
@@ -40,7 +42,12 @@ class DraftModel(Proposer):
     """Proposes what the model of `runner` would generate.
 
     `vocab` is the target's vocabulary, `width` the number of nodes per level.
+
+    Attributes:
+        drafts_by_itself: a drafted token is the one that the model would generate.
     """
+
+    drafts_by_itself = True
 
     def __init__(self, runner: Runner, vocab: int, width: int = 1, name: str = "model") -> None:
         self.runner = runner
@@ -160,6 +167,35 @@ class DraftModel(Proposer):
         """Return how many of the committed tokens other slots may share."""
         return self.runner.cache.length[slot]
 
+    def begin_rounds(
+        self, requests: Sequence[DraftRequest], num_tokens: int
+    ) -> CapturedPasses | None:
+        """Prepare rounds on a device (`runtime.device_rounds`) that append at most `num_tokens`
+        tokens to each request: read what was missed, and reserve the room. Returns the recorded
+        passes of the model; None where only `propose` can draft."""
+        captured, cache = self.runner.captured, self.runner.cache
+        has_all_tokens = self.runner.decoder.config.vocab >= self.vocab
+        if captured is None or captured.failed or self.width > 1:
+            return None
+        if not self.drafts_by_itself or not has_all_tokens:
+            return None
+        for request in requests:
+            room = len(request.tokens) + num_tokens + request.depth
+            fits = self._has_room(request) and room <= self.runner.decoder.context
+            if not fits or not request.coupled or not cache.pages.grow(request.slot, room):
+                return None
+        late = [r for r in requests if len(r.tokens) - cache.length[r.slot] > REREAD]
+        if late:
+            self.read(late)
+        return captured
+
+    def end_rounds(self, slot: int, tokens: Sequence[int], num_read: int) -> None:
+        """Commit the cache rows of the first `num_read` tokens of a text, which rounds read."""
+        cache = self.runner.cache
+        cache.commit(slot, range(num_read - cache.length[slot]))
+        cache.pages.seal(slot, tokens, self._num_shareable(slot))
+        cache.pages.shrink(slot, len(tokens))
+
     def _feed(self, trees: Sequence[Tree]) -> Tensor:
         """Read the nodes added last; returns the logits [F, V] after each tree's frontier."""
         segments = []
@@ -207,6 +243,8 @@ class Pard(DraftModel):
     after the next j. A prediction does not depend on the tokens drafted before it, and masks are
     never committed. The same model drafts for every target of its vocabulary.
     """
+
+    drafts_by_itself = False
 
     def __init__(self, runner: Runner, token: int, vocab: int, width: int = 1) -> None:
         """`token` is the mask, `vocab` the target's vocabulary."""
@@ -267,6 +305,8 @@ MAX_MEASURED_LAG = 32  # tokens a model may have missed; reading more would dist
 class Cascade(CompositeProposer, DraftModel):
     """Chains of `model`, for which `first` drafts. A token that both chose counts for both in
     statistics."""
+
+    drafts_by_itself = False
 
     def __init__(self, first: Proposer, model: DraftModel) -> None:
         super().__init__(model.runner, model.vocab, 1, f"{first.name}>{model.name}")

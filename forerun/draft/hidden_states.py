@@ -263,7 +263,7 @@ class HiddenStateProposer(Proposer):
 
     # ------------------------------------------------------------ several rounds in one native call
 
-    def begin_rounds(self, row: DraftRequest, num_tokens: int) -> HeadRounds | None:
+    def begin_rounds(self, requests: Sequence[DraftRequest], num_tokens: int) -> HeadRounds | None:
         """Prepare rounds in one native call that append at most `num_tokens` tokens, and reserve
         their room; None where only `propose` can draft."""
         return None

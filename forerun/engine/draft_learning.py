@@ -1,5 +1,5 @@
 """Learning of drafting: from verdicts, and from the time that drafts and passes took, also those of
-rounds in native calls. `Drafting` builds on it.
+several rounds at once. `Drafting` builds on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.engine.guard import Guard, GuardSample
 from forerun.engine.observe import take_rows
 from forerun.engine.overlap import Overlap
 from forerun.engine.request import Request, ScheduledRequest
-from forerun.engine.stats import DRAFTED, EDGE, NOTHING, UNPAID
+from forerun.engine.stats import DRAFTED, EDGE, UNPAID
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, States, Verdict
 
@@ -29,11 +29,21 @@ WARM_UP = 32  # steps before a pause ends in which the drafter state is restored
 
 
 class RoundSeconds(NamedTuple):
-    """Seconds of a round in a native call: two by the policy's clock, all by the wall clock."""
+    """Seconds of one of several rounds at once: two by the policy's clock, all by the wall clock."""
 
     drafting: float
     verifying: float
     wall: float
+
+
+class RequestRound(NamedTuple):
+    """What one of several rounds at once did for a request: what was drafted, the part of it that
+    was verified, and the verdict."""
+
+    request: Request
+    draft: Draft
+    verified: Draft
+    verdict: Verdict
 
 
 class DraftLearning:
@@ -55,7 +65,6 @@ class DraftLearning:
         self.steps = 0
         self.seconds = 0.0  # that drafting took in this step
         self.deferred: DeferredDraft | None = None  # in this step
-        self.reason = NOTHING  # why the last request that was counted drafted, or did not
         self._room = 0
         self._step_began = self._drafted_at = 0.0
         self.set_policy(policy)
@@ -236,7 +245,7 @@ class DraftLearning:
         self.policy.record_verdict(name, state.acceptance[name], 0, 0)
         state.last_asked[name] = len(request.tokens), self.steps
 
-    # Rounds in one native call
+    # Several rounds at once
 
     def is_resting(self, request: Request, part: Proposer) -> bool:
         """Return True if the policy does not ask a part of the request's proposer in this step."""
@@ -248,6 +257,9 @@ class DraftLearning:
         if not request.speculates:
             return NEVER
         state = self.state(request)
+        if request.has_fixed_depth:
+            only_copies = all(part.copies_text for part in self.proposers[request.draft].parts)
+            return NEVER if only_copies else 1
         paused = max(self.guard.paused_steps, state.guard.paused_steps)
         if paused:
             return paused - WARM_UP if paused > WARM_UP else paused
@@ -275,49 +287,62 @@ class DraftLearning:
                 return max(1 << bits - 1, shortest)
         return 1 << MAX_MATCH_BITS
 
-    def begin_round(self, request: Request, is_first: bool) -> None:
-        """Start to learn from one of the rounds in a native call; `draft` began the first."""
+    def begin_round(self, requests: Sequence[Request], is_first: bool) -> None:
+        """Start to learn from one of several rounds at once; `draft` began the first."""
         if is_first:
             return
-        state = self.state(request)
-        state.proposed = []
-        state.allowed_depth = 0
         self.steps += 1
-        if not request.speculates:
-            return
-        if self.deferred is None:
-            request.stats.reasons[self.reason] += 1
-        if self.is_paused(request):
-            return
-        for part in self.proposers[request.draft].parts:
-            if part.copies_text and not self.policy.is_paused(state.acceptance[part.name]):
-                self._record_nothing(request, part.name)
+        for request in requests:
+            state = self.state(request)
+            state.proposed = []
+            state.allowed_depth = 0
+            if not request.speculates:
+                continue
+            if self.deferred is None or self.deferred.of(request) is None:
+                request.stats.reasons[state.reason] += 1
+            if self.is_paused(request):
+                continue
+            for part in self.proposers[request.draft].parts:
+                if part.copies_text and not self.policy.is_paused(state.acceptance[part.name]):
+                    self._record_nothing(request, part.name)
 
-    def record_native_draft(
-        self,
-        request: Request,
-        deferred: DeferredDraft,
-        draft: Draft,
-        verified: Draft,
-        seconds: float,
-    ) -> None:
-        """Record the draft that a round in a native call made in `seconds`, and count it; a root
-        where no token of it could have been used."""
-        if len(draft) == 1:
-            request.stats.reasons[EDGE] += 1
+    def record_deferred_drafts(self, rounds: Sequence[RequestRound], seconds: float | None) -> None:
+        """Record the drafts that one of several rounds at once made in `seconds` (None: in a time
+        that means nothing), and count them; a root where no token of a draft could have been
+        used."""
+        deferred = self.deferred
+        if deferred is None:
             return
-        proposer, state = deferred.proposer, self.state(request)
-        state.proposed.append(ProposedDraft(proposer.name, "", draft))
-        state.allowed_depth = deferred.request.depth
-        self._record_draft(proposer, [deferred.request], [draft], [request], seconds)
-        request.stats.reasons[DRAFTED if len(verified) > 1 else UNPAID] += 1
+        drafted: list[tuple[RequestRound, DraftRequest]] = []
+        for each in rounds:
+            asked = deferred.of(each.request)
+            if asked is None:
+                continue
+            if len(each.draft) == 1:
+                each.request.stats.reasons[EDGE] += 1
+                continue
+            state = self.state(each.request)
+            state.proposed.append(ProposedDraft(deferred.proposer.name, "", each.draft))
+            state.allowed_depth = asked.depth
+            drafted.append((each, asked))
+            each.request.stats.reasons[DRAFTED if len(each.verified) > 1 else UNPAID] += 1
+        if drafted and seconds is not None:
+            requests = [each.request for each, _ in drafted]
+            drafts, asked_for = [each.draft for each, _ in drafted], [asked for _, asked in drafted]
+            self._record_draft(deferred.proposer, asked_for, drafts, requests, seconds)
 
     def record_round(
-        self, request: Request, verified: Draft, emitted: int, seconds: RoundSeconds
+        self, rounds: Sequence[RequestRound], emitted: Sequence[int], seconds: RoundSeconds
     ) -> None:
-        """Learn costs from one of the rounds in a native call."""
-        self.overlap.record_forward(len(verified), seconds.verifying, decodes=True)
-        if not self.policy.costs.is_cold(len(verified)):
-            state = self.state(request)
-            sample = GuardSample(state.guard, len(verified) - 1, emitted, state.was_asked)
-            self.guard.record([sample], seconds.wall, seconds.drafting)
+        """Learn costs from one of several rounds at once, which gave each request `emitted`
+        tokens."""
+        num_tokens = sum(len(each.verified) for each in rounds)
+        self.overlap.record_forward(num_tokens, seconds.verifying, decodes=True)
+        is_cold = self.policy.costs.is_cold(num_tokens)
+        if is_cold or any(each.request.has_fixed_depth for each in rounds):
+            return
+        samples = []
+        for each, tokens in zip(rounds, emitted, strict=True):
+            state, nodes = self.state(each.request), len(each.verified) - 1
+            samples.append(GuardSample(state.guard, nodes, tokens, state.was_asked))
+        self.guard.record(samples, seconds.wall, seconds.drafting)

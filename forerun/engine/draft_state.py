@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forerun.draft.compose import AskContext, Offer, Ranking, ask
+from forerun.draft.draft_model import DraftModel
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.acceptance import Acceptance
 from forerun.engine.depth import BatchState
 from forerun.engine.guard import RequestGuard
-from forerun.engine.request import ScheduledRequest
+from forerun.engine.request import Request, ScheduledRequest
 from forerun.engine.stats import NOTHING, UNPAID
+from forerun.runtime.captured import CapturedPasses
 from forerun.runtime.rounds import GrowingText, HeadRounds
 from forerun.types import Draft
 
@@ -40,6 +43,7 @@ class DraftingState:
         released: True if its drafter state was released because of a long pause.
         allowed_depth: the depth that its draft may have in this step.
         proposed: all drafts for it in this step.
+        reason: why it drafted in the last step, or did not.
         text: its tokens for native rounds.
     """
 
@@ -51,6 +55,7 @@ class DraftingState:
     released: bool = False
     allowed_depth: int = 0
     proposed: list[ProposedDraft] = field(default_factory=list)
+    reason: str = NOTHING
     text: GrowingText = field(default_factory=GrowingText)
 
     @property
@@ -61,17 +66,21 @@ class DraftingState:
 
 @dataclass(frozen=True, slots=True)
 class DeferredDraft:
-    """A draft that rounds in one native call will make (see `multi_step`).
+    """Drafts that several rounds at once will make (see `multi_step`).
 
-    `request` is what `proposer` would have been asked for, `head` what it prepared instead, and
-    `seconds` the time that took.
+    `requests` are by slot what `proposer` would have been asked for, `rounds` is what it prepared
+    instead, and `seconds` the time that took.
     """
 
-    proposer: HiddenStateProposer
-    request: DraftRequest
-    head: HeadRounds
+    proposer: HiddenStateProposer | DraftModel
+    requests: Mapping[int, DraftRequest]
+    rounds: HeadRounds | CapturedPasses
     batch: BatchState
     seconds: float
+
+    def of(self, request: Request) -> DraftRequest | None:
+        """Return what was asked for a request, if it is among these."""
+        return self.requests.get(request.slot)
 
 
 class DraftPlan:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from forerun.draft.compose import Offer
+from forerun.draft.draft_model import DraftModel
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
 from forerun.engine.acceptance import kind_of_match
@@ -35,6 +36,7 @@ from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
 from forerun.types import Draft
 from forerun.verify import Noise
 
+CAN_DEFER = (HiddenStateProposer, DraftModel)
 LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is released
 
 
@@ -98,8 +100,8 @@ class Drafting(DraftLearning):
 
         A draft is a root where drafting does not pay, there is no room, or a proposer failed (which
         is the request's error). It stays None for requests that must wait for their grammar. With
-        `room` for so many tokens, and for one request alone, a drafter that can draft in native
-        rounds prepares those (`deferred`) instead.
+        `room` for so many tokens of each request, a drafter that can draft in several rounds at
+        once prepares those (`deferred`) instead.
         """
         self._step_began, began = self.wall_clock(), self.clock()
         self.deferred, self._room = None, room
@@ -228,13 +230,10 @@ class Drafting(DraftLearning):
                 plan.give(None, NO_ROOM if depth else UNPAID if plan.limit else EDGE)
         for proposer, asking in groups.items():
             asked = [self._draft_request(p.request, proposer, p.depth, batch) for p in asking]
-            if self._room and isinstance(proposer, HiddenStateProposer):
-                head = proposer.begin_rounds(asked[0], self._room)
-                if head is not None:
-                    seconds = self.clock() - began
-                    self.deferred = DeferredDraft(proposer, asked[0], head, batch, seconds)
-                    asking[0].give(None)
-                    continue
+            if self._defers(proposer, asked, batch, began):
+                for plan in asking:
+                    plan.give(None)
+                continue
             self.overlap.note_asked(proposer, [plan.request.id for plan in asking], asked)
             proposed = self._propose(proposer, asked, [plan.request for plan in asking])
             now = self.clock()
@@ -245,6 +244,23 @@ class Drafting(DraftLearning):
             for plan, draft in zip(asking, proposed, strict=True):
                 with isolate_errors(plan.request):
                     self._give(plan, draft, batch)
+
+    def _defers(
+        self,
+        proposer: Proposer,
+        asked: Sequence[DraftRequest],
+        batch: BatchState,
+        began: float,
+    ) -> bool:
+        """Let a proposer prepare several rounds at once, if there is room and it can; one does."""
+        if not self._room or self.deferred or not isinstance(proposer, CAN_DEFER):
+            return False
+        rounds = proposer.begin_rounds(asked, self._room)
+        if rounds is None:
+            return False
+        by_slot = {request.slot: request for request in asked}
+        self.deferred = DeferredDraft(proposer, by_slot, rounds, batch, self.clock() - began)
+        return True
 
     def _give(self, plan: DraftPlan, draft: Draft | None, batch: BatchState) -> None:
         """Give a plan the draft of its proposer; None if the proposer failed."""
@@ -406,19 +422,19 @@ class Drafting(DraftLearning):
     ) -> None:
         """Count for each request why it drafted or did not."""
         reasons = {plan.request.id: plan.reason for plan in plans}
-        if self.deferred is not None:
-            return  # `record_native_draft` counts
         for scheduled in generating:
             request = scheduled.request
             if not request.speculates or scheduled.draft is None:
                 continue
+            if self.deferred and self.deferred.of(request):
+                continue  # `record_deferred_drafts` counts
             if len(scheduled.draft) > 1:
                 reason = DRAFTED
             else:
                 guarded = allowed and self.state(request).guard.allows()
                 reason = reasons.get(request.id, UNPAID if guarded else PAUSED)
             request.stats.reasons[reason] += 1
-            self.reason = reason
+            self.state(request).reason = reason
 
     # Verification by the target
 

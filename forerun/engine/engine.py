@@ -23,10 +23,10 @@ from forerun.config import parse_depth
 from forerun.draft.compose import Proposers
 from forerun.draft.proposer import Proposer, Reference
 from forerun.engine.depth import DepthPolicy
+from forerun.engine.device_steps import new_multi_step
 from forerun.engine.drafting import Drafting
 from forerun.engine.error_isolation import isolate_errors, run_isolated
 from forerun.engine.guard import Guard
-from forerun.engine.multi_step import MultiStep
 from forerun.engine.observe import as_fast_array, logprobs_of, prompt_logprobs_of, trace_round
 from forerun.engine.request import OFF, Request, ScheduledRequest
 from forerun.engine.scheduler import Scheduler, output_limit
@@ -79,7 +79,7 @@ class Engine:
     Attributes:
         requests: all requests that wait or run, by id.
         drafting: everything about speculation: proposers, depth policy, guard.
-        multi_step: runs several rounds of one request at once, if there is time for them.
+        multi_step: runs several rounds of requests at once, if there is time for them.
         stretch: a pass that reads prompts may take this many times as long as one of the decoding
             requests alone.
     """
@@ -98,7 +98,7 @@ class Engine:
     ) -> None:
         """`proposers` by the name that requests choose them with; without a tokenizer there are
         only token ids. `clock` counts what speculation should save: seconds by default. With
-        `multi_step` a step may run several rounds of one request, for about so many seconds."""
+        `multi_step` a step may run several rounds, for about so many seconds."""
         self.target = target
         self.proposers = Proposers(proposers)
         self.rule = RULES[rule]
@@ -118,7 +118,7 @@ class Engine:
             clock=clock or (time.thread_time if on_cpu else time.perf_counter),
             wall_clock=clock or time.perf_counter,
         )
-        self.multi_step = MultiStep(target, self.drafting, multi_step)
+        self.multi_step = new_multi_step(target, self.drafting, multi_step)
         self.scheduler = self._new_scheduler()
         self._ids = itertools.count()
         self._pending: list[Event] = []  # last events of requests that ended between steps
@@ -280,12 +280,14 @@ class Engine:
         """
         timing = _Timing(time.perf_counter())
         batch = self._plan()
-        room = self.multi_step.room(batch) if len(self.requests) == 1 else 0
+        everybody = len(batch) == len(self.scheduler.running)
+        room = self.multi_step.room(batch) if everybody else 0
         batch = self._draft(batch, room)
         events, self._pending = self._pending, []
-        rounds = self.multi_step.run(batch[0]) if batch and room else None
-        if rounds:
-            events += self._end_rounds(batch[0].request, rounds)
+        several = self.multi_step.run(batch) if batch and room else []
+        if several:
+            for scheduled, event in zip(batch, several, strict=True):
+                events += self._end_rounds(scheduled.request, event)
         elif batch:
             timing.drafted = time.perf_counter()
             forward = self._forward(batch)

@@ -1,9 +1,9 @@
-"""Multi-step decoding: several rounds of one request in one native call (see `runtime.rounds`).
+"""Multi-step decoding: several rounds of requests at once, with little or no Python between them.
 
-`MultiStep` decides when that is possible: the request has the engine to itself, runs on the native
-kernels with the `match` rule, and needs nothing between two rounds that only Python can do. What
-the depth policy chose for the step holds for all its rounds. Afterwards everything learns from each
-of them as from a step of its own.
+`MultiStep` decides when that is possible: the requests need nothing between two rounds that only
+Python can do. What the depth policy chose for the step holds for all its rounds. Afterwards
+everything learns from each of them as from a step of its own. `NativeSteps` runs the rounds of one
+request in one native call, `DeviceSteps` those of several on a GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import KnownText, Proposer
-from forerun.engine.draft_learning import RoundSeconds
+from forerun.engine.draft_learning import RequestRound, RoundSeconds
 from forerun.engine.drafting import Drafting
 from forerun.engine.error_isolation import isolate_errors
 from forerun.engine.request import Request, ScheduledRequest
@@ -36,7 +37,7 @@ TOKENS_A_ROUND = 9  # for which room is reserved: a chain of the policy's deepes
 
 
 class MultiStep:
-    """Runs the rounds of a request that is alone in the engine.
+    """Runs several rounds of the requests in the engine; this class itself runs none.
 
     Attributes:
         seconds: how long the rounds of a call may take; 0 runs none.
@@ -45,19 +46,75 @@ class MultiStep:
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
         self.target, self.drafting, self.seconds = target, drafting, seconds
         self._rounds = 0  # most of this step
+
+    def room(self, batch: Sequence[ScheduledRequest]) -> int:
+        """Return how many tokens of each request the rounds of this step may append, and reserve
+        their rows of the cache; 0 where the step is an ordinary one. `batch` has all requests that
+        run, and is empty while they wait."""
+        if not self.seconds or not batch or not all(map(self._is_possible, batch)):
+            return 0
+        pass_seconds = self.drafting.policy.forward_seconds(len(batch))
+        self._rounds = min(int(self.seconds / pass_seconds) + 1, MAX_ROUNDS)
+        return self._reserve(batch) if self._rounds > 1 else 0
+
+    def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
+        """Run rounds after `Drafting.draft`, and return one event for each request; [], with
+        nothing done, if there are none. `room` has reserved what they need."""
+        return []
+
+    def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
+        """Reserve rows of the cache for `_rounds`; return `room`."""
+        return 0
+
+    def _is_possible(self, scheduled: ScheduledRequest) -> bool:
+        request = scheduled.request
+        return (
+            scheduled.generates
+            and scheduled.count == 1
+            and request.produced > 0
+            and request.remaining > 1
+            and request.rule.name == "match"
+            and not request.trace
+            and not request.state.special
+            and request.params.logprobs is None
+        )
+
+    def _proposer(self, request: Request) -> Proposer | None:
+        """Return the proposer that keeps something of a request, if there is one."""
+        drafting = self.drafting
+        return drafting.proposers[request.draft] if drafting.has_state(request) else None
+
+    def _append(self, rounds: Sequence[RequestRound], events: Sequence[Event]) -> list[int]:
+        """Learn the verdicts of a round, and append the tokens to the requests and to their
+        events; return how many each."""
+        counts = []
+        for each, event in zip(rounds, events, strict=True):
+            request, verified, verdict = each.request, each.verified, each.verdict
+            self.drafting.record_verdict(request, verified, verdict)
+            before = len(event.token_ids)
+            with isolate_errors(request):
+                for token, node in zip(verdict.tokens, [*verdict.path[1:], 0], strict=True):
+                    if request.finish_reason:
+                        break
+                    event.pieces.append(request.append(token))
+                    event.token_ids.append(token)
+                    event.sources.append(verified.sources[node])
+            event.finish_reason = request.finish_reason
+            counts.append(len(event.token_ids) - before)
+        return counts
+
+
+class NativeSteps(MultiStep):
+    """Runs the rounds of a request that is alone in the engine in one native call."""
+
+    def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
+        super().__init__(target, drafting, seconds)
         self._replay_seconds = 0.0  # that learning from a round took, in the last call
         # by length; they go with the texts
         self._grams_of: WeakKeyDictionary[KnownText, dict[int, Grams]] = WeakKeyDictionary()
 
-    def room(self, batch: Sequence[ScheduledRequest]) -> int:
-        """Return how many tokens the rounds of this step may append, and reserve their rows of the
-        cache; 0 where the step is an ordinary one. `batch` is that of the only request, empty while
-        it waits."""
-        if not self.seconds or len(batch) != 1 or not self._is_possible(batch[0]):
-            return 0
-        pass_seconds = self.drafting.policy.forward_seconds(1)
-        self._rounds = min(int(self.seconds / pass_seconds) + 1, MAX_ROUNDS)
-        if self._rounds < 2:
+    def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
+        if len(batch) > 1:
             return 0
         request = batch[0].request
         room = min(self._rounds * TOKENS_A_ROUND, request.remaining + 1)
@@ -66,7 +123,8 @@ class MultiStep:
 
     def _is_possible(self, scheduled: ScheduledRequest) -> bool:
         request, decoder, cache = scheduled.request, self.target.decoder, self.target.cache
-        params, state = request.params, request.state
+        if not super()._is_possible(scheduled):
+            return False
         proposer = self._proposer(request)
         return (
             isinstance(decoder, NativeDecoder)
@@ -75,33 +133,24 @@ class MultiStep:
             and cache.recurrent is None
             and cache.moves is None
             and self.drafting.clock is time.thread_time
-            and scheduled.generates
-            and scheduled.count == 1
-            and request.produced > 0
-            and request.remaining > 1
-            and request.rule.name == "match"
             and not request.has_fixed_depth
-            and not request.trace
-            and not state.special
-            and params.logprobs is None
-            and (proposer is None or _is_simple(proposer, request.slot))
+            and (proposer is None or is_simple(proposer, request.slot))
         )
 
-    def run(self, scheduled: ScheduledRequest) -> Event | None:
-        """Run rounds of a request after `Drafting.draft`; None, with nothing done, if there are
-        none. `room` has reserved what they need."""
+    def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
         deferred, drafting = self.drafting.deferred, self.drafting
-        request, draft = scheduled.request, scheduled.draft
+        request, draft = batch[0].request, batch[0].draft
         if draft is None or len(draft) > 1:  # a copy
-            return None
+            return []
         began = time.thread_time()
         rounds = self._rounds if deferred else min(drafting.plain_rounds(request), self._rounds)
         if rounds < 2 and not deferred:
-            return None
+            return []
         head = None
         if deferred:
-            head, asked = deferred.head, deferred.request
-            assert asked.confidence_rates is not None
+            (asked,) = deferred.requests.values()
+            assert isinstance(deferred.rounds, HeadRounds) and asked.confidence_rates is not None
+            head = deferred.rounds
             siblings = deferred.proposer.extra_nodes if asked.branching else 0
             costs = drafting.policy.pass_costs(asked.depth + siblings, deferred.batch)
             head.set_policy(asked.depth, siblings, asked.confidence_rates, asked.min_prob, costs)
@@ -109,11 +158,11 @@ class MultiStep:
         before -= deferred.seconds if deferred else 0.0  # a part of drafting
         result = self._run(request, rounds, head)
         if not result.rounds:
-            return None
+            return []
         after = time.thread_time()
         event = self._replay(request, result, before)
         self._replay_seconds = (time.thread_time() - after) / len(result.rounds)
-        return event
+        return [event]
 
     def _watched(self, request: Request, text: GrowingText, room: int) -> list[Grams]:
         """Return the sequences behind which a copy would pay, those of the request's own text
@@ -132,11 +181,6 @@ class MultiStep:
         if not length:
             return []
         return [text.grams(length, room), *(self._grams(other, length) for other in texts)]
-
-    def _proposer(self, request: Request) -> Proposer | None:
-        """Return the proposer that keeps something of a request, if there is one."""
-        drafting = self.drafting
-        return drafting.proposers[request.draft] if drafting.has_state(request) else None
 
     def _grams(self, known: KnownText, length: int) -> Grams:
         """Return the sequences in a text that other requests add to."""
@@ -179,30 +223,21 @@ class MultiStep:
         event = Event(request.id, [], [], [])
         start, count = len(request.tokens) - 1, len(result.rounds)
         in_python = before / count + self._replay_seconds
-        for number, each in enumerate(result.rounds):
-            draft = _draft_of(each, request.tokens[-1], source)
-            verified = draft.first(each.verified)
-            path = [0, *each.path[: each.accepted]]
-            verdict = Verdict(each.drawn[: each.accepted + 1], path)
-            drafting.begin_round(request, is_first=number == 0)
-            if deferred:
-                drafted = each.draft_seconds + deferred.seconds / count
-                drafting.record_native_draft(request, deferred, draft, verified, drafted)
-            passed = each.verify_seconds + in_python
-            seconds = RoundSeconds(each.draft_seconds, passed, each.wall_seconds + in_python)
-            request.stats.count(verified, verdict, each.draft_seconds, passed)
-            drafting.record_verdict(request, verified, verdict)
-            with isolate_errors(request):
-                for token, node in zip(verdict.tokens, [*path[1:], 0], strict=True):
-                    if request.finish_reason:
-                        break
-                    event.pieces.append(request.append(token))
-                    event.token_ids.append(token)
-                    event.sources.append(verified.sources[node])
-            drafting.record_round(request, verified, each.appended, seconds)
+        for number, found in enumerate(result.rounds):
+            draft = _draft_of(found, request.tokens[-1], source)
+            path = [0, *found.path[: found.accepted]]
+            verdict = Verdict(found.drawn[: found.accepted + 1], path)
+            rounds = [RequestRound(request, draft, draft.first(found.verified), verdict)]
+            drafting.begin_round([request], is_first=number == 0)
+            drafted = deferred.seconds / count if deferred else 0.0
+            drafting.record_deferred_drafts(rounds, found.draft_seconds + drafted)
+            passed = found.verify_seconds + in_python
+            request.stats.count(rounds[0].verified, verdict, found.draft_seconds, passed)
+            self._append(rounds, [event])
+            seconds = RoundSeconds(found.draft_seconds, passed, found.wall_seconds + in_python)
+            drafting.record_round(rounds, [found.appended], seconds)
             if request.error or request.finish_reason:
                 break
-        event.finish_reason = request.finish_reason
         self._show_states(request, result, start)
         return event
 
@@ -213,6 +248,7 @@ class MultiStep:
         if request.finish_reason or request.error:
             return  # its slot is about to be closed
         if deferred:
+            assert isinstance(deferred.proposer, HiddenStateProposer)
             read = len(result.states[0]) - result.unread
             states = [rows[read:].copy() for rows in result.states]
             deferred.proposer.end_rounds(request.slot, request.tokens, read, states)
@@ -222,7 +258,7 @@ class MultiStep:
                 self.drafting.proposers[request.draft].observe(request.slot, start, seen)
 
 
-def _is_simple(proposer: Proposer, slot: int) -> bool:
+def is_simple(proposer: Proposer, slot: int) -> bool:
     """Return True if a proposer needs nothing between two rounds but the text and hidden states."""
     parts = proposer.parts
     return not (

@@ -111,6 +111,32 @@ def draw_on_device(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence
     return rng.gumbel_argmax(shape_scores(logits, samplings), list(keys))
 
 
+def draw_recorded(
+    logits: Tensor,
+    temperatures: Tensor,
+    filters: tuple[int, float, float] | None,
+    keys: Tensor,
+) -> Tensor:
+    """Draw as `draw_on_device` from tensors alone, so that the operations can be recorded. [M, V]
+    -> int64 [M]
+
+    Args:
+        temperatures: [M] in the dtype of the logits; 0 takes the likeliest token.
+        filters: top_k, top_p and min_p of all rows that are drawn; None if none is.
+        keys: int64 [M], the bits of the stream keys.
+    """
+    likeliest = logits.argmax(-1)
+    if filters is None:
+        return likeliest
+    is_drawn = temperatures > 0
+    scale = torch.where(is_drawn, temperatures, torch.ones_like(temperatures))[:, None]
+    scores = (logits - logits.amax(-1, keepdim=True)) / scale
+    scores = _filter_on_device(scores, *filters)
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    noisy = scores.double() + rng.gumbel(keys[:, None], tokens)
+    return torch.where(is_drawn, noisy.argmax(-1), likeliest)
+
+
 def packed(samplings: Sequence[Sampling]) -> bytes:
     """Return the C structures of samplings, one behind the other."""
     return b"".join(map(_packed, samplings))

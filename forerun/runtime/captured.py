@@ -126,13 +126,17 @@ class PassShape(NamedTuple):
 def shape_of(segments: Sequence[Segment], cache: KVCache) -> PassShape | None:
     """Return the smallest recorded shape that takes these segments; None if they are too many."""
     most = max(len(segment.tokens) for segment in segments)
-    count = _power_of_two(len(segments))
-    tokens = _power_of_two(most)
-    if count <= FEW_SEGMENTS:
-        tokens = max(tokens, DRAFT_TOKENS)
     keys = max(cache.length[segment.slot] + len(segment.parents) for segment in segments)
-    shape = PassShape(count, tokens, max(_power_of_two(keys), MIN_KEYS))
-    return shape if shape.rows <= MAX_TOKENS and most <= 2 * DRAFT_TOKENS else None
+    return padded_shape(len(segments), most, keys)
+
+
+def padded_shape(segments: int, tokens: int, keys: int) -> PassShape | None:
+    """Return the smallest recorded shape of at least so many; None if they are too many."""
+    count, room = _power_of_two(segments), _power_of_two(tokens)
+    if count <= FEW_SEGMENTS:
+        room = max(room, DRAFT_TOKENS)
+    shape = PassShape(count, room, max(_power_of_two(keys), MIN_KEYS))
+    return shape if shape.rows <= MAX_TOKENS and tokens <= 2 * DRAFT_TOKENS else None
 
 
 def _power_of_two(number: int) -> int:
@@ -152,7 +156,7 @@ class CapturedPasses:
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs) -> None:
         self.decoder, self.cache, self.graphs = decoder, cache, graphs
-        self._passes: dict[tuple[PassShape, tuple[int, ...]], _Pass] = {}
+        self._passes: dict[tuple[PassShape, tuple[int, ...]], CapturedPass] = {}
         self.failed = False
         self.own_attention, self.own_layers = graphs.own_attention, graphs.own_layers
 
@@ -211,6 +215,12 @@ class CapturedPasses:
                     chains[i].append(token)
         return chains
 
+    def new_pass(self, shape: PassShape, layers: tuple[int, ...] = ()) -> CapturedPass:
+        """Return a pass of this shape that is not recorded yet."""
+        own_layers = self._kernel_decoder if self.own_layers else None
+        walks = self.own_attention and can_walk(self.decoder)
+        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers)
+
     def forward(
         self,
         segments: Sequence[Segment],
@@ -231,9 +241,7 @@ class CapturedPasses:
         if recorded is not None:
             return recorded.run(segments, tokens)
         try:
-            own_layers = self._kernel_decoder if self.own_layers else None
-            walks = self.own_attention and can_walk(self.decoder)
-            recorded = _Pass(self.decoder, self.cache, shape, layers, walks, own_layers)
+            recorded = self.new_pass(shape, layers)
             recorded.record(self.graphs, segments, tokens)
         except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
             reason = str(error).split("\n")[0]
@@ -336,8 +344,8 @@ class _Stage:
         self.copied: Any = None
 
 
-class _Pass:
-    """One recorded pass."""
+class CapturedPass:
+    """One pass of fixed shape, which can be recorded."""
 
     def __init__(
         self,
@@ -357,15 +365,55 @@ class _Pass:
         self.walks = walks or own_layers is not None
         self.inputs = self._allocate(decoder.device)
         self._stages: list[_Stage] = []
-        self._spare = cache.keys[next(iter(cache.keys))].shape[0] - 1  # a row that no page has
         self._masks: dict[VisibleKeys, Tensor] = {}
+        if not self.walks:
+            self._masks = dict(zip(self.kinds, self.inputs.masks.view(torch.bool), strict=True))
+
+    def begin_chains(self, table: Tensor, wanted: Tensor) -> None:
+        """Set the inputs that stay the same while `place_chains` sets the others.
+
+        table: int64 [R, K], the cache rows of each segment's positions; those that `place_chains`
+            will need.
+        wanted: int64 [M], the tokens whose logits come first.
+        """
+        i = self.inputs
+        i.block.zero_()
+        i.rows.fill_(self.cache.spare_row)
+        i.table.copy_(table)
+        i.wanted[: len(wanted)] = wanted
+        if self.walks:
+            i.last.fill_(-1)
+        else:
+            i.masks[..., 0] = 1  # padding sees the first key, so that it is no NaN
+
+    def place_chains(self, tokens: Tensor, first: Tensor) -> None:
+        """Set the inputs to a chain of tokens for each segment by operations of the device alone.
+
+        tokens: int64 [R, n], the same n each time.
+        first: int64 [R], the position of each chain's first token, behind committed ones.
+        """
+        i, count = self.inputs, tokens.shape[1]
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        for whole, placed in (
+            (i.ids, tokens),
+            (i.positions, positions),
+            (i.rows, i.table.gather(1, positions)),
+            *(((i.last, positions), (i.direct, positions + 1)) if self.walks else ()),
+        ):
+            whole.view(self.shape.segments, self.shape.tokens)[:, :count] = placed
+        keys, queries = torch.arange(self.shape.keys, device=first.device), positions[..., None]
+        for kind, mask in self._masks.items():
+            seen = keys <= queries
+            if kind.window is not None:
+                seen = seen & ((queries - keys < kind.window) | (keys < kind.sinks))
+            if kind.chunk is not None:
+                seen = seen & (queries - keys <= queries % kind.chunk)
+            mask[:, :count] = seen
 
     def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Record the pass, with these segments."""
         self._fill(segments, tokens)
-        if not self.walks:
-            self._masks = dict(zip(self.kinds, self.inputs.masks.view(torch.bool), strict=True))
-        self._output, self._replay = graphs.record(self._compute)
+        self._output, self._replay = graphs.record(self.compute)
 
     def run(self, segments: Sequence[Segment], tokens: Tensor | None) -> Forward:
         """Run the pass over other segments of the same shape."""
@@ -383,8 +431,8 @@ class _Pass:
         return Forward(self._output.logits[:num_wanted], features)
 
     @torch.inference_mode()
-    def _compute(self) -> Forward:
-        """Run the decoder over the inputs."""
+    def compute(self) -> Forward:
+        """Run the decoder over the inputs; logits [T, V], those of the wanted tokens first."""
         i = self.inputs
         if self.own_layers is not None:
             walk, wanted = self._rows_seen(), i.wanted
@@ -446,7 +494,7 @@ class _Pass:
         staged = self._free_stage()
         arrays, cache, shape = staged.arrays, self.cache, self.shape
         arrays["ids"][:] = arrays["positions"][:] = arrays["wanted"][:] = 0
-        arrays["rows"][:] = arrays["table"][:] = self._spare
+        arrays["rows"][:] = arrays["table"][:] = cache.spare_row
         depths = [np.asarray(segment.depths) for segment in segments]
         wanted: list[int] = []
         for r, (segment, depth) in enumerate(zip(segments, depths, strict=True)):

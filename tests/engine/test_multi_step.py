@@ -167,8 +167,9 @@ def test_a_head_drafts_what_it_drafts_in_a_step(
     pairs: list[tuple[Draft, Draft]] = []
     begin, draft_of = EagleProposer.begin_rounds, multi_step._draft_of
 
-    def begin_rounds(self: EagleProposer, row: DraftRequest, room: int) -> Any:
-        head, pending = begin(self, row, room), self.pending[row.slot]
+    def begin_rounds(self: EagleProposer, rows: Sequence[DraftRequest], room: int) -> Any:
+        (row,) = rows
+        head, pending = begin(self, rows, room), self.pending[row.slot]
         kept = list(pending.raw), pending.num_raw, self.cache.length[row.slot]
         expected[:] = self.propose([row])
         pending.raw, pending.num_raw, self.cache.length[row.slot] = kept

@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from forerun.cache.attention import Segment
 from forerun.models.decoder import Decoder
-from forerun.runtime.captured import CapturedPasses, CudaGraphs, PassShape, cuda_graphs, shape_of
+from forerun.runtime.captured import (
+    CapturedPass,
+    CapturedPasses,
+    CudaGraphs,
+    PassShape,
+    cuda_graphs,
+    shape_of,
+)
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.engine import build
@@ -148,6 +155,36 @@ def test_uncommitted_tokens_of_earlier_passes_are_seen() -> None:
     both(runners, [Segment(0, [6, 7], [-1, 0, 0], [0, 1], offset=1)])
     both(runners, [Segment(0, [8], [-1, 0, 0, 2], [0], offset=3)])
     assert recorded.captured is not None and not recorded.captured.failed
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
+def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
+    family: str, window: int | None
+) -> None:
+    """Full attention, windows, first keys besides a window, and chunks of the text."""
+    decoder = tiny.decoder(tiny.family(family))
+    runner = Runner(decoder, tokens=1024, page=4, slots=3)
+    if window:
+        decoder = decoder.with_layers(range(decoder.config.layers), window)
+    cache = runner.cache
+    for slot, length in ((0, 20), (1, 3), (2, 9)):
+        assert cache.pages.grow(slot, length + 3)
+        cache.length[slot] = length
+    shape = PassShape(4, 16, 256)
+    staged, placed = (CapturedPass(decoder, cache, shape, (), False, None) for _ in range(2))
+    tokens = [text_of(3, slot) for slot in range(3)]
+    staged._fill([chain(slot, own) for slot, own in enumerate(tokens)], None)
+    table = staged.inputs.table
+    placed.begin_chains(table, staged.inputs.wanted)
+    placed.place_chains(torch.tensor([*tokens, [0] * 3]), torch.tensor([20, 3, 9, 1]))
+    assert torch.equal(placed.inputs.table, table)
+    for name in ("ids", "positions", "rows"):
+        ours, theirs = (getattr(each.inputs, name).view(4, 16)[:3] for each in (placed, staged))
+        assert torch.equal(ours, theirs), name
+    for ours, theirs in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
+        assert torch.equal(ours[:3], theirs[:3])
+        assert ours.view(torch.bool).any(-1).all()  # padding sees something
 
 
 def test_keys_of_long_texts_get_larger_shapes() -> None:

@@ -329,10 +329,11 @@ class EagleProposer(HiddenStateProposer):
             self._last[start.segment.slot] = output
         return found
 
-    def begin_rounds(self, row: DraftRequest, num_tokens: int) -> HeadRounds | None:
-        native, pending = self.native, self.pending.get(row.slot)
-        if native is None or not native.fuses or not self.reports_confidence:
+    def begin_rounds(self, requests: Sequence[DraftRequest], num_tokens: int) -> HeadRounds | None:
+        native, row = self.native, requests[0]
+        if native is None or not native.fuses or not self.reports_confidence or len(requests) > 1:
             return None
+        pending = self.pending.get(row.slot)
         if pending is None or pending.fused or not pending.raw or not self.can_draft(row):
             return None
         rows = self.cache.length[row.slot] + len(pending) + num_tokens + row.depth

@@ -1,0 +1,191 @@
+"""Multi-step decoding on a GPU: the device is one round ahead of the host (see
+`runtime.device_rounds`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from forerun.draft.draft_model import DraftModel
+from forerun.draft.proposer import Proposer
+from forerun.engine.draft_learning import RequestRound, RoundSeconds
+from forerun.engine.drafting import Drafting
+from forerun.engine.multi_step import TOKENS_A_ROUND, MultiStep, NativeSteps, is_simple
+from forerun.engine.request import Request, ScheduledRequest
+from forerun.runtime.captured import CapturedPasses, padded_shape
+from forerun.runtime.device_rounds import FEWEST, DeviceRounds, LandedRound, RoundRequest
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from forerun.types import Draft, Event, Verdict
+
+
+def new_multi_step(target: Runner, drafting: Drafting, seconds: float) -> MultiStep:
+    """Return what runs several rounds at once on the target's kernels."""
+    is_native = isinstance(target.decoder, NativeDecoder)
+    return (NativeSteps if is_native else DeviceSteps)(target, drafting, seconds)
+
+
+class DeviceSteps(MultiStep):
+    """Runs rounds of all requests on a device that records passes.
+
+    The host launches a round before it has looked at the one before. So what ends a request, and a
+    copy that could be drafted, is found one round late, and the last round of a request that ended
+    is thrown away. Each call begins and ends with all rounds landed: between steps nothing is
+    different from steps of one round.
+    """
+
+    def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
+        super().__init__(target, drafting, seconds)
+        self._device: DeviceRounds | None = None
+        self._num_read: dict[int, int] = {}  # by slot, tokens that the draft model has read
+
+    def _rounds_of(self, captured: CapturedPasses) -> DeviceRounds:
+        """Return the rounds over the passes of the target, which a reset replaces."""
+        if self._device is None or self._device.target is not captured:
+            self._device = DeviceRounds(captured)
+        return self._device
+
+    def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
+        captured = self.target.captured
+        if captured is None or captured.failed or self._rounds_of(captured).failed:
+            return 0
+        requests = [scheduled.request for scheduled in batch]
+        longest = max(len(request.tokens) for request in requests)
+        shape = padded_shape(len(batch), TOKENS_A_ROUND, longest)
+        filters = {r.state.sampling[1:] for r in requests if r.state.sampling.temperature}
+        if shape is None or len(filters) > 1:
+            return 0
+        self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
+        if self._rounds < FEWEST or any(map(self._may_copy, requests)):
+            return 0
+        room = self._rounds * TOKENS_A_ROUND
+        for request in requests:
+            # a round may be on its way when the request ends
+            upto = min(room, request.remaining + 2 * TOKENS_A_ROUND)
+            if not self.target.cache.pages.grow(request.slot, len(request.tokens) + upto):
+                return 0
+        return room
+
+    def _is_possible(self, scheduled: ScheduledRequest) -> bool:
+        request = scheduled.request
+        if not super()._is_possible(scheduled):
+            return False
+        if request.has_fixed_depth and int(request.depth) >= TOKENS_A_ROUND:
+            return False
+        proposer = self._proposer(request)
+        return proposer is None or (
+            is_simple(proposer, request.slot) and all(map(self._can_draft, proposer.parts))
+        )
+
+    def _can_draft(self, part: Proposer) -> bool:
+        """Return True if a part of a proposer copies, or drafts on the target's device."""
+        if part.aux_hidden_layers:
+            return False
+        device = self.target.decoder.device
+        return part.copies_text or (
+            isinstance(part, DraftModel) and part.runner.decoder.device == device
+        )
+
+    def _may_copy(self, request: Request) -> bool:
+        """Return True if there is something to copy behind a request's text."""
+        proposer = self._proposer(request)
+        if proposer is None or (self.drafting.is_paused(request) and not request.has_fixed_depth):
+            return False
+        return any(
+            part.copies_text
+            and not self.drafting.is_resting(request, part)
+            and part.has_draft(request.slot, request.tokens)
+            for part in proposer.parts
+        )
+
+    def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
+        deferred, device = self.drafting.deferred, self._device
+        assert device is not None
+        if any(s.draft is None or len(s.draft) > 1 for s in batch):
+            return []
+        requests = [scheduled.request for scheduled in batch]
+        asked = [deferred.of(request) if deferred else None for request in requests]
+        plain = [r for r, own in zip(requests, asked, strict=True) if own is None]
+        most = min([self._rounds, *map(self.drafting.plain_rounds, plain)])
+        drafter = deferred.rounds if deferred else None
+        assert drafter is None or isinstance(drafter, CapturedPasses)
+        rounds = [
+            RoundRequest(
+                r.slot, r.tokens, r.seed, r.state.sampling, 0 if own is None else own.depth
+            )
+            for r, own in zip(requests, asked, strict=True)
+        ]
+        most = device.begin(rounds, drafter, most)
+        depths = [own.depth for own in rounds]
+        events = [Event(request.id, [], [], []) for request in requests]
+        began = landed = time.perf_counter()
+        launched = counted = 0
+        goes_on = most > 0
+        while True:
+            in_time = launched < FEWEST or time.perf_counter() - began < self.seconds
+            if goes_on and launched < most and in_time:
+                goes_on = device.launch()
+                launched += goes_on
+                if goes_on and launched == 1:
+                    continue
+            found = device.land() if launched else None
+            if found is None:
+                break
+            if not found.is_finite or all(map(_is_over, requests)):
+                break
+            now = time.perf_counter()
+            self._land(found, requests, depths, events, now - landed, counted == 0)
+            landed, counted = now, counted + 1
+            is_over = any(map(_is_over, requests))
+            goes_on = goes_on and not is_over and not any(map(self._may_copy, requests))
+        while launched and device.land() is not None:
+            pass  # behind logits that are not finite
+        if deferred and counted:
+            assert isinstance(deferred.proposer, DraftModel)
+            for request in requests:
+                if deferred.of(request) and not _is_over(request):
+                    read = self._num_read[request.slot]
+                    deferred.proposer.end_rounds(request.slot, request.tokens, read)
+        return events if counted else []
+
+    def _land(
+        self,
+        found: LandedRound,
+        requests: Sequence[Request],
+        depths: Sequence[int],
+        events: Sequence[Event],
+        wall: float,
+        is_first: bool,
+    ) -> None:
+        """Append the tokens of a round, and learn from it; `wall` is the time since the last."""
+        drafting, deferred = self.drafting, self.drafting.deferred
+        source = deferred.proposer.name if deferred else ""
+        rounds, own_events = [], []
+        for i, request in enumerate(requests):
+            if _is_over(request):
+                continue  # its round is thrown away
+            depth = min(depths[i], request.remaining)
+            accepted = min(found.accepted[i], depth)
+            draft = Draft.chain(request.tokens[-1], found.drafted[i][:depth], source)
+            verdict = Verdict(found.drawn[i][: accepted + 1], list(range(accepted + 1)))
+            rounds.append(RequestRound(request, draft, draft, verdict))
+            own_events.append(events[i])
+            self.target.cache.commit(request.slot, range(accepted + 1))
+        drafting.begin_round([each.request for each in rounds], is_first)
+        passed = max(found.verify_seconds, wall - found.draft_seconds)
+        drafting.record_deferred_drafts(rounds, None if found.is_cold else found.draft_seconds)
+        for each in rounds:
+            each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
+        positions = [len(each.request.tokens) for each in rounds]
+        emitted = self._append(rounds, own_events)
+        if not found.is_cold:
+            seconds = RoundSeconds(found.draft_seconds, passed, max(wall, passed))
+            drafting.record_round(rounds, emitted, seconds)
+        for each, before in zip(rounds, positions, strict=True):
+            # the draft model does not read the last token of a chain
+            accepted = len(each.verdict.path) - 1
+            self._num_read[each.request.slot] = before + min(accepted, max(depths) - 1)
+
+
+def _is_over(request: Request) -> bool:
+    return bool(request.finish_reason or request.error)

@@ -1,0 +1,314 @@
+"""Rounds on a device that is one round ahead of the host: the same tokens as one round a step,
+whatever the proposer, and whatever ends the rounds. `RecordedOperations` stands in for CUDA graphs;
+results are looked at one round late here as on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.draft.compose import InTurn
+from forerun.draft.draft_model import DraftModel
+from forerun.engine import guard
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.errors import StateError
+from forerun.runtime.device_rounds import DeviceRounds
+from forerun.runtime.torch_runner import Runner
+from forerun.sampling.params import SamplingParams
+from tests.engine import build
+from tests.runtime.test_captured import RecordedOperations
+
+TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def without_request_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "REQUEST_LOSS", float("inf"))
+
+
+def runners_of(engine: Engine) -> list[Runner]:
+    parts = [part for whole in engine.proposers.values() for part in whole.parts]
+    return [engine.target, *(part.runner for part in parts if isinstance(part, DraftModel))]
+
+
+def engine(draft: str, family: str = "llama", late: bool = True, **options: Any) -> Engine:
+    """An engine that records; its rounds are late, or else one a step."""
+    wanted = ["suffix", "model"] if draft == "in turn" else [draft]
+    made = build.engine(family, wanted, **options)
+    if draft == "in turn":
+        made.proposers["in turn"] = InTurn((made.proposers["suffix"], made.proposers["model"]))
+    for runner in runners_of(made):
+        runner.graphs = RecordedOperations()
+    made.reset()
+    made.set_policy(build.Eager())
+    made.guard.cold = 1 << 30
+    made.multi_step.seconds = 60.0 if late else 0.0
+    return made
+
+
+def add(
+    made: Engine, draft: str, prompt: int = 3, depth: int | str = "auto", **given: Any
+) -> Request:
+    params = {"max_tokens": TOKENS, "ignore_eos": True, "seed": 7 + prompt, "temperature": 0.0}
+    sampling = SamplingParams(**(params | given))
+    return made.add(build.prompts()[prompt], sampling, draft=draft, depth=depth)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens on the device, in order: b(egin), l(aunch), r(esults)."""
+    found: list[str] = []
+
+    def noted(letter: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            result = work(*arguments)
+            if result is not None:
+                found.append(letter)
+            return result
+
+        return run
+
+    for letter, name in (("b", "begin"), ("l", "launch"), ("r", "land")):
+        monkeypatch.setattr(DeviceRounds, name, noted(letter, getattr(DeviceRounds, name)))
+    return found
+
+
+def texts(
+    draft: str, late: bool, sampled: dict[str, Any], depth: int | str = "auto", **options: Any
+) -> list[list[int]]:
+    """Four requests, of which two come a little later."""
+    made = engine(draft, late=late, **options)
+    requests = []
+    for prompt in range(4):
+        own = sampled if prompt % 2 else {}
+        requests.append(add(made, draft, prompt, depth, **own))
+        if prompt == 1:
+            for _ in range(3):
+                made.step_or_raise()
+    build.finish(made)
+    return [list(request.output) for request in requests]
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9}])
+@pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn", "listed"])
+def test_the_same_tokens_as_one_round_a_step(
+    log: list[str], draft: str, sampled: dict[str, Any]
+) -> None:
+    plain = texts("off", False, sampled)
+    assert not log
+    assert texts(draft, True, sampled) == plain
+    rounds = "".join(log)
+    if draft in ("off", "model", "listed"):
+        assert "bll" in rounds  # a second round begins before anything is known of the first
+        assert "rlrl" in rounds
+    assert rounds.count("l") == rounds.count("r")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("draft", build.PROPOSERS)
+def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
+    """Those that cannot draft in such rounds do so one round a step."""
+    sampled = {"temperature": 0.9, "top_p": 0.9}
+    plain = texts("off", False, sampled)
+    assert texts(draft, True, sampled) == plain
+    assert texts(draft, True, sampled, depth=3) == plain
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n-own-keys", "exaone4", "qwen3"])
+def test_families(log: list[str], family: str) -> None:
+    """Windows are masked on the device; keys of shared layers are written once."""
+    sampled = {"temperature": 0.8, "max_tokens": 40}
+    plain = texts("off", False, sampled, family=family)
+    assert texts("model", True, sampled, family=family) == plain
+    assert "l" in log
+
+
+def test_statistics_are_those_of_single_steps() -> None:
+    """Accepted lengths, drafts and reasons of a request, in rounds that all draft."""
+    found = []
+    for late in (False, True):
+        made = engine("model", late=late)
+        request = add(made, "model", temperature=0.8)
+        build.finish(made)
+        stats = request.stats
+        found.append((stats.steps, stats.drafted, stats.accepted, stats.depths, stats.reasons))
+    assert found[0] == found[1]
+    assert found[0][2] > 0
+
+
+@pytest.mark.parametrize("draft", ["off", "model"])
+def test_stops_in_the_middle_of_a_path(draft: str) -> None:
+    """A text ends at its first stop token, and not where the round or the call ends."""
+    for stop in range(3, 60, 7):
+        given = {"stop_token_ids": [stop, stop + 1, stop + 2], "temperature": 1.0}
+        assert texts(draft, True, given) == texts("off", False, given)
+    for limit in (2, 3, 5, 9):
+        made = engine(draft)
+        request = add(made, draft, max_tokens=limit)
+        build.finish(made)
+        assert len(request.output) == limit and request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("draft", ["off", "model", "in turn"])
+def test_requests_that_come_pause_and_go(draft: str) -> None:
+    alone = []
+    for prompt in (3, 4):
+        made = engine("off", late=False)
+        request = add(made, "off", prompt, temperature=0.8, max_tokens=60)
+        build.finish(made)
+        alone.append(list(request.output))
+    made = engine(draft, tokens=400)
+    made.multi_step.seconds = 0.02
+    first = add(made, draft, temperature=0.8, max_tokens=60)
+    while first.produced < 6:
+        made.step_or_raise()
+    second = add(made, draft, 4, temperature=0.8, max_tokens=60)
+    made.step_or_raise()
+    made.pause(first)
+    made.step_or_raise()
+    made.resume(first)
+    third = add(made, draft, 5)
+    made.step_or_raise()
+    made.abort(third)
+    build.finish(made)
+    assert [list(first.output), list(second.output)] == alone
+
+
+@pytest.mark.parametrize("draft", ["off", "model"])
+def test_preemption_and_small_pools(draft: str) -> None:
+    """Where there is no room for rounds, steps are single ones, and nothing is lost."""
+    plain = texts("off", False, {"temperature": 0.8}, tokens=1024)
+    for tokens in (120, 150, 200):
+        assert texts(draft, True, {"temperature": 0.8}, tokens=tokens) == plain
+
+
+def test_rounds_up_to_the_end_of_the_context(log: list[str]) -> None:
+    made = engine("model", late=False)
+    room = made.target.decoder.context - len(build.prompts()[3])
+    ends = []
+    for late in (False, True):
+        made = engine("model", late=late)
+        request = add(made, "model", max_tokens=room)
+        build.finish(made)
+        ends.append(list(request.output))
+    assert ends[0] == ends[1] and len(ends[0]) == room
+
+
+@pytest.mark.parametrize(
+    "given", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}], ids=str
+)
+def test_what_needs_python_in_every_round_runs_one_round_a_step(
+    log: list[str], given: dict[str, Any]
+) -> None:
+    made = engine("model")
+    add(made, "model", **given)
+    add(made, "model", 2)
+    build.finish(made)
+    assert "l" not in log or given.get("logprobs") is None
+
+
+def test_different_filters_run_one_round_a_step(log: list[str]) -> None:
+    """A recorded draw has one set of filters; greedy requests may join it."""
+    made = engine("model")
+    for prompt, top_k in ((1, 5), (2, 6)):
+        add(made, "model", prompt, temperature=0.8, top_k=top_k)
+    build.finish(made)
+    assert not log
+
+
+def test_cache_rows_are_those_of_single_steps() -> None:
+    found = []
+    for late in (False, True):
+        made = engine("model", late=late)
+        made.multi_step.seconds = 0.01 if late else 0.0
+        request = add(made, "model", temperature=0.8, max_tokens=100)
+        while request.produced < 30:
+            made.step_or_raise()
+        kept = request.prompt_length + 25
+        proposer = made.proposers["model"]
+        assert isinstance(proposer, DraftModel)
+        rows = [
+            own[:kept]
+            for cache in (made.target.cache, proposer.runner.cache)
+            for layer in cache.keys
+            for own in cache.read(request.slot, layer, 0)
+        ]
+        lag = len(request.tokens) - proposer.runner.cache.length[request.slot]
+        assert 1 <= lag <= 2
+        found.append(rows)
+    for step, call in zip(*found, strict=True):
+        torch.testing.assert_close(step, call, rtol=0, atol=1e-12)
+
+
+def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(RecordedOperations):
+        def record(self, run: Callable[[], Any]) -> Any:
+            if "_Rounds" in run.__qualname__:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            return super().record(run)
+
+    plain = texts("off", False, {})
+    made = engine("model")
+    for runner in runners_of(made):
+        runner.graphs = Failing()
+    made.reset()
+    caplog.set_level(logging.WARNING, "forerun.runtime")
+    requests = [add(made, "model", prompt) for prompt in range(4)]
+    build.finish(made)
+    assert [list(request.output) for request in requests] == plain
+    assert [record.message for record in caplog.records] == [
+        "the host waits for each round, since they cannot be recorded: operation not permitted "
+        "when stream is capturing"
+    ]
+
+
+def test_logits_that_are_not_finite_end_as_in_a_step() -> None:
+    made = engine("model")
+    request = add(made, "model", max_tokens=200)
+    made.multi_step.seconds = 0.001
+    while request.produced < 4:
+        made.step_or_raise()
+    made.multi_step.seconds = 60.0
+    norm: Any = made.target.decoder.weights.norm
+    kept = norm.weight.clone()
+    norm.weight.fill_(float("nan"))
+    try:
+        with pytest.raises(StateError):
+            made.step_or_raise()
+    finally:
+        norm.weight.copy_(kept)
+    made.reset()
+    again = add(made, "model")
+    build.finish(made)
+    assert len(again.output) == TOKENS
+
+
+def test_a_copy_ends_the_rounds(log: list[str]) -> None:
+    """Where the text repeats itself the copying drafter drafts, a round late."""
+    made = engine("suffix")
+    prompt: Sequence[int] = [7, 8, 9, 10, 11, 12] * 6
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    request = made.add(prompt, params, draft="suffix", depth="auto")
+    build.finish(made)
+    assert request.stats.by_source["suffix"].drafted > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn"])
+def test_on_a_gpu(log: list[str], draft: str) -> None:
+    found = []
+    for late in (False, True):
+        made = build.engine(drafts=["suffix", "model"], device="cuda")
+        made.proposers["in turn"] = InTurn((made.proposers["suffix"], made.proposers["model"]))
+        made.set_policy(build.Eager())
+        made.multi_step.seconds = 0.03 if late else 0.0
+        requests = [add(made, draft, prompt, temperature=0.8) for prompt in range(4)]
+        build.finish(made)
+        found.append([list(request.output) for request in requests])
+    assert found[0] == found[1]
+    assert "l" in log
