@@ -24,13 +24,12 @@ from forerun import rng
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.costs import MIN_SECONDS, Curve
+from forerun.draft.device_chains import REREAD, ModelDrafter
 from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Reference
 from forerun.draft.tree import Tree, grow, grow_all
 from forerun.errors import LoadError
 from forerun.kernels.draw import shape_scores
 from forerun.models.config import ModelConfig
-from forerun.runtime.captured import CapturedPasses
-from forerun.runtime.device_rounds import REREAD
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Proposal
 from forerun.verify.ratio import verify_token
@@ -54,6 +53,7 @@ class DraftModel(Proposer):
         self.vocab = vocab
         self.width = width
         self.name = name
+        self._device_drafter: ModelDrafter | None = None
 
     @property
     def source(self) -> str:
@@ -147,7 +147,7 @@ class DraftModel(Proposer):
         for request in requests:
             slot = request.slot
             cache.commit(slot, range(len(request.tokens) - 1 - cache.length[slot]))
-            cache.pages.seal(slot, request.tokens, self._num_shareable(slot))
+            self.share(slot, request.tokens)
         return logits
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
@@ -169,10 +169,9 @@ class DraftModel(Proposer):
 
     def begin_rounds(
         self, requests: Sequence[DraftRequest], num_tokens: int
-    ) -> CapturedPasses | None:
-        """Prepare rounds on a device (`runtime.device_rounds`) that append at most `num_tokens`
-        tokens to each request: read what was missed, and reserve the room. Returns the recorded
-        passes of the model; None where only `propose` can draft."""
+    ) -> ModelDrafter | None:
+        """Prepare rounds on a device that append at most `num_tokens` tokens to each request: read
+        what was missed, and reserve the room. None where only `propose` can draft."""
         captured, cache = self.runner.captured, self.runner.cache
         has_all_tokens = self.runner.decoder.config.vocab >= self.vocab
         if captured is None or captured.failed or self.width > 1:
@@ -187,14 +186,13 @@ class DraftModel(Proposer):
         late = [r for r in requests if len(r.tokens) - cache.length[r.slot] > REREAD]
         if late:
             self.read(late)
-        return captured
+        if self._device_drafter is None or self._device_drafter.passes is not captured:
+            self._device_drafter = ModelDrafter(self, captured)
+        return self._device_drafter
 
-    def end_rounds(self, slot: int, tokens: Sequence[int], num_read: int) -> None:
-        """Commit the cache rows of the first `num_read` tokens of a text, which rounds read."""
-        cache = self.runner.cache
-        cache.commit(slot, range(num_read - cache.length[slot]))
-        cache.pages.seal(slot, tokens, self._num_shareable(slot))
-        cache.pages.shrink(slot, len(tokens))
+    def share(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let other slots reuse the committed pages of a text."""
+        self.runner.cache.pages.seal(slot, tokens, self._num_shareable(slot))
 
     def _feed(self, trees: Sequence[Tree]) -> Tensor:
         """Read the nodes added last; returns the logits [F, V] after each tree's frontier."""

@@ -28,6 +28,7 @@ from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
 from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
+from forerun.runtime.device_rounds import DeviceDrafter
 from forerun.runtime.program import DraftedChain, RoundStart
 from forerun.runtime.rounds import HeadRounds
 from forerun.types import Draft, States
@@ -263,9 +264,11 @@ class HiddenStateProposer(Proposer):
 
     # ------------------------------------------------------------ several rounds in one native call
 
-    def begin_rounds(self, requests: Sequence[DraftRequest], num_tokens: int) -> HeadRounds | None:
-        """Prepare rounds in one native call that append at most `num_tokens` tokens, and reserve
-        their room; None where only `propose` can draft."""
+    def begin_rounds(
+        self, requests: Sequence[DraftRequest], num_tokens: int
+    ) -> HeadRounds | DeviceDrafter | None:
+        """Prepare rounds, in one native call or on a device, that append at most `num_tokens`
+        tokens to each request, and reserve their room; None where only `propose` can draft."""
         return None
 
     def end_rounds(

@@ -7,14 +7,17 @@ import time
 from collections.abc import Sequence
 
 from forerun.draft.draft_model import DraftModel
+from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import Proposer
 from forerun.engine.draft_learning import RequestRound, RoundSeconds
 from forerun.engine.drafting import Drafting
 from forerun.engine.multi_step import TOKENS_A_ROUND, MultiStep, NativeSteps, is_simple
 from forerun.engine.request import Request, ScheduledRequest
-from forerun.runtime.captured import CapturedPasses, padded_shape
+from forerun.runtime.captured import CapturedPasses
 from forerun.runtime.device_rounds import FEWEST, DeviceRounds, LandedRound, RoundRequest
 from forerun.runtime.native import NativeDecoder
+from forerun.runtime.padded_pass import padded_shape
+from forerun.runtime.rounds import HeadRounds
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, Event, Verdict
 
@@ -37,7 +40,8 @@ class DeviceSteps(MultiStep):
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
         super().__init__(target, drafting, seconds)
         self._device: DeviceRounds | None = None
-        self._num_read: dict[int, int] = {}  # by slot, tokens that the draft model has read
+        # by slot: the position of the last round's root, and how many tokens were accepted
+        self._last_roots: dict[int, tuple[int, int]] = {}
 
     def _rounds_of(self, captured: CapturedPasses) -> DeviceRounds:
         """Return the rounds over the passes of the target, which a reset replaces."""
@@ -58,13 +62,13 @@ class DeviceSteps(MultiStep):
         self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
         if self._rounds < FEWEST or any(map(self._may_copy, requests)):
             return 0
-        room = self._rounds * TOKENS_A_ROUND
-        for request in requests:
-            # a round may be on its way when the request ends
-            upto = min(room, request.remaining + 2 * TOKENS_A_ROUND)
-            if not self.target.cache.pages.grow(request.slot, len(request.tokens) + upto):
+        # a round may be on its way when a request ends
+        rooms = [request.remaining + 2 * TOKENS_A_ROUND for request in requests]
+        rooms = [min(room, self._rounds * TOKENS_A_ROUND) for room in rooms]
+        for request, room in zip(requests, rooms, strict=True):
+            if not self.target.cache.pages.grow(request.slot, len(request.tokens) + room):
                 return 0
-        return room
+        return max(rooms)
 
     def _is_possible(self, scheduled: ScheduledRequest) -> bool:
         request = scheduled.request
@@ -79,12 +83,10 @@ class DeviceSteps(MultiStep):
 
     def _can_draft(self, part: Proposer) -> bool:
         """Return True if a part of a proposer copies, or drafts on the target's device."""
-        if part.aux_hidden_layers:
-            return False
         device = self.target.decoder.device
-        return part.copies_text or (
-            isinstance(part, DraftModel) and part.runner.decoder.device == device
-        )
+        if isinstance(part, DraftModel):
+            return part.runner.decoder.device == device
+        return part.copies_text or isinstance(part, EagleProposer)
 
     def _may_copy(self, request: Request) -> bool:
         """Return True if there is something to copy behind a request's text."""
@@ -105,10 +107,13 @@ class DeviceSteps(MultiStep):
             return []
         requests = [scheduled.request for scheduled in batch]
         asked = [deferred.of(request) if deferred else None for request in requests]
+        for request, own in zip(requests, asked, strict=True):
+            if own is None and self.drafting.hidden_layers(request):
+                return []  # its head has to see the hidden states of each round
         plain = [r for r, own in zip(requests, asked, strict=True) if own is None]
         most = min([self._rounds, *map(self.drafting.plain_rounds, plain)])
         drafter = deferred.rounds if deferred else None
-        assert drafter is None or isinstance(drafter, CapturedPasses)
+        assert not isinstance(drafter, HeadRounds)
         rounds = [
             RoundRequest(
                 r.slot, r.tokens, r.seed, r.state.sampling, 0 if own is None else own.depth
@@ -141,11 +146,10 @@ class DeviceSteps(MultiStep):
         while launched and device.land() is not None:
             pass  # behind logits that are not finite
         if deferred and counted:
-            assert isinstance(deferred.proposer, DraftModel)
-            for request in requests:
+            for number, request in enumerate(requests):
                 if deferred.of(request) and not _is_over(request):
-                    read = self._num_read[request.slot]
-                    deferred.proposer.end_rounds(request.slot, request.tokens, read)
+                    root, accepted = self._last_roots[request.slot]
+                    device.end(number, request.slot, request.tokens, root, accepted)
         return events if counted else []
 
     def _land(
@@ -176,15 +180,12 @@ class DeviceSteps(MultiStep):
         drafting.record_deferred_drafts(rounds, None if found.is_cold else found.draft_seconds)
         for each in rounds:
             each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
-        positions = [len(each.request.tokens) for each in rounds]
+            root, accepted = len(each.request.tokens) - 1, len(each.verdict.path) - 1
+            self._last_roots[each.request.slot] = root, accepted
         emitted = self._append(rounds, own_events)
         if not found.is_cold:
             seconds = RoundSeconds(found.draft_seconds, passed, max(wall, passed))
             drafting.record_round(rounds, emitted, seconds)
-        for each, before in zip(rounds, positions, strict=True):
-            # the draft model does not read the last token of a chain
-            accepted = len(each.verdict.path) - 1
-            self._num_read[each.request.slot] = before + min(accepted, max(depths) - 1)
 
 
 def _is_over(request: Request) -> bool:

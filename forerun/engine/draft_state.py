@@ -15,7 +15,7 @@ from forerun.engine.depth import BatchState
 from forerun.engine.guard import RequestGuard
 from forerun.engine.request import Request, ScheduledRequest
 from forerun.engine.stats import NOTHING, UNPAID
-from forerun.runtime.captured import CapturedPasses
+from forerun.runtime.device_rounds import DeviceDrafter
 from forerun.runtime.rounds import GrowingText, HeadRounds
 from forerun.types import Draft
 
@@ -74,7 +74,7 @@ class DeferredDraft:
 
     proposer: HiddenStateProposer | DraftModel
     requests: Mapping[int, DraftRequest]
-    rounds: HeadRounds | CapturedPasses
+    rounds: HeadRounds | DeviceDrafter
     batch: BatchState
     seconds: float
 

@@ -1,7 +1,7 @@
 """Rounds that a GPU computes one behind the other, while the host is one round late.
 
-A round drafts a chain with a draft model or nothing, runs the target over it, draws, follows the
-draft and moves on. All that it needs stays on the device: each request's last two tokens, its
+A round drafts a chain with a draft model, an EAGLE head or nothing, runs the target over it, draws,
+follows the draft and moves on. All that it needs stays on the device: each request's last two tokens, its
 position, the key of its noise. So the host launches the next round before it has looked at the last
 one, and learns of each round's tokens while the device works on another. The two parts of a round
 are CUDA graphs.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -29,13 +29,17 @@ from forerun.cache.kv import KVCache
 from forerun.devices import upload
 from forerun.kernels.draw import draw_recorded
 from forerun.rng import Lane
-from forerun.runtime.captured import CapturedPass, CapturedPasses, PassShape, padded_shape
+from forerun.runtime.captured import CapturedPasses
+from forerun.runtime.padded_pass import PassShape, padded_shape
 from forerun.sampling.params import Sampling
+from forerun.types import States
 
 log = logging.getLogger("forerun.runtime")
 
 FEWEST = 2  # rounds that are worth a call
-REREAD = 2  # tokens that a draft model reads first: it may have missed the last but one
+
+# Draws the tokens [M] behind positions [R, M / R] from logits [M, V].
+Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,55 @@ class RoundRequest:
     seed: int
     sampling: Sampling
     depth: int
+
+
+class RoundState(NamedTuple):
+    """What the device keeps of each request between rounds, int64 [R] each.
+
+    Attributes:
+        last: its last token, the root of the next draft.
+        before: the token before that.
+        position: the position of the last token.
+        noise: the key of the target's noise.
+        depth: how many drafted tokens may be accepted.
+        active: 1 for requests, 0 for padding.
+    """
+
+    last: Tensor
+    before: Tensor
+    position: Tensor
+    noise: Tensor
+    depth: Tensor
+    active: Tensor
+
+
+class Chains(Protocol):
+    """Drafts the chains of one recorded shape."""
+
+    def begin(self, requests: Sequence[RoundRequest]) -> None:
+        """Prepare rounds of these requests, whose rows are reserved."""
+
+    def draft(self, state: RoundState, drafted: Tensor, draw: Draw) -> None:
+        """Write chains to `drafted`, int64 [R, depth], by operations of the device alone."""
+
+    def keep(self, features: Mapping[int, States], drawn: Tensor, accepted: Tensor) -> None:
+        """Keep, by such operations, what the next draft needs of a round: the target's hidden
+        states [T, H] by layer, its own tokens [R, depth + 1], the number of accepted tokens [R]."""
+
+    def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
+        """Commit what was read of request `number` of the group. `root` is the position of the root
+        of its last round, in which `accepted` tokens were accepted; `tokens` is its text now."""
+
+
+class DeviceDrafter(Protocol):
+    """A proposer that drafts on the device of the target."""
+
+    @property
+    def aux_hidden_layers(self) -> Sequence[int]:
+        """The target's hidden states that it reads."""
+
+    def chains(self, target: CapturedPasses, shape: PassShape, depth: int) -> Chains:
+        """Return chains of `depth` tokens for passes of the target of this shape."""
 
 
 class LandedRound(NamedTuple):
@@ -89,12 +142,11 @@ class DeviceRounds:
         self._current: _Rounds | None = None
 
     def begin(
-        self, requests: Sequence[RoundRequest], drafter: CapturedPasses | None, most: int
+        self, requests: Sequence[RoundRequest], drafter: DeviceDrafter | None, most: int
     ) -> int:
         """Prepare rounds of these requests; return how many, at most `most`, there can be. 0: none.
 
-        The slots have room for all their tokens. The drafter's cache has the committed tokens but
-        the last two at least.
+        The slots have room for all their tokens.
         """
         depth = max(request.depth for request in requests) if drafter else 0
         positions = [len(request.tokens) - 1 for request in requests]
@@ -132,6 +184,11 @@ class DeviceRounds:
         """Wait for the oldest round that was launched; None if there is none."""
         assert self._current is not None
         return self._current.land()
+
+    def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
+        """Let the drafter commit what it read, as in `Chains.end`; all rounds have landed."""
+        if self._current is not None and self._current.chains:
+            self._current.chains.end(number, slot, tokens, root, accepted)
 
     def _fail(self, error: Exception) -> None:
         self.failed = True
@@ -181,65 +238,56 @@ class _Rounds:
     """Recorded rounds of one shape: R requests, chains of `depth` tokens.
 
     Attributes:
-        state: int64 [6, R] on the device: the last token, the one before it, the position of the
-            last token, the key of the noise, the depth, and 1 for requests or 0 for padding.
+        state: int64 [6, R] on the device: the rows of a `RoundState`.
+        drafted: int64 [R, depth].
     """
 
     def __init__(
         self,
         target: CapturedPasses,
-        drafter: CapturedPasses | None,
+        drafter: DeviceDrafter | None,
         shape: PassShape,
         depth: int,
         filters: tuple[int, float, float] | None,
     ) -> None:
         self.drafter, self.depth, self.filters = drafter, depth, filters
         self.graphs, self.shape = target.graphs, shape
-        self.cache, decoder = target.cache, target.decoder
-        self.vocab, device = decoder.config.vocab, decoder.device
-        count = shape.segments
-        self.target_pass = target.new_pass(shape)
+        layers = tuple(sorted(drafter.aux_hidden_layers)) if drafter else ()
+        self.target_pass = target.new_pass(shape, layers)
+        self.chains = drafter.chains(target, shape, depth) if drafter else None
+        count, device = shape.segments, self.target_pass.device
         self.state = torch.zeros((6, count), dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(count, dtype=decoder.dtype, device=device)
+        self.temperatures = torch.zeros(count, dtype=torch.float64, device=device)
         self.drafted = torch.zeros((count, depth), dtype=torch.int64, device=device)
         self._next = torch.zeros_like(self.state)
         self._results = torch.zeros((count, 3 + 2 * depth), dtype=torch.int64, device=device)
-        self._draft_passes: list[CapturedPass] = []
-        if drafter is not None and depth:
-            for tokens in (REREAD, 1):
-                part = padded_shape(count, tokens, shape.keys)
-                assert part is not None
-                self._draft_passes.append(drafter.new_pass(part))
         self._replay_draft: Callable[[], None] | None = None
         self._replay_verify: Callable[[], None] | None = None
         self._free: list[_Flight] = []
         self._flying: deque[_Flight] = deque()
         self._count = 0
 
+    @torch.inference_mode()
     def begin(self, requests: Sequence[RoundRequest]) -> None:
         """Begin with other requests, whose rows are reserved."""
         self._count, device = len(requests), self.state.device
         state = np.zeros(self.state.shape, np.int64)
+        state[2] = 1  # padding has a token before its last one, too
         temperatures = [0.0] * self.shape.segments
         for r, request in enumerate(requests):
             noise = rng.signed(rng.stream(request.seed, Lane.TARGET))
             last, before = request.tokens[-1], request.tokens[-2]
             state[:, r] = last, before, len(request.tokens) - 1, noise, request.depth, 1
             temperatures[r] = request.sampling.temperature
-        state[2, self._count :] = 1  # padding has a token before its last one, too
         self.state.copy_(torch.from_numpy(state), non_blocking=True)
-        self.temperatures.copy_(upload(temperatures, self.temperatures.dtype, device))
-        slots = [request.slot for request in requests]
-        shape = self.shape
-        rows = [r * shape.tokens + i for r in range(shape.segments) for i in range(self.depth + 1)]
-        wanted = upload(rows, torch.int64, device)
-        self.target_pass.begin_chains(_table(self.cache, slots, shape, device), wanted)
-        for number, part in enumerate(self._draft_passes):
-            assert self.drafter is not None
-            last_read = REREAD - 1 if number == 0 else 0
-            firsts = range(0, part.shape.rows, part.shape.tokens)
-            wanted = upload([first + last_read for first in firsts], torch.int64, device)
-            part.begin_chains(_table(self.drafter.cache, slots, part.shape, device), wanted)
+        self.temperatures.copy_(upload(temperatures, torch.float64, device))
+        part, slots = self.target_pass, [request.slot for request in requests]
+        starts = range(0, part.shape.rows, part.shape.tokens)
+        wanted = [start + i for start in starts for i in range(self.depth + 1)]
+        table = cache_table(part.cache, slots, part.shape, device)
+        part.begin_chains(table, upload(wanted, torch.int64, device))
+        if self.chains:
+            self.chains.begin(requests)
 
     @torch.inference_mode()
     def launch(self) -> None:
@@ -247,7 +295,7 @@ class _Rounds:
         flight = self._free.pop() if self._free else _Flight(self._results)
         flight.is_cold = self._replay_verify is None
         flight.began.set()
-        if self._draft_passes:
+        if self.chains:
             if self._replay_draft is None:
                 _, self._replay_draft = self.graphs.record(self._draft)
             else:
@@ -284,51 +332,43 @@ class _Rounds:
 
     @torch.inference_mode()
     def _draft(self) -> None:
-        """Let the draft model draft a chain behind each last token."""
-        last, before, positions = self.state[:3]
-        first, following = self._draft_passes
-        for level in range(self.depth):
-            if level == 0:
-                first.place_chains(torch.stack((before, last), 1), positions - 1)
-                logits = first.compute().logits
-            else:
-                following.place_chains(self.drafted[:, level - 1 : level], positions + level)
-                logits = following.compute().logits
-            logits = logits[: self.shape.segments, : self.vocab]
-            self.drafted[:, level] = self._draw(logits, positions[:, None] + level)
+        """Draft a chain behind each last token."""
+        assert self.chains
+        self.chains.draft(RoundState(*self.state), self.drafted, self._draw)
 
     @torch.inference_mode()
     def _verify(self) -> None:
         """Run the target over the roots and the drafts, draw, and follow the drafts."""
-        last, _, positions, _, depths, active = self.state
-        count, nodes = self.shape.segments, self.depth + 1
-        tokens = torch.cat((last[:, None], self.drafted), 1)
-        self.target_pass.place_chains(tokens, positions)
-        logits = self.target_pass.compute().logits[: count * nodes]
+        state, count, nodes = RoundState(*self.state), self.shape.segments, self.depth + 1
+        tokens = torch.cat((state.last[:, None], self.drafted), 1)
+        self.target_pass.place_chains(tokens, state.position)
+        forward = self.target_pass.compute()
+        logits = forward.logits[: count * nodes]
         is_finite = torch.isfinite(logits.amax(-1)).view(count, nodes).all(1)
-        steps = torch.arange(nodes, device=last.device)
-        drawn = self._draw(logits, positions[:, None] + steps).view(count, nodes)
-        follows = (drawn[:, :-1] == self.drafted) & (steps[:-1] < depths[:, None])
+        steps = torch.arange(nodes, device=logits.device)
+        drawn = self._draw(logits, state.position[:, None] + steps).view(count, nodes)
+        follows = (drawn[:, :-1] == self.drafted) & (steps[:-1] < state.depth[:, None])
         accepted = follows.long().cumprod(1).sum(1)
-        ends = torch.cat((last[:, None], drawn), 1)  # behind each number of accepted tokens
-        before = ends.gather(1, accepted[:, None])[:, 0]
-        after = ends.gather(1, accepted[:, None] + 1)[:, 0]
+        ends = torch.cat((state.last[:, None], drawn), 1)  # by number of tokens appended
         self._next.copy_(self.state)
-        self._next[0] = after
-        self._next[1] = before
-        self._next[2] = positions + (accepted + 1) * active
+        self._next[0] = ends.gather(1, accepted[:, None] + 1)[:, 0]
+        self._next[1] = ends.gather(1, accepted[:, None])[:, 0]
+        self._next[2] = state.position + (accepted + 1) * state.active
         found = [accepted[:, None], is_finite.long()[:, None], self.drafted, drawn]
         self._results.copy_(torch.cat(found, 1))
+        if self.chains:
+            self.chains.keep(forward.features, drawn, accepted)
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Draw the token behind each position; logits [M, V], positions [R, M / R] -> [M]."""
         each = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
-        temperatures = self.temperatures.repeat_interleave(each)
-        return draw_recorded(logits, temperatures.to(logits.dtype), self.filters, keys)
+        temperatures = self.temperatures.to(logits.dtype).repeat_interleave(each)
+        return draw_recorded(logits, temperatures, self.filters, keys)
 
 
-def _table(cache: KVCache, slots: Sequence[int], shape: PassShape, device: torch.device) -> Tensor:
+def cache_table(
+    cache: KVCache, slots: Sequence[int], shape: PassShape, device: torch.device
+) -> Tensor:
     """Return the cache rows [R, K] of the positions of slots, a spare row where there is none."""
     table = np.full((shape.segments, shape.keys), cache.spare_row, np.int64)
     for r, slot in enumerate(slots):

@@ -13,6 +13,7 @@ import torch
 
 from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
+from forerun.draft.eagle.proposer import EagleProposer
 from forerun.engine import guard
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -39,7 +40,7 @@ def runners_of(engine: Engine) -> list[Runner]:
 def engine(draft: str, family: str = "llama", late: bool = True, **options: Any) -> Engine:
     """An engine that records; its rounds are late, or else one a step."""
     wanted = ["suffix", "model"] if draft == "in turn" else [draft]
-    made = build.engine(family, wanted, **options)
+    made = build.engine(family, wanted, **({"width": 1} | options))
     if draft == "in turn":
         made.proposers["in turn"] = InTurn((made.proposers["suffix"], made.proposers["model"]))
     for runner in runners_of(made):
@@ -95,7 +96,9 @@ def texts(
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9}])
-@pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn", "listed"])
+@pytest.mark.parametrize(
+    "draft", ["off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"]
+)
 def test_the_same_tokens_as_one_round_a_step(
     log: list[str], draft: str, sampled: dict[str, Any]
 ) -> None:
@@ -103,7 +106,7 @@ def test_the_same_tokens_as_one_round_a_step(
     assert not log
     assert texts(draft, True, sampled) == plain
     rounds = "".join(log)
-    if draft in ("off", "model", "listed"):
+    if draft not in ("suffix", "in turn"):
         assert "bll" in rounds  # a second round begins before anything is known of the first
         assert "rlrl" in rounds
     assert rounds.count("l") == rounds.count("r")
@@ -128,12 +131,15 @@ def test_families(log: list[str], family: str) -> None:
     assert "l" in log
 
 
-def test_statistics_are_those_of_single_steps() -> None:
-    """Accepted lengths, drafts and reasons of a request, in rounds that all draft."""
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", ["model", "eagle", "mtp"])
+def test_statistics_are_those_of_single_steps(draft: str, temperature: float) -> None:
+    """Accepted lengths, drafts and reasons of a request, in rounds that all draft: the same tokens
+    were drafted."""
     found = []
     for late in (False, True):
-        made = engine("model", late=late)
-        request = add(made, "model", temperature=0.8)
+        made = engine(draft, late=late)
+        request = add(made, draft, temperature=temperature, max_tokens=60)
         build.finish(made)
         stats = request.stats
         found.append((stats.steps, stats.drafted, stats.accepted, stats.depths, stats.reasons))
@@ -141,7 +147,7 @@ def test_statistics_are_those_of_single_steps() -> None:
     assert found[0][2] > 0
 
 
-@pytest.mark.parametrize("draft", ["off", "model"])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
 def test_stops_in_the_middle_of_a_path(draft: str) -> None:
     """A text ends at its first stop token, and not where the round or the call ends."""
     for stop in range(3, 60, 7):
@@ -154,7 +160,7 @@ def test_stops_in_the_middle_of_a_path(draft: str) -> None:
         assert len(request.output) == limit and request.finish_reason == "length"
 
 
-@pytest.mark.parametrize("draft", ["off", "model", "in turn"])
+@pytest.mark.parametrize("draft", ["off", "model", "in turn", "eagle"])
 def test_requests_that_come_pause_and_go(draft: str) -> None:
     alone = []
     for prompt in (3, 4):
@@ -179,7 +185,7 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
     assert [list(first.output), list(second.output)] == alone
 
 
-@pytest.mark.parametrize("draft", ["off", "model"])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
 def test_preemption_and_small_pools(draft: str) -> None:
     """Where there is no room for rounds, steps are single ones, and nothing is lost."""
     plain = texts("off", False, {"temperature": 0.8}, tokens=1024)
@@ -221,28 +227,38 @@ def test_different_filters_run_one_round_a_step(log: list[str]) -> None:
     assert not log
 
 
-def test_cache_rows_are_those_of_single_steps() -> None:
+@pytest.mark.parametrize("draft", ["model", "eagle"])
+def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
+    """Those of the target and of the drafter, also behind a call; what is unread follows them."""
     found = []
     for late in (False, True):
-        made = engine("model", late=late)
+        made = engine(draft, late=late)
         made.multi_step.seconds = 0.01 if late else 0.0
-        request = add(made, "model", temperature=0.8, max_tokens=100)
+        request = add(made, draft, temperature=0.8, max_tokens=100)
         while request.produced < 30:
             made.step_or_raise()
-        kept = request.prompt_length + 25
-        proposer = made.proposers["model"]
-        assert isinstance(proposer, DraftModel)
+        made.multi_step.seconds = 0.0
+        proposer = made.proposers[draft]
+        caches = [made.target.cache, proposer.kv()]
         rows = [
-            own[:kept]
-            for cache in (made.target.cache, proposer.runner.cache)
+            own[: request.prompt_length + 25]
+            for cache in caches
+            if cache
             for layer in cache.keys
             for own in cache.read(request.slot, layer, 0)
         ]
-        lag = len(request.tokens) - proposer.runner.cache.length[request.slot]
-        assert 1 <= lag <= 2
-        found.append(rows)
-    for step, call in zip(*found, strict=True):
-        torch.testing.assert_close(step, call, rtol=0, atol=1e-12)
+        if isinstance(proposer, DraftModel):
+            lag = len(request.tokens) - proposer.runner.cache.length[request.slot]
+            assert 1 <= lag <= 2
+        elif isinstance(proposer, EagleProposer):
+            pending = proposer.pending[request.slot]
+            assert pending.end == len(request.tokens) - 1 and len(pending) <= 4
+        build.finish(made)
+        found.append((rows, list(request.output)))
+    assert found[0][1] == found[1][1]
+    for step, call in zip(found[0][0], found[1][0], strict=True):
+        atol = 1e-12 if step.dtype == torch.float64 else 1e-4  # the head is in float32
+        torch.testing.assert_close(step, call, rtol=0, atol=atol)
 
 
 def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,11 +315,11 @@ def test_a_copy_ends_the_rounds(log: list[str]) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn"])
+@pytest.mark.parametrize("draft", ["off", "suffix", "model", "in turn", "eagle"])
 def test_on_a_gpu(log: list[str], draft: str) -> None:
     found = []
     for late in (False, True):
-        made = build.engine(drafts=["suffix", "model"], device="cuda")
+        made = build.engine(drafts=["suffix", "model", "eagle"], device="cuda", width=1)
         made.proposers["in turn"] = InTurn((made.proposers["suffix"], made.proposers["model"]))
         made.set_policy(build.Eager())
         made.multi_step.seconds = 0.03 if late else 0.0

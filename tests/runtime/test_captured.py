@@ -20,14 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from forerun.cache.attention import Segment
 from forerun.models.decoder import Decoder
-from forerun.runtime.captured import (
-    CapturedPass,
-    CapturedPasses,
-    CudaGraphs,
-    PassShape,
-    cuda_graphs,
-    shape_of,
-)
+from forerun.runtime.captured import CapturedPass, CapturedPasses, CudaGraphs, cuda_graphs
+from forerun.runtime.padded_pass import PassShape, shape_of
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.engine import build
@@ -174,7 +168,7 @@ def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
     shape = PassShape(4, 16, 256)
     staged, placed = (CapturedPass(decoder, cache, shape, (), False, None) for _ in range(2))
     tokens = [text_of(3, slot) for slot in range(3)]
-    staged._fill([chain(slot, own) for slot, own in enumerate(tokens)], None)
+    staged.fill([chain(slot, own) for slot, own in enumerate(tokens)], None)
     table = staged.inputs.table
     placed.begin_chains(table, staged.inputs.wanted)
     placed.place_chains(torch.tensor([*tokens, [0] * 3]), torch.tensor([20, 3, 9, 1]))

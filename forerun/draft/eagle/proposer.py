@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forerun.cache.attention import Attention, Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import as_tensor, upload
+from forerun.draft.device_chains import HeadDrafter
 from forerun.draft.eagle.module import EagleModule
 from forerun.draft.eagle.own_module import OwnModule
 from forerun.draft.head_modules import (
@@ -34,6 +35,7 @@ from forerun.draft.tree import Tree, grow, grow_all
 from forerun.kernels import native
 from forerun.kernels.native import COp
 from forerun.models.shortlist import spread
+from forerun.runtime.device_rounds import DeviceDrafter
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.program import (
     LOGITS,
@@ -238,6 +240,7 @@ class EagleProposer(HiddenStateProposer):
     """Drafts chains, or trees of `width` nodes a level, with an EAGLE-style head."""
 
     native: NativeEagle | None
+    drafts_by_itself = True  # one token after the other, from nothing but its states
     num_fed = 1
     lead = 1  # a state is read with the token after it
 
@@ -260,6 +263,7 @@ class EagleProposer(HiddenStateProposer):
             self.native is not None and self.native.drafts and width == 1
         )
         self.extra_nodes = BESIDE if self.ends_chains else 0
+        self._device_drafter: HeadDrafter | None = None
         self.reset()
 
     def _make_native(self, head: EagleModule, form: str) -> tuple[EagleModule, NativeEagle | None]:
@@ -310,7 +314,7 @@ class EagleProposer(HiddenStateProposer):
             outputs = self.head(embedded, states, rotation, attention)
         return torch.split(outputs, [len(segment.tokens) for segment in segments])
 
-    def _logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, -inf for tokens that the head lacks. [F, Hd]
         -> [F, V]"""
         return spread(self.head.logits(outputs), self.ids, self.target.vocab)
@@ -329,9 +333,13 @@ class EagleProposer(HiddenStateProposer):
             self._last[start.segment.slot] = output
         return found
 
-    def begin_rounds(self, requests: Sequence[DraftRequest], num_tokens: int) -> HeadRounds | None:
+    def begin_rounds(
+        self, requests: Sequence[DraftRequest], num_tokens: int
+    ) -> HeadRounds | DeviceDrafter | None:
         native, row = self.native, requests[0]
-        if native is None or not native.fuses or not self.reports_confidence or len(requests) > 1:
+        if native is None:
+            return self._begin_device_rounds(requests, num_tokens)
+        if not native.fuses or not self.reports_confidence or len(requests) > 1:
             return None
         pending = self.pending.get(row.slot)
         if pending is None or pending.fused or not pending.raw or not self.can_draft(row):
@@ -341,6 +349,40 @@ class EagleProposer(HiddenStateProposer):
             return None
         return native.rounds(self.cache, row.slot, self.look_raw(row.slot), row.depth)
 
+    @torch.inference_mode()
+    def _begin_device_rounds(
+        self, requests: Sequence[DraftRequest], num_tokens: int
+    ) -> HeadDrafter | None:
+        """Read all states but the last of each request, and reserve the room."""
+        lacks_tokens = self.head.embed_tokens is not None and self.layer.vocab < self.target.vocab
+        decides = self.layer.experts is not None or self.layer.recurrent is not None
+        if self.width > 1 or lacks_tokens or decides or not self.drafts_by_itself:
+            return None
+        for row in requests:
+            pending = self.pending.get(row.slot)
+            if pending is None or not len(pending) or not row.coupled or not self.can_draft(row):
+                return None
+            rows = self.cache.length[row.slot] + len(pending) + num_tokens + row.depth
+            if not self.cache.pages.grow(row.slot, rows):
+                return None
+        states = [torch.cat(self.take(row.slot)) for row in requests]
+        self.read(requests, [[own[:-1]] if len(own) > 1 else [] for own in states])
+        for row, own in zip(requests, states, strict=True):
+            self.pending[row.slot].fused = [own[-1:]]
+        if self._device_drafter is None or self._device_drafter.cache is not self.cache:
+            self._device_drafter = HeadDrafter(self)
+        return self._device_drafter
+
+    def end_device_rounds(
+        self, slot: int, tokens: Sequence[int], num_read: int, unread: Tensor
+    ) -> None:
+        """Commit the first `num_read` rows that rounds on a device wrote; `unread` [n, Hd] are the
+        fused states behind them, `tokens` is the text now."""
+        pending = self.pending[slot]
+        pending.fused, pending.raw, pending.num_raw = [unread], [], 0
+        self._commit_rows(slot, tokens, num_read)
+        pending.end = self.next_position(slot) + len(unread)
+
     # ------------------------------------------------------------ level by level
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
@@ -349,7 +391,7 @@ class EagleProposer(HiddenStateProposer):
         level = 1
         while growing:
             frontier = [g.outputs[node] for g in growing for node in g.tree.frontier]
-            logits = self._logits(torch.stack(frontier))
+            logits = self.logits(torch.stack(frontier))
             grow([g.tree for g in growing], logits, self.width, self.name)
             growing = [g for g in growing if g.tree.request.depth > level and g.tree.frontier]
             if growing:
@@ -381,6 +423,8 @@ class ParallelEagleProposer(EagleProposer):
     overwrites the cache rows of the masks.
     """
 
+    drafts_by_itself = False
+
     def _make_native(self, head: EagleModule, form: str) -> tuple[EagleModule, NativeEagle | None]:
         # one pass a round leaves nothing to gain from a program, and it may have several layers
         return with_native_products(head, form), None
@@ -402,7 +446,7 @@ class ParallelEagleProposer(EagleProposer):
                 self.commit(row, num_read)
                 self._last[row.slot] = own[num_read - 1].clone()
             outputs += [as_tensor(self._last[row.slot])[None], own[num_read:]]
-        return torch.split(self._logits(torch.cat(outputs)), [row.depth for row in rows])
+        return torch.split(self.logits(torch.cat(outputs)), [row.depth for row in rows])
 
     def _run_masks(
         self, rows: Sequence[DraftRequest], parts: Sequence[list[Tensor]]
