@@ -143,7 +143,7 @@ def test_pages_begin_with_what_they_are_for(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "names"),
     [("drafters.md", KINDS), ("models.md", FAMILIES)],
-    ids=lambda each: str(each)[:8],
+    ids=["drafters", "families"],
 )
 def test_every_drafter_and_family_has_a_row(page: str, names: Iterable[str]) -> None:
     table = [
