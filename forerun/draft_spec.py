@@ -18,10 +18,12 @@ from typing import TypeAlias
 
 from forerun.errors import ConfigError, shorten, shown, suggest
 
-COPYING = ("ngram", "suffix", "retrieval")  # drafters that copy text
-SIMPLE = ("off", "auto", "ngram", "suffix", "recycle", "lookahead")  # they need no argument
+WEIGHTLESS = ("ngram", "suffix", "recycle", "lookahead")  # every engine has these drafters
+SIMPLE = ("off", "auto", *WEIGHTLESS)  # they need no argument
+WITH_OPTIONS = ("recycle", "lookahead")  # those of them that may have one
 LOADED = ("model", "medusa", "mlp", "eagle", "eagle3", "mtp", "block")  # drafters with weights
 OWN = "mtp"  # the one that may be in the target's own checkpoint, and then needs no argument
+KINDS = (*SIMPLE, "retrieval", "self", *LOADED)
 AHEAD = "ahead"  # the function that overlaps drafting and verification
 SIGNS = "+?&>"  # operators, the loosest first
 SPELLINGS = (("+", "|"), ("?",), ("&",), (">",))  # the same as users may write them
@@ -32,7 +34,7 @@ LOOKAHEAD_RANGES = {"window": (1, 64), "ngram": (2, 16), "pool": (1, 64)}  # lea
 _SELF = re.compile(  # arguments of `self`
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )
-_START = rf"(?:(?:{'|'.join((*SIMPLE, *COPYING, *LOADED, 'self'))})(?:[:+|?&>)]|$)|{AHEAD}\()"
+_START = rf"(?:(?:{'|'.join(KINDS)})(?:[:+|?&>)]|$)|{AHEAD}\()"
 _WORD = re.compile(r"[^:+|?&>()]*")
 _ARGUMENT_END = re.compile(rf"[+|?&>](?=\(*{_START})")
 _PATH_END = re.compile(rf"[|?&>](?=\(*{_START})")  # a directory may be called "a+suffix"
@@ -333,8 +335,8 @@ def _check_leaf(name: str, argument: str, place: str) -> None:
         )
     if name == "lookahead":
         lookahead_options(argument)
-    if name not in (*LOADED, *SIMPLE, *COPYING, "self") and name not in plugins():
+    if name not in KINDS and name not in plugins():
         known = [*SIMPLE, OWN, *(f"{n}:..." for n in ("retrieval", "self", *LOADED)), *plugins()]
         raise ConfigError(f"there is no draft {shown(name)}{place}: {suggest(name, known)}")
-    if name in ("off", "auto", "ngram", "suffix") and argument:
+    if name in SIMPLE and name not in WITH_OPTIONS and argument:
         raise ConfigError(f"draft {name!r} takes no argument, but was given {argument!r}{place}")

@@ -738,7 +738,11 @@ def tensors(
 ) -> Iterator[tuple[str, np.ndarray, str]]:
     """(name, data, type) of every tensor; matrices are made here and put into the model."""
     config, number = model.config, 0
-    (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    found = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    assert found, (
+        f"llama.cpp has no {architecture!r}: put this model into NOT_READ or ARCHITECTURES"
+    )
+    (known,) = found
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for key, value in published(model, merged):
         is_named = key.startswith(("blk.", "altup_"))

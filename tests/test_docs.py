@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from markdown_it.token import Token
 
 import forerun
 from forerun.cli.main import command_line
+from forerun.draft_spec import KINDS
+from forerun.models.mixed_families import FAMILIES
 from forerun.sampling.params import DEFAULT_MAX_TOKENS
 from forerun.server.openai import DEFAULT_COMPLETION_TOKENS
 
@@ -136,6 +138,18 @@ def test_every_page_is_in_the_site() -> None:
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_pages_begin_with_what_they_are_for(page: Path) -> None:
     assert page.read_text(encoding="utf-8").split("\n\n")[1].startswith("On this page you can ")
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("drafters.md", KINDS), ("models.md", FAMILIES)],
+    ids=["drafters", "families"],
+)
+def test_every_drafter_and_family_has_a_row(page: str, names: Iterable[str]) -> None:
+    table = [
+        line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line[:1] == "|"
+    ]
+    assert not [name for name in names if not re.search(rf"`{name}[`:]", "\n".join(table))]
 
 
 def test_the_tour_leads_past_what_exists() -> None:

@@ -17,7 +17,7 @@ from forerun.check.engine_checks import EngineChecks, check_two_drafters
 from forerun.check.oracle import ENUMERABLE, check_random_numbers, enumerate_rule
 from forerun.check.report import Certificate, Finding
 from forerun.cli.progress import Part, Tell, nothing
-from forerun.draft_spec import names_in
+from forerun.draft_spec import WEIGHTLESS, names_in
 from forerun.errors import ConfigError, suggest
 from forerun.llm import LLM
 from forerun.models.hub import DEFAULT
@@ -279,4 +279,4 @@ def drafts_to_check(llm: LLM, draft: str | None) -> tuple[str, ...]:
     if draft:
         return (draft,)
     loaded = [name for name in names_in(llm.draft) if name in llm.engine.proposers]
-    return tuple(dict.fromkeys(["ngram", "suffix", "recycle", "lookahead", *loaded]))
+    return tuple(dict.fromkeys([*WEIGHTLESS, *loaded]))

@@ -7,22 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from forerun.draft_spec import LOADED
+from forerun.draft_spec import LOADED, OWN, SIMPLE
 
 DRAFTS = (
-    *(
-        "auto",
-        "off",
-        "ngram",
-        "suffix",
-        "recycle",
-        "mtp",
-        "suffix+recycle",
-        "suffix&recycle",
-        "lookahead",
-        "retrieval:",
-        "self:int4",
-    ),
+    *SIMPLE,
+    *(OWN, "suffix+recycle", "suffix&recycle", "retrieval:", "self:int4"),
     *(f"{kind}:" for kind in LOADED),
 )
 

@@ -6,10 +6,12 @@ has one of thirty lines. Its drafts may be wrong: the target verifies every prop
 
 from __future__ import annotations
 
+import traceback
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -318,10 +320,20 @@ def drafts_of(proposer: Proposer, requests: Sequence[DraftRequest], vocab: int) 
     """Ask a proposer for drafts, and check that they satisfy the requests.
 
     Raises:
-        ForerunError: they are not. There is no room for a draft that is too large, and what it
-            overwrote might belong to other requests.
+        ForerunError: they do not, or the proposer failed. There is no room for a draft that is too
+            large, and what it overwrote might belong to other requests.
     """
-    found = proposer.propose(requests)
+    try:
+        found = proposer.propose(requests)
+    except ForerunError:
+        raise
+    except Exception as error:
+        # Clients may see the message, so it has no text of the error.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind, file = type(error).__name__, Path(place.filename).name
+        raise ForerunError(
+            f"the drafter {proposer.name!r} failed in {file}, line {place.lineno}: {kind}"
+        ) from error
     if not isinstance(found, list | tuple) or len(found) != len(requests):
         gave = f"{len(found)} drafts" if isinstance(found, list | tuple) else shorten(found)
         raise ForerunError(

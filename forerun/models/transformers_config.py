@@ -96,7 +96,7 @@ def own_model(raw: Json, file: Path) -> tuple[PretrainedConfig, type[PreTrainedM
     family = raw.get("model_type")
     if not isinstance(family, str) or not has_family(family):
         name = family[:64] if isinstance(family, str) else ""
-        hint = suggest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = suggest(name, {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES})
         hint = hint if hint.startswith("did") else suggest(name, FAMILIES)
         raise LoadError(f"{file}: model_type {shown(family)} is not supported; {hint}")
     try:

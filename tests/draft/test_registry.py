@@ -6,8 +6,17 @@ from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.config import Config
-from forerun.draft_spec import draft_name, drafts_in, joined, kind_of_name, names_in, parse_draft
+from forerun.draft_spec import (
+    WEIGHTLESS,
+    draft_name,
+    drafts_in,
+    joined,
+    kind_of_name,
+    names_in,
+    parse_draft,
+)
 from tests import tiny
+from tests.engine import build
 
 
 @pytest.mark.parametrize(
@@ -147,6 +156,11 @@ def test_commas_within_a_draft_do_not_end_it() -> None:
         "none",
     ]
     assert drafts_in(" , ") == []
+
+
+def test_every_drafter_without_weights_is_made_and_tested() -> None:
+    llm = LLM(tiny.spoken(), kv_tokens=512)
+    assert set(WEIGHTLESS) <= set(llm.engine.proposers) and set(WEIGHTLESS) <= set(build.PROPOSERS)
 
 
 def test_two_models_draft_for_one_target() -> None:

@@ -88,6 +88,20 @@ def test_a_part_that_fails_when_asked_ends_its_request() -> None:
     assert "ValueError" in str(events[-1].error)
 
 
+def test_a_drafter_that_fails_is_named_with_its_line_and_its_error_is_the_cause() -> None:
+    class Failing(Sometimes):
+        def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
+            raise ValueError("not for clients")
+
+    engine = engine_of(Failing("first", 1), Sometimes("second", 1))
+    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    with pytest.raises(
+        ForerunError, match=r"'first' failed in test_drafting.py, line \d+: ValueError$"
+    ) as error:
+        build.finish(engine)
+    assert isinstance(error.value.__cause__, ValueError)
+
+
 def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     """One whose drafts always fail is left alone, and the other is still asked."""
     first, second = Sometimes("first", 1), Sometimes("second", 1)

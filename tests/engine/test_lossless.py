@@ -101,7 +101,9 @@ def test_three_drafters_with_small_chunks_and_preemption(
     requests = []
     for i in range(6):
         params = build.params(i, BOTH, 10)
-        requests.append(engine.add(build.prompts()[i], params, draft=drafts[i // 2], depth=4))
+        requests.append(
+            engine.add(build.prompts()[i], params, draft=drafts[i * len(drafts) // 6], depth=4)
+        )
         engine.step_or_raise()
     build.finish(engine)
     same_as_plain(requests, family, BOTH, 10)

@@ -570,6 +570,7 @@ def changed(directory: Path, **fields: Any) -> Path:
     ("fields", "says"),
     [
         ({"model_type": "none_such"}, "model_type 'none_such' is not supported"),
+        ({"model_type": "mistral44"}, "did you mean 'mistral4'?"),  # transformers has only mistral
         ({"model_type": "t5"}, "model_type 't5' is not supported"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
