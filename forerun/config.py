@@ -129,7 +129,8 @@ class Config:
             limit.
         page: Number of tokens per page of the KV cache; multiples of 16 are fastest on CPU.
         kv_tokens: Capacity in tokens of the KV cache over all requests, and of the cache of each
-            drafter with weights. By default as many as fit into a quarter of the free memory.
+            drafter with weights. By default as many as fit into a quarter of the free memory, or on
+            a GPU into 85 % of it less 1 GB.
     """
 
     model: str | None = None

@@ -17,7 +17,7 @@ from forerun.draft.head_config import is_assistant
 from forerun.draft.proposer import Proposer
 from forerun.draft.self_speculation import SelfSpeculation, automatic_layers, parse_layers
 from forerun.errors import LoadError, RequestError
-from forerun.load import check_vocabulary, fit_kv_tokens, free_memory, load_tokenizer, make_runner
+from forerun.load import cache_memory, check_vocabulary, fit_kv_tokens, load_tokenizer, make_runner
 from forerun.models.hub import find_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.runtime.torch_runner import Runner
@@ -73,10 +73,9 @@ class Loader:
 
 
 def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) -> None:
-    """Shrink the caches of a target and its drafters to the memory there is for all of them.
-
-    That is a quarter of the free memory of each device; every cache holds the same number of
-    tokens. The caches must be empty.
+    """Fit the caches of a target and its drafters to the memory there is for all of them
+    (`cache_memory` of each device); every cache holds the same number of tokens. The caches must be
+    empty. In main memory they only shrink.
 
     Raises:
         CapacityError: there is not enough memory.
@@ -84,17 +83,26 @@ def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) 
     proposers = list(proposers)
     caches = {id(cache): cache for p in proposers if (cache := p.kv())}
     caches[id(target.cache)] = target.cache
-    row_bytes = Counter[torch.device]()
+    row_bytes, held = Counter[torch.device](), Counter[torch.device]()
     for cache in caches.values():
         row_bytes[cache.data.device] += cache.row_bytes
+        held[cache.data.device] += cache.data.nbytes
     tokens = min(
-        fit_kv_tokens(config, target.decoder.context, size, free_memory(device) // 4)
+        fit_kv_tokens(config, target.decoder.context, size, cache_memory(device, held[device]))
         for device, size in row_bytes.items()
     )
-    if tokens < target.cache.pages.count * target.cache.pages.size:
-        target.make_room(tokens)
+    count = target.cache.pages.count * target.cache.pages.size
+    sizes = [tokens] if tokens < count else []
+    if tokens > count and all(device.type == "cuda" for device in row_bytes):
+        # not beside the caches of before
+        sizes = [target.cache.pages.size, tokens]
+    caches.clear()
+    for size in sizes:
+        target.make_room(size)
         for proposer in proposers:
-            proposer.make_room(tokens)
+            proposer.make_room(size)
+        if len(sizes) > 1:
+            torch.cuda.empty_cache()
 
 
 def open_index(directory: Path, tokenizer: Tokenizer | None, vocab: int) -> Index:

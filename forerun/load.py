@@ -30,6 +30,8 @@ from forerun.runtime.torch_runner import Runner
 
 ROPE_BYTES = 16  # per position and rotated channel, while the tables are made
 SLOT_BYTES = 8  # per position and slot
+GPU_SHARE = 0.85  # of a GPU's free memory, without GPU_RESERVE bytes, is for KV caches
+GPU_RESERVE = 1 << 30
 PADDING = re.compile(r"\[PAD\d+\]")  # tokens that only fill up the rows of an embedding
 
 
@@ -206,7 +208,7 @@ def make_runner(
         if config.kv_tokens:
             check_cache(config.kv_tokens, token_bytes, free_memory(device))
     states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
-    memory = (free_memory(device) - states) // 4
+    memory = (free_memory(device) - states) // 4  # `share_memory` sees what is left in the end
     tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
     graphs = cuda_graphs(config.kernels, device)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows, graphs=graphs)
@@ -336,6 +338,17 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_ram()
+
+
+def cache_memory(device: torch.device, held: int) -> int:
+    """Return the bytes that KV caches may take on a device where they hold `held` already.
+
+    Main memory is shared with other programs, and what caches hold of it is not taken yet. A GPU is
+    a server's own: the rest is for graphs and the activations of long prompts.
+    """
+    if device.type != "cuda":
+        return free_memory(device) // 4
+    return max(int(GPU_SHARE * (free_memory(device) + held)) - GPU_RESERVE, 0)
 
 
 def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:

@@ -476,9 +476,25 @@ def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.Monkey
     proposer: Any = SimpleNamespace(kv=lambda: cache, make_room=room.append)
     for own, other in ((4_000_000, 2_000_000), (2_000_000, 4_000_000)):
         free = {"cpu": own, "meta": other}
-        monkeypatch.setattr(loader, "free_memory", lambda device, free=free: free[device.type])
+        monkeypatch.setattr(load, "free_memory", lambda device, free=free: free[device.type])
         share_memory(Config(max_rows=64), target, [proposer])
     assert room == [500_000 // target.cache.row_bytes] * 4
+
+
+def test_caches_on_a_gpu_grow_into_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but 15 % and a gigabyte, counting what they hold; not beside the caches of before."""
+    gpu, rooms = torch.device("cuda"), []
+    pages = SimpleNamespace(count=100, size=16)
+    data = SimpleNamespace(device=gpu, nbytes=4 << 30)
+    caches = [SimpleNamespace(row_bytes=size, data=data, pages=pages) for size in (6000, 2000)]
+    target: Any = SimpleNamespace(
+        cache=caches[0], make_room=rooms.append, decoder=SimpleNamespace(context=1 << 30)
+    )
+    proposer: Any = SimpleNamespace(kv=lambda: caches[1], make_room=rooms.append)
+    monkeypatch.setattr(load, "free_memory", lambda device: 12 << 30)
+    share_memory(Config(max_rows=64), target, [proposer])
+    tokens = (int(0.85 * (20 << 30)) - (1 << 30)) // 8000
+    assert rooms == [16, 16, tokens, tokens]
 
 
 def test_a_prediction_changes_the_speed_only() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
@@ -110,6 +111,26 @@ def test_the_same_tokens_as_one_round_a_step(
         assert "bll" in rounds  # a second round begins before anything is known of the first
         assert "rlrl" in rounds
     assert rounds.count("l") == rounds.count("r")
+
+
+@pytest.mark.parametrize("draft", ["model", "eagle"])
+def test_requests_of_different_depths_in_one_round(log: list[str], draft: str) -> None:
+    """Chains are as deep as the deepest; each request accepts up to its own depth."""
+    found = []
+    for late in (False, True):
+        made = engine(draft, late=late)
+        depths = (1, 4, 2, 3)
+        requests = [
+            add(made, draft, prompt, depth, temperature=0.8, max_tokens=60)
+            for prompt, depth in enumerate(depths)
+        ]
+        plain = add(made, draft, 4, max_tokens=60)
+        build.finish(made)
+        for request, depth in zip(requests, depths, strict=True):
+            assert max(request.stats.depths) <= depth
+        found.append([list(request.output) for request in (*requests, plain)])
+    assert found[0] == found[1]
+    assert "rlrl" in "".join(log)
 
 
 @pytest.mark.one_in(3)
@@ -312,6 +333,53 @@ def test_a_copy_ends_the_rounds(log: list[str]) -> None:
     request = made.add(prompt, params, draft="suffix", depth="auto")
     build.finish(made)
     assert request.stats.by_source["suffix"].drafted > 0
+
+
+class Waits(TorchFunctionMode):
+    """Counts calls in which the host needs numbers from a device, and would wait for it."""
+
+    NAMES = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
+def test_the_host_waits_once_a_round(log: list[str], draft: str, temperature: float) -> None:
+    """At any depth, and for all requests at once."""
+    for depth in (1, 4, 7):
+        made = engine(draft)
+        for prompt in range(3):
+            add(made, draft, prompt, depth, temperature=temperature, max_tokens=60)
+        while min(request.produced for request in made.requests.values()) < 2:
+            made.step_or_raise()
+        log.clear()
+        with Waits() as waits:
+            made.step_or_raise()
+        assert log.count("r") > 3
+        assert waits.names == ["tolist"] * log.count("r")
+
+
+@pytest.mark.parametrize("draft", ["off", "suffix", "model"])
+def test_the_host_waits_at_most_twice_in_a_single_step(draft: str) -> None:
+    """Once for the verdict, once for a chain of a draft model, however deep. Greedily: drawing has
+    another path for the CPU, which asks more."""
+    made = engine(draft, late=False)
+    for prompt in range(3):
+        add(made, draft, prompt, 7, max_tokens=60)
+    while min(request.produced for request in made.requests.values()) < 2:
+        made.step_or_raise()
+    with Waits() as waits:
+        made.step_or_raise()
+    assert len(waits.names) <= 2, waits.names
 
 
 @pytest.mark.cuda
