@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ class KVCache:
     Attributes:
         data: the memory of all layers, [2, channels * rows]: keys, then values.
         length: by slot, the number of committed rows.
+        compact: moves accepted rows on a GPU as `move` does, given the rows of uncommitted tokens and
+            an accepted path; None without a kernel for it.
         moves: the (source, target) rows of each move since the list was set; None: not recorded.
         head_layouts: heads of all layers with as many channels, and their channels, for each such
             group in the order of `data`; then a 0.
@@ -97,6 +99,7 @@ class KVCache:
             self.recurrent = RecurrentStates(config, slots, page)
         self.length = [0] * slots
         self.moves: list[tuple[Sequence[int], Sequence[int]]] | None = None
+        self.compact: Callable[[KVCache, Sequence[int], Sequence[int]], None] | None = None
         self.head_layouts = [n for heads, d, own in groups for n in (heads * len(own), d)] + [0]
         addresses = self.data[0].data_ptr(), self.data[1].data_ptr()
         self.layout = (*addresses, rows, str(dtype).removeprefix("torch."))
@@ -157,7 +160,10 @@ class KVCache:
         start, count = self.length[slot], len(path)
         if list(path) != list(range(count)):
             rows = self.pages.rows[slot, start : start + path[-1] + 1].tolist()
-            self.move([rows[i] for i in path], rows[:count])
+            if self.compact is None or self.moves is not None:
+                self.move([rows[i] for i in path], rows[:count])
+            else:
+                self.compact(self, rows, path)
         self.length[slot] += count
 
     def read(self, slot: int, layer: int, first: int) -> tuple[Tensor, Tensor]:
@@ -169,6 +175,11 @@ class KVCache:
         if not self.native:
             return keys[rows], values[rows]
         return keys[:, rows // LANES, :, rows % LANES], values[:, rows].transpose(0, 1)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers, [layers, rows, heads, channels] for each shape of heads."""
+        return list(itertools.chain.from_iterable(self._groups))
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy rows in all layers, one pair after the other: no target is the source of a later
@@ -183,7 +194,7 @@ class KVCache:
             return
         both = upload([*source, *target], torch.int64, self.data.device)
         sources, targets = torch.split(both, len(source))
-        for stored in itertools.chain.from_iterable(self._groups):
+        for stored in self.tensors:
             stored[:, targets] = stored[:, sources]
 
 

@@ -51,13 +51,14 @@ class DeviceSteps(MultiStep):
 
     def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
         captured = self.target.captured
-        if captured is None or captured.failed or self._rounds_of(captured).failed:
+        if captured is None or captured.failed:
             return 0
+        device = self._rounds_of(captured)
         requests = [scheduled.request for scheduled in batch]
         longest = max(len(request.tokens) for request in requests)
         shape = padded_shape(len(batch), TOKENS_A_ROUND, longest)
-        filters = {r.state.sampling[1:] for r in requests if r.state.sampling.temperature}
-        if shape is None or len(filters) > 1:
+        samplings = [request.state.sampling for request in requests]
+        if device.failed or shape is None or not device.takes(samplings):
             return 0
         self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
         if self._rounds < FEWEST or any(map(self._may_copy, requests)):

@@ -115,6 +115,8 @@ class CapturedPasses:
         self._passes: dict[tuple[PassShape, tuple[int, ...]], CapturedPass] = {}
         self.failed = False
         self.own_attention, self.own_layers = graphs.own_attention, graphs.own_layers
+        if self.own_layers:
+            cache.compact = _compact
 
     @functools.cached_property
     def _kernel_decoder(self) -> KernelDecoder | None:
@@ -204,6 +206,7 @@ class CapturedPasses:
             if self.own_attention or self.own_layers:
                 log.warning("the kernels of Triton are not used: %s", reason)
                 self.own_attention = self.own_layers = False
+                self.cache.compact = None
                 return self.forward(segments, aux_hidden_layers, tokens)
             self.failed = True
             log.warning("passes are not recorded as CUDA graphs: %s", reason)
@@ -212,6 +215,22 @@ class CapturedPasses:
         found = recorded.result(segments)
         found.is_cold = True
         return found
+
+
+def _compact(cache: KVCache, rows: Sequence[int], path: Sequence[int]) -> None:
+    """Move the rows of an accepted path by the kernel of `kernels/triton`, or by torch if it
+    fails."""
+    from forerun.kernels.triton.compact import compact
+
+    numbers = upload([*rows, *path, len(path)], torch.int64, cache.data.device)
+    own, nodes, count = torch.split(numbers, [len(rows), len(path), 1])
+    try:
+        for stored in cache.tensors:
+            compact(stored, own[None], nodes[None], count)
+    except Exception as error:  # of a compiler, before anything is moved
+        log.warning("accepted rows are moved by torch: %s", str(error).split("\n")[0])
+        cache.compact = None
+        cache.move([rows[i] for i in path], rows[: len(path)])
 
 
 def can_walk(decoder: Decoder) -> bool:

@@ -14,6 +14,7 @@ thrown away.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -151,24 +152,37 @@ class DeviceRounds:
         depth = max(request.depth for request in requests) if drafter else 0
         positions = [len(request.tokens) - 1 for request in requests]
         shape = padded_shape(len(requests), depth + 1, max(positions) + depth + 1)
-        kinds = {each.sampling[1:] for each in requests if each.sampling.temperature}
-        if self.failed or shape is None or len(kinds) > 1:
+        if self.failed or shape is None or not self.takes([each.sampling for each in requests]):
             return 0
-        filters = kinds.pop() if kinds else None
         most = min(most, (shape.keys - max(positions)) // (depth + 1))
         if most < FEWEST:
             return 0
-        key = (shape, depth, filters)
-        rounds = self._recorded.get(key)
         try:
+            draw = self._draw_kind([each.sampling for each in requests])
+            key = (shape, depth, draw)
+            rounds = self._recorded.get(key)
             if rounds is None or rounds.drafter is not drafter:
-                rounds = self._recorded[key] = _Rounds(self.target, drafter, shape, depth, filters)
+                rounds = self._recorded[key] = _Rounds(self.target, drafter, shape, depth, draw)
             rounds.begin(requests)
         except Exception as error:  # of memory: nothing may crash
             self._fail(error)
             return 0
         self._current = rounds
         return most
+
+    def takes(self, samplings: Sequence[Sampling]) -> bool:
+        """Return True if tokens can be drawn with these samplings in one round. On torch all that
+        draw have the same filters."""
+        kinds = {by[1:] for by in samplings if by.temperature}
+        return self.target.own_layers or len(kinds) < 2
+
+    def _draw_kind(self, samplings: Sequence[Sampling]) -> DrawKind:
+        drawn = [by for by in samplings if by.temperature]
+        if not self.target.own_layers:
+            return DrawKind(drawn[0][1:] if drawn else None, None)
+        vocab = self.target.decoder.config.vocab
+        has_top_k = any(0 < by.top_k < vocab for by in drawn)
+        return DrawKind(None, (has_top_k, any(by.top_p < 1 for by in drawn)))
 
     def launch(self) -> bool:
         """Let the device begin the next round; False if that is impossible now and later."""
@@ -194,6 +208,18 @@ class DeviceRounds:
         self.failed = True
         reason = str(error).split("\n")[0]
         log.warning("the host waits for each round, since they cannot be recorded: %s", reason)
+
+
+class DrawKind(NamedTuple):
+    """How the tokens of recorded rounds are drawn.
+
+    Attributes:
+        filters: on torch, top_k, top_p and min_p of all rows that are drawn; None if none is.
+        own: by the kernels of `kernels/triton`, whether a row has a top_k, and a top_p; else None.
+    """
+
+    filters: tuple[int, float, float] | None
+    own: tuple[bool, bool] | None
 
 
 class _Mark:
@@ -239,6 +265,7 @@ class _Rounds:
 
     Attributes:
         state: int64 [6, R] on the device: the rows of a `RoundState`.
+        sampling: float64 [4, R]: temperature, top_k (infinite for none), top_p and log of min_p.
         drafted: int64 [R, depth].
     """
 
@@ -248,16 +275,16 @@ class _Rounds:
         drafter: DeviceDrafter | None,
         shape: PassShape,
         depth: int,
-        filters: tuple[int, float, float] | None,
+        draw: DrawKind,
     ) -> None:
-        self.drafter, self.depth, self.filters = drafter, depth, filters
-        self.graphs, self.shape = target.graphs, shape
+        self.drafter, self.depth, self.draw = drafter, depth, draw
+        self.graphs, self.shape, self.vocab = target.graphs, shape, target.decoder.config.vocab
         layers = tuple(sorted(drafter.aux_hidden_layers)) if drafter else ()
         self.target_pass = target.new_pass(shape, layers)
         self.chains = drafter.chains(target, shape, depth) if drafter else None
         count, device = shape.segments, self.target_pass.device
         self.state = torch.zeros((6, count), dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(count, dtype=torch.float64, device=device)
+        self.sampling = torch.zeros((4, count), dtype=torch.float64, device=device)
         self.drafted = torch.zeros((count, depth), dtype=torch.int64, device=device)
         self._next = torch.zeros_like(self.state)
         self._results = torch.zeros((count, 3 + 2 * depth), dtype=torch.int64, device=device)
@@ -273,14 +300,17 @@ class _Rounds:
         self._count, device = len(requests), self.state.device
         state = np.zeros(self.state.shape, np.int64)
         state[2] = 1  # padding has a token before its last one, too
-        temperatures = [0.0] * self.shape.segments
+        sampling = np.zeros(self.sampling.shape)
         for r, request in enumerate(requests):
             noise = rng.signed(rng.stream(request.seed, Lane.TARGET))
             last, before = request.tokens[-1], request.tokens[-2]
             state[:, r] = last, before, len(request.tokens) - 1, noise, request.depth, 1
-            temperatures[r] = request.sampling.temperature
+            by = request.sampling
+            top_k = by.top_k if 0 < by.top_k < self.vocab else math.inf
+            least = math.log(by.min_p) if by.min_p else -math.inf
+            sampling[:, r] = by.temperature, top_k, by.top_p, least
         self.state.copy_(torch.from_numpy(state), non_blocking=True)
-        self.temperatures.copy_(upload(temperatures, torch.float64, device))
+        self.sampling.copy_(torch.from_numpy(sampling), non_blocking=True)
         part, slots = self.target_pass, [request.slot for request in requests]
         starts = range(0, part.shape.rows, part.shape.tokens)
         wanted = [start + i for start in starts for i in range(self.depth + 1)]
@@ -334,7 +364,11 @@ class _Rounds:
     def _draft(self) -> None:
         """Draft a chain behind each last token."""
         assert self.chains
-        self.chains.draft(RoundState(*self.state), self.drafted, self._draw)
+
+        def draw(logits: Tensor, positions: Tensor) -> Tensor:
+            return self._draw(logits, positions).clamp(min=0)  # any token, of no number
+
+        self.chains.draft(RoundState(*self.state), self.drafted, draw)
 
     @torch.inference_mode()
     def _verify(self) -> None:
@@ -343,12 +377,14 @@ class _Rounds:
         tokens = torch.cat((state.last[:, None], self.drafted), 1)
         self.target_pass.place_chains(tokens, state.position)
         forward = self.target_pass.compute()
+        steps = torch.arange(nodes, device=tokens.device)
         logits = forward.logits[: count * nodes]
-        is_finite = torch.isfinite(logits.amax(-1)).view(count, nodes).all(1)
-        steps = torch.arange(nodes, device=logits.device)
         drawn = self._draw(logits, state.position[:, None] + steps).view(count, nodes)
-        follows = (drawn[:, :-1] == self.drafted) & (steps[:-1] < state.depth[:, None])
-        accepted = follows.long().cumprod(1).sum(1)
+        accepted = self._follow(tokens, drawn, state.depth)
+        if self.draw.own is None:
+            is_finite = torch.isfinite(logits.amax(-1)).view(count, nodes).all(1)
+        else:
+            is_finite, drawn = (drawn >= 0).all(1), drawn.clamp(min=0)
         ends = torch.cat((state.last[:, None], drawn), 1)  # by number of tokens appended
         self._next.copy_(self.state)
         self._next[0] = ends.gather(1, accepted[:, None] + 1)[:, 0]
@@ -360,10 +396,38 @@ class _Rounds:
             self.chains.keep(forward.features, drawn, accepted)
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
         each = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
-        temperatures = self.temperatures.to(logits.dtype).repeat_interleave(each)
-        return draw_recorded(logits, temperatures, self.filters, keys)
+        rows = self.sampling.repeat_interleave(each, 1)
+        if self.draw.own is None:
+            return draw_recorded(logits, rows[0].to(logits.dtype), self.draw.filters, keys)
+        from forerun.kernels.triton.draw import DrawParameters, draw_tokens
+
+        temperature, top_k, top_p, least = rows
+        parameters = DrawParameters(
+            temperature.float(), least.float(), top_k, top_p, keys, *self.draw.own
+        )
+        return draw_tokens(logits.float(), parameters)
+
+    def _follow(self, tokens: Tensor, drawn: Tensor, depth: Tensor) -> Tensor:
+        """Return how many drafted tokens equal the target's: int64 [R].
+
+        tokens, drawn: int64 [R, n], of the root and the chain, and the target's behind each.
+        depth: int64 [R], the most that may be accepted.
+        """
+        count, nodes = tokens.shape
+        if self.draw.own is None:
+            steps = torch.arange(nodes - 1, device=tokens.device)
+            follows = (drawn[:, :-1] == tokens[:, 1:]) & (steps < depth[:, None])
+            return follows.long().cumprod(1).sum(1)
+        from forerun.kernels.triton.walk import walk
+
+        parents = torch.arange(-1, nodes - 1, dtype=torch.int32, device=tokens.device)
+        first = torch.arange(0, count * nodes, nodes, dtype=torch.int32, device=tokens.device)
+        flat = tokens.reshape(-1), parents.repeat(count), drawn.reshape(-1)
+        walked = walk(*flat, first, (depth + 1).to(torch.int32), nodes)
+        return (walked.accepted.long() - 1).clamp(min=0)
 
 
 def cache_table(

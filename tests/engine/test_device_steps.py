@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from forerun.cache.attention import Segment
 from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.eagle.proposer import EagleProposer
@@ -280,6 +281,36 @@ def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
     for step, call in zip(found[0][0], found[1][0], strict=True):
         atol = 1e-12 if step.dtype == torch.float64 else 1e-4  # the head is in float32
         torch.testing.assert_close(step, call, rtol=0, atol=atol)
+
+
+def test_a_draft_model_has_read_all_that_is_committed() -> None:
+    """Its rows behind each call are those of reading the text at once, also where a whole chain was
+    accepted: the last token of a chain is not read."""
+    made, sizes = engine("model"), {"tokens": 1024, "page": 4}
+    made.multi_step.seconds = 0.01
+    twin = Runner(made.target.decoder, **sizes, slots=8, graphs=RecordedOperations())
+    proposer = made.proposers["model"] = DraftModel(twin, made.target.decoder.config.vocab)
+    cache, accepted = proposer.runner.cache, set()
+    fresh = Runner(made.target.decoder, **sizes, slots=1)
+    for prompt in range(4):
+        request = add(made, "model", prompt, temperature=0.8, max_tokens=60)
+        while request.produced < 40:
+            made.step_or_raise()
+            length, tokens = cache.length[request.slot], request.tokens
+            if not length:
+                continue
+            accepted.add(request.stats.rounds[-1])
+            fresh.reset()
+            fresh.cache.pages.grow(0, length)
+            fresh.forward([Segment(0, tokens[:length], list(range(-1, length - 1)), [])])
+            fresh.cache.commit(0, range(length))
+            for ours, theirs in zip(
+                cache.read(request.slot, 0, 0), fresh.cache.read(0, 0, 0), strict=True
+            ):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        made.abort(request)
+        build.finish(made)
+    assert (3, 3) in accepted
 
 
 def test_a_failed_recording_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

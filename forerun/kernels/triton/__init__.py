@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from forerun.sampling.params import Sampling
 
 
 def problem(device: torch.device) -> str | None:
@@ -29,15 +32,19 @@ def problem(device: torch.device) -> str | None:
 def disagreements(device: torch.device) -> list[str]:
     """Return the names of those kernels whose results in bfloat16 are not those of torch."""
     from forerun.kernels import reference
+    from forerun.kernels.draw import draw_on_device
     from forerun.kernels.triton import fused, linear
     from forerun.kernels.triton.attention import Walk, attend
+    from forerun.kernels.triton.compact import compact
+    from forerun.kernels.triton.draw import DrawParameters, draw_tokens
+    from forerun.kernels.triton.walk import walk as follow
 
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    def integers(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def integers(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     x, weight = numbers(17, 256), numbers(70, 256) / 16
@@ -53,7 +60,21 @@ def disagreements(device: torch.device) -> list[str]:
     q, keys, values = numbers(1, 4, 32), numbers(8, 2, 32), numbers(8, 2, 32)
     last, direct, first = (integers([n], torch.int32) for n in (2, 2, 0))
     walk = Walk(last, direct, rows[None, :2].contiguous(), rows[2:], first)
+    logits = numbers(3, 300, dtype=torch.float32)
+    by, streams = [Sampling(0.8, 20, 0.9), Sampling(1.0), Sampling()], [5, 6, 7]
+    parameters = DrawParameters.upload(by, streams, 300, device)
+    # a tree of five nodes: the target's tokens lead from node 0 to 2 and 4
+    nodes, drawn = integers([9, 4, 5, 6, 8]), integers([5, 1, 8, 1, 7])
+    parents, one = integers([-1, 0, 0, 1, 2], torch.int32), integers([5], torch.int32)
+    walked = follow(nodes, parents, drawn, first * 0, one, 5)
+    moved = numbers(2, 8, 3)
+    expected = moved.clone()
+    expected[:, 1], expected[:, 2] = moved[:, 2], moved[:, 4]
+    compact(moved, integers([[0, 1, 2, 3, 4]]), integers([[0, 2, 4]]), integers([3]))
     results: dict[str, tuple[Tensor, Tensor]] = {
+        "draw": (draw_tokens(logits, parameters), draw_on_device(logits, by, streams)),
+        "walk": (walked.tokens[0, :3], integers([5, 8, 7])),
+        "compact": (moved, expected),
         "linear": (
             linear.linear(x, linear.DeviceMatrix.from_floats(weight)),
             reference.linear(x, weight),

@@ -30,7 +30,7 @@ def compact(stored: Tensor, rows: Tensor, path: Tensor, accepted: Tensor) -> Non
             the first axis is contiguous.
         rows: int64 [R, N], the cache rows of each request's uncommitted nodes. No row belongs to
             two requests.
-        path, accepted: int32 [R, N'] and [R], as in `walk.Walked`.
+        path, accepted: integers [R, N'] and [R], as in `walk.Walked`.
     """
     planes, width = stored.shape[0], math.prod(stored.shape[2:])
     assert stored[0].is_contiguous()

@@ -13,7 +13,7 @@ from forerun.cache.attention import Segment
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.triton import fused
 from forerun.models.decoder import Decoder, load_decoder
-from forerun.runtime import captured
+from forerun.runtime import captured, padded_pass
 from forerun.runtime.kernel_decoder import KernelDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
@@ -23,7 +23,7 @@ PARENTS = [-1, 0, 0, 1, 3]  # a draft tree
 PROMPT = [5, 9, 11, 4, 8]
 CPU = torch.device("cpu")
 # passes with less padding: the interpreter is slow
-captured.DRAFT_TOKENS, captured.MIN_KEYS = 8, 128
+padded_pass.DRAFT_TOKENS, padded_pass.MIN_KEYS = 8, 128
 
 
 class Again:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-KERNELS = ["attention", "compact", "decoder", "draw", "fused", "linear", "walk"]
+KERNELS = ["attention", "compact", "draw", "fused", "linear", "walk"]
+WHOLE = ["decoder", "rounds"]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -35,7 +36,7 @@ def run(*arguments: str) -> None:
     assert done.stdout.split()[-1] == "passed"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *WHOLE])
 def test_in_the_interpreter(kernel: str) -> None:
     run("interpreted", kernel)
 
