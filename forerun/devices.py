@@ -1,8 +1,11 @@
-"""Moving arrays: to a device without waiting for it, and between torch and numpy without a copy."""
+"""Work beside the host: arrays that move to a device without waiting for it, queues of a GPU, and
+arrays between torch and numpy without a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,31 @@ def upload(
     not block only joins the queue.
     """
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+class SideStream:
+    """A queue of work of its own on a GPU, for a thread that works beside another; does nothing on
+    a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fork(self) -> None:
+        """Let the queue begin behind all that was launched so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def use(self) -> AbstractContextManager[object]:
+        """Launch work of this thread in the queue."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Let what is launched from now on begin behind the queue."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
 def as_tensor(states: States) -> Tensor:

@@ -35,8 +35,8 @@ class KVCache:
     Attributes:
         data: the memory of all layers, [2, channels * rows]: keys, then values.
         length: by slot, the number of committed rows.
-        compact: moves accepted rows on a GPU as `move` does, given the rows of uncommitted tokens and
-            an accepted path; None without a kernel for it.
+        compact: moves accepted rows as `move` does, given the rows of uncommitted tokens and an
+            accepted path; None without a kernel for it.
         moves: the (source, target) rows of each move since the list was set; None: not recorded.
         head_layouts: heads of all layers with as many channels, and their channels, for each such
             group in the order of `data`; then a 0.
@@ -178,7 +178,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values of all layers, [layers, rows, heads, channels] for each shape of heads."""
+        """Keys and values of all layers, [layers, rows, heads, channels] for each shape."""
         return list(itertools.chain.from_iterable(self._groups))
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.devices import SideStream
 from forerun.draft.draft_model import Cascade, DraftModel
 from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Reference
 from forerun.draft.tree import Tree, grow
@@ -362,6 +363,7 @@ class OverlapProposer(CompositeProposer):
         self._statistics = _OutcomeStatistics()
         self._lookaheads: dict[int, _Lookahead] = {}  # by slot
         self._pool = ThreadPoolExecutor(1, "forerun-ahead")
+        self._stream = SideStream(self.inner.runner.decoder.device)
         self._task: Future[None] | None = None
         self._stop = Event()
 
@@ -408,6 +410,7 @@ class OverlapProposer(CompositeProposer):
         if lookaheads:
             self._lookaheads |= {lookahead.request.slot: lookahead for lookahead in lookaheads}
             self._stop.clear()
+            self._stream.fork()
             self._task = self._pool.submit(self._work, lookaheads)
             native.share(max(native.threads() - native.reserved(), 1))
 
@@ -436,9 +439,10 @@ class OverlapProposer(CompositeProposer):
 
     def _work(self, lookaheads: Sequence[_Lookahead]) -> None:
         native.share(native.reserved())
-        for _ in self.steps(lookaheads):
-            if self._stop.is_set():
-                break
+        with self._stream.use():
+            for _ in self.steps(lookaheads):
+                if self._stop.is_set():
+                    break
 
     def _join(self) -> BaseException | None:
         """Wait for the forward pass that the other thread is in; returns its error, if any."""
@@ -447,6 +451,7 @@ class OverlapProposer(CompositeProposer):
         self._task = None
         self._stop.set()
         error = task.exception() if task else None
+        self._stream.join()
         self.wait_seconds = time.perf_counter() - begun
         return error
 

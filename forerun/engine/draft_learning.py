@@ -37,8 +37,8 @@ class RoundSeconds(NamedTuple):
 
 
 class RequestRound(NamedTuple):
-    """What one of several rounds at once did for a request: what was drafted, the part of it that
-    was verified, and the verdict."""
+    """One of several rounds at once, for one request: the draft, the part of it that was verified,
+    and the verdict."""
 
     request: Request
     draft: Draft

@@ -109,7 +109,7 @@ class DeviceDrafter(Protocol):
 
 
 class LandedRound(NamedTuple):
-    """What a round did.
+    """The results of a round.
 
     Attributes:
         drafted: for each request, the chain behind its root; [] without a drafter.
