@@ -1,5 +1,5 @@
-"""Chains that a draft model or an EAGLE head drafts on the device, in rounds in which the host knows
-nothing of the round before (see `runtime.device_rounds`)."""
+"""Chains of a draft model or an EAGLE head in rounds on a device (see `runtime.device_rounds`): the
+host knows nothing of the round before."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class RoundRequest:
 
 
 class RoundState(NamedTuple):
-    """What the device keeps of each request between rounds, int64 [R] each.
+    """State of the requests between rounds on the device, int64 [R] each.
 
     Attributes:
         last: its last token, the root of the next draft.
