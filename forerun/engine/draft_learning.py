@@ -29,7 +29,8 @@ WARM_UP = 32  # steps before a pause ends in which the drafter state is restored
 
 
 class RoundSeconds(NamedTuple):
-    """Seconds of one of several rounds at once: two by the policy's clock, all by the wall clock."""
+    """Seconds of one of several rounds at once: two by the policy's clock, all by the wall
+    clock."""
 
     drafting: float
     verifying: float

@@ -1,10 +1,10 @@
 """Rounds that a GPU computes one behind the other, while the host is one round late.
 
-A round drafts a chain with a draft model, an EAGLE head or nothing, runs the target over it, draws,
-follows the draft and moves on. All that it needs stays on the device: each request's last two tokens, its
-position, the key of its noise. So the host launches the next round before it has looked at the last
-one, and learns of each round's tokens while the device works on another. The two parts of a round
-are CUDA graphs.
+A round drafts a chain with a draft model, an EAGLE head or nothing, runs the target over it,
+draws, follows the draft and moves on. All that it needs stays on the device: each request's last
+two tokens, its position, the key of its noise. So the host launches the next round before it has
+looked at the last one, and learns of each round's tokens while the device works on another. The two
+parts of a round are CUDA graphs.
 
 Chains need no moved cache rows: what was accepted stands where it belongs, behind the rows that
 were committed. A request that ends in one round is computed in the next one, too; that round is
@@ -211,7 +211,7 @@ class DeviceRounds:
 
 
 class DrawKind(NamedTuple):
-    """How the tokens of recorded rounds are drawn.
+    """Kind of draw of recorded rounds.
 
     Attributes:
         filters: on torch, top_k, top_p and min_p of all rows that are drawn; None if none is.
