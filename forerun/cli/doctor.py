@@ -6,6 +6,7 @@ A failing probe does not end the report.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -217,17 +218,24 @@ def _cuda() -> DoctorFinding:
 
     if not torch.cuda.is_available():
         return DoctorFinding("cuda", "no device", [])
-    devices = []
+    devices: list[dict[str, object]] = []
+    texts = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         name = torch.cuda.get_device_name(i)
-        devices.append(
-            {"name": name, "free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2)}
+        # a fifth for the KV cache; int4 with its scales takes 0.6 bytes a weight
+        fits = {
+            form: round(0.8 * free / size / 1e9, 1)
+            for form, size in (("bfloat16", 2), ("int4", 0.6))
+        }
+        sizes = {"free_gb": round(free / 1e9, 2), "total_gb": round(total / 1e9, 2)}
+        devices.append({"name": name, **sizes, "fits_billion_weights": fits})
+        texts.append(
+            f"{name}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free (models of up to"
+            f" {fits['bfloat16']:.0f} billion weights, {fits['int4']:.0f} with --quantization int4)"
         )
-    text = "; ".join(
-        f"{d['name']}, {d['free_gb']:.0f} of {d['total_gb']:.0f} GB free" for d in devices
-    )
-    return DoctorFinding("cuda", text, devices)
+    advice = "" if importlib.util.find_spec("triton") else "install triton for --kernels triton"
+    return DoctorFinding("cuda", "; ".join(texts), devices, advice)
 
 
 def _energy() -> DoctorFinding:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from forerun.cli import doctor
 from forerun.kernels import native
@@ -116,3 +117,17 @@ def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [f for f in findings if f.text == "cannot be told: broken"]
     assert len(failed) >= 9 and all(f.value is None for f in failed)
     json.dumps(doctor.as_dict(findings))
+
+
+def test_a_gpu_is_reported_with_the_models_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    found = doctor._cuda()
+    assert found.text == (
+        "Some GPU, 20 of 24 GB free (models of up to 8 billion weights, 27 with --quantization"
+        " int4)"
+    )
+    (device,) = found.value
+    assert device["fits_billion_weights"] == {"bfloat16": 8.0, "int4": 26.7}

@@ -17,12 +17,14 @@ from forerun.draft.compose import InTurn
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.engine import guard
+from forerun.engine.draft_learning import DraftLearning
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import StateError
 from forerun.runtime.device_rounds import DeviceRounds
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
+from forerun.types import Draft, Verdict
 from tests.engine import build
 from tests.runtime.test_captured import RecordedOperations
 
@@ -154,19 +156,30 @@ def test_families(log: list[str], family: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("draft", ["model", "eagle", "mtp"])
-def test_statistics_are_those_of_single_steps(draft: str, temperature: float) -> None:
-    """Accepted lengths, drafts and reasons of a request, in rounds that all draft: the same tokens
-    were drafted."""
+@pytest.mark.parametrize("draft", ["model", "eagle", "eagle1", "mtp"])
+def test_drafts_and_statistics_are_those_of_single_steps(
+    monkeypatch: pytest.MonkeyPatch, draft: str, temperature: float
+) -> None:
+    """Each round drafts the same tokens; accepted lengths and reasons follow."""
+    drafts: list[list[int]] = []
+    record = DraftLearning.record_verdict
+
+    def noted(self: DraftLearning, request: Request, verified: Draft, verdict: Verdict) -> None:
+        drafts.append(verified.tokens)
+        record(self, request, verified, verdict)
+
+    monkeypatch.setattr(DraftLearning, "record_verdict", noted)
     found = []
     for late in (False, True):
+        drafts.clear()
         made = engine(draft, late=late)
         request = add(made, draft, temperature=temperature, max_tokens=60)
         build.finish(made)
         stats = request.stats
-        found.append((stats.steps, stats.drafted, stats.accepted, stats.depths, stats.reasons))
+        counts = stats.steps, stats.drafted, stats.accepted, stats.depths, stats.reasons
+        found.append((list(drafts), counts))
     assert found[0] == found[1]
-    assert found[0][2] > 0
+    assert stats.accepted > 0
 
 
 @pytest.mark.parametrize("draft", ["off", "model", "eagle"])
