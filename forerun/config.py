@@ -86,11 +86,10 @@ class Config:
             auto is the format of the checkpoint, or float32 if the native CPU kernels do not
             support that.
         quantization: Quantization of the target's weights while loading: int8, int4 or none. int8
-            and int4 need the native kernels, or a GPU, on which they save memory, and are fast with
-            kernels=triton alone (not measured yet). none keeps the numbers of a GGUF file, the
-            integers of a quantized checkpoint if int8 or int4 represent them exactly, or else the
-            dtype (on a GPU the dtype, unless kernels=triton keeps what it can); an explicit dtype
-            dequantizes them.
+            and int4 need the native kernels or a GPU; on a GPU they save memory, and time only with
+            kernels=triton (not measured yet). none keeps the numbers of a GGUF file, the integers
+            of a quantized checkpoint if int8 or int4 represent them exactly (on a GPU only with
+            kernels=triton), or else the dtype; an explicit dtype dequantizes them.
         draft_quantization: Quantization of a draft model, whose precision never changes the text:
             int8, int4, none or auto. auto is int8 with the native kernels (or the integers of a
             quantized checkpoint), none keeps the dtype, and so does auto on a GPU.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.draft.proposer import view_of
 from forerun.draft.suffix import Suffix
 from forerun.engine.engine import Engine
 from forerun.errors import LoadError
@@ -227,6 +228,16 @@ def test_speculation_is_lossless(packing: str) -> None:
             if draft == "suffix":
                 assert any(request.stats.accepted for request in requests)
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+@pytest.mark.parametrize("packing", ["int8", "stored"])
+def test_drafters_share_the_packed_embedding_and_head(packing: str) -> None:
+    path = gguf_files.written("llama", "Q8_0").path
+    decoder = load(path, packing, torch.bfloat16)
+    view, exact = view_of(decoder), view_of(in_floats(decoder))
+    ids, x = torch.tensor([[3, 5], [0, 9]]), torch.randn(4, decoder.config.hidden)
+    assert torch.equal(view.table[ids], exact.table[ids])
+    torch.testing.assert_close(view.head(x), exact.head(x), rtol=0.01, atol=0.01)
 
 
 # ---------------------------------------------------------------- memory
