@@ -38,10 +38,10 @@ from forerun.models.shortlist import spread
 from forerun.models.weights import load_weights
 from forerun.types import Forward
 
-# linear layers that may be packed; the others are small, or are read in parts
+# linear layers that may be packed; the others are small, or are read as floats
 PACKED_PARTS = {
     *("qkv", "out", "up", "down", "sparse_up", "shared_up", "shared_down", "output_gate", "head"),
-    *("query_plain", "query_rotary", "query_down", "latent_down"),
+    *("query_plain", "query_rotary", "query_down", "latent_down", "expert_up", "expert_down"),
 }
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];
 # k and v are None if the layer reads the keys and values of an earlier one
@@ -263,11 +263,9 @@ class DecoderLayers:
             read = self._norm(x, e.norm)
         if e.latent_in is not None:
             read = self._linear(read, e.latent_in)
-        halves = 2 if self.config.gated else 1
-        shape = (halves, mixture.count, mixture.intermediate, -1)
-        up = e.up.weight.view(shape)
-        up_bias = None if e.up.bias is None else e.up.bias.view(shape[:3])
-        down = e.down.weight.view(mixture.count, -1, mixture.intermediate)
+        halves, inner_size = 2 if self.config.gated else 1, mixture.intermediate
+        out_size = e.down.weight.shape[0] // mixture.count
+        up_bias = None if e.up.bias is None else e.up.bias.view(halves, mixture.count, -1)
         down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
         out = x.new_zeros(*choice.shape, read.shape[1])
         for expert in set(choice.flatten().tolist()):
@@ -278,14 +276,14 @@ class DecoderLayers:
             parts = [
                 kernels.linear(
                     own,
-                    up[half, expert],
+                    _rows(e.up.weight, half * mixture.count + expert, inner_size),
                     None if up_bias is None else up_bias[half, expert],
                 )
                 for half in range(halves)
             ]
             inner = self._activate(*parts)
             bias = None if down_bias is None else down_bias[expert]
-            out[token, slot] = kernels.linear(inner, down[expert], bias)
+            out[token, slot] = kernels.linear(inner, _rows(e.down.weight, expert, out_size), bias)
         if not mixture.weighs_inputs:
             out = out * weights.to(out.dtype)[..., None]
         total = out.sum(1)
@@ -536,6 +534,14 @@ class Decoder(DecoderLayers):
         projected = [self._linear(stream, each) for each, stream in pairs]
         found = [kernels.with_magnitude(y, streams[0]) for y in projected]
         return torch.stack([streams[0], *found]).mean(0)
+
+
+def _rows(weight: Tensor | DeviceMatrix, index: int, count: int) -> Tensor:
+    """Return the rows of one of the matrices of `count` rows that are stacked in a weight."""
+    first = index * count
+    if isinstance(weight, DeviceMatrix):
+        return weight.dequantize(first, count)
+    return weight[first : first + count]
 
 
 class _Packer:

@@ -129,6 +129,17 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
     assert len(notes) == (form == "float") and all("Q5_0" in note for note in notes)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_of_gguf_files_are_kept(name: str) -> None:
+    path = gguf_files.written(name, "Q8_0").path
+    decoder, exact = load(path, "stored"), load(path, "")
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    for layer in decoder.weights.layers:
+        if layer.experts is not None:
+            assert layer.experts.up.weight.form == layer.experts.down.weight.form == "int8"
+
+
 def test_files_of_several_types_keep_what_they_can() -> None:
     """A linear layer of several types is dequantized, whatever they are."""
     path = gguf_files.written("llama", ("Q4_0", "Q8_0", "Q4_0")).path
@@ -205,12 +216,15 @@ def test_passes_equal_those_with_floats(packing: str, dtype: torch.dtype) -> Non
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *families.MODELS])
 def test_every_family(name: str, notes: Any) -> None:
-    """Experts, recurrent layers and what else is read in parts stay in floats."""
+    """Experts are packed as well; routers, recurrent layers and the like stay in floats."""
     decoder = load(tiny.family(name), "int8", torch.float64)
-    assert any(isinstance(each.weight, DeviceMatrix) for each in linears(decoder))
+    for layer in decoder.weights.layers:
+        experts = [] if layer.experts is None else [layer.experts.up, layer.experts.down]
+        for each in [layer.out, layer.down, *experts, decoder.weights.head]:
+            assert each is None or isinstance(each.weight, DeviceMatrix)
     runners = [pair(each)[1] for each in (decoder, in_floats(decoder))]
     both(runners, [chain(0, list(range(5, 14)))])
-    assert any("expert_up" in note for note in notes) == (decoder.config.experts is not None)
+    assert any(" router" in note for note in notes) == (decoder.config.experts is not None)
 
 
 @pytest.mark.parametrize("packing", ["int8", "int4", "stored"])
