@@ -74,7 +74,7 @@ def pick_form(
 
     Returns:
         whether it runs on the native kernels, and the form of its weights there (float32, bfloat16,
-        int8, int4) or its torch dtype.
+        int8, int4) or its torch dtype, to which `pick_packing` belongs.
 
     Raises:
         ConfigError: the options cannot be met.
@@ -87,6 +87,8 @@ def pick_form(
     if drafter and quantization == "auto":
         quantization = None if why or config.dtype in ("float64", "float16") else "int8"
     if quantization in ("int8", "int4"):
+        if device.type == "cuda":
+            return False, "bfloat16"
         if why:
             raise ConfigError(f"quantization {quantization} needs the native kernels: {why}")
         return True, quantization
@@ -104,6 +106,18 @@ def pick_form(
     if why:
         return False, "float32"
     return True, "bfloat16" if own == "bfloat16" or is_quantized(raw) else "float32"
+
+
+def pick_packing(config: Config, own_kernels: bool, drafter: bool) -> str:
+    """Choose how matrices stay packed on a GPU; see `Decoder`.
+
+    own_kernels: Triton's kernels compute its passes. Plain torch would dequantize the matrices in
+    every pass, so it keeps them packed only where a quantization is asked for.
+    """
+    quantization = config.draft_quantization if drafter else config.quantization
+    if quantization in ("int8", "int4"):
+        return quantization
+    return "stored" if own_kernels and config.dtype == "auto" else ""
 
 
 def no_native(config: Config, device: torch.device) -> str:
@@ -202,7 +216,12 @@ def make_runner(
         tokens = config.kv_tokens
     else:
         tokens = target.cache.pages.count * target.cache.pages.size
-    decoder = _load_decoder(config, shape, directory, device, target, (is_native, form), context)
+    graphs = cuda_graphs(config.kernels, device)
+    own_kernels = graphs is not None and graphs.own_layers
+    packing = pick_packing(config, own_kernels, drafter=target is not None)
+    decoder = _load_decoder(
+        config, shape, directory, device, target, (is_native, form), context, packing
+    )
     if shape.layout == TRANSFORMERS:
         token_bytes = _loaded_token_bytes(decoder)
         if config.kv_tokens:
@@ -210,7 +229,6 @@ def make_runner(
     states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
     memory = (free_memory(device) - states) // 4  # `share_memory` sees what is left in the end
     tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
-    graphs = cuda_graphs(config.kernels, device)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows, graphs=graphs)
 
 
@@ -231,6 +249,7 @@ def _load_decoder(
     target: Runner | None,
     form: tuple[bool, str],
     context: int,
+    packing: str,
 ) -> Decoder | NativeDecoder:
     is_native, name = form
     if shape.layout == TRANSFORMERS:
@@ -252,7 +271,7 @@ def _load_decoder(
         return load_parallel(
             directory, dtype, device, context, config.tensor_parallel, config.threads
         )
-    return load_decoder(directory, dtype, device, context, shortlist)
+    return load_decoder(directory, dtype, device, context, shortlist, packing)
 
 
 def _shortlist(

@@ -35,6 +35,7 @@ from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
 from forerun.hardware import cores, processor
 from forerun.kernels import reference as kernels
+from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.measure.medians import first_difference
 from forerun.measure.run import PLAIN, Arm, Run, Work, timed_run
 from forerun.models.config import load_config
@@ -53,6 +54,8 @@ TINY = {
     "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocab": 512,
 }  # fmt: skip
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
+# names of how passes are recorded, for the tables; the last are not
+RECORDINGS = ("graphs", "graphs, own kernels", "graphs, own kernels, int4", "")
 WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 COMPARED = 32  # rows of a batch that are compared with the same rows alone
 AGREEMENT = 0.7  # of the drafter that knows the text
@@ -251,7 +254,7 @@ def certify(cpu: bool) -> Rows:
 def measure_speed(cpu: bool) -> Rows:
     """Time passes, plain decoding and speculation of random models of published shapes."""
     for shape in shapes(cpu):
-        for graphs in ("",) if cpu else ("graphs", "graphs, own kernels", ""):
+        for graphs in ("",) if cpu else RECORDINGS:
             try:
                 yield from measure_model(shape, cpu, graphs)
             except torch.OutOfMemoryError:
@@ -264,7 +267,8 @@ def measure_model(shape: ModelShape, cpu: bool, graphs: str) -> Rows:
     CUDA graphs or without."""
     name, bandwidth = model_name(shape), read_bandwidth(cpu)
     name += f", {graphs}" if graphs else ""
-    target = random_runner(shape, cpu, slots=1, graphs=graphs)
+    packing = "int4" if "int4" in graphs else ""
+    target = random_runner(shape, cpu, slots=1, graphs=graphs, packing=packing)
     for context in (64,) if cpu else (128, 4000):
         read_context(target, context, 64)
         counts = (1, 5) if cpu else (1, 5, 16, 32, 64)
@@ -276,7 +280,8 @@ def measure_model(shape: ModelShape, cpu: bool, graphs: str) -> Rows:
             yield "passes", row
         target.reset()
     small = replace(shape, layers=max(shape.layers // 8, 1))
-    draft = DraftModel(random_runner(small, cpu, slots=1, graphs=graphs), shape.vocab)
+    runner = random_runner(small, cpu, slots=1, graphs=graphs, packing=packing)
+    draft = DraftModel(runner, shape.vocab)
     engine = Engine(target, {"known": Known(shape.vocab), "model": draft})
     arms = (PLAIN, NamedArm("known", DEPTH), NamedArm("model", DEPTH))
     for temperature in (0.0, 0.8) if graphs == "graphs" or cpu else (0.0,):
@@ -341,9 +346,14 @@ class RandomDecoder(Decoder):
     def _load(self, path: Path, shortlist: Tensor | None) -> Weights:
         c = self.config
 
+        def linear(weight: Tensor, form: str) -> LinearWeights:
+            if form:
+                return LinearWeights(DeviceMatrix.from_rounded(form, weight, self.dtype))
+            return LinearWeights(weight)
+
         def matrix(outputs: int, inputs: int, size: float = 1.0) -> LinearWeights:
             weight = torch.randn(outputs, inputs, device=self.device, dtype=self.dtype)
-            return LinearWeights(weight.mul_(size * inputs**-0.5))
+            return linear(weight.mul_(size * inputs**-0.5), self.packing)
 
         def norm() -> Norm:
             return Norm(torch.ones(c.hidden, device=self.device))
@@ -362,7 +372,8 @@ class RandomDecoder(Decoder):
             for _ in range(c.layers)
         ]
         embed = torch.randn(c.vocab, c.hidden, device=self.device, dtype=self.dtype)
-        return Weights(embed, layers, norm(), LinearWeights(embed.roll(1, 0)))
+        head = linear(embed.roll(1, 0), "int8" if self.packing else "")
+        return Weights(embed, layers, norm(), head)
 
 
 class Known(Proposer):
@@ -402,14 +413,18 @@ def model_name(shape: ModelShape) -> str:
     return next(found, "tiny")
 
 
-def random_runner(shape: ModelShape, cpu: bool, slots: int, graphs: str) -> Runner:
+def random_runner(
+    shape: ModelShape, cpu: bool, slots: int, graphs: str, packing: str = ""
+) -> Runner:
     """Make a random model with a KV cache; its passes are recorded as CUDA graphs with `graphs`,
-    which is a name for the tables."""
+    which is a name for the tables. `packing` as in `Decoder`, without "stored"."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
         config = load_config(path)
-        decoder = RandomDecoder(config, path, torch.bfloat16, device_of(cpu), shape.context)
+        decoder = RandomDecoder(
+            config, path, torch.bfloat16, device_of(cpu), shape.context, packing=packing
+        )
     tokens = max(shape.context, slots * 4 * PROMPT)
     own = "own" in graphs
     recorder = CudaGraphs(own_attention=own, own_layers=own) if graphs else None

@@ -155,3 +155,21 @@ def test_refusals(script: ModuleType, words: list[str], monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as exit_:
         script.main(words)
     assert exit_.value.code == 2
+
+
+def test_a_random_model_in_4_bits_still_knows_what_comes_next(script: ModuleType) -> None:
+    """Token t + 1 after token t, as in floats: its texts are what the drafts of the check know."""
+    import device_stages
+    import torch
+
+    from forerun.cache.attention import Segment
+
+    shape = device_stages.shapes(cpu=True)[0]
+    runner = device_stages.random_runner(shape, cpu=True, slots=1, graphs="")
+    packed = device_stages.random_runner(shape, cpu=True, slots=1, graphs="", packing="int4")
+    assert packed.decoder.precision.startswith("int4 and int8, ")
+    tokens = list(range(40))
+    for each in (runner, packed):
+        assert each.cache.pages.grow(0, 40)
+        logits = each.forward([Segment(0, tokens, list(range(-1, 39)), tokens)]).logits
+        assert logits.argmax(-1).eq(torch.arange(1, 41)).float().mean() > 0.8

@@ -135,3 +135,47 @@ def test_a_normal_run_imports_neither_transformers_nor_dynamo(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantization_on_a_gpu_packs_matrices(form: str) -> None:
+    """Of the target and of draft models, beside activations in bfloat16."""
+    raw = {"dtype": "float16"}
+    target, draft = Config.of(quantization=form), Config.of(draft_quantization=form)
+    for config, drafter in ((target, False), (draft, True)):
+        assert load.pick_form(config, CUDA, raw, drafter) == (False, "bfloat16")
+        assert load.pick_packing(config, own_kernels=False, drafter=drafter) == form
+        assert load.pick_packing(config, own_kernels=False, drafter=not drafter) == ""
+    on_torch = Config.of(quantization=form, kernels="torch")
+    assert load.pick_form(on_torch, CUDA, raw, drafter=False) == (False, "bfloat16")
+    with pytest.raises(ConfigError, match=r"needs the native kernels: kernels=torch was asked for"):
+        load.pick_form(on_torch, torch.device("cpu"), raw, drafter=False)
+
+
+def test_stored_numbers_stay_packed_with_kernels_of_ones_own() -> None:
+    """Plain torch would dequantize them in every pass; an explicit dtype dequantizes them once."""
+    assert load.pick_packing(Config.of(), own_kernels=True, drafter=False) == "stored"
+    assert load.pick_packing(Config.of(), own_kernels=True, drafter=True) == "stored"
+    assert load.pick_packing(Config.of(), own_kernels=False, drafter=False) == ""
+    config = Config.of(dtype="bfloat16")
+    assert load.pick_packing(config, own_kernels=True, drafter=False) == ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized_models_on_a_gpu(form: str) -> None:
+    """The target and a draft model of it have the numbers of their weights in packed forms."""
+    path = tiny.family("llama")
+    options = dict(quantization=form, draft_quantization=form, kv_tokens=512, max_rows=1)
+    target = load.make_runner(Config.of(**options), path, CUDA)
+    drafter = load.make_runner(Config.of(**options), path, CUDA, target)
+    on_cpu = load.load_decoder(path, torch.bfloat16, torch.device("cpu"), packing=form)
+    for runner in (target, drafter):
+        assert runner.decoder.precision.startswith("int8, " if form == "int8" else "int4 and int8")
+        for found, expected in zip(
+            runner.decoder.weights.layers, on_cpu.weights.layers, strict=True
+        ):
+            assert torch.equal(found.up.weight.dequantize().cpu(), expected.up.weight.dequantize())

@@ -37,6 +37,7 @@ from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
+from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models.decoder import DecoderLayers
 from forerun.models.directory_weights import DirectoryLoader
 from forerun.models.packed_cache import PackedCache
@@ -219,7 +220,7 @@ def load_assistant(directory: Path, target: TargetView) -> Assistant:
         sources = target_layers(shape, target.config)
         is_native = target.form is not None
         dtype = torch.float32
-        if not is_native and isinstance(target.table, Tensor):
+        if not is_native and isinstance(target.table, Tensor | DeviceMatrix):
             dtype = target.table.dtype
         make_linear = _packing(target.form) if target.form is not None else in_torch
         # the scheme of quantized checkpoints is in the outer object

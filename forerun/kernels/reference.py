@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.device_matrix import DeviceMatrix
+
 MIN_SQUARE = 1e-5  # least mean square by which `with_magnitude` divides
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | DeviceMatrix, bias: Tensor | None = None) -> Tensor:
     """Compute x [T, in] times weight [out, in] transposed, plus bias [out]."""
+    if isinstance(weight, DeviceMatrix):
+        return weight.multiply(x, bias)
     return F.linear(x, weight, bias)
 
 

@@ -8,6 +8,8 @@ requests and drafts.
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
-from forerun.models.config import ModelConfig, load_config
+from forerun.kernels.device_matrix import DeviceMatrix
+from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.families import Experts, QueryGrowth
 from forerun.models.parameters import (
     AltUpWeights,
@@ -26,13 +29,20 @@ from forerun.models.parameters import (
     LinearWeights,
     Norm,
     RecurrentWeights,
+    Source,
     Weights,
 )
+from forerun.models.quantized import keep_packed, round_packed, unpacked_kind
 from forerun.models.rope import rope_tables
 from forerun.models.shortlist import spread
 from forerun.models.weights import load_weights
 from forerun.types import Forward
 
+# linear layers that may be packed; the others are small, or are read as floats
+PACKED_PARTS = {
+    *("qkv", "out", "up", "down", "sparse_up", "shared_up", "shared_down", "output_gate", "head"),
+    *("query_plain", "query_rotary", "query_down", "latent_down", "expert_up", "expert_down"),
+}
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], sink logits [Hq] or None) -> [T, Hq, D];
 # k and v are None if the layer reads the keys and values of an earlier one
 Attend = Callable[..., Tensor]
@@ -253,11 +263,9 @@ class DecoderLayers:
             read = self._norm(x, e.norm)
         if e.latent_in is not None:
             read = self._linear(read, e.latent_in)
-        halves = 2 if self.config.gated else 1
-        shape = (halves, mixture.count, mixture.intermediate, -1)
-        up = e.up.weight.view(shape)
-        up_bias = None if e.up.bias is None else e.up.bias.view(shape[:3])
-        down = e.down.weight.view(mixture.count, -1, mixture.intermediate)
+        halves, inner_size = 2 if self.config.gated else 1, mixture.intermediate
+        out_size = e.down.weight.shape[0] // mixture.count
+        up_bias = None if e.up.bias is None else e.up.bias.view(halves, mixture.count, -1)
         down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
         out = x.new_zeros(*choice.shape, read.shape[1])
         for expert in set(choice.flatten().tolist()):
@@ -268,14 +276,14 @@ class DecoderLayers:
             parts = [
                 kernels.linear(
                     own,
-                    up[half, expert],
+                    _rows(e.up.weight, half * mixture.count + expert, inner_size),
                     None if up_bias is None else up_bias[half, expert],
                 )
                 for half in range(halves)
             ]
             inner = self._activate(*parts)
             bias = None if down_bias is None else down_bias[expert]
-            out[token, slot] = kernels.linear(inner, down[expert], bias)
+            out[token, slot] = kernels.linear(inner, _rows(e.down.weight, expert, out_size), bias)
         if not mixture.weighs_inputs:
             out = out * weights.to(out.dtype)[..., None]
         total = out.sum(1)
@@ -318,11 +326,18 @@ class Decoder(DecoderLayers):
         device: torch.device,
         context: int,
         shortlist: Tensor | None = None,
+        packing: str = "",
     ) -> None:
         """Load the weights in `path` and compute rotary tables for `context` positions.
 
-        shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
-        Raises LoadError."""
+        Args:
+            shortlist: ascending token ids [Vd] int64 to score; logits of other tokens are -inf.
+            packing: how matrices stay packed: "int8" or "int4" rounds them, "stored" keeps those
+                whose stored numbers a packed form holds; "" dequantizes all.
+
+        Raises:
+            LoadError: the model cannot be loaded.
+        """
         if config.recurrent is not None and device.type != "cpu":
             raise LoadError(
                 f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
@@ -332,6 +347,7 @@ class Decoder(DecoderLayers):
         self.dtype = dtype
         self.device = device
         self.context = context
+        self.packing = packing
         self.weights = self._load(path, shortlist)
         self.shortlist = None if shortlist is None else shortlist.to(device)
         tables = [rope_tables(config, rope, context, dtype) for rope in config.ropes]
@@ -339,7 +355,14 @@ class Decoder(DecoderLayers):
         self.layer_ids: Sequence[int] = range(config.layers)
 
     def _load(self, path: Path, shortlist: Tensor | None) -> Weights:
-        return load_weights(self.config, path, self.dtype, self.device, shortlist=shortlist)
+        if not self.packing:
+            return load_weights(self.config, path, self.dtype, self.device, shortlist=shortlist)
+        packer = _Packer(self.packing, self.config.tied and shortlist is None)
+        weights = load_weights(
+            self.config, path, self.dtype, self.device, packer.linear, packer.embedding, shortlist
+        )
+        packer.note_dequantized(self.dtype)
+        return weights
 
     def with_layers(self, layer_ids: Sequence[int], window: int | None) -> Decoder:
         """Return the model restricted to these layers, and to `window` keys if given.
@@ -358,28 +381,37 @@ class Decoder(DecoderLayers):
             return self.weight_bytes
         layers = [self.weights.layers[i].experts for i in self.layer_ids]
         matrices = [m.weight for own in layers if own for m in (own.up, own.down)]
-        size: int = sum(weight.numel() * weight.element_size() for weight in matrices)
+        size: int = sum(weight.nbytes for weight in matrices)
         return self.weight_bytes - round(size * (1 - e.share(rows)))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices of a forward pass, the embedding only as a tied head."""
-        w = self.weights
-        layers = [w.layers[i] for i in self.layer_ids]
-        matrices = [matrix for layer in layers for matrix in layer.matrices]
-        weights = [matrix.weight for matrix in (*matrices, w.head)]
-        size: int = sum(weight.numel() * weight.element_size() for weight in weights)
+        size: int = sum(weight.nbytes for weight in self._matrices)
         return size
 
     @property
     def weight_bits(self) -> float:
-        """Bits per weight."""
-        return 8.0 * self.dtype.itemsize
+        """Mean bits per weight of the matrices, scales included."""
+        weights: int = sum(math.prod(weight.shape) for weight in self._matrices)
+        return 8 * self.weight_bytes / weights
 
     @property
     def precision(self) -> str:
-        """Number format of the matrices and the kernels that multiply them, for display."""
-        return f"{str(self.dtype).removeprefix('torch.')}, torch on {self.device}"
+        """Number formats of the matrices and the kernels that multiply them, for display."""
+        forms = [
+            weight.form if isinstance(weight, DeviceMatrix) else str(weight.dtype)
+            for weight in self._matrices
+        ]
+        names = " and ".join(dict.fromkeys(form.removeprefix("torch.") for form in forms))
+        return f"{names}, torch on {self.device}"
+
+    @property
+    def _matrices(self) -> list[Any]:
+        w = self.weights
+        layers = [w.layers[i] for i in self.layer_ids]
+        matrices = [matrix for layer in layers for matrix in layer.matrices]
+        return [matrix.weight for matrix in (*matrices, w.head)]
 
     @torch.inference_mode()
     def forward(
@@ -504,6 +536,59 @@ class Decoder(DecoderLayers):
         return torch.stack([streams[0], *found]).mean(0)
 
 
+def _rows(weight: Tensor | DeviceMatrix, index: int, count: int) -> Tensor:
+    """Return the rows of one of the matrices of `count` rows that are stacked in a weight."""
+    first = index * count
+    if isinstance(weight, DeviceMatrix):
+        return weight.dequantize(first, count)
+    return weight[first : first + count]
+
+
+class _Packer:
+    """Packs the linear layers of a decoder while they are loaded."""
+
+    def __init__(self, packing: str, is_tied: bool) -> None:
+        """`packing` as in `Decoder`; `is_tied`: the head has the rows of the embedding."""
+        self.packing, self.is_tied = packing, is_tied
+        self._table: DeviceMatrix | None = None
+        self._dequantized = Counter[str]()  # matrices by what kept them from being packed
+
+    def linear(self, part: str, source: Source, bias: Tensor | None) -> LinearWeights:
+        """Load a linear layer, packed if it may be."""
+        if part == "head" and self.is_tied and self._table is not None:
+            return LinearWeights(self._table, bias)
+        held, kept = source.read(), None
+        if part not in PACKED_PARTS:
+            if self.packing != "stored" or unpacked_kind(held):
+                self._dequantized[part] += 1
+        elif self.packing == "stored":
+            kept = keep_packed(held, source.device, source.dtype)
+            if kept is None and (kind := unpacked_kind(held)):
+                self._dequantized[kind] += 1
+        else:
+            is_head = source.name == "head"
+            kept = round_packed(held, self.packing, source.device, source.dtype, is_head)
+        return LinearWeights(source.floats(held) if kept is None else kept, bias)
+
+    def embedding(self, source: Source) -> Tensor | DeviceMatrix:
+        """Load an embedding; where matrices are rounded it has floats, as on the native kernels."""
+        held, kept = source.read(), None
+        if self.packing == "stored":
+            kept = keep_packed(held, source.device, source.dtype)
+        if source.name == "embed":
+            self._table = kept
+        return source.floats(held) if kept is None else kept
+
+    def note_dequantized(self, dtype: torch.dtype) -> None:
+        """Print a note about the matrices that are not packed, if there are some."""
+        if self._dequantized:
+            which = ", ".join(f"{count} {kind}" for kind, count in self._dequantized.items())
+            note(
+                f"matrices that run in {str(dtype).removeprefix('torch.')}, since they cannot be"
+                f" packed on this device: {which}"
+            )
+
+
 def route(
     logits: Tensor, experts: Experts, choice_bias: Tensor | None, expert_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -546,12 +631,14 @@ def load_decoder(
     device: torch.device,
     context: int | None = None,
     shortlist: Tensor | None = None,
+    packing: str = "",
 ) -> Decoder:
     """Load a model directory or GGUF file on torch; `context` defaults to the model's own.
 
     Raises LoadError. See `Decoder`."""
     config = load_config(path)
-    return Decoder(config, path, dtype, device, context or default_context(config), shortlist)
+    context = context or default_context(config)
+    return Decoder(config, path, dtype, device, context, shortlist, packing)
 
 
 def query_scale(growth: QueryGrowth, positions: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ class Norm:
 
 @dataclass(slots=True)
 class LinearWeights:
-    """A linear layer: weight [out, in], bias [out]."""
+    """A linear layer: weight [out, in], which `kernels.reference.linear` takes, and bias [out]."""
 
-    weight: Tensor
+    weight: Any  # a tensor or a `DeviceMatrix`
     bias: Tensor | None = None
 
 
@@ -56,7 +56,10 @@ class Source:
 
     def weight(self) -> Tensor:
         """Read the weight [out, in] in the decoder's dtype and on its device."""
-        held = self.read()
+        return self.floats(self.read())
+
+    def floats(self, held: Matrix) -> Tensor:
+        """Return what was read in the decoder's dtype and on its device."""
         floats = held if isinstance(held, Tensor) else held.dequantize()
         return floats.to(device=self.device, dtype=self.dtype).contiguous()
 

@@ -5,8 +5,8 @@ compressed-tensors (packed or plain integers of 4 or 8 bits, 8-bit floats) and f
 (gpt-oss) are read by `experts.mx_matrix`, since nothing else of a model is packed so. To add a
 layout, put its tensors into `TENSORS`, its reader into `READERS`, its config.json into `METHODS`.
 
-Every kernel can dequantize a `QuantizedMatrix`; where a native format can hold the same numbers,
-they are carried over without rounding."""
+Every kernel can dequantize a `QuantizedMatrix`; where a native format, or the `DeviceMatrix` of a
+torch device, can hold the same numbers, they are carried over without rounding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
+from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, fits_tiles
 from forerun.models.experts import StackedRows
-from forerun.models.gguf.blocks import Blocks, stack_blocks
+from forerun.models.gguf.blocks import FLOATS, Blocks, not_finite, stack_blocks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUPPORTED = (
@@ -161,6 +162,83 @@ def _broadcast(values: Tensor, numbers: Tensor, group: Tensor) -> tuple[Tensor, 
     if rest or not torch.equal(group, torch.arange(len(group)) // size):
         return values, numbers[:, group]
     return values.reshape(-1, groups, size), numbers.unsqueeze(-1)
+
+
+# ---------------------------------------------------------------- packed on torch devices
+
+
+def keep_packed(
+    matrix: Any, device: torch.device, dtype: torch.dtype = torch.float32
+) -> DeviceMatrix | None:
+    """Return a stored matrix in a packed form with exactly its numbers; None if there is none.
+
+    dtype: of what plain torch dequantizes it to. Raises LoadError for scales of a GGUF file that
+    are not finite."""
+    if isinstance(matrix, Blocks):
+        return _keep_blocks(matrix, device, dtype)
+    if not isinstance(matrix, QuantizedMatrix) or matrix.values.is_floating_point():
+        return None
+    (outputs, inputs), groups = matrix.values.shape, matrix.scale.shape[1]
+    size = inputs // groups
+    if inputs % groups or not torch.equal(matrix.group, torch.arange(inputs) // size):
+        return None
+    own = size if fits_tiles(size) else next((n for n in (64, 32) if size % n == 0), 0)
+    scale, values = matrix.scale.to(device), matrix.values.to(device)
+    runs = values.view(outputs, groups, size).short()  # int8 is too narrow for differences
+    low, high = runs.amin(2), runs.amax(2)
+    zero = torch.where((low >= -ZERO4) & (high < ZERO4), ZERO4, (-low).clamp(0, 15))
+    if own and bool(((low + zero >= 0) & (high + zero <= 15)).all()):
+        scale, zero = (t.repeat_interleave(size // own, 1) for t in (scale, zero.to(torch.uint8)))
+        points = None if bool((zero == ZERO4).all()) else zero
+        return DeviceMatrix.from_integers("int4", values.char(), scale, points, dtype=dtype)
+    if values.dtype == torch.int8 and (own or groups == 1):
+        scale = scale if groups == 1 else scale.repeat_interleave(size // own, 1)
+        return DeviceMatrix.from_integers("int8", values, scale, dtype=dtype)
+    return None
+
+
+def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> DeviceMatrix | None:
+    if {piece.entry.kind for piece in blocks.pieces} not in ({"Q8_0"}, {"Q4_0"}):
+        return None
+    rows = torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device)
+    stored = rows.view(len(rows), blocks.shape[1] // 32, -1)
+    kept = DeviceMatrix.from_blocks(blocks.kind, stored, dtype)
+    if kept.scale is not None and not bool(kept.scale.isfinite().all()):
+        raise not_finite(blocks.pieces[0].entry)
+    return kept
+
+
+def unpacked_kind(matrix: Any) -> str:
+    """Return in what a matrix is stored, for a note that it is dequantized; "" for floats."""
+    if isinstance(matrix, Blocks):
+        kinds = dict.fromkeys(piece.entry.kind for piece in matrix.pieces)
+        return " and ".join(kind for kind in kinds if kind not in FLOATS)
+    if not isinstance(matrix, QuantizedMatrix):
+        return ""
+    is_floating = matrix.values.is_floating_point()
+    return "8-bit floats" if is_floating else "integers whose groups or zero points do not fit"
+
+
+def round_packed(
+    matrix: Any, form: str, device: torch.device, dtype: torch.dtype, is_head: bool = False
+) -> DeviceMatrix:
+    """Pack a matrix as int8 or int4 by the rules of the native kernels (`runtime.packed.pack`):
+    numbers that the form holds are carried over, and an int4 model's head is int8."""
+    target = "int8" if is_head and form == "int4" else form
+    lossless = matrix.lossless() if isinstance(matrix, QuantizedMatrix) else None
+    if lossless is not None and lossless.form == form:
+        values, scale = lossless.values.to(device), lossless.scale.to(device)
+        inputs = values.shape[1]
+        if form == "int4":
+            values = torch.nn.functional.pad(values, (0, -inputs % 32))
+        return DeviceMatrix.from_integers(form, values, scale, inputs=inputs, dtype=dtype)
+    kept = None
+    if isinstance(matrix, Blocks) and target == "int4" and matrix.kind == "Q4_0":
+        kept = _keep_blocks(matrix, device, dtype)
+    if kept is not None:
+        return kept
+    floats = matrix if isinstance(matrix, Tensor) else matrix.dequantize()
+    return DeviceMatrix.from_rounded(target, floats.to(device), dtype)
 
 
 # ---------------------------------------------------------------- layouts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
+from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.kernels.triton import fused, linear
 from forerun.kernels.triton.attention import Walk, attend
 from forerun.models.config import ModelConfig
@@ -37,13 +38,16 @@ FREE_FIELDS = {
 class _Product:
     """A matrix as the kernels read it, and its bias."""
 
-    matrix: linear.DeviceMatrix
+    matrix: DeviceMatrix
     bias: Tensor | None
 
     @classmethod
     def of(cls, weights: LinearWeights | None) -> _Product:
         assert weights is not None
-        return cls(linear.DeviceMatrix.from_floats(weights.weight), weights.bias)
+        weight = weights.weight
+        if not isinstance(weight, DeviceMatrix):
+            weight = DeviceMatrix.from_floats(weight)
+        return cls(weight, weights.bias)
 
     def parts(self, x: Tensor) -> Tensor:
         """Multiply x [T, K] with the matrix, in parts."""
@@ -85,8 +89,8 @@ class _Layer:
 class KernelDecoder:
     """A `Decoder` whose layers the kernels compute; `supports` tells which.
 
-    Matrices that fit the tiles of the products share their memory with the decoder's; others are
-    copied with padding.
+    Matrices that are packed or fit the tiles of the products share their memory with the decoder's;
+    others are copied with padding.
     """
 
     def __init__(self, decoder: Decoder) -> None:

@@ -36,6 +36,7 @@ from forerun.draft.head_modules import Rotation, layer_like
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError, shown
 from forerun.kernels import reference as kernels
+from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import TRAINED_MTP_PREFIX, ModelConfig, load_config
 from forerun.models.decoder import Attend, DecoderLayers
@@ -255,7 +256,7 @@ def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
         raise LoadError("its multi-token layers are for this model alone, the target is another")
     is_native = target.form is not None
     dtype, device = torch.float32, target.device
-    if not is_native and isinstance(target.table, Tensor):
+    if not is_native and isinstance(target.table, Tensor | DeviceMatrix):
         dtype = target.table.dtype
     make_linear = _packing(config, path, target.form) if target.form is not None else in_torch
     loader_of = GgufLoader if path.is_file() else DirectoryLoader

@@ -32,6 +32,7 @@ def problem(device: torch.device) -> str | None:
 def disagreements(device: torch.device) -> list[str]:
     """Return the names of those kernels whose results in bfloat16 are not those of torch."""
     from forerun.kernels import reference
+    from forerun.kernels.device_matrix import DeviceMatrix
     from forerun.kernels.triton import fused, linear
     from forerun.kernels.triton.attention import Walk, attend
 
@@ -53,14 +54,18 @@ def disagreements(device: torch.device) -> list[str]:
         q = run(parts, rotation, positions, rows, keys, values)
         return torch.cat((q, keys[rows], values[rows]), dim=1)
 
+    int8 = DeviceMatrix.from_rounded("int8", weight, x.dtype)
+    int4 = DeviceMatrix.from_rounded("int4", weight, x.dtype)
     q, keys, values = numbers(1, 4, 32), numbers(8, 2, 32), numbers(8, 2, 32)
     last, direct, first = (integers([n], torch.int32) for n in (2, 2, 0))
     walk = Walk(last, direct, rows[None, :2].contiguous(), rows[2:], first)
     results: dict[str, tuple[Tensor, Tensor]] = {
         "linear": (
-            linear.linear(x, linear.DeviceMatrix.from_floats(weight)),
+            linear.linear(x, DeviceMatrix.from_floats(weight)),
             reference.linear(x, weight),
         ),
+        "linear of int8": (linear.linear(x, int8), reference.linear(x, int8)),
+        "linear of int4": (linear.linear(x, int4), reference.linear(x, int4)),
         "add_norm": (
             fused.add_norm(stream, parts, norm, 1e-5)[1],
             fused.add_norm_reference(stream, parts, norm, 1e-5)[1],

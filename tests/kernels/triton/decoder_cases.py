@@ -17,7 +17,8 @@ from forerun.runtime import captured, padded_pass
 from forerun.runtime.kernel_decoder import KernelDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
-from tests import tiny
+from tests import gguf_files, tiny
+from tests.quantise import checkpoint
 
 PARENTS = [-1, 0, 0, 1, 3]  # a draft tree
 PROMPT = [5, 9, 11, 4, 8]
@@ -99,6 +100,31 @@ def case_layers() -> None:
         assert all(each.own_layers is not None for each in passes._passes.values())
 
 
+def case_packed() -> None:
+    """int8 and int4 stay packed in the kernels, and have the logits of plain torch; so do the
+    numbers of checkpoints with zero points, of which each node of a tree has the bits alone."""
+    wide = tiny.new_directory("llama")
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    checkpoint(wide, "gptq", size=32, symmetric=False, **sizes)
+    gguf = gguf_files.written("qwen3", "Q8_0").path
+    for path, packing in ((wide, "int8"), (wide, "int4"), (wide, "stored"), (gguf, "stored")):
+        decoder = load_decoder(path, torch.float32, CPU, 64, packing=packing)
+        runners = runners_of(decoder)
+        compare_passes(runners)
+        passes = runners[0].captured
+        assert passes is not None and not passes.failed and passes.own_layers
+        own = passes._kernel_decoder
+        assert own is not None
+        for i, layer in enumerate(decoder.weights.layers):
+            assert own._layers[i].up.matrix is layer.up.weight, packing  # no copy
+            assert layer.up.weight.form == (
+                "int4" if path is wide and packing != "int8" else "int8"
+            )
+        if path is wide and packing == "stored":
+            assert decoder.weights.layers[0].up.weight.zero is not None
+            check_bits_of_a_tree(runners[0])
+
+
 def case_segments() -> None:
     """Two requests in a pass, a level behind uncommitted tokens, and single tokens; hidden states
     of both ends."""
@@ -125,15 +151,20 @@ def case_bfloat16() -> None:
 
 def case_bits_of_a_tree() -> None:
     """Each node of a tree has the bits of plain decoding, token by token, along its path."""
-    runners = runners_of(decoder_of("qwen3"))[:1]
-    last, nodes = len(PROMPT) - 1, list(range(len(PARENTS)))
-    forward(runners[0], Segment(0, PROMPT, list(range(-1, last)), [last]))
-    read_prompt(runners)
-    found = forward(runners[0], Segment(0, [4 + i for i in nodes], PARENTS, nodes)).clone()
+    runner = runners_of(decoder_of("qwen3"))[0]
+    last = len(PROMPT) - 1
+    forward(runner, Segment(0, PROMPT, list(range(-1, last)), [last]))
+    read_prompt([runner])
+    check_bits_of_a_tree(runner)
+
+
+def check_bits_of_a_tree(runner: Runner) -> None:
+    nodes = list(range(len(PARENTS)))
+    found = forward(runner, Segment(0, [4 + i for i in nodes], PARENTS, nodes)).clone()
     for node in (0, 1, 3):
-        alone = forward(runners[0], Segment(0, [4 + node], [-1], [0]))
+        alone = forward(runner, Segment(0, [4 + node], [-1], [0]))
         assert torch.equal(alone[0], found[node]), node
-        runners[0].cache.commit(0, [0])
+        runner.cache.commit(0, [0])
 
 
 def case_attention_alone() -> None:

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels import reference
+from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.kernels.triton import linear as kernels
-from forerun.kernels.triton.linear import DeviceMatrix, linear, linear_parts
+from forerun.kernels.triton.linear import linear, linear_parts, parts_of
 from tests.kernels.triton.compiled import check_machine_code
 from tests.kernels.triton.inputs import DEVICE, FLOATS, random
 
@@ -27,10 +28,16 @@ def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
         if inputs % group == 0:
             scale = random(4, outputs, inputs // group) / 100
             found[f"int8 by {group}"] = DeviceMatrix.from_integers("int8", values, scale)
-    if inputs % 32 == 0:
-        scale = (random(5, outputs, inputs // 32) / 4).half()
-        values = integers(6, -8, 7, outputs, inputs)
-        found["int4"] = DeviceMatrix.from_integers("int4", values, scale)
+    for group in (32, 64, 128, 256):
+        if inputs % group == 0:
+            scale = (random(5, outputs, inputs // group) / 4).half()
+            values = integers(6, -8, 7, outputs, inputs)
+            found[f"int4 by {group}"] = DeviceMatrix.from_integers("int4", values, scale)
+            zero = integers(7, 0, 15, outputs, inputs // group)
+            values = values + 8 - zero.repeat_interleave(group, dim=1)
+            found[f"int4 by {group} with zero points"] = DeviceMatrix.from_integers(
+                "int4", values, scale, zero.view(torch.uint8)
+            )
     return found
 
 
@@ -45,7 +52,8 @@ def case_equals_twin() -> None:
             weight = matrix.dequantize()
             assert weight.shape == (outputs, inputs), form
             found = linear(x, matrix, bias)
-            expected = reference.linear(x, weight.float(), bias)
+            expected = reference.linear(x, weight, bias)
+            assert torch.equal(reference.linear(x, matrix, bias), expected), form
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4 * inputs**0.5)
             if rows == 3:
                 assert torch.equal(linear(x, matrix), linear(x, matrix, torch.zeros_like(bias)))
@@ -56,7 +64,8 @@ def case_bits_of_a_row() -> None:
     for inputs in (600, 256):
         x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
         known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
-        for form in {"float", "int8", "int8 by 32", "int4"} & known.keys():
+        forms = {"float", "int8", "int8 by 32", "int4 by 32", "int4 by 128 with zero points"}
+        for form in forms & known.keys():
             matrix = known[form]
             together = linear(x, matrix)
             for row in (7, 40):
@@ -74,7 +83,8 @@ def case_parts() -> None:
     shapes = {(6144, 4096): 4, (4096, 14336): 4, (28672, 4096): 1, (3072, 2048): 8, (64, 128): 1}
     for (outputs, inputs), parts in shapes.items():
         weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
-        assert DeviceMatrix("int8", weight, None, outputs, inputs, inputs).parts == parts
+        matrix = DeviceMatrix("int8", weight, None, outputs, inputs, inputs)
+        assert parts_of(matrix) == parts
     x, weight = random(1, 5, 1000), random(2, 70, 1000)
     narrow, wide = DeviceMatrix.from_floats(weight), random(2, 128, 1024) * 0
     wide[:70, :1000] = weight
@@ -120,10 +130,11 @@ def compile_products() -> None:
         ("int8", "*i8", 128),
         ("int8", "*i8", 32),
         ("int4", "*u8", 32),
+        ("int4", "*u8", 128),
     ):
-        kinds = dict(x="*bf16", values=stored, parts="*fp32")
-        kinds["scale"] = "*fp16" if group == 32 else "*fp32"
-        for rows in (16, 32) if group in (0, 32) else (32,):
+        kinds = dict(x="*bf16", values=stored, parts="*fp32", zero="*u8")
+        kinds["scale"] = "*fp16" if group == 32 or form == "int4" else "*fp32"
+        for rows in (16, 32) if group in (0, 32) or form == "int4" else (32,):
             constants = dict(
                 FORM=kernels.FORMS[form],
                 K=4096,
@@ -133,6 +144,7 @@ def compile_products() -> None:
                 PER_PART=8,
                 IS_EVEN=True,
                 IS_WHOLE=True,
+                HAS_ZERO=form == "int4" and group == 128,
                 BM=rows,
                 BN=kernels.BLOCK_N,
                 BK=kernels.BLOCK_K,

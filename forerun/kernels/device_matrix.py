@@ -1,0 +1,225 @@
+"""A matrix that stays packed on a torch device: floats, int8 or int4 with scales.
+
+int8 has a scale per output or per group of inputs (GGUF's Q8_0 among them), int4 a scale per group
+and, for asymmetric checkpoints, a zero point (GGUF's Q4_0, GPTQ, AWQ, and the package's own). The
+layout is the one that `triton.linear` reads; on plain torch a product dequantizes some rows at a
+time (`reference.linear`), so that the matrix never exists in floats as a whole.
+
+`round_to_integers` rounds floats exactly as the native kernels do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import StateError
+
+BLOCK_N = 64  # outputs of a tile
+BLOCK_K = 128  # inputs of a tile
+GROUP4 = 32  # inputs that share a scale in int4 where floats are rounded
+ZERO4 = 8  # added to int4 without zero points, so that they are not negative
+MAX_HALF = 65504.0  # the largest float16
+CHUNK = 1 << 24  # weights that a product on torch dequantizes at a time
+CANDIDATES = [float(c) for c in range(-6, 7)]  # of the scale of a group of int4
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMatrix:
+    """A matrix W [N, K], padded with zeros to multiples of the tile.
+
+    Attributes:
+        form: "float", "int8" or "int4".
+        values: [NP, KP] floats or int8; uint8 [NP, KP / 2] for int4. Its inputs are stored in runs
+            of a group, of at most `BLOCK_K`: byte j of a run of n holds input j in its low half and
+            input j + n / 2 in its high half, the zero point added to both.
+        scale: [NP, groups] floats, one column for a scale per output; None for floats.
+        outputs, inputs: N and K.
+        group: inputs that share a scale: `inputs` for a scale per output.
+        zero: uint8 [NP, groups], zero points of int4; None if all are 8.
+        dtype: of the numbers that it stands for on plain torch.
+    """
+
+    form: str
+    values: Tensor
+    scale: Tensor | None
+    outputs: int
+    inputs: int
+    group: int
+    zero: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def from_floats(cls, weight: Tensor) -> DeviceMatrix:
+        """Take weight [N, K] as it is, without a copy if its shape fits the tiles."""
+        outputs, inputs = weight.shape
+        return cls("float", _padded(weight), None, outputs, inputs, inputs, None, weight.dtype)
+
+    @classmethod
+    def from_integers(
+        cls,
+        form: str,
+        values: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
+        *,
+        inputs: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> DeviceMatrix:
+        """Pack values [N, K] int8 and their scales: [N] or [N, groups], each group being K / groups
+        inputs.
+
+        Args:
+            values: for int4 from -8 to 7, or with `zero` from -zero to 15 - zero.
+            zero: uint8 [N, groups], zero points of int4.
+            inputs: the number of inputs if zeros were added to the last group.
+
+        Raises:
+            StateError: the groups do not fit the tiles.
+        """
+        outputs, stored = values.shape
+        scale = scale.view(outputs, -1)
+        group = stored // scale.shape[1]
+        per_output = scale.shape[1] == 1 and form == "int8"
+        if group * scale.shape[1] != stored or not (per_output or fits_tiles(group)):
+            raise StateError(f"{form} has no scales of {list(scale.shape)} for {stored} inputs")
+        if form == "int4":
+            points = ZERO4 if zero is None else zero.to(torch.int8).repeat_interleave(group, dim=1)
+            half = min(group, BLOCK_K) // 2
+            halves = (values + points).view(torch.uint8).view(outputs, -1, 2, half)
+            packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+            padded = _padded(packed, BLOCK_K // 2, ZERO4 * 17)
+        else:
+            padded = _padded(values)
+        more = 0 if per_output else -(-_rounded_up(stored, BLOCK_K) // group) - scale.shape[1]
+        widths = (0, more, 0, len(padded) - outputs)
+        scale = F.pad(scale, widths).contiguous()
+        zero = None if zero is None else F.pad(zero, widths).contiguous()
+        inputs = stored if inputs is None else inputs
+        group = inputs if per_output else group
+        return cls(form, padded, scale, outputs, inputs, group, zero, dtype)
+
+    @classmethod
+    def from_blocks(
+        cls, kind: str, blocks: Tensor, dtype: torch.dtype = torch.float32
+    ) -> DeviceMatrix:
+        """Take the bytes of a GGUF tensor of type Q8_0 or Q4_0, uint8 [N, K / 32, 34 or 18]: a
+        float16 scale, then 32 int8, or 16 bytes of two values each."""
+        scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+        stored = blocks[..., 2:].contiguous()
+        if kind == "Q8_0":
+            values = stored.view(torch.int8)
+            return cls.from_integers("int8", values.flatten(1), scale, dtype=dtype)
+        values = torch.cat((stored & 15, stored >> 4), dim=-1).view(torch.int8) - ZERO4
+        return cls.from_integers("int4", values.flatten(1), scale, dtype=dtype)
+
+    @classmethod
+    def from_rounded(
+        cls, form: str, weight: Tensor, dtype: torch.dtype = torch.float32
+    ) -> DeviceMatrix:
+        """Round weight [N, K] to int8 with a scale per output, or to int4 in groups of 32, as the
+        native kernels do."""
+        outputs, inputs = weight.shape
+        step = max(CHUNK // max(inputs, 1), 1)
+        parts = [
+            round_to_integers(form, weight[at : at + step].float())
+            for at in range(0, outputs, step)
+        ]
+        values, scale = (torch.cat(t) for t in zip(*parts, strict=True))
+        return cls.from_integers(form, values, scale, inputs=inputs, dtype=dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.outputs, self.inputs
+
+    @property
+    def padded_inputs(self) -> int:
+        """K as it is stored, a multiple of the tile."""
+        return self.values.shape[1] * (2 if self.form == "int4" else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        stored = (self.values, self.scale, self.zero)
+        return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+    def dequantize(self, first: int = 0, count: int | None = None) -> Tensor:
+        """Return `count` rows of W from `first` on, by default all: [count, K] in `dtype`."""
+        last = self.outputs if count is None else min(first + count, self.outputs)
+        return self._floats(slice(first, last))
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """Return rows of W: int64 [..] -> [.., K] in `dtype`."""
+        return self._floats(ids.flatten()).view(*ids.shape, self.inputs)
+
+    def _floats(self, rows: slice | Tensor) -> Tensor:
+        values = self.values[rows]
+        if self.scale is None:
+            return values[:, : self.inputs]
+        if self.form == "int4":
+            pairs = values.view(len(values), -1, 1, min(self.group, BLOCK_K) // 2)
+            values = torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
+        scale = self.scale[rows, :, None].float()
+        floats = values.view(*scale.shape[:2], -1).float()
+        if self.form == "int4":
+            floats = floats - (ZERO4 if self.zero is None else self.zero[rows, :, None])
+        return (floats * scale).flatten(1)[:, : self.inputs].to(self.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute x [T, K] times W transposed, plus bias [N], on plain torch. -> [T, N]"""
+        step = max(CHUNK // self.padded_inputs, 1)
+        starts = range(0, self.outputs, step)
+        parts = [
+            F.linear(x, self.dequantize(at, step), None if bias is None else bias[at : at + step])
+            for at in starts
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def fits_tiles(group: int) -> bool:
+    """Return True if groups of so many inputs can have scales of their own."""
+    return group in (32, 64) or (group > 0 and group % BLOCK_K == 0)
+
+
+def round_to_integers(form: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round float32 [N, K] to values int8 and scales, bit for bit as `pack` of kernels.cpp does.
+
+    Returns:
+        for int8 values [N, K] and scales float32 [N]; for int4 values [N, KP] from -8 to 7, K being
+        padded with zeros to whole groups of 32, and scales float16 [N, KP / 32].
+    """
+    if form == "int8":
+        scale = weight.abs().amax(1) / 127.0
+        values = torch.where(scale[:, None] > 0, weight / scale[:, None], 0).round()
+        return values.to(torch.int8), scale
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, -inputs % GROUP4))
+    groups = padded.view(-1, GROUP4).T.contiguous()  # [32, groups]
+    largest = groups.gather(0, groups.abs().argmax(0, keepdim=True))[0]
+    best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    # the scale with the least squared error
+    for divisor in torch.tensor(CANDIDATES, device=weight.device) * 0.1 - 8.0:
+        scale = (largest / divisor).clamp(-MAX_HALF, MAX_HALF).half().float()
+        rest = groups - (groups / scale).round().clamp(-8, 7) * scale
+        error = torch.zeros_like(largest)
+        for squares in rest * rest:  # one after the other: the order decides between near ties
+            error = error + squares
+        is_better = (scale != 0) & (error < least)
+        best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
+    values = torch.where(best != 0, groups / best, 0).round().clamp(-8, 7).to(torch.int8)
+    return values.T.reshape(outputs, -1), best.half().view(outputs, -1)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _padded(values: Tensor, columns: int = BLOCK_K, fill: int = 0) -> Tensor:
+    """Pad [N, columns of a tile] to multiples of the tile, without a copy if nothing changes."""
+    rows, width = values.shape
+    more = (0, -width % columns, 0, -rows % BLOCK_N)
+    return F.pad(values, more, value=fill) if any(more) else values.contiguous()

@@ -1,0 +1,122 @@
+"""Packed matrices of torch devices: the numbers they stand for, the bytes they take, and floats
+rounded exactly as the native kernels round them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import StateError
+from forerun.kernels import device_matrix, native, reference
+from forerun.kernels.device_matrix import DeviceMatrix, round_to_integers
+from forerun.runtime.packed import PackedMatrix, lay_out
+
+compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator).to(torch.int8)
+
+
+@pytest.mark.parametrize("shape", [(5, 96), (64, 128), (70, 512)])
+@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 with zero points"])
+def test_integers_are_kept(form: str, group: int, shape: tuple[int, int]) -> None:
+    """Every element is value times scale, by rows, by index and as a product."""
+    outputs, inputs = shape
+    if inputs % (group or inputs) or (group == 0 and form != "int8"):
+        return
+    groups = inputs // group if group else 1
+    scale = random(1, outputs, groups).half()
+    zero = None
+    if form == "int4 with zero points":
+        zero = integers(2, 0, 15, outputs, groups)
+        values = integers(3, 0, 15, outputs, inputs) - zero.repeat_interleave(group, 1)
+        zero = zero.view(torch.uint8)
+    else:
+        top = 127 if form == "int8" else 7
+        values = integers(3, -top - 1, top, outputs, inputs)
+    matrix = DeviceMatrix.from_integers(form.split()[0], values, scale, zero)
+    expected = values.float() * scale.float().repeat_interleave(inputs // groups, 1)
+    assert matrix.shape == shape
+    assert torch.equal(matrix.dequantize(), expected)
+    assert torch.equal(matrix.dequantize(2, 3), expected[2:5])
+    ids = torch.tensor([[4, 0], [1, 1]])
+    assert torch.equal(matrix[ids], expected[ids])
+    x, bias = random(4, 3, inputs), random(5, outputs)
+    assert torch.equal(
+        reference.linear(x, matrix, bias), reference.linear(x, matrix.dequantize(), bias)
+    )
+
+
+def test_products_dequantize_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, x, bias = DeviceMatrix.from_rounded("int4", random(1, 70, 96)), random(2, 4, 96), None
+    whole = matrix.multiply(x, bias)
+    monkeypatch.setattr(device_matrix, "CHUNK", 128 * 9)
+    for bias in (None, random(3, 70)):
+        found = matrix.multiply(x, bias)
+        expected = whole if bias is None else whole + bias
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes() -> None:
+    """Integers and scales, and nothing beside them."""
+    weight = random(1, 128, 256)
+    assert DeviceMatrix.from_floats(weight).nbytes == 128 * 256 * 4
+    assert DeviceMatrix.from_rounded("int8", weight).nbytes == 128 * 256 + 128 * 4
+    assert DeviceMatrix.from_rounded("int4", weight).nbytes == 128 * 256 // 2 + 128 * 8 * 2
+
+
+def test_numbers_of_other_dtypes() -> None:
+    """Products on torch have the dtype of the model, to which the numbers are rounded."""
+    weight = random(1, 70, 96)
+    exact = DeviceMatrix.from_rounded("int8", weight).dequantize()
+    matrix = DeviceMatrix.from_rounded("int8", weight, torch.bfloat16)
+    assert torch.equal(matrix.dequantize(), exact.bfloat16())
+    assert matrix.multiply(random(2, 3, 96).bfloat16()).dtype == torch.bfloat16
+
+
+def test_groups_that_fit_no_tile_are_refused() -> None:
+    values = integers(1, -8, 7, 4, 96)
+    for form, groups in (("int4", 1), ("int4", 6), ("int8", 5), ("int8", 2)):
+        with pytest.raises(StateError):
+            DeviceMatrix.from_integers(form, values, torch.ones(4, groups))
+
+
+def hard(kind: str) -> Tensor:
+    """Matrices in which ties, zeros and numbers of all sizes decide."""
+    weight = random(3, 96, 130)
+    if kind == "ties":
+        weight = (weight * 3).round() / 4
+    if kind == "signs":
+        weight = weight.sign()
+    if kind == "sizes":
+        weight *= torch.exp2(12 * random(4, 96, 130))
+    if kind == "tiny":
+        weight *= 1e-6
+    if kind == "zeros":
+        weight[::3], weight[:, :40] = 0, 0
+    return weight
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["normal", "ties", "signs", "sizes", "tiny", "zeros"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounding_is_that_of_the_native_kernels(form: str, kind: str) -> None:
+    """Bit for bit: the layout is compared with that of the compiled code elsewhere."""
+    native.start(1)
+    weight = hard(kind)
+    theirs = PackedMatrix(weight, None, form, gated=False)
+    data, scale = lay_out(form, theirs.rows, theirs.matrix.padded, *round_to_integers(form, weight))
+    assert (theirs.data == data.numpy()).all()
+    assert (theirs.scale == scale.numpy().view(theirs.scale.dtype)).all()
+    matrix: Any = DeviceMatrix.from_rounded(form, weight)
+    assert torch.equal(matrix.dequantize(), theirs[torch.arange(96)])

@@ -1,0 +1,276 @@
+"""Decoders on torch whose matrices stay packed: their numbers are those of the file, or those that
+the native kernels round to; passes give what they give with the same numbers in floats."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.draft.proposer import view_of
+from forerun.draft.suffix import Suffix
+from forerun.engine.engine import Engine
+from forerun.errors import LoadError
+from forerun.kernels import native
+from forerun.kernels.device_matrix import DeviceMatrix
+from forerun.models import decoder as decoder_module
+from forerun.models.config import load_config
+from forerun.models.decoder import Decoder, load_decoder
+from forerun.runtime.native import NativeDecoder
+from forerun.runtime.torch_runner import Runner
+from tests import families, gguf_files, tiny
+from tests.engine import build
+from tests.quantise import checkpoint
+from tests.runtime.test_captured import RecordedOperations, both, chain, compare_passes, pair
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+
+
+def load(path: Path, packing: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(path, dtype, CPU, 256, packing=packing)
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is printed about the matrices that are not packed."""
+    found: list[str] = []
+    monkeypatch.setattr(decoder_module, "note", found.append)
+    return found
+
+
+def linears(decoder: Any) -> list[Any]:
+    """All linear layers, in the same order for the same family."""
+    return [each for layer in decoder.weights.layers for each in layer.matrices] + [
+        decoder.weights.head
+    ]
+
+
+def floats(weight: Any) -> Tensor:
+    return weight.dequantize() if isinstance(weight, DeviceMatrix) else weight
+
+
+def forms(decoder: Decoder) -> list[str]:
+    """The forms of the first layer's matrices and of the head."""
+    layer = decoder.weights.layers[0]
+    weights = [each.weight for each in (*layer.matrices, decoder.weights.head)]
+    return [weight.form if isinstance(weight, DeviceMatrix) else "float" for weight in weights]
+
+
+def in_floats(decoder: Decoder) -> Decoder:
+    """The same decoder with the numbers of its matrices in floats."""
+    found = copy.copy(decoder)
+    found.weights = copy.deepcopy(decoder.weights)
+    for linear in linears(found):
+        linear.weight = floats(linear.weight).contiguous()
+    if isinstance(found.weights.embed, DeviceMatrix):
+        found.weights.embed = floats(found.weights.embed)
+    return found
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize(
+    "layout, bits, size, symmetric, expected",
+    [
+        ("gptq", 4, 32, True, "int4"),
+        ("gptq", 4, 64, False, "int4"),
+        ("gptq", 4, 128, False, "int4"),
+        ("gptq_v2", 4, 0, False, "int4"),
+        ("gptq_v2", 8, 32, True, "int8"),
+        ("awq", 4, 32, False, "int4"),
+        ("awq", 4, 128, True, "int4"),
+        ("packed", 4, 0, True, "int4"),
+        ("packed", 8, 64, True, "int8"),
+        ("plain", 8, 0, True, "int8"),
+        ("gptq", 4, 16, True, "float"),
+        ("gptq", 8, 32, False, "float"),
+    ],
+)
+def test_stored_numbers_are_kept(
+    layout: str, bits: int, size: int, symmetric: bool, expected: str, tmp_path: Path, notes: Any
+) -> None:
+    """Exactly, in the packed form that holds them; others are dequantized, and a note says so."""
+    wide = dict(hidden_size=128, intermediate_size=256)
+    checkpoint(tmp_path, layout, bits, size, symmetric, **wide)
+    decoder, exact = load(tmp_path, "stored"), load(tmp_path, "")
+    assert forms(decoder) == [expected] * 4 + ["float"]
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    why = "12 integers whose groups or zero points do not fit"
+    said = f"matrices that run in float32, since they cannot be packed on this device: {why}"
+    assert notes == ([said] if expected == "float" else [])
+
+
+def test_groups_whose_inputs_do_not_stand_together_are_dequantized(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "gptq", shuffled=True)
+    assert forms(load(tmp_path, "stored")) == ["float"] * 5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind, form", [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q5_0", "float")])
+def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: Any) -> None:
+    """Among them rows that are reordered, and a tied head, which shares the embedding's memory."""
+    path = gguf_files.written(name, kind).path
+    decoder, exact = load(path, "stored"), load(path, "")
+    assert forms(decoder) == [form] * 5
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    ids = torch.tensor([5, 0, 7])
+    assert torch.equal(decoder.weights.embed[ids], exact.weights.embed[ids])
+    if decoder.config.tied and form != "float":
+        assert decoder.weights.head.weight is decoder.weights.embed
+    assert len(notes) == (form == "float") and all("Q5_0" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_of_gguf_files_are_kept(name: str) -> None:
+    path = gguf_files.written(name, "Q8_0").path
+    decoder, exact = load(path, "stored"), load(path, "")
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    for layer in decoder.weights.layers:
+        if layer.experts is not None:
+            assert layer.experts.up.weight.form == layer.experts.down.weight.form == "int8"
+
+
+def test_files_of_several_types_keep_what_they_can() -> None:
+    """A linear layer of several types is dequantized, whatever they are."""
+    path = gguf_files.written("llama", ("Q4_0", "Q8_0", "Q4_0")).path
+    decoder, exact = load(path, "stored"), load(path, "")
+    assert {"int4", "int8", "float"} >= set(forms(decoder)) != {"float"}
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = gguf_files.written("llama", "Q8_0").path
+    offset = gguf_files.tensors_of(path)["blk.0.ffn_down.weight"][0]
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 2] = b"\x00\x7c"  # infinity
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data)
+    with pytest.raises(LoadError, match=r"blk\.0\.ffn_down"):
+        load(broken, "stored")
+
+
+@compiled
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+@pytest.mark.parametrize("source", ["floats", "tied", "gptq", "awq", "plain", "Q4_0", "Q5_1"])
+def test_rounded_numbers_are_those_of_the_native_kernels(
+    source: str, packing: str, tmp_path: Path
+) -> None:
+    """Of floats, of checkpoints with integers, and of GGUF files; the head of int4 is int8."""
+    native.start(1)
+    path = tmp_path
+    if source in ("floats", "tied"):
+        path = tiny.family("llama" if source == "floats" else "gemma3")
+    elif source.startswith("Q"):
+        path = gguf_files.written("llama", source).path
+    else:
+        bits, size = (8, 0) if source == "plain" else (4, 32)
+        checkpoint(path, source, bits, size, symmetric=source != "awq")
+    theirs = NativeDecoder(load_config(path), path, packing, 64)
+    decoder = load(path, packing, torch.bfloat16)
+    assert forms(decoder) == [packing] * 4 + ["int8"]
+    assert decoder.precision.startswith("int8, torch" if packing == "int8" else "int4 and int8, ")
+    for i, layer in enumerate(decoder.weights.layers):
+        for part in ("qkv", "out", "down"):  # their rows are in order
+            weight, packed = getattr(layer, part).weight, getattr(theirs.weights.layers[i], part)
+            weight = replace(weight, dtype=torch.float32)
+            assert torch.equal(weight.dequantize(), packed[torch.arange(weight.outputs)])
+    head = replace(decoder.weights.head.weight, dtype=torch.float32)
+    assert torch.equal(head.dequantize(), theirs.weights.head[torch.arange(head.outputs)])
+
+
+# ---------------------------------------------------------------- passes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+def test_passes_equal_those_with_floats(packing: str, dtype: torch.dtype) -> None:
+    """Unrecorded, and recorded with other tokens, lengths and pages."""
+    decoder = load(tiny.family("llama"), packing, dtype)
+    wide = in_floats(decoder)
+    sizes = dict(tokens=64, page=4, slots=1)
+    logits = []
+    for each in (decoder, wide):
+        runner = Runner(each, **sizes)
+        assert runner.cache.pages.grow(0, 9)
+        logits.append(runner.forward([chain(0, list(range(5, 14)))]).logits)
+    slack = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(*logits, rtol=0, atol=slack * float(logits[1].abs().max()))
+    if dtype == torch.float64:
+        recorded, _, graphs = pair(decoder)
+        plain = pair(wide)[1]
+        compare_passes((recorded, plain))
+        assert graphs.count and recorded.captured is not None and not recorded.captured.failed
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *families.MODELS])
+def test_every_family(name: str, notes: Any) -> None:
+    """Experts are packed as well; routers, recurrent layers and the like stay in floats."""
+    decoder = load(tiny.family(name), "int8", torch.float64)
+    for layer in decoder.weights.layers:
+        experts = [] if layer.experts is None else [layer.experts.up, layer.experts.down]
+        for each in [layer.out, layer.down, *experts, decoder.weights.head]:
+            assert each is None or isinstance(each.weight, DeviceMatrix)
+    runners = [pair(each)[1] for each in (decoder, in_floats(decoder))]
+    both(runners, [chain(0, list(range(5, 14)))])
+    assert any(" router" in note for note in notes) == (decoder.config.experts is not None)
+
+
+@pytest.mark.parametrize("packing", ["int8", "int4", "stored"])
+def test_speculation_is_lossless(packing: str) -> None:
+    """With recorded passes, greedily and drawn, in small chunks."""
+    path = gguf_files.written("llama", "Q4_0").path
+    decoder = load(path, packing, torch.float64)
+    texts = []
+    for draft in ("off", "suffix"):
+        for graphs in (None, RecordedOperations()):
+            runner = Runner(decoder, tokens=1024, page=4, slots=8, graphs=graphs)
+            engine = Engine(runner, {"suffix": Suffix(shortest=1)}, chunk=16)
+            requests = build.run(engine, draft, None, count=4)
+            texts.append([request.tokens for request in requests])
+            if draft == "suffix":
+                assert any(request.stats.accepted for request in requests)
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+@pytest.mark.parametrize("packing", ["int8", "stored"])
+def test_drafters_share_the_packed_embedding_and_head(packing: str) -> None:
+    path = gguf_files.written("llama", "Q8_0").path
+    decoder = load(path, packing, torch.bfloat16)
+    view, exact = view_of(decoder), view_of(in_floats(decoder))
+    ids, x = torch.tensor([[3, 5], [0, 9]]), torch.randn(4, decoder.config.hidden)
+    assert torch.equal(view.table[ids], exact.table[ids])
+    torch.testing.assert_close(view.head(x), exact.head(x), rtol=0.01, atol=0.01)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_the_packed_bytes_are_all_that_is_kept() -> None:
+    """Of a matrix that fits the tiles: integers and scales. Others are padded to 64 by 128."""
+    path = tiny.new_directory("llama")
+    sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    tiny.hf_model("llama", num_key_value_heads=4, vocab_size=256, **sizes).save_pretrained(path)
+    weights = (3 * 128 * 128 + 128 * 128 + 2 * 128 * 256 + 128 * 256) * 3
+    outputs = (3 * 128 + 128 + 2 * 256 + 128) * 3
+    head, head_scales = 256 * 128, 256 * 4
+    decoder = load(path, "int8", torch.bfloat16)
+    assert decoder.weight_bytes == weights + 4 * outputs + head + head_scales
+    assert decoder.weight_bits == 8 * decoder.weight_bytes / (weights + head)
+    decoder = load(path, "int4", torch.bfloat16)
+    assert decoder.weight_bytes == weights // 2 + weights // 32 * 2 + head + head_scales
+    kept = [each.weight for each in linears(decoder)]
+    tensors = [t for m in kept for t in (m.values, m.scale, m.zero) if t is not None]
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == decoder.weight_bytes
+    assert load(path, "").weight_bits == 32
