@@ -33,6 +33,7 @@ from forerun.bench.shapes import SHAPES, ModelShape, hugging_face_config
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.engine import Engine
+from forerun.engine.multi_step import SECONDS
 from forerun.hardware import cores, processor
 from forerun.kernels import reference as kernels
 from forerun.kernels.device_matrix import DeviceMatrix
@@ -55,7 +56,13 @@ TINY = {
 }  # fmt: skip
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 # names of how passes are recorded, for the tables; the last are not
-RECORDINGS = ("graphs", "graphs, own kernels", "graphs, own kernels, int4", "")
+RECORDINGS = (
+    "graphs",
+    "graphs, own kernels",
+    "graphs, own kernels, int4",
+    "graphs, one round a step",
+    "",
+)
 WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 COMPARED = 32  # rows of a batch that are compared with the same rows alone
 AGREEMENT = 0.7  # of the drafter that knows the text
@@ -282,7 +289,9 @@ def measure_model(shape: ModelShape, cpu: bool, graphs: str) -> Rows:
     small = replace(shape, layers=max(shape.layers // 8, 1))
     runner = random_runner(small, cpu, slots=1, graphs=graphs, packing=packing)
     draft = DraftModel(runner, shape.vocab)
-    engine = Engine(target, {"known": Known(shape.vocab), "model": draft})
+    is_late = graphs and "one round" not in graphs
+    proposers: dict[str, Proposer] = {"known": Known(shape.vocab), "model": draft}
+    engine = Engine(target, proposers, multi_step=SECONDS if is_late else 0.0)
     arms = (PLAIN, NamedArm("known", DEPTH), NamedArm("model", DEPTH))
     for temperature in (0.0, 0.8) if graphs == "graphs" or cpu else (0.0,):
         runs = {arm: decode(engine, 1, 8 if cpu else 128, temperature, arm) for arm in arms}
@@ -313,7 +322,7 @@ def measure_requests(cpu: bool) -> Rows:
     shape = shapes(cpu)[0]
     counts = (1, 4) if cpu else (1, 4, 16, 64)
     target = random_runner(shape, cpu, slots=max(counts), graphs="" if cpu else "graphs")
-    engine = Engine(target, {"known": Known(shape.vocab)})
+    engine = Engine(target, {"known": Known(shape.vocab)}, multi_step=SECONDS)
     tokens = 8 if cpu else 64
     for count in counts:
         plain = decode(engine, count, tokens, 0.0, PLAIN)
@@ -509,24 +518,26 @@ class CountOperations(TorchDispatchMode):
 
 
 def count_calls(engine: Engine, arm: Arm, temperature: float) -> Row:
-    """Return torch operations, and calls that block the host, of a decoding step on average."""
+    """Return torch operations, and calls that block the host, of a round on average."""
     params = SamplingParams.pure(max_tokens=PROMPT, temperature=temperature, seed=1)
-    engine.add(list(range(PROMPT)), params, draft=arm.name, depth=arm.depth)
+    request = engine.add(list(range(PROMPT)), params, draft=arm.name, depth=arm.depth)
     for _ in range(2):
         engine.step_or_raise()  # the prompt, and a first draft
+    first = request.stats.steps
     is_cuda = engine.target.decoder.device.type == "cuda"
     if is_cuda:
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught, CountOperations() as count:
         warnings.simplefilter("always")
-        for _ in range(COUNTED_STEPS):
+        while engine.busy and request.stats.steps < first + COUNTED_STEPS:
             engine.step_or_raise()
+    rounds = request.stats.steps - first
     if is_cuda:
         torch.cuda.set_sync_debug_mode("default")
     while engine.busy:
         engine.step_or_raise()
     blocking = sum("synchronizing CUDA" in str(warning.message) for warning in caught)
     return {
-        "blocking calls a step": blocking / COUNTED_STEPS if is_cuda else None,
-        "operations a step": count.operations / COUNTED_STEPS,
+        "blocking calls a round": blocking / rounds if is_cuda else None,
+        "operations a round": count.operations / rounds,
     }

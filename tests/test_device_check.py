@@ -71,7 +71,7 @@ def test_stages_in_miniature(
     assert [row["draft"] for row in decoding[:3]] == ["off", "known, depth 4", "model, depth 4"]
     assert all(row["differs from plain at"] is None for row in decoding)
     assert all(row["accepted length"] > 1 for row in decoding if row["draft"] != "off")
-    assert decoding[2]["operations a step"] > decoding[0]["operations a step"] > 0
+    assert decoding[2]["operations a round"] > decoding[0]["operations a round"] > 0
     assert [row["requests"] for row in tables["requests"]["requests"]] == [1, 4]
     assert all(row["same texts"] for row in tables["requests"]["requests"])
     printed = capsys.readouterr().out
