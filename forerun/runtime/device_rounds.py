@@ -14,9 +14,8 @@ thrown away.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -28,7 +27,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
-from forerun.kernels.draw import draw_recorded
+from forerun.kernels.draw import DrawKind, DrawParameters, draw_rows, sampling_numbers
 from forerun.rng import Lane
 from forerun.runtime.captured import CapturedPasses
 from forerun.runtime.padded_pass import PassShape, padded_shape
@@ -38,6 +37,7 @@ from forerun.types import States
 log = logging.getLogger("forerun.runtime")
 
 FEWEST = 2  # rounds that are worth a call
+MOST_RECORDED = 64  # shapes, depths and kinds of draws; the least recently used go
 
 # Draws the tokens [M] behind positions [R, M / R] from logits [M, V].
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -139,7 +139,7 @@ class DeviceRounds:
     def __init__(self, target: CapturedPasses) -> None:
         self.target = target
         self.failed = False
-        self._recorded: dict[tuple[Any, ...], _Rounds] = {}
+        self._recorded: OrderedDict[tuple[Any, ...], _Rounds] = OrderedDict()
         self._current: _Rounds | None = None
 
     def begin(
@@ -152,37 +152,27 @@ class DeviceRounds:
         depth = max(request.depth for request in requests) if drafter else 0
         positions = [len(request.tokens) - 1 for request in requests]
         shape = padded_shape(len(requests), depth + 1, max(positions) + depth + 1)
-        if self.failed or shape is None or not self.takes([each.sampling for each in requests]):
+        if self.failed or shape is None:
             return 0
         most = min(most, (shape.keys - max(positions)) // (depth + 1))
         if most < FEWEST:
             return 0
         try:
-            draw = self._draw_kind([each.sampling for each in requests])
+            vocab = self.target.decoder.config.vocab
+            draw = DrawKind.of([each.sampling for each in requests], vocab)
             key = (shape, depth, draw)
             rounds = self._recorded.get(key)
             if rounds is None or rounds.drafter is not drafter:
                 rounds = self._recorded[key] = _Rounds(self.target, drafter, shape, depth, draw)
+                if len(self._recorded) > MOST_RECORDED:
+                    self._recorded.popitem(last=False)
+            self._recorded.move_to_end(key)
             rounds.begin(requests)
         except Exception as error:  # of memory: nothing may crash
             self._fail(error)
             return 0
         self._current = rounds
         return most
-
-    def takes(self, samplings: Sequence[Sampling]) -> bool:
-        """Return True if tokens can be drawn with these samplings in one round. On torch all that
-        draw have the same filters."""
-        kinds = {by[1:] for by in samplings if by.temperature}
-        return self.target.own_layers or len(kinds) < 2
-
-    def _draw_kind(self, samplings: Sequence[Sampling]) -> DrawKind:
-        drawn = [by for by in samplings if by.temperature]
-        if not self.target.own_layers:
-            return DrawKind(drawn[0][1:] if drawn else None, None)
-        vocab = self.target.decoder.config.vocab
-        has_top_k = any(0 < by.top_k < vocab for by in drawn)
-        return DrawKind(None, (has_top_k, any(by.top_p < 1 for by in drawn)))
 
     def launch(self) -> bool:
         """Let the device begin the next round; False if that is impossible now and later."""
@@ -208,18 +198,6 @@ class DeviceRounds:
         self.failed = True
         reason = str(error).split("\n")[0]
         log.warning("the host waits for each round, since they cannot be recorded: %s", reason)
-
-
-class DrawKind(NamedTuple):
-    """Kind of draw of recorded rounds.
-
-    Attributes:
-        filters: on torch, top_k, top_p and min_p of all rows that are drawn; None if none is.
-        own: by the kernels of `kernels/triton`, whether a row has a top_k, and a top_p; else None.
-    """
-
-    filters: tuple[int, float, float] | None
-    own: tuple[bool, bool] | None
 
 
 class _Mark:
@@ -279,6 +257,7 @@ class _Rounds:
     ) -> None:
         self.drafter, self.depth, self.draw = drafter, depth, draw
         self.graphs, self.shape, self.vocab = target.graphs, shape, target.decoder.config.vocab
+        self.own_kernels = target.own_layers
         layers = tuple(sorted(drafter.aux_hidden_layers)) if drafter else ()
         self.target_pass = target.new_pass(shape, layers)
         self.chains = drafter.chains(target, shape, depth) if drafter else None
@@ -297,6 +276,8 @@ class _Rounds:
     @torch.inference_mode()
     def begin(self, requests: Sequence[RoundRequest]) -> None:
         """Begin with other requests, whose rows are reserved."""
+        while self.land():
+            pass  # what an interrupted call left
         self._count, device = len(requests), self.state.device
         state = np.zeros(self.state.shape, np.int64)
         state[2] = 1  # padding has a token before its last one, too
@@ -305,10 +286,7 @@ class _Rounds:
             noise = rng.signed(rng.stream(request.seed, Lane.TARGET))
             last, before = request.tokens[-1], request.tokens[-2]
             state[:, r] = last, before, len(request.tokens) - 1, noise, request.depth, 1
-            by = request.sampling
-            top_k = by.top_k if 0 < by.top_k < self.vocab else math.inf
-            least = math.log(by.min_p) if by.min_p else -math.inf
-            sampling[:, r] = by.temperature, top_k, by.top_p, least
+            sampling[:, r] = sampling_numbers(request.sampling, self.vocab)
         self.state.copy_(torch.from_numpy(state), non_blocking=True)
         self.sampling.copy_(torch.from_numpy(sampling), non_blocking=True)
         part, slots = self.target_pass, [request.slot for request in requests]
@@ -381,7 +359,7 @@ class _Rounds:
         logits = forward.logits[: count * nodes]
         drawn = self._draw(logits, state.position[:, None] + steps).view(count, nodes)
         accepted = self._follow(tokens, drawn, state.depth)
-        if self.draw.own is None:
+        if not self.own_kernels:
             is_finite = torch.isfinite(logits.amax(-1)).view(count, nodes).all(1)
         else:
             is_finite, drawn = (drawn >= 0).all(1), drawn.clamp(min=0)
@@ -399,16 +377,13 @@ class _Rounds:
         """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
         each = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
-        rows = self.sampling.repeat_interleave(each, 1)
-        if self.draw.own is None:
-            return draw_recorded(logits, rows[0].to(logits.dtype), self.draw.filters, keys)
-        from forerun.kernels.triton.draw import DrawParameters, draw_tokens
+        temperature, top_k, top_p, least = self.sampling.repeat_interleave(each, 1)
+        by = DrawParameters(temperature, least, top_k, top_p, keys, self.draw)
+        if not self.own_kernels:
+            return draw_rows(logits, by)
+        from forerun.kernels.triton.draw import draw_tokens
 
-        temperature, top_k, top_p, least = rows
-        parameters = DrawParameters(
-            temperature.float(), least.float(), top_k, top_p, keys, *self.draw.own
-        )
-        return draw_tokens(logits.float(), parameters)
+        return draw_tokens(logits.float(), by)
 
     def _follow(self, tokens: Tensor, drawn: Tensor, depth: Tensor) -> Tensor:
         """Return how many drafted tokens equal the target's: int64 [R].
@@ -417,7 +392,7 @@ class _Rounds:
         depth: int64 [R], the most that may be accepted.
         """
         count, nodes = tokens.shape
-        if self.draw.own is None:
+        if not self.own_kernels:
             steps = torch.arange(nodes - 1, device=tokens.device)
             follows = (drawn[:, :-1] == tokens[:, 1:]) & (steps < depth[:, None])
             return follows.long().cumprod(1).sum(1)

@@ -99,6 +99,7 @@ def texts(
     return [list(request.output) for request in requests]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9}])
 @pytest.mark.parametrize(
     "draft", ["off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"]
@@ -146,6 +147,7 @@ def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
     assert texts(draft, True, sampled, depth=3) == plain
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3n-own-keys", "exaone4", "qwen3"])
 def test_families(log: list[str], family: str) -> None:
     """Windows are masked on the device; keys of shared layers are written once."""
@@ -155,6 +157,7 @@ def test_families(log: list[str], family: str) -> None:
     assert "l" in log
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", ["model", "eagle", "eagle1", "mtp"])
 def test_drafts_and_statistics_are_those_of_single_steps(
@@ -185,10 +188,10 @@ def test_drafts_and_statistics_are_those_of_single_steps(
 @pytest.mark.parametrize("draft", ["off", "model", "eagle"])
 def test_stops_in_the_middle_of_a_path(draft: str) -> None:
     """A text ends at its first stop token, and not where the round or the call ends."""
-    for stop in range(3, 60, 7):
-        given = {"stop_token_ids": [stop, stop + 1, stop + 2], "temperature": 1.0}
+    for stop in (5, 20):
+        given = {"stop_token_ids": list(range(stop, stop + 5)), "temperature": 1.0}
         assert texts(draft, True, given) == texts("off", False, given)
-    for limit in (2, 3, 5, 9):
+    for limit in (2, 3, 6):
         made = engine(draft)
         request = add(made, draft, max_tokens=limit)
         build.finish(made)
@@ -224,7 +227,7 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
 def test_preemption_and_small_pools(draft: str) -> None:
     """Where there is no room for rounds, steps are single ones, and nothing is lost."""
     plain = texts("off", False, {"temperature": 0.8}, tokens=1024)
-    for tokens in (120, 150, 200):
+    for tokens in (120, 180):
         assert texts(draft, True, {"temperature": 0.8}, tokens=tokens) == plain
 
 
@@ -253,13 +256,21 @@ def test_what_needs_python_in_every_round_runs_one_round_a_step(
     assert "l" not in log or given.get("logprobs") is None
 
 
-def test_different_filters_run_one_round_a_step(log: list[str]) -> None:
-    """A recorded draw has one set of filters; greedy requests may join it."""
-    made = engine("model")
-    for prompt, top_k in ((1, 5), (2, 6)):
-        add(made, "model", prompt, temperature=0.8, top_k=top_k)
-    build.finish(made)
-    assert not log
+def test_requests_with_filters_of_their_own_share_rounds(log: list[str]) -> None:
+    given: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "top_k": 5},
+        {"temperature": 1.1, "top_p": 0.8},
+        {"temperature": 1.3, "min_p": 0.05, "top_k": 20},
+    ]
+    found = []
+    for late in (False, True):
+        made = engine("model", late=late)
+        requests = [add(made, "model", i, **own) for i, own in enumerate(given)]
+        build.finish(made)
+        found.append([list(request.output) for request in requests])
+    assert found[0] == found[1]
+    assert "rlrl" in "".join(log)
 
 
 @pytest.mark.parametrize("draft", ["model", "eagle"])
@@ -399,7 +410,7 @@ class Waits(TorchFunctionMode):
 @pytest.mark.parametrize("draft", ["off", "model", "eagle"])
 def test_the_host_waits_once_a_round(log: list[str], draft: str, temperature: float) -> None:
     """At any depth, and for all requests at once."""
-    for depth in (1, 4, 7):
+    for depth in (2, 7):
         made = engine(draft)
         for prompt in range(3):
             add(made, draft, prompt, depth, temperature=temperature, max_tokens=60)

@@ -134,13 +134,30 @@ def test_a_library_of_another_version_is_named(monkeypatch):
     )
 
 
+def filtered(scores, rows):
+    """Filter rows as another device does."""
+    vocab = scores.shape[1]
+    by = draw.DrawParameters.upload(rows, [0] * len(rows), vocab, scores.device)
+    return draw._filter_rows(scores, by.top_k, by.top_p, by.least, by.kind)
+
+
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
 def test_filters_that_never_ask_the_device_keep_the_same_tokens(filters):
     """Ties at the border apart, which there are none of among random numbers."""
     scores = torch.randn(20, 900, generator=torch.Generator().manual_seed(2)).double() * 3
     scores[:5, 100:] = -torch.inf
     scores -= scores.amax(-1, keepdim=True)
-    assert torch.equal(draw._filter_on_device(scores, *filters), draw._filter(scores, *filters))
+    alone = filtered(scores, [Sampling(1.0, *filters)] * 20)
+    assert torch.equal(alone, draw._filter(scores, *filters))
+
+
+def test_rows_with_filters_of_their_own_are_filtered_together():
+    scores = torch.randn(2 * len(FILTERS), 900, generator=torch.Generator().manual_seed(4)) * 3
+    scores = scores.double() - scores.double().amax(-1, keepdim=True)
+    rows = [Sampling(1.0, *filters) for filters in FILTERS.values() for _ in range(2)]
+    together = filtered(scores, rows)
+    for row, own, by in zip(together, scores, rows, strict=True):
+        assert torch.equal(row, draw._filter(own[None], *by[1:])[0]), by
 
 
 def test_draws_of_another_device_and_their_check_take_one_copy_to_the_host(monkeypatch):

@@ -93,9 +93,9 @@ def disagreements(device: torch.device) -> list[str]:
 
 def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what the kernels behind a pass compute, and what they should."""
-    from forerun.kernels.draw import draw_on_device
+    from forerun.kernels.draw import DrawParameters, draw_on_device
     from forerun.kernels.triton.compact import compact
-    from forerun.kernels.triton.draw import DrawParameters, draw_tokens
+    from forerun.kernels.triton.draw import draw_tokens
     from forerun.kernels.triton.walk import walk
 
     def integers(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:

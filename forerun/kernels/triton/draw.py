@@ -19,17 +19,12 @@ except that
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.devices import upload
-from forerun.sampling.params import Sampling
+from forerun.kernels.draw import DrawParameters
 
 BLOCK = 1024  # tokens of a program
 BITS = 4  # of a digit
@@ -37,46 +32,6 @@ BINS = 1 << BITS
 CHUNK = 128  # tokens that a program sorts into bins at once
 FIRST_SHIFT = 28  # of the first digit of a magnitude, which has 31 bits
 NO_BAR = 0x7F800000  # the magnitude of -inf: all tokens are kept
-
-
-@dataclass(frozen=True, slots=True)
-class DrawParameters:
-    """Parameters of the draws of M rows, on the device.
-
-    Attributes:
-        temperature: float32 [M]; 0 takes the likeliest token, whatever the filters are.
-        least: float32 [M], the logarithm of min_p; -inf keeps all.
-        top_k: float64 [M]; infinite keeps all.
-        top_p: float64 [M]; 1 keeps all.
-        keys: int64 [M], the bits of the streams' keys.
-        has_top_k, has_top_p: some row has such a filter; without, its kernels are not run.
-    """
-
-    temperature: Tensor
-    least: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    keys: Tensor
-    has_top_k: bool
-    has_top_p: bool
-
-    @classmethod
-    def upload(
-        cls, samplings: Sequence[Sampling], keys: Sequence[int], vocab: int, device: torch.device
-    ) -> DrawParameters:
-        """Upload samplings and stream keys, M of each."""
-        top_k = [float(by.top_k) if 0 < by.top_k < vocab else math.inf for by in samplings]
-        least = [math.log(by.min_p) if by.min_p else -math.inf for by in samplings]
-        signed = [key - (1 << 64) if key >> 63 else key for key in keys]
-        return cls(
-            upload([by.temperature for by in samplings], torch.float32, device),
-            upload(least, torch.float32, device),
-            upload(top_k, torch.float64, device),
-            upload([by.top_p for by in samplings], torch.float64, device),
-            upload(signed, torch.int64, device),
-            any(by.temperature and k < math.inf for by, k in zip(samplings, top_k, strict=True)),
-            any(by.temperature and by.top_p < 1 for by in samplings),
-        )
 
 
 def draw_tokens(logits: Tensor, parameters: DrawParameters, *, block: int = BLOCK) -> Tensor:
@@ -93,8 +48,9 @@ def draw_tokens(logits: Tensor, parameters: DrawParameters, *, block: int = BLOC
     peaks = torch.empty((rows, blocks), dtype=torch.float32, device=device)
     _find_peaks[(rows, blocks)](logits, peaks, **shape)
     bars = torch.full((rows,), NO_BAR, dtype=torch.int32, device=device)
-    scaled = logits, peaks, parameters.temperature
-    for is_mass, is_used in ((False, parameters.has_top_k), (True, parameters.has_top_p)):
+    temperature, least = parameters.temperature.float(), parameters.least.float()
+    scaled = logits, peaks, temperature
+    for is_mass, is_used in ((False, parameters.kind.has_top_k), (True, parameters.kind.has_top_p)):
         if not is_used:
             continue
         # What this filter may keep is what the one before has left, down to `bars`.
@@ -122,9 +78,7 @@ def draw_tokens(logits: Tensor, parameters: DrawParameters, *, block: int = BLOC
     best = torch.empty((rows, blocks), dtype=torch.float64, device=device)
     places = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     tokens = torch.empty((rows,), dtype=torch.int64, device=device)
-    _draw[(rows, blocks)](
-        *scaled, parameters.least, parameters.keys, bars, best, places, **shape, **padded
-    )
+    _draw[(rows, blocks)](*scaled, least, parameters.keys, bars, best, places, **shape, **padded)
     _choose[(rows,)](peaks, best, places, tokens, blocks, **padded)
     return tokens
 
