@@ -24,7 +24,6 @@ from forerun import (
     draft_spec,
     load,
 )
-from forerun import draft_loading as loader
 from forerun.draft import registry
 from forerun.draft.automaton import SuffixAutomaton
 from forerun.draft.proposer import DraftRequest, Proposer
@@ -554,8 +553,7 @@ def test_documents_are_indexed_once_for_all_prompts(monkeypatch: pytest.MonkeyPa
 def test_caches_of_drafters_come_out_of_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of what is free, for all of them together; each holds as many tokens as the
     others."""
-    for module in (load, loader):
-        monkeypatch.setattr(module, "free_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(load, "free_memory", lambda device: 4_000_000)
     drafts = [f"model:{tiny.spoken(0.3)}", f"ahead(model:{tiny.spoken(0.02)})"]
     alone, llm = (LLM(tiny.spoken(), draft=draft, max_rows=64) for draft in ("suffix", drafts))
     caches = {id(cache): cache for p in llm.engine.proposers.values() if (cache := p.kv())} | {

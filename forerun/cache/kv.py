@@ -44,6 +44,8 @@ class KVCache:
             passes.
     """
 
+    compact: Callable[[KVCache, Sequence[int], Sequence[int]], None] | None = None
+
     def __init__(
         self,
         config: ModelConfig,
@@ -99,7 +101,6 @@ class KVCache:
             self.recurrent = RecurrentStates(config, slots, page)
         self.length = [0] * slots
         self.moves: list[tuple[Sequence[int], Sequence[int]]] | None = None
-        self.compact: Callable[[KVCache, Sequence[int], Sequence[int]], None] | None = None
         self.head_layouts = [n for heads, d, own in groups for n in (heads * len(own), d)] + [0]
         addresses = self.data[0].data_ptr(), self.data[1].data_ptr()
         self.layout = (*addresses, rows, str(dtype).removeprefix("torch."))
