@@ -377,7 +377,9 @@ class _Rounds:
         """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
         each = positions.shape[1]
         keys = rng.substreams(self.state[3][:, None], positions + 1).view(-1)
-        temperature, top_k, top_p, least = self.sampling.repeat_interleave(each, 1)
+        # `repeat_interleave` may wait for the device
+        rows = self.sampling[:, :, None].expand(-1, -1, each).reshape(4, -1)
+        temperature, top_k, top_p, least = rows
         by = DrawParameters(temperature, least, top_k, top_p, keys, self.draw)
         if not self.own_kernels:
             return draw_rows(logits, by)
