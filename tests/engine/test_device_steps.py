@@ -157,21 +157,27 @@ def test_families(log: list[str], family: str) -> None:
     assert "l" in log
 
 
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of each verified draft."""
+    found: list[list[int]] = []
+    record = DraftLearning.record_verdict
+
+    def noted(self: DraftLearning, request: Request, verified: Draft, verdict: Verdict) -> None:
+        found.append(verified.tokens)
+        record(self, request, verified, verdict)
+
+    monkeypatch.setattr(DraftLearning, "record_verdict", noted)
+    return found
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("draft", ["model", "eagle", "eagle1", "mtp"])
 def test_drafts_and_statistics_are_those_of_single_steps(
-    monkeypatch: pytest.MonkeyPatch, draft: str, temperature: float
+    drafts: list[list[int]], draft: str, temperature: float
 ) -> None:
     """Each round drafts the same tokens; accepted lengths and reasons follow."""
-    drafts: list[list[int]] = []
-    record = DraftLearning.record_verdict
-
-    def noted(self: DraftLearning, request: Request, verified: Draft, verdict: Verdict) -> None:
-        drafts.append(verified.tokens)
-        record(self, request, verified, verdict)
-
-    monkeypatch.setattr(DraftLearning, "record_verdict", noted)
     found = []
     for late in (False, True):
         drafts.clear()
@@ -183,6 +189,26 @@ def test_drafts_and_statistics_are_those_of_single_steps(
         found.append((list(drafts), counts))
     assert found[0] == found[1]
     assert stats.accepted > 0
+
+
+def test_a_head_drafts_behind_a_prefix_that_it_has_not_seen(
+    log: list[str], drafts: list[list[int]]
+) -> None:
+    """Its positions are counted from the first states that it received."""
+    found = []
+    for late in (False, True):
+        made = engine("eagle", late=late)
+        add(made, "off", 5, max_tokens=2)
+        build.finish(made)
+        drafts.clear()
+        request = add(made, "eagle", 5, max_tokens=40)
+        made.step_or_raise()
+        proposer = made.proposers["eagle"]
+        assert isinstance(proposer, EagleProposer) and proposer.pending[request.slot].begin > 0
+        build.finish(made)
+        found.append(list(drafts))
+    assert found[0] == found[1]
+    assert "rlrl" in "".join(log)
 
 
 @pytest.mark.parametrize("draft", ["off", "model", "eagle"])
