@@ -224,6 +224,16 @@ def test_stops_in_the_middle_of_a_path(draft: str) -> None:
         assert len(request.output) == limit and request.finish_reason == "length"
 
 
+def test_the_end_of_a_request_ends_the_rounds() -> None:
+    """Whoever waits for its slot waits one round longer, and not till others end."""
+    made = engine("off")
+    first, second = add(made, "off", max_tokens=8), add(made, "off", 4, max_tokens=60)
+    while not first.finish_reason:
+        made.step_or_raise()
+    assert second.produced <= 8 + 2
+    build.finish(made)
+
+
 @pytest.mark.parametrize("draft", ["off", "model", "in turn", "eagle"])
 def test_requests_that_come_pause_and_go(draft: str) -> None:
     alone = []
