@@ -386,6 +386,62 @@ def test_the_loops_of_llama_cpp(wrong: int | None, script, monkeypatch) -> None:
             assert answer["steps"] == 180
 
 
+def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request gets its tokens, whatever their order; a depth is an engine of its own."""
+    loaded: list[dict[str, Any]] = []
+
+    class FakeVllm:
+        """Gives every request two tokens a step, the last request first."""
+
+        def __init__(self, arguments: dict[str, Any]) -> None:
+            loaded.append(arguments)
+            self.left: dict[str, list[int]] = {}
+
+        @classmethod
+        def from_engine_args(cls, arguments: dict[str, Any]) -> Any:
+            return cls(arguments)
+
+        def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+            first = prompt["prompt_token_ids"][0]
+            self.left[name] = list(range(first, first + params.max_tokens))
+
+        def has_unfinished_requests(self) -> bool:
+            return any(self.left.values())
+
+        def step(self) -> list[Any]:
+            found = []
+            for name in reversed(self.left):
+                new, self.left[name] = self.left[name][:2], self.left[name][2:]
+                found.append(
+                    SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=new)])
+                )
+            return found
+
+    package: Any = ModuleType("vllm")
+    package.__version__ = "1"
+    package.EngineArgs, package.LLMEngine, package.SamplingParams = dict, FakeVllm, SimpleNamespace
+    parameters: Any = ModuleType("vllm.sampling_params")
+    parameters.RequestOutputKind = SimpleNamespace(DELTA=1)
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    for name in (
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    ):
+        monkeypatch.setenv(name, "")
+    options = dict(model="m", format="bfloat16", draft="", lookup=True, device="cpu")
+    worker = script("with_vllm").Vllm(options | {"context": 64, "requests": 2})
+    for depth in (0, 0, 3):
+        answer = worker.run(depth, [[10, 1], [20]], 5)
+        assert answer["outputs"] == [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
+        assert answer["decode_tokens"] == 6 and answer["steps"] == 6
+    assert [own["speculative_config"] for own in loaded] == [
+        None,
+        {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
+    ]
+
+
 def test_the_ngram_cache(script) -> None:
     """The longest n-gram that was seen often enough decides, if its continuation is clear."""
 
