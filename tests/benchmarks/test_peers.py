@@ -410,7 +410,7 @@ def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def step(self) -> list[Any]:
             found = []
-            for name in reversed(self.left):
+            for name in reversed([name for name, left in self.left.items() if left]):
                 new, self.left[name] = self.left[name][:2], self.left[name][2:]
                 found.append(
                     SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=new)])
