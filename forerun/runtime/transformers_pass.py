@@ -29,8 +29,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from forerun.cache.attention import Attention, Segment
-from forerun.cache.kv import KVCache, zeros
+from forerun.cache.kv import CACHE_MEMORY, KVCache
 from forerun.cache.pages import Pages
+from forerun.devices import zeros
 from forerun.kernels import reference as kernels
 
 NAME = "forerun"  # of the attention function in transformers
@@ -70,7 +71,8 @@ class TransformersCache(KVCache):
         self.pages = Pages(-(-tokens // page), page, slots, context)
         self.native = False
         self.recurrent = None
-        self.data = zeros((self.pages.count * page, row_width(shapes)), dtype, device)
+        size = self.pages.count * page, row_width(shapes)
+        self.data = zeros(size, dtype, device, *CACHE_MEMORY)
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         start = 0
         for layer, pair in shapes.items():
