@@ -84,7 +84,7 @@ class TransformersCache(KVCache):
             self.stored[layer] = (views[0], views[1])
         self._groups = [(self.data[None],)]  # which `move` copies rows of
         self.length = [0] * slots
-        self.moves = None
+        self.moves = self.compact = None
 
     @property
     def row_bytes(self) -> int:
