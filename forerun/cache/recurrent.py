@@ -119,7 +119,7 @@ class StateLayout:
 
     @property
     def most_copies(self) -> int:
-        """How many copies are kept."""
+        """The number of copies that are kept."""
         return max(COPY_BYTES // (4 * max(self.copy, 1)), MIN_COPIES)
 
 
