@@ -168,7 +168,8 @@ class _Rows:
 
     Attributes:
         queries: a slice of the pass's tokens, or their indices [R, N].
-        filled: bool [R, N], False for padding queries; None if there are none.
+        filled: int64 [F], places among the R * N of queries that are no padding; None if all are
+            filled.
         seen: bool [R, N, K], the committed tokens and ancestors of each query; None for all.
         query_positions: int64 [R, N].
         key_positions: int64 [R, K].
@@ -277,7 +278,8 @@ class ModulePass:
             attended = kernels.attention(q, k, v, allowed, scale, softcap, sinks)
             if rows.filled is not None:
                 assert isinstance(rows.queries, Tensor)
-                out[rows.queries[rows.filled]] = attended[rows.filled]
+                places = rows.queries.flatten()[rows.filled]
+                out[places] = attended.flatten(0, 1)[rows.filled]
             else:
                 out[rows.queries] = attended if isinstance(rows.queries, Tensor) else attended[0]
         return out[None]
