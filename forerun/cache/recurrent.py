@@ -128,9 +128,8 @@ class RecurrentStates:
 
     Attributes:
         data: the memory, float32 [slots, floats of a slot].
-        halves: the part of it behind the states, [slots, 2, layers, floats].
-        histories: the part of `halves` before the first record, [slots, 2, layers, floats].
-        records: the part behind it, [slots, 2, layers, MAX_NODES, floats of a record].
+        histories: inputs of convolutions in both halves, [slots, 2, layers, floats].
+        records: the records behind them, [slots, 2, layers, MAX_NODES, floats of a record].
         pending: by slot, the number of committed tokens that its state does not have yet.
     """
 
@@ -144,9 +143,9 @@ class RecurrentStates:
         what = f"the recurrent states of {slots} requests"
         self.data = zeros((slots, layout.slot), torch.float32, device, what, "set a lower max_rows")
         by_layer = (slots, 2, len(layout.layers))
-        self.halves = self.data[:, layout.states :].view(*by_layer, layout.layer_half)
-        self.histories = self.halves[..., : layout.history]
-        records = self.halves[..., layout.history :]
+        halves = self.data[:, layout.states :].view(*by_layer, layout.layer_half)
+        self.histories = halves[..., : layout.history]
+        records = halves[..., layout.history :]
         self.records = records.view(*by_layer, MAX_NODES, layout.record)
         self.pending = [0] * slots
         self._half = [0] * slots  # the half with the pending records and those of the last pass
@@ -239,7 +238,7 @@ class RecurrentStates:
             return self._free.pop()
         own = self._unnamed[slot]
         if len(self._copies) + sum(map(len, self._unnamed)) < self.most_copies:
-            return torch.empty(self.layout.copy, device=self.data.device)
+            return torch.empty(self.layout.copy, dtype=torch.float32, device=self.data.device)
         if self._copies:
             return self._copies.popitem(last=False)[1]
         return own.pop(min(own)) if own else None
@@ -300,10 +299,10 @@ class RecurrentStates:
         if list(path[:known]) != list(range(known)):
             raise StateError("known tokens must be committed")
         kept = [node - known for node in path[known:]]
-        records = self.records[slot, self._half[slot]]
+        at = slot, self._half[slot], slice(None)
         for target, source in enumerate(kept):  # in increasing order: none is read once overwritten
             if target != source:
-                records[:, target] = records[:, source]
+                self.records[*at, target] = self.records[*at, source]
         self.pending[slot] += len(kept)
         self._known[slot] = 0
 
@@ -317,6 +316,10 @@ class RecurrentStates:
         """Return the half with a slot's pending records, or the one that a pass writes if it
         applies something."""
         return self._half[slot] ^ int(following)
+
+    def address_of(self, slot: int) -> int:
+        """Return the address of a slot's memory."""
+        return self.data.data_ptr() + 4 * slot * self.layout.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +369,11 @@ class RecurrentPass:
         for name, value in values.items():
             self.ints[name].append(value)
         self.ints["parents"].extend(segment.parents)
-        halves = states.halves[slot]
-        old, new = (halves[states.half_of(slot, turn)] for turn in (False, run.applies))
-        self.pointers["state"].append(states.data[slot].data_ptr())
-        self.pointers["old_half"].append(old.data_ptr())
-        self.pointers["new_half"].append(new.data_ptr())
+        start = states.address_of(slot)
+        self.pointers["state"].append(start)
+        for name, following in (("old_half", False), ("new_half", run.applies)):
+            at = states.layout.states + states.half_of(slot, following) * states.layout.half
+            self.pointers[name].append(start + 4 * at)
         for applied, copy in run.marks:
             self.ints["marks"].append(applied)
             self.pointers["mark_to"].append(copy.data_ptr())
