@@ -3,6 +3,8 @@ arrays between torch and numpy without a copy."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.errors import CapacityError
 from forerun.types import States
 
 
@@ -23,6 +26,22 @@ def upload(
     not block only joins the queue.
     """
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, advice: str
+) -> Tensor:
+    """Return zeros; on the CPU in memory that the system provides page by page when it is written
+    to, since most of it never is.
+
+    Raises CapacityError if there is none, which names what it is for and how to take less."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    except OSError as error:
+        raise CapacityError(f"there is no memory for {what} ({error}): {advice}") from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class SideStream:

@@ -87,6 +87,9 @@ def share_memory(config: Config, target: Runner, proposers: Iterable[Proposer]) 
     for cache in caches.values():
         row_bytes[cache.data.device] += cache.row_bytes
         held[cache.data.device] += cache.data.nbytes
+        if cache.recurrent is not None:
+            # memory that is free now and taken while requests run
+            held[cache.data.device] -= cache.recurrent.copy_bytes
     tokens = min(
         fit_kv_tokens(config, target.decoder.context, size, cache_memory(device, held[device]))
         for device, size in row_bytes.items()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
-from forerun.cache.recurrent import StateLayout
+from forerun.cache.recurrent import RecurrentStates
 from forerun.config import Config
 from forerun.errors import CapacityError, ConfigError
 from forerun.hardware import cores, free_ram, give_back
@@ -210,8 +210,14 @@ def make_runner(
     elif native.reason() and device.type == "cpu" and is_automatic:
         note(native.advice())
     token_bytes = KVCache.token_bytes(shape, cache_dtype(is_native, form))
+    states = RecurrentStates.needed_bytes(shape, config.max_rows, device)
+    if states > free_memory(device):
+        raise CapacityError(
+            f"the recurrent states of {config.max_rows} requests need {states / 1e9:.1f} GB and"
+            f" {free_memory(device) / 1e9:.1f} GB are free: set a lower max_rows"
+        )
     if config.kv_tokens:
-        check_cache(config.kv_tokens, token_bytes, free_memory(device))
+        check_cache(config.kv_tokens, token_bytes, free_memory(device) - states)
     if target is None:
         tokens = config.kv_tokens
     else:
@@ -226,7 +232,6 @@ def make_runner(
         token_bytes = _loaded_token_bytes(decoder)
         if config.kv_tokens:
             check_cache(config.kv_tokens, token_bytes, free_memory(device))
-    states = 0 if shape.recurrent is None else 4 * StateLayout.of(shape).copy * config.max_rows
     memory = (free_memory(device) - states) // 4  # `share_memory` sees what is left in the end
     tokens = tokens or fit_kv_tokens(config, context, token_bytes, memory)
     return Runner(decoder, tokens=tokens, page=config.page, slots=config.max_rows, graphs=graphs)

@@ -471,7 +471,9 @@ def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.Monkey
     """The smaller room counts, whichever device it is of."""
     target, room = LLM(tiny.spoken(), max_rows=64).engine.target, []
     monkeypatch.setattr(target, "make_room", room.append)
-    cache = SimpleNamespace(row_bytes=target.cache.row_bytes, data=torch.empty(0, device="meta"))
+    cache = SimpleNamespace(
+        row_bytes=target.cache.row_bytes, data=torch.empty(0, device="meta"), recurrent=None
+    )
     proposer: Any = SimpleNamespace(kv=lambda: cache, make_room=room.append)
     for own, other in ((4_000_000, 2_000_000), (2_000_000, 4_000_000)):
         free = {"cpu": own, "meta": other}
@@ -481,18 +483,22 @@ def test_caches_on_two_devices_fit_the_memory_of_each(monkeypatch: pytest.Monkey
 
 
 def test_caches_on_a_gpu_grow_into_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but 15 % and a gigabyte, counting what they hold; not beside the caches of before."""
+    """All but 15 % and a gigabyte, counting what they hold, without what copies of recurrent states
+    will take; not beside the caches of before."""
     gpu, rooms = torch.device("cuda"), []
     pages = SimpleNamespace(count=100, size=16)
     data = SimpleNamespace(device=gpu, nbytes=4 << 30)
-    caches = [SimpleNamespace(row_bytes=size, data=data, pages=pages) for size in (6000, 2000)]
+    caches = [
+        SimpleNamespace(row_bytes=size, data=data, pages=pages, recurrent=own)
+        for size, own in ((6000, SimpleNamespace(copy_bytes=1 << 29)), (2000, None))
+    ]
     target: Any = SimpleNamespace(
         cache=caches[0], make_room=rooms.append, decoder=SimpleNamespace(context=1 << 30)
     )
     proposer: Any = SimpleNamespace(kv=lambda: caches[1], make_room=rooms.append)
     monkeypatch.setattr(load, "free_memory", lambda device: 12 << 30)
     share_memory(Config(max_rows=64), target, [proposer])
-    tokens = (int(0.85 * (20 << 30)) - (1 << 30)) // 8000
+    tokens = (int(0.85 * ((20 << 30) - (1 << 29))) - (1 << 30)) // 8000
     assert rooms == [16, 16, tokens, tokens]
 
 

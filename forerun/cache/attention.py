@@ -61,7 +61,8 @@ class _Group:
         queries: a slice of the pass's tokens, or their indices [R, N].
         keys: a slice of the cache's rows, or their indices [R, K].
         masks: by what is visible, bool [R, N, K]; None if everything is seen.
-        filled: bool [R, N], False for padding queries; None if there are none.
+        filled: int64 [F], places among the R * N of queries that are no padding; None if all are
+            filled.
     """
 
     queries: slice | Tensor
@@ -128,7 +129,8 @@ class Attention:
                 out[group.queries] = attended  # of a single segment: [1, N, Hq, D]
             else:
                 assert isinstance(group.queries, Tensor)
-                out[group.queries[group.filled]] = attended[group.filled]
+                places = group.queries.flatten()[group.filled]
+                out[places] = attended.flatten(0, 1)[group.filled]
         return out
 
     def _attend(
@@ -172,7 +174,7 @@ class Attention:
         # so something finite must be read.
         table = np.where(np.arange(num_keys) < np.asarray(totals)[:, None], table, table[:, :1])
         is_filled = np.arange(num_queries) < column
-        filled = None if is_filled.all() else self._tensor(is_filled)
+        filled = None if is_filled.all() else self._tensor(np.flatnonzero(is_filled))
         return _Group(self._tensor(queries), self._tensor(table), masks, filled)
 
     def _masks(
@@ -182,7 +184,7 @@ class Attention:
         return visible_masks(segments, depths, self.cache, self.config, shape)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def _compact(self, rows: np.ndarray) -> slice | Tensor:
         """Return consecutive rows as a slice, which needs neither an index nor a copy."""

@@ -8,8 +8,6 @@ forward pass overwrites them, which is all there is to a rollback.
 from __future__ import annotations
 
 import itertools
-import math
-import mmap
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,11 +16,11 @@ from torch import Tensor
 
 from forerun.cache.pages import Pages
 from forerun.cache.recurrent import RecurrentStates
-from forerun.devices import upload
-from forerun.errors import CapacityError
+from forerun.devices import upload, zeros
 from forerun.models.config import ModelConfig
 
 LANES = 16  # rows of a block of keys, see kernels/native/attention.h
+CACHE_MEMORY = ("a KV cache of this size", "set kv_tokens")  # what it is for, and how to take less
 
 
 class KVCache:
@@ -73,7 +71,7 @@ class KVCache:
         groups = config.kv_groups()
         channels = sum(heads * size * len(layers) for heads, size, layers in groups)
         # Zeros rather than empty: a masked key of NaN would still poison the sum.
-        self.data = zeros((2, channels * rows), dtype, device)
+        self.data = zeros((2, channels * rows), dtype, device, *CACHE_MEMORY)
         # [layers, ..] of the layers of one shape, whose rows are moved together
         self._groups: list[tuple[Tensor, ...]] = []
         self.keys: dict[int, Tensor] = {}
@@ -98,7 +96,7 @@ class KVCache:
         ]
         self.recurrent = None
         if config.recurrent is not None:
-            self.recurrent = RecurrentStates(config, slots, page)
+            self.recurrent = RecurrentStates(config, slots, page, device)
         self.length = [0] * slots
         self.moves: list[tuple[Sequence[int], Sequence[int]]] | None = None
         self.head_layouts = [n for heads, d, own in groups for n in (heads * len(own), d)] + [0]
@@ -197,17 +195,3 @@ class KVCache:
         sources, targets = torch.split(both, len(source))
         for stored in self.tensors:
             stored[:, targets] = stored[:, sources]
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on the CPU in memory that the system provides page by page when it is written
-    to, since most of it never is."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    except OSError as error:
-        raise CapacityError(
-            f"there is no memory for a KV cache of this size ({error}): set kv_tokens"
-        ) from None
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

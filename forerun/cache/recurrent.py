@@ -7,23 +7,25 @@ the accepted path, so it moves a few numbers and no state. A pass over known tok
 once.
 
 A prefix can only be reused where its state was kept. States are copied at page borders every
-`INTERVAL` tokens, and the least recently used copies go when their memory is full."""
+`INTERVAL` tokens, and the least recently used copies go when their memory is full.
+
+All of it is in the memory of the model's device. The host decides what is moved, without reading
+any of it; the native kernels work on the same memory if the device is the CPU."""
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import CapacityError, StateError
+from forerun.devices import zeros
+from forerun.errors import StateError
 from forerun.kernels import reference as kernels
 from forerun.kernels.native import CRecurrent, address
 from forerun.models.config import ModelConfig
@@ -38,6 +40,7 @@ MAX_NODES = 96  # tokens of a slot in a pass that are not known to stay, those p
 INTERVAL = 256  # tokens between copies of a state
 COPY_BYTES = 512 << 20  # of all copies
 MIN_COPIES = 4
+CPU = torch.device("cpu")
 
 
 def _kept_inputs(r: RecurrentLayers) -> int:
@@ -53,19 +56,15 @@ class StateLayout:
     MAX_NODES records. A copy is the states and those inputs.
 
     Attributes:
-        state_at, half_at, history_at: by layer, where its part begins: among the states, in a half,
-            and among the inputs in a copy.
-        records: by layer, (where its records begin in a half, floats of a record).
-        states, half, histories: sizes of the three parts.
+        layers: the recurrent layers.
+        state, history, record: floats of a layer's state, of its inputs before the first record,
+            and of a record.
     """
 
-    state_at: dict[int, int]
-    half_at: dict[int, int]
-    history_at: dict[int, int]
-    records: dict[int, tuple[int, int]]
-    states: int
-    half: int
-    histories: int
+    layers: tuple[int, ...]
+    state: int
+    history: int
+    record: int
 
     @classmethod
     def of(cls, config: ModelConfig) -> StateLayout:
@@ -75,18 +74,38 @@ class StateLayout:
         blocks = -(-r.value_size // LANES)
         state = r.value_heads * blocks * r.key_size * LANES
         record = _kept_inputs(r) + r.key_heads * r.key_size + r.value_heads * (r.value_size + 2)
-        history = (r.taps - 1) * r.channels
-        layers = [i for i in range(config.layers) if r.layers[i]]
-        each = history + MAX_NODES * record
-        return cls(
-            state_at={layer: state * n for n, layer in enumerate(layers)},
-            half_at={layer: each * n for n, layer in enumerate(layers)},
-            history_at={layer: history * n for n, layer in enumerate(layers)},
-            records={layer: (each * n + history, record) for n, layer in enumerate(layers)},
-            states=state * len(layers),
-            half=each * len(layers),
-            histories=history * len(layers),
-        )
+        layers = tuple(i for i in range(config.layers) if r.layers[i])
+        return cls(layers, state, (r.taps - 1) * r.channels, record)
+
+    @property
+    def state_at(self) -> dict[int, int]:
+        """By layer, where its state begins among the states."""
+        return {layer: self.state * n for n, layer in enumerate(self.layers)}
+
+    @property
+    def half_at(self) -> dict[int, int]:
+        """By layer, where its part of a half begins."""
+        return {layer: self.layer_half * n for n, layer in enumerate(self.layers)}
+
+    @property
+    def history_at(self) -> dict[int, int]:
+        """By layer, where its inputs begin among those in a copy."""
+        return {layer: self.history * n for n, layer in enumerate(self.layers)}
+
+    @property
+    def layer_half(self) -> int:
+        """Floats of a layer in a half."""
+        return self.history + MAX_NODES * self.record
+
+    @property
+    def states(self) -> int:
+        """Floats of the states of all layers."""
+        return self.state * len(self.layers)
+
+    @property
+    def half(self) -> int:
+        """Floats of a half."""
+        return self.layer_half * len(self.layers)
 
     @property
     def slot(self) -> int:
@@ -96,39 +115,65 @@ class StateLayout:
     @property
     def copy(self) -> int:
         """Floats of a copy of a state."""
-        return self.states + self.histories
+        return (self.state + self.history) * len(self.layers)
+
+    @property
+    def most_copies(self) -> int:
+        """The number of copies that are kept."""
+        return max(COPY_BYTES // (4 * max(self.copy, 1)), MIN_COPIES)
 
 
 class RecurrentStates:
     """The recurrent states of all slots of a model.
 
     Attributes:
+        data: the memory, float32 [slots, floats of a slot].
+        histories: inputs of convolutions in both halves, [slots, 2, layers, floats].
+        records: the records behind them, [slots, 2, layers, MAX_NODES, floats of a record].
         pending: by slot, the number of committed tokens that its state does not have yet.
     """
 
-    def __init__(self, config: ModelConfig, slots: int, page: int) -> None:
-        """Reserve memory, which the system provides when it is written to. Raises CapacityError."""
-        self.layout = StateLayout.of(config)
+    def __init__(
+        self, config: ModelConfig, slots: int, page: int, device: torch.device = CPU
+    ) -> None:
+        """Allocate the memory of all slots on a device. Raises CapacityError."""
+        self.layout = layout = StateLayout.of(config)
         self.page = page
         self.interval = page * max(1, INTERVAL // page)
-        size = self.layout.slot
-        try:
-            memory = mmap.mmap(-1, 4 * max(size, 1) * slots)
-        except OSError as error:
-            raise CapacityError(
-                f"there is no memory for the recurrent states of {slots} requests ({error}):"
-                " set a lower max_rows"
-            ) from None
-        self.data = np.frombuffer(memory, np.float32).reshape(slots, size)
+        what = f"the recurrent states of {slots} requests"
+        self.data = zeros((slots, layout.slot), torch.float32, device, what, "set a lower max_rows")
+        by_layer = (slots, 2, len(layout.layers))
+        halves = self.data[:, layout.states :].view(*by_layer, layout.layer_half)
+        self.histories = halves[..., : layout.history]
+        records = halves[..., layout.history :]
+        self.records = records.view(*by_layer, MAX_NODES, layout.record)
         self.pending = [0] * slots
         self._half = [0] * slots  # the half with the pending records and those of the last pass
         self._known = [0] * slots  # tokens that the last pass applied, to be committed
         self._blank = [True] * slots  # False once a pass has used the state
-        copies = COPY_BYTES // (4 * max(self.layout.copy, 1))
-        self.most_copies = max(copies, MIN_COPIES)
-        self._copies: OrderedDict[bytes, np.ndarray] = OrderedDict()  # by digest of a prefix
-        self._unnamed: list[dict[int, np.ndarray]] = [{} for _ in range(slots)]  # by length
-        self._free: list[np.ndarray] = []
+        self.most_copies = layout.most_copies
+        self._copies: OrderedDict[bytes, Tensor] = OrderedDict()  # by digest of a prefix
+        self._unnamed: list[dict[int, Tensor]] = [{} for _ in range(slots)]  # by length
+        self._free: list[Tensor] = []
+
+    @staticmethod
+    def needed_bytes(config: ModelConfig, slots: int, device: torch.device) -> int:
+        """Return the bytes that the states of a model take on a device.
+
+        In main memory most records are never written, so the system does not provide them, and
+        copies are left out; a GPU must have all of it."""
+        if config.recurrent is None:
+            return 0
+        layout = StateLayout.of(config)
+        if device.type == "cpu":
+            return 4 * layout.copy * slots
+        return 4 * (layout.slot * slots + layout.copy * layout.most_copies)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that copies may take yet."""
+        count = len(self._copies) + len(self._free) + sum(map(len, self._unnamed))
+        return 4 * self.layout.copy * (self.most_copies - count)
 
     # Slots
 
@@ -145,18 +190,18 @@ class RecurrentStates:
         self._start(slot, None)
         return 0
 
-    def _start(self, slot: int, copy: np.ndarray | None) -> None:
-        layout, data = self.layout, self.data[slot]
+    def _start(self, slot: int, copy: Tensor | None) -> None:
         self.pending[slot] = self._half[slot] = self._known[slot] = 0
         if copy is None and self._blank[slot]:
             return
         self._blank[slot] = copy is None
-        data[: layout.states] = 0 if copy is None else copy[: layout.states]
-        for layer, at in layout.half_at.items():
-            start = layout.states + at
-            size = layout.records[layer][0] - at
-            first = layout.states + layout.history_at[layer]
-            data[start : start + size] = 0 if copy is None else copy[first : first + size]
+        state, history = self.data[slot, : self.layout.states], self.histories[slot, 0]
+        if copy is None:
+            state.zero_()
+            history.zero_()
+        else:
+            state.copy_(copy[: len(state)])
+            history.copy_(copy[len(state) :].view(history.shape))
 
     def name_copies(self, slot: int, chain: Sequence[bytes]) -> None:
         """Keep the copies of a slot's state whose prefixes are sealed by now.
@@ -186,13 +231,17 @@ class RecurrentStates:
         self.pending[slot] -= count
         return True
 
-    def _take_copy(self) -> np.ndarray:
+    def _take_copy(self, slot: int) -> Tensor | None:
+        """Return memory for a copy: free, new, or that of the copy that is missed least; None if
+        other slots have all."""
         if self._free:
             return self._free.pop()
-        unnamed = sum(map(len, self._unnamed))
-        if self._copies and len(self._copies) + unnamed >= self.most_copies:
+        own = self._unnamed[slot]
+        if len(self._copies) + sum(map(len, self._unnamed)) < self.most_copies:
+            return torch.empty(self.layout.copy, dtype=torch.float32, device=self.data.device)
+        if self._copies:
             return self._copies.popitem(last=False)[1]
-        return np.empty(self.layout.copy, np.float32)
+        return own.pop(min(own)) if own else None
 
     # Forward passes
 
@@ -209,27 +258,28 @@ class RecurrentStates:
             known = self._known_tokens(segment)
             self._blank[slot] = False
             length = lengths[slot] - self.pending[slot]  # that the state has
-            marks = []
-            for applied in range(1, self.pending[slot] + known + 1):
-                if (length + applied) % self.interval == 0:
-                    copy = self._unnamed[slot].get(length + applied)
-                    if copy is None:
-                        copy = self._unnamed[slot][length + applied] = self._take_copy()
-                    marks.append((applied, copy))
+            marks = self._marks(slot, length, length + self.pending[slot] + known)
             if segment.offset and self.pending[slot]:
                 self._carry_over(slot, segment.offset)
             plan.add(SlotRun(segment, known, self.pending[slot], marks))
         return plan
 
+    def _marks(self, slot: int, length: int, end: int) -> list[tuple[int, Tensor]]:
+        """Return the copies that a pass makes which applies tokens `length` to `end` to a slot's
+        state, see `SlotRun`."""
+        unnamed = self._unnamed[slot]
+        first = (length // self.interval + 1) * self.interval
+        for border in range(first, end + 1, self.interval):
+            if border not in unnamed and (copy := self._take_copy(slot)) is not None:
+                unnamed[border] = copy
+        return [(at - length, unnamed[at]) for at in sorted(unnamed) if length < at <= end]
+
     def _carry_over(self, slot: int, count: int) -> None:
         """Copy the records of nodes that stand behind pending tokens to the half of the next pass,
         as parents of its nodes."""
-        pending, layout = self.pending[slot], self.layout
-        halves = self.data[slot, layout.states :].reshape(2, layout.half)
-        old, new = halves[self._half[slot]], halves[self._half[slot] ^ 1]
-        for at, size in layout.records.values():
-            first = at + pending * size
-            new[at : at + count * size] = old[first : first + count * size]
+        half, pending = self._half[slot], self.pending[slot]
+        old, new = self.records[slot, half], self.records[slot, half ^ 1]
+        new[:, :count] = old[:, pending : pending + count]
 
     def _known_tokens(self, segment: Segment) -> int:
         """Return how many tokens of a segment the pass applies to the state at once."""
@@ -249,12 +299,10 @@ class RecurrentStates:
         if list(path[:known]) != list(range(known)):
             raise StateError("known tokens must be committed")
         kept = [node - known for node in path[known:]]
-        if kept != list(range(len(kept))):
-            base = self.layout.states + self._half[slot] * self.layout.half
-            for at, size in self.layout.records.values():
-                start = base + at
-                rows = self.data[slot, start : start + MAX_NODES * size].reshape(MAX_NODES, size)
-                rows[: len(kept)] = rows[kept]
+        at = slot, self._half[slot], slice(None)
+        for target, source in enumerate(kept):  # in increasing order: none is read once overwritten
+            if target != source:
+                self.records[*at, target] = self.records[*at, source]
         self.pending[slot] += len(kept)
         self._known[slot] = 0
 
@@ -264,15 +312,14 @@ class RecurrentStates:
             self._half[slot] ^= 1
         self.pending[slot], self._known[slot] = 0, known
 
-    def half_at(self, slot: int, following: bool) -> int:
-        """Return where a slot's half begins in its memory: that of pending records, or the one that
-        a pass writes if it applies something."""
-        half = self._half[slot] ^ int(following)
-        return self.layout.states + half * self.layout.half
+    def half_of(self, slot: int, following: bool) -> int:
+        """Return the half with a slot's pending records, or the one that a pass writes if it
+        applies something."""
+        return self._half[slot] ^ int(following)
 
     def address_of(self, slot: int) -> int:
-        """Return the address of a slot's states."""
-        return int(self.data.ctypes.data + slot * self.data.strides[0])
+        """Return the address of a slot's memory."""
+        return self.data.data_ptr() + 4 * slot * self.layout.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +329,13 @@ class SlotRun:
     Attributes:
         known: how many of the first tokens are applied to the state at once.
         pending: how many committed tokens are applied before them.
-        marks: copies to make, as (behind so many applied tokens, to this array).
+        marks: copies to make, as (behind so many applied tokens, to this memory).
     """
 
     segment: Segment
     known: int
     pending: int
-    marks: Sequence[tuple[int, np.ndarray]]
+    marks: Sequence[tuple[int, Tensor]]
 
     @property
     def applies(self) -> bool:
@@ -324,11 +371,12 @@ class RecurrentPass:
         self.ints["parents"].extend(segment.parents)
         start = states.address_of(slot)
         self.pointers["state"].append(start)
-        self.pointers["old_half"].append(start + 4 * states.half_at(slot, following=False))
-        self.pointers["new_half"].append(start + 4 * states.half_at(slot, following=run.applies))
+        for name, following in (("old_half", False), ("new_half", run.applies)):
+            at = states.layout.states + states.half_of(slot, following) * states.layout.half
+            self.pointers[name].append(start + 4 * at)
         for applied, copy in run.marks:
             self.ints["marks"].append(applied)
-            self.pointers["mark_to"].append(copy.ctypes.data)
+            self.pointers["mark_to"].append(copy.data_ptr())
         self.marks_at.append(len(self.ints["marks"]))
         self.runs.append(run)
         self._tokens += len(segment.tokens)
@@ -374,8 +422,8 @@ class Recurrence:
         r = config.recurrent
         assert r is not None
         self.plan, self.states, self.shape = plan, plan.states, r
-        self.memory = torch.from_numpy(self.states.data)
-        heads = torch.arange(r.value_heads)
+        self.number = {layer: n for n, layer in enumerate(self.states.layout.layers)}
+        heads = torch.arange(r.value_heads, device=self.states.data.device)
         share = max(r.value_heads // r.key_heads, 1)
         self.key_of = heads % r.key_heads if r.tiled else heads // share
 
@@ -403,7 +451,7 @@ class Recurrence:
         outputs = list[Tensor]()
         history, records = self._half(run, layer, following=False)
         new_history, new_records = self._half(run, layer, following=run.applies)
-        memory = self.memory[run.segment.slot]
+        memory = self.states.data[run.segment.slot]
         at = _Point(self._read_state(memory, layer), history.clone())
         for i in range(run.pending):
             at = self._replay(at, records[i])
@@ -496,19 +544,15 @@ class Recurrence:
         """Return the inputs of the convolution before the first record of a half, and its records.
 
         following: of the half that the pass writes, not of the one with pending records."""
-        layout, r = self.states.layout, self.shape
-        first = self.states.half_at(run.segment.slot, following)
-        own = self.memory[run.segment.slot, first : first + layout.half]
-        (at, size), history_at = layout.records[layer], layout.half_at[layer]
-        history = own[history_at:at].view(r.taps - 1, r.channels)
-        return history, own[at : at + MAX_NODES * size].view(MAX_NODES, size)
+        r, states, slot = self.shape, self.states, run.segment.slot
+        at = slot, states.half_of(slot, following), self.number[layer]
+        return states.histories[at].view(r.taps - 1, r.channels), states.records[at]
 
     def _blocks(self, memory: Tensor, layer: int) -> Tensor:
         """Return a view of a state in memory, [n, blocks of columns, key size, LANES]."""
-        r, at = self.shape, self.states.layout.state_at[layer]
-        shape = (r.value_heads, -(-r.value_size // LANES), r.key_size, LANES)
-        size = shape[0] * shape[1] * shape[2] * shape[3]
-        return memory[at : at + size].view(shape)
+        r, size = self.shape, self.states.layout.state
+        at, blocks = self.number[layer] * size, -(-r.value_size // LANES)
+        return memory[at : at + size].view(r.value_heads, blocks, r.key_size, LANES)
 
     def _read_state(self, memory: Tensor, layer: int) -> Tensor:
         blocks = self._blocks(memory, layer)
@@ -524,7 +568,6 @@ class Recurrence:
         layout = self.states.layout
         for count, copy in run.marks:
             if count == applied:
-                memory = torch.from_numpy(copy)
-                self._write_state(memory, layer, at)
-                first = layout.states + layout.history_at[layer]
-                memory[first : first + at.window.numel()] = at.window.flatten()
+                self._write_state(copy, layer, at)
+                first = layout.states + self.number[layer] * layout.history
+                copy[first : first + at.window.numel()] = at.window.flatten()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
 from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models.config import ModelConfig, load_config, note
@@ -338,11 +337,6 @@ class Decoder(DecoderLayers):
         Raises:
             LoadError: the model cannot be loaded.
         """
-        if config.recurrent is not None and device.type != "cpu":
-            raise LoadError(
-                f"{path}: models with recurrent layers ({config.family}) run on the CPU only: use "
-                "device=cpu"
-            )
         self.config = config
         self.dtype = dtype
         self.device = device

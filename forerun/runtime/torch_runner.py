@@ -47,6 +47,8 @@ class Runner:
         """Start over with an empty cache."""
         decoder = self.decoder
         self.captured: CapturedPasses | None = None
+        if hasattr(self, "cache"):
+            del self.cache  # a GPU may have no room for two
         if decoder.config.layout == TRANSFORMERS:
             from forerun.runtime.transformers_backend import TransformersDecoder
 

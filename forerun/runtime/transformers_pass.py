@@ -29,8 +29,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from forerun.cache.attention import Attention, Segment
-from forerun.cache.kv import KVCache, zeros
+from forerun.cache.kv import CACHE_MEMORY, KVCache
 from forerun.cache.pages import Pages
+from forerun.devices import zeros
 from forerun.kernels import reference as kernels
 
 NAME = "forerun"  # of the attention function in transformers
@@ -70,7 +71,8 @@ class TransformersCache(KVCache):
         self.pages = Pages(-(-tokens // page), page, slots, context)
         self.native = False
         self.recurrent = None
-        self.data = zeros((self.pages.count * page, row_width(shapes)), dtype, device)
+        size = self.pages.count * page, row_width(shapes)
+        self.data = zeros(size, dtype, device, *CACHE_MEMORY)
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         start = 0
         for layer, pair in shapes.items():
@@ -82,7 +84,7 @@ class TransformersCache(KVCache):
             self.stored[layer] = (views[0], views[1])
         self._groups = [(self.data[None],)]  # which `move` copies rows of
         self.length = [0] * slots
-        self.moves = None
+        self.moves = self.compact = None
 
     @property
     def row_bytes(self) -> int:
@@ -166,7 +168,8 @@ class _Rows:
 
     Attributes:
         queries: a slice of the pass's tokens, or their indices [R, N].
-        filled: bool [R, N], False for padding queries; None if there are none.
+        filled: int64 [F], places among the R * N of queries that are no padding; None if all are
+            filled.
         seen: bool [R, N, K], the committed tokens and ancestors of each query; None for all.
         query_positions: int64 [R, N].
         key_positions: int64 [R, K].
@@ -275,7 +278,8 @@ class ModulePass:
             attended = kernels.attention(q, k, v, allowed, scale, softcap, sinks)
             if rows.filled is not None:
                 assert isinstance(rows.queries, Tensor)
-                out[rows.queries[rows.filled]] = attended[rows.filled]
+                places = rows.queries.flatten()[rows.filled]
+                out[places] = attended.flatten(0, 1)[rows.filled]
             else:
                 out[rows.queries] = attended if isinstance(rows.queries, Tensor) else attended[0]
         return out[None]

@@ -136,7 +136,7 @@ def test_kernels_agree_with_the_reference_in_torch(
             texts[segment.slot] += [segment.tokens[i] for i in path]
             for run in runs:
                 run.cache.commit(segment.slot, path)
-        close(*(torch.from_numpy(each.data) for each in states))
+        close(*(each.data for each in states))
     for slot, written in enumerate(texts):
         for run in runs:
             run.cache.pages.seal(slot, written, len(written))
@@ -144,7 +144,7 @@ def test_kernels_agree_with_the_reference_in_torch(
     ours, theirs = (each._copies for each in states)
     assert ours.keys() == theirs.keys() and len(ours) > 3
     for digest, copy in ours.items():
-        close(torch.from_numpy(copy), torch.from_numpy(theirs[digest]))
+        close(copy, theirs[digest])
     assert [run.cache.open(0, texts[0]) for run in runs] == [len(texts[0]) // 8 * 8] * 2
     close(*(read(run, 0, texts[0][run.cache.length[0] :]) for run in runs))
 

@@ -321,13 +321,6 @@ def test_keys_of_layers_that_read_those_of_others_are_left_in_the_checkpoint(
         load(tmp_path, "torch")
 
 
-def test_recurrent_layers_are_refused_on_other_devices() -> None:
-    path = directory("qwen3_5")
-    with pytest.raises(LoadError, match="use device=cpu") as caught:
-        load_decoder(path, torch.float32, torch.device("cuda"), 64)
-    assert "\n" not in str(caught.value)
-
-
 def test_older_spellings_of_the_mixers_of_nemotron_h() -> None:
     raw = json.loads((directory("nemotron_h") / "config.json").read_text())
     newer = make_config(dict(raw), Path("config.json"))
