@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.errors import LoadError, one_line
 from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, fits_tiles
 from forerun.models.experts import StackedRows
-from forerun.models.gguf.blocks import FLOATS, Blocks, not_finite, stack_blocks
+from forerun.models.gguf.blocks import FLOATS, INTEGERS, Blocks, integers, not_finite, stack_blocks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUPPORTED = (
@@ -198,14 +198,13 @@ def keep_packed(
 
 
 def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> DeviceMatrix | None:
-    if {piece.entry.kind for piece in blocks.pieces} not in ({"Q8_0"}, {"Q4_0"}):
+    if len({piece.entry.kind for piece in blocks.pieces}) > 1 or blocks.kind not in INTEGERS:
         return None
-    rows = torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device)
-    stored = rows.view(len(rows), blocks.shape[1] // 32, -1)
-    kept = DeviceMatrix.from_blocks(blocks.kind, stored, dtype)
-    if kept.scale is not None and not bool(kept.scale.isfinite().all()):
+    held = integers(blocks.kind, torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device))
+    if not all(part.isfinite().all() for part in held[2:] if part is not None):
         raise not_finite(blocks.pieces[0].entry)
-    return kept
+    form, values, scale, minimum = held
+    return DeviceMatrix.from_integers(form, values, scale, minimum=minimum, dtype=dtype)
 
 
 def unpacked_kind(matrix: Any) -> str:

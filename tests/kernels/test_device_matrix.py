@@ -28,24 +28,30 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(5, 96), (64, 128), (70, 512)])
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-@pytest.mark.parametrize("form", ["int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize(
+    "form", ["int8", "int8 with minima", "int4", "int4 with minima", "int4 with zero points"]
+)
 def test_integers_are_kept(form: str, group: int, shape: tuple[int, int]) -> None:
-    """Every element is value times scale, by rows, by index and as a product."""
+    """Every element is value times scale plus minimum, by rows, by index and as a product."""
     outputs, inputs = shape
     if inputs % (group or inputs) or (group == 0 and form != "int8"):
         return
     groups = inputs // group if group else 1
     scale = random(1, outputs, groups).half()
-    zero = None
+    zero = minimum = None
     if form == "int4 with zero points":
         zero = integers(2, 0, 15, outputs, groups)
         values = integers(3, 0, 15, outputs, inputs) - zero.repeat_interleave(group, 1)
         zero = zero.view(torch.uint8)
     else:
-        top = 127 if form == "int8" else 7
-        values = integers(3, -top - 1, top, outputs, inputs)
-    matrix = DeviceMatrix.from_integers(form.split()[0], values, scale, zero)
+        low, high = {"int8": (-128, 127), "int4": (-8, 7)}.get(form, (0, 15))
+        values = integers(3, low, high, outputs, inputs)
+    matrix_form = form.split()[0]
     expected = values.float() * scale.float().repeat_interleave(inputs // groups, 1)
+    if form.endswith("minima"):
+        minimum = random(6, outputs, groups)
+        expected += minimum.repeat_interleave(group, 1)
+    matrix = DeviceMatrix.from_integers(matrix_form, values, scale, zero, minimum)
     assert matrix.shape == shape
     assert torch.equal(matrix.dequantize(), expected)
     assert torch.equal(matrix.dequantize(2, 3), expected[2:5])
@@ -73,6 +79,9 @@ def test_bytes() -> None:
     assert DeviceMatrix.from_floats(weight).nbytes == 128 * 256 * 4
     assert DeviceMatrix.from_rounded("int8", weight).nbytes == 128 * 256 + 128 * 4
     assert DeviceMatrix.from_rounded("int4", weight).nbytes == 128 * 256 // 2 + 128 * 8 * 2
+    values, scale = integers(1, 0, 15, 128, 256), random(2, 128, 8).half()
+    matrix = DeviceMatrix.from_integers("int4", values, scale, minimum=scale)
+    assert matrix.nbytes == 128 * 256 // 2 + 128 * 8 * 4
 
 
 def test_numbers_of_other_dtypes() -> None:

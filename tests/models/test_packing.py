@@ -21,10 +21,12 @@ from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models import decoder as decoder_module
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.gguf import blocks
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, gguf_files, tiny
 from tests.engine import build
+from tests.gguf_files import extreme_rows, random_rows
 from tests.quantise import checkpoint
 from tests.runtime.test_captured import RecordedOperations, both, chain, compare_passes, pair
 
@@ -114,7 +116,10 @@ def test_groups_whose_inputs_do_not_stand_together_are_dequantized(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("kind, form", [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q5_0", "float")])
+@pytest.mark.parametrize(
+    "kind, form",
+    [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("IQ4_NL", "float")],
+)
 def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: Any) -> None:
     """Among them rows that are reordered, and a tied head, which shares the embedding's memory."""
     path = gguf_files.written(name, kind).path
@@ -126,7 +131,21 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
     assert torch.equal(decoder.weights.embed[ids], exact.weights.embed[ids])
     if decoder.config.tied and form != "float":
         assert decoder.weights.head.weight is decoder.weights.embed
-    assert len(notes) == (form == "float") and all("Q5_0" in note for note in notes)
+    assert len(notes) == (form == "float") and all("IQ4_NL" in note for note in notes)
+
+
+# bits of a weight: values, and a scale and possibly a minimum per group
+BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9, Q4_K=6, Q5_K=10)
+
+
+@pytest.mark.parametrize("kind", blocks.INTEGERS)
+def test_integers_of_blocks_are_exact(kind: str) -> None:
+    """Random blocks, and such with all bits, none, and the largest and smallest scales."""
+    for rows in (random_rows(kind, 64, 512, 1.0, seed=3), extreme_rows(kind, 64, 512)):
+        held = blocks.integers(kind, torch.from_numpy(rows))
+        matrix = DeviceMatrix.from_integers(*held[:3], minimum=held.minimum)
+        assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows))
+        assert matrix.nbytes == 64 * 512 * BITS[kind] / 8
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

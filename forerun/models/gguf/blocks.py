@@ -6,10 +6,10 @@ repacking is tested against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,6 +146,90 @@ def floats(kind: str, rows: Rows) -> Tensor:
             f"weights of the type {kind} are not supported: use another file, such as Q4_K_M"
         ) from None
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+# ---------------------------------------------------------------- integers for torch devices
+
+
+class Integers(NamedTuple):
+    """A matrix whose elements are value * scale + minimum, exactly those that `floats` returns.
+
+    Attributes:
+        form: "int4" for values from -8 to 7, or with minima from 0 to 15; otherwise "int8".
+        values: int8 [rows, in].
+        scale: [rows, groups] floats, float16 or, if that does not hold them, float32.
+        minimum: of the same shape and dtype; None if there is none.
+    """
+
+    form: str
+    values: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+
+def integers(kind: str, rows: Tensor) -> Integers:
+    """Take rows of a file apart, uint8 [rows, row bytes]; `kind` is one of `INTEGERS`."""
+    _, _, size = TYPES[TYPE_IDS[kind]]
+    form, *parts = INTEGERS[kind](rows.view(len(rows), -1, size))
+    return Integers(form, *(part.flatten(1) for part in parts))
+
+
+def _half(b: Tensor, at: int) -> Tensor:
+    """Return the half-precision number at byte `at` of each block. -> [rows, blocks, 1]"""
+    return b[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(b: Tensor, run: int = 16) -> Tensor:
+    """Return the low halves of `run` bytes, then their high ones, and so on.
+
+    [rows, blocks, n] -> int8 [rows, blocks, 2 * n]"""
+    runs = b.view(*b.shape[:2], -1, run)
+    return torch.cat((runs & 15, runs >> 4), dim=-1).view(torch.int8).flatten(2)
+
+
+def _planes(b: Tensor, bits: int) -> Tensor:
+    """Return the lowest bits of bytes [.., n], then the next, .. -> int8 [.., 8 / bits, n]"""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)[:, None]
+    return (b[..., None, :] >> shifts & (1 << bits) - 1).view(torch.int8)
+
+
+def _fifth_bits(b: Tensor) -> Tensor:
+    """Return the bits of four bytes, times 16. [.., 4] -> int8 [.., 32]"""
+    return _planes(b, 1).mT.flatten(-2) << 4
+
+
+def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and minima of Q4_K and Q5_K. -> float32 [rows, blocks, 8]"""
+    first, second, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scale = torch.cat((first & 63, both & 15 | first >> 6 << 4), dim=-1)
+    minimum = torch.cat((second & 63, both >> 4 | second >> 6 << 4), dim=-1)
+    return _half(b, 0).float() * scale, -_half(b, 2).float() * minimum
+
+
+def _q5_0(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    return "int8", (_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])) - 16, _half(b, 0)
+
+
+def _q5_1(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    values = _nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])
+    return "int8", values, _half(b, 0), _half(b, 2)
+
+
+def _q5_k(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    values = _nibbles(b[..., 48:], 32) | _planes(b[..., 16:48], 1).flatten(2) << 4
+    return "int8", values, *_k_scales(b)
+
+
+# type -> a function from blocks uint8 [rows, blocks, bytes] to the fields of `Integers`
+INTEGERS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "Q8_0": lambda b: ("int8", b[..., 2:].view(torch.int8), _half(b, 0)),
+    "Q4_0": lambda b: ("int4", _nibbles(b[..., 2:]) - 8, _half(b, 0)),
+    "Q4_1": lambda b: ("int4", _nibbles(b[..., 4:]), _half(b, 0), _half(b, 2)),
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": lambda b: ("int4", _nibbles(b[..., 16:], 32), *_k_scales(b)),
+    "Q5_K": _q5_k,
+}
 
 
 def read_tensor(entry: Entry) -> Tensor:
