@@ -92,7 +92,9 @@ class DeviceMatrix:
         scale = scale.view(outputs, -1)
         group = stored // scale.shape[1]
         per_output = scale.shape[1] == 1 and form == "int8" and minimum is None
-        if group * scale.shape[1] != stored or not (per_output or fits_tiles(group)):
+        if group * scale.shape[1] != stored or not (
+            per_output or group == largest_group(form, group)
+        ):
             raise StateError(f"{form} has no scales of {list(scale.shape)} for {stored} inputs")
         if form == "int4":
             points: int | Tensor = ZERO4 if minimum is None else 0
@@ -183,9 +185,10 @@ class DeviceMatrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def fits_tiles(group: int) -> bool:
-    """Return True if groups of so many inputs can have scales of their own."""
-    return group in (32, 64) or (group > 0 and group % BLOCK_K == 0)
+def largest_group(form: str, size: int) -> int:
+    """Return the largest group with a scale of its own that divides one of `size`; 0 if none."""
+    known = (size // BLOCK_K * BLOCK_K, 64, 32, *((16,) if form == "int8" else ()))
+    return next((group for group in known if group and size % group == 0), 0)
 
 
 def round_to_integers(form: str, weight: Tensor) -> tuple[Tensor, Tensor]:

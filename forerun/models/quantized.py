@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
-from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, fits_tiles
+from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, largest_group
 from forerun.models.experts import StackedRows
 from forerun.models.gguf.blocks import FLOATS, INTEGERS, Blocks, integers, not_finite, stack_blocks
 
@@ -182,17 +182,18 @@ def keep_packed(
     size = inputs // groups
     if inputs % groups or not torch.equal(matrix.group, torch.arange(inputs) // size):
         return None
-    own = size if fits_tiles(size) else next((n for n in (64, 32) if size % n == 0), 0)
     scale, values = matrix.scale.to(device), matrix.values.to(device)
     runs = values.view(outputs, groups, size).short()  # int8 is too narrow for differences
     low, high = runs.amin(2), runs.amax(2)
     zero = torch.where((low >= -ZERO4) & (high < ZERO4), ZERO4, (-low).clamp(0, 15))
+    own = largest_group("int4", size)
     if own and bool(((low + zero >= 0) & (high + zero <= 15)).all()):
         scale, zero = (t.repeat_interleave(size // own, 1) for t in (scale, zero.to(torch.uint8)))
         points = None if bool((zero == ZERO4).all()) else zero
         return DeviceMatrix.from_integers("int4", values.char(), scale, points, dtype=dtype)
-    if values.dtype == torch.int8 and (own or groups == 1):
-        scale = scale if groups == 1 else scale.repeat_interleave(size // own, 1)
+    own = size if groups == 1 else largest_group("int8", size)
+    if values.dtype == torch.int8 and own:
+        scale = scale.repeat_interleave(size // own, 1)
         return DeviceMatrix.from_integers("int8", values, scale, dtype=dtype)
     return None
 

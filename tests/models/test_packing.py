@@ -91,7 +91,8 @@ def in_floats(decoder: Decoder) -> Decoder:
         ("packed", 4, 0, True, "int4"),
         ("packed", 8, 64, True, "int8"),
         ("plain", 8, 0, True, "int8"),
-        ("gptq", 4, 16, True, "float"),
+        ("gptq", 4, 16, False, "int8"),
+        ("gptq", 4, 8, True, "float"),
         ("gptq", 8, 32, False, "float"),
     ],
 )
@@ -135,7 +136,7 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
 
 
 # bits of a weight: values, and a scale and possibly a minimum per group
-BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9, Q4_K=6, Q5_K=10)
+BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9, Q3_K=10, Q4_K=6, Q5_K=10, Q6_K=10)
 
 
 @pytest.mark.parametrize("kind", blocks.INTEGERS)

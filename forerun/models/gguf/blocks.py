@@ -179,23 +179,13 @@ def _half(b: Tensor, at: int) -> Tensor:
     return b[..., at : at + 2].contiguous().view(torch.float16)
 
 
-def _nibbles(b: Tensor, run: int = 16) -> Tensor:
-    """Return the low halves of `run` bytes, then their high ones, and so on.
+def _unpack(b: Tensor, bits: int, run: int) -> Tensor:
+    """Return the lowest bits of `run` bytes, then the next bits of these, and so on run by run.
 
-    [rows, blocks, n] -> int8 [rows, blocks, 2 * n]"""
-    runs = b.view(*b.shape[:2], -1, run)
-    return torch.cat((runs & 15, runs >> 4), dim=-1).view(torch.int8).flatten(2)
-
-
-def _planes(b: Tensor, bits: int) -> Tensor:
-    """Return the lowest bits of bytes [.., n], then the next, .. -> int8 [.., 8 / bits, n]"""
+    [rows, blocks, n] -> int8 [rows, blocks, n * 8 / bits]"""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)[:, None]
-    return (b[..., None, :] >> shifts & (1 << bits) - 1).view(torch.int8)
-
-
-def _fifth_bits(b: Tensor) -> Tensor:
-    """Return the bits of four bytes, times 16. [.., 4] -> int8 [.., 32]"""
-    return _planes(b, 1).mT.flatten(-2) << 4
+    runs = b.view(*b.shape[:2], -1, 1, run)
+    return (runs >> shifts & (1 << bits) - 1).view(torch.int8).flatten(2)
 
 
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,28 +197,42 @@ def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q5_0(b: Tensor) -> tuple[str, Tensor, Tensor]:
-    return "int8", (_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])) - 16, _half(b, 0)
+    values = _unpack(b[..., 6:], 4, 16) | _unpack(b[..., 2:6], 1, 1) << 4
+    return "int8", values - 16, _half(b, 0)
 
 
 def _q5_1(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
-    values = _nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])
+    values = _unpack(b[..., 8:], 4, 16) | _unpack(b[..., 4:8], 1, 1) << 4
     return "int8", values, _half(b, 0), _half(b, 2)
 
 
 def _q5_k(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
-    values = _nibbles(b[..., 48:], 32) | _planes(b[..., 16:48], 1).flatten(2) << 4
+    values = _unpack(b[..., 48:], 4, 32) | _unpack(b[..., 16:48], 1, 32) << 4
     return "int8", values, *_k_scales(b)
+
+
+def _q6_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    values = _unpack(b[..., :128], 4, 64) | _unpack(b[..., 128:192], 2, 32) << 4
+    return "int8", values - 32, _half(b, 208).float() * b[..., 192:208].view(torch.int8)
+
+
+def _q3_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    values = _unpack(b[..., 32:96], 2, 32) | _unpack(b[..., :32], 1, 32) << 2
+    scale = _unpack(b[..., 96:104], 4, 8) | _unpack(b[..., 104:108], 2, 4) << 4
+    return "int8", values - 4, _half(b, 108).float() * (scale - 32)
 
 
 # type -> a function from blocks uint8 [rows, blocks, bytes] to the fields of `Integers`
 INTEGERS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "Q8_0": lambda b: ("int8", b[..., 2:].view(torch.int8), _half(b, 0)),
-    "Q4_0": lambda b: ("int4", _nibbles(b[..., 2:]) - 8, _half(b, 0)),
-    "Q4_1": lambda b: ("int4", _nibbles(b[..., 4:]), _half(b, 0), _half(b, 2)),
+    "Q4_0": lambda b: ("int4", _unpack(b[..., 2:], 4, 16) - 8, _half(b, 0)),
+    "Q4_1": lambda b: ("int4", _unpack(b[..., 4:], 4, 16), _half(b, 0), _half(b, 2)),
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
-    "Q4_K": lambda b: ("int4", _nibbles(b[..., 16:], 32), *_k_scales(b)),
+    "Q3_K": _q3_k,
+    "Q4_K": lambda b: ("int4", _unpack(b[..., 16:], 4, 32), *_k_scales(b)),
     "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
 
 

@@ -26,7 +26,7 @@ def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
     found = {"float": DeviceMatrix.from_floats(random(1, outputs, inputs))}
     values, scale = integers(2, -128, 127, outputs, inputs), random(3, outputs) / 100
     found["int8"] = DeviceMatrix.from_integers("int8", values, scale)
-    for group in (32, 64, 128, 256):
+    for group in (16, 32, 64, 128, 256):
         if inputs % group == 0:
             scale = random(4, outputs, inputs // group) / 100
             found[f"int8 by {group}"] = DeviceMatrix.from_integers("int8", values, scale)
@@ -75,7 +75,7 @@ def case_bits_of_a_row() -> None:
         x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
         known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
         forms = {"float", "int8", "int8 by 32", "int4 by 32", "int4 by 128 with zero points"}
-        forms |= {"int4 by 32 with minima", "int8 by 32 with minima"}
+        forms |= {"int8 by 16", "int4 by 32 with minima", "int8 by 32 with minima"}
         for form in forms & known.keys():
             matrix = known[form]
             together = linear(x, matrix)
@@ -118,7 +118,7 @@ def case_dtypes() -> None:
 
 def case_gguf_blocks() -> None:
     """The numbers of blocks are those that gguf reads."""
-    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"):
         rows = random_rows(kind, 70, 512, 1.0, 4)
         held = blocks.integers(kind, torch.from_numpy(rows).to(DEVICE))
         matrix = DeviceMatrix.from_integers(*held[:3], minimum=held.minimum)
@@ -135,14 +135,16 @@ def compile_products() -> None:
         ("int8", "*i8", 128, ""),
         ("int8", "*i8", 32, ""),
         ("int8", "*i8", 32, "minima"),
+        ("int8", "*i8", 16, ""),
         ("int4", "*u8", 32, ""),
         ("int4", "*u8", 32, "minima"),
         ("int4", "*u8", 128, "zero points"),
     ):
         kinds = dict(x="*bf16", values=stored, parts="*fp32", zero="*u8")
-        kinds["scale"] = "*fp16" if (group == 32 or form == "int4") and not extra else "*fp32"
+        is_half = (group == 32 or form == "int4") and not extra
+        kinds["scale"] = "*fp16" if is_half else "*fp32"
         kinds["minimum"] = kinds["scale"]
-        for rows in (16, 32) if group in (0, 32) or form == "int4" else (32,):
+        for rows in (16, 32) if group < 128 or form == "int4" else (32,):
             constants = dict(
                 FORM=kernels.FORMS[form],
                 K=4096,
@@ -163,7 +165,7 @@ def compile_products() -> None:
                 kernels._multiply,
                 kinds,
                 constants,
-                registers=136 if form == "int8" and extra == "minima" else 112,
+                registers=136 if form == "int8" and (extra or group == 16) else 112,
                 shared=100,
                 warps=kernels.warps_of(rows, extra == "minima"),
                 stages=kernels.STAGES,
