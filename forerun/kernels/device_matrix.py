@@ -1,10 +1,10 @@
-"""A matrix that stays packed on a torch device: floats, int8 or int4 with scales.
+"""A matrix that stays packed on a torch device: floats, int8, int4 or fp8 with scales.
 
-int8 has a scale per output or per group of inputs (GGUF's Q8_0 among them), int4 a scale per group.
-Groups of int4 may have an integer zero point (GPTQ, AWQ), groups of both a minimum in floats (Q4_1,
-Q4_K and Q5_K of GGUF). The layout is the one that `triton.linear` reads; on plain torch a product
-dequantizes some rows at a time (`reference.linear`), so that the matrix never exists in floats as a
-whole.
+int8 and fp8 (e4m3) have a scale per output or per group of inputs, int4 a scale per group. Groups
+of int4 may have an integer zero point (GPTQ, AWQ), groups of both kinds of integers a minimum in
+floats (Q4_1, Q4_K and Q5_K of GGUF). The layout is the one that `triton.linear` reads; on plain
+torch a product dequantizes some rows at a time (`reference.linear`), so that the matrix never
+exists in floats as a whole.
 
 `round_to_integers` rounds floats exactly as the native kernels do.
 """
@@ -35,10 +35,11 @@ class DeviceMatrix:
     Its elements are floats, or (value - zero point) * scale + minimum.
 
     Attributes:
-        form: "float", "int8" or "int4".
-        values: [NP, KP] floats or int8; uint8 [NP, KP / 2] for int4. Its inputs are stored in runs
-            of a group, of at most `BLOCK_K`: byte j of a run of n holds input j in its low half and
-            input j + n / 2 in its high half, the zero point added to both.
+        form: "float", "int8", "int4" or "fp8".
+        values: [NP, KP] floats, int8 or, for the bits of fp8, uint8; uint8 [NP, KP / 2] for int4.
+            Inputs of int4 are stored in runs of a group, of at most `BLOCK_K`: byte j of a run of n
+            holds input j in its low half and input j + n / 2 in its high half, the zero point added
+            to both.
         scale: [NP, groups] floats, one column for a scale per output; None for floats.
         outputs, inputs: N and K.
         group: inputs that share a scale: `inputs` for a scale per output.
@@ -64,7 +65,7 @@ class DeviceMatrix:
         return cls("float", _padded(weight), None, outputs, inputs, inputs, None, weight.dtype)
 
     @classmethod
-    def from_integers(
+    def from_values(
         cls,
         form: str,
         values: Tensor,
@@ -75,12 +76,12 @@ class DeviceMatrix:
         inputs: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> DeviceMatrix:
-        """Pack values [N, K] int8 and their scales: [N] or [N, groups], each group being K / groups
+        """Pack values [N, K] and their scales, [N] or [N, groups], each group being K / groups
         inputs.
 
         Args:
-            values: for int4 from -8 to 7, with `zero` from -zero to 15 - zero, or with `minimum`
-                from 0 to 15.
+            values: uint8 for fp8, without NaN; otherwise int8, for int4 from -8 to 7, with `zero`
+                from -zero to 15 - zero, or with `minimum` from 0 to 15.
             zero: uint8 [N, groups], zero points of int4.
             minimum: [N, groups] floats, added to what is scaled.
             inputs: the number of inputs if zeros were added to the last group.
@@ -91,7 +92,7 @@ class DeviceMatrix:
         outputs, stored = values.shape
         scale = scale.view(outputs, -1)
         group = stored // scale.shape[1]
-        per_output = scale.shape[1] == 1 and form == "int8" and minimum is None
+        per_output = scale.shape[1] == 1 and form != "int4" and minimum is None
         if group * scale.shape[1] != stored or not (
             per_output or group == largest_group(form, group)
         ):
@@ -129,7 +130,7 @@ class DeviceMatrix:
             for at in range(0, outputs, step)
         ]
         values, scale = (torch.cat(t) for t in zip(*parts, strict=True))
-        return cls.from_integers(form, values, scale, inputs=inputs, dtype=dtype)
+        return cls.from_values(form, values, scale, inputs=inputs, dtype=dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -163,6 +164,8 @@ class DeviceMatrix:
         if self.form == "int4":
             pairs = values.view(len(values), -1, 1, min(self.group, BLOCK_K) // 2)
             values = torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
+        elif self.form == "fp8":
+            values = values.view(torch.float8_e4m3fn)
         scale = self.scale[rows, :, None].float()
         floats = values.view(*scale.shape[:2], -1).float()
         if self.zero is not None:
@@ -187,7 +190,7 @@ class DeviceMatrix:
 
 def largest_group(form: str, size: int) -> int:
     """Return the largest group with a scale of its own that divides one of `size`; 0 if none."""
-    known = (size // BLOCK_K * BLOCK_K, 64, 32, *((16,) if form == "int8" else ()))
+    known = (size // BLOCK_K * BLOCK_K, 64, 32, *((16,) if form != "int4" else ()))
     return next((group for group in known if group and size % group == 0), 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.draft.proposer import view_of
@@ -22,12 +23,14 @@ from forerun.models import decoder as decoder_module
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf import blocks
+from forerun.models.quantized import QuantizedMatrix, keep_packed
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, gguf_files, tiny
 from tests.engine import build
 from tests.gguf_files import extreme_rows, random_rows
-from tests.quantise import checkpoint
+from tests.quantise import checkpoint, save
+from tests.quantise import linears as linears_of
 from tests.runtime.test_captured import RecordedOperations, both, chain, compare_passes, pair
 
 CPU = torch.device("cpu")
@@ -116,6 +119,39 @@ def test_groups_whose_inputs_do_not_stand_together_are_dequantized(tmp_path: Pat
     assert forms(load(tmp_path, "stored")) == ["float"] * 5
 
 
+@pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_8_bit_floats_are_kept(
+    stored: torch.dtype, scale: str, tmp_path: Path, notes: list[str]
+) -> None:
+    """e4m3 with a scale per matrix, per output, or per block of 128 x 128; not e5m2."""
+    sizes = dict(hidden_size=128, intermediate_size=256)
+    tiny.hf_model("llama", gain=0.5, **sizes).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for stem in linears_of(tensors):
+        weight = tensors[f"{stem}.weight"]
+        rows, columns = weight.shape
+        shape = dict(tensor=(1, 1), channel=(rows, 1), block=(-(-rows // 128), columns // 128))
+        tensors[f"{stem}.weight_scale_inv"] = torch.rand(shape[scale]) * 0.1 + 0.01
+        tensors[f"{stem}.weight"] = (weight * 4).to(stored)
+    block = [128, 128] if scale == "block" else None
+    save(tmp_path, tensors, quantization_config=dict(quant_method="fp8", weight_block_size=block))
+    decoder, exact = load(tmp_path, "stored"), load(tmp_path, "")
+    expected = "fp8" if stored == torch.float8_e4m3fn else "float"
+    assert forms(decoder) == [expected] * 4 + ["float"]
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    assert ["12 8-bit floats" in note for note in notes] == ([True] if expected == "float" else [])
+
+
+def test_8_bit_floats_that_are_no_numbers_are_dequantized() -> None:
+    values = torch.ones(64, 128).to(torch.float8_e4m3fn)
+    matrix = QuantizedMatrix(values, torch.ones(64, 1), torch.zeros(128, dtype=torch.int64))
+    assert keep_packed(matrix, CPU) is not None
+    values[3, 5] = torch.nan
+    assert keep_packed(matrix, CPU) is None
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize(
     "kind, form",
@@ -144,7 +180,7 @@ def test_integers_of_blocks_are_exact(kind: str) -> None:
     """Random blocks, and such with all bits, none, and the largest and smallest scales."""
     for rows in (random_rows(kind, 64, 512, 1.0, seed=3), extreme_rows(kind, 64, 512)):
         held = blocks.integers(kind, torch.from_numpy(rows))
-        matrix = DeviceMatrix.from_integers(*held[:3], minimum=held.minimum)
+        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum)
         assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows))
         assert matrix.nbytes == 64 * 512 * BITS[kind] / 8
 

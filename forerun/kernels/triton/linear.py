@@ -1,11 +1,11 @@
 """Products of a few rows with a matrix: x [M, K] times W [N, K] transposed, for M up to 64 or so.
 
-A decoding pass over few rows is bound by the bytes of W, so W may be stored as floats, as int8 with
-a scale per output or per group of inputs, or as int4 with a scale per group; groups may have zero
-points or minima (`DeviceMatrix`). Integers are converted exactly, a group's sum is multiplied by
-its scale in float32, and all sums are float32: the numbers are those that W stands for, and
-activations are not rounded. A minimum is multiplied by the sum of x over its group, which is a
-product with ones, since the order of other sums depends on the number of rows.
+A decoding pass over few rows is bound by the bytes of W, so W may be stored as floats, as int8 or
+fp8 with a scale per output or per group of inputs, or as int4 with a scale per group; groups may
+have zero points or minima (`DeviceMatrix`). Values are converted exactly, a group's sum is
+multiplied by its scale in float32, and all sums are float32: the numbers are those that W stands
+for, and activations are not rounded. A minimum is multiplied by the sum of x over its group, which
+is a product with ones, since the order of other sums depends on the number of rows.
 
 A row of the result has the same bits whatever the other rows are, and however many there are. The
 tiles, the number of parts into which K is divided, and the order in which parts are added depend on
@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun.kernels.device_matrix import BLOCK_K, BLOCK_N, DeviceMatrix
 from forerun.kernels.triton.formats import dot_type
 
-FORMS = {"float": 0, "int8": 1, "int4": 2}
+FORMS = {"float": 0, "int8": 1, "int4": 2, "fp8": 3}
 FEW_ROWS = 16  # rows of a tile; above, tiles have twice as many, with the same instructions
 PROGRAMS = 256  # programs that keep the memory of a large card busy
 WARPS = 4
@@ -200,7 +200,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                     sums = tl.dot(b, ones, sums, input_precision="ieee")
             else:
                 k = tl.arange(0, STEP)
-                w = _read(tile + done + k[:, None], IS_EVEN, is_inside, 0).to(DOT)
+                w = _read(tile + done + k[:, None], IS_EVEN, is_inside, 0)
+                w = (_from_fp8(w) if FORM == 3 else w).to(DOT)
                 a = _inputs(line, first + k, is_row, inputs, IS_WHOLE and IS_EVEN).to(DOT)
                 if GROUP == 0:
                     acc = tl.dot(a, w, acc, input_precision="ieee")
@@ -226,6 +227,14 @@ def _read(place, always: tl.constexpr, mask, other: tl.constexpr):  # type: igno
     if always:
         return tl.load(place)
     return tl.load(place, mask=mask, other=other)
+
+
+@triton.jit
+def _from_fp8(bits):  # type: ignore[no-untyped-def]
+    """Convert e4m3 to float32: with its bits in the places of a float32's, all that is wrong is the
+    bias of the exponent, also of numbers below the normal ones."""
+    bits = bits.to(tl.int8, bitcast=True).to(tl.int32) << 20  # the sign in all places above
+    return (bits & ~0x780FFFFF).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit  # type: ignore[untyped-decorator]
