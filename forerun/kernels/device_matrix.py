@@ -1,9 +1,10 @@
-"""A matrix that stays packed on a torch device: floats, int8 or int4 with scales.
+"""A matrix that stays packed on a torch device: floats, int8, int4 or fp8 with scales.
 
-int8 has a scale per output or per group of inputs (GGUF's Q8_0 among them), int4 a scale per group
-and, for asymmetric checkpoints, a zero point (GGUF's Q4_0, GPTQ, AWQ, and the package's own). The
-layout is the one that `triton.linear` reads; on plain torch a product dequantizes some rows at a
-time (`reference.linear`), so that the matrix never exists in floats as a whole.
+int8 and fp8 (e4m3) have a scale per output or per group of inputs, int4 a scale per group. Groups
+of int4 may have an integer zero point (GPTQ, AWQ), groups of both kinds of integers a minimum in
+floats (Q4_1, Q4_K and Q5_K of GGUF). The layout is the one that `triton.linear` reads; on plain
+torch a product dequantizes some rows at a time (`reference.linear`), so that the matrix never
+exists in floats as a whole.
 
 `round_to_integers` rounds floats exactly as the native kernels do.
 """
@@ -31,15 +32,19 @@ CANDIDATES = [float(c) for c in range(-6, 7)]  # of the scale of a group of int4
 class DeviceMatrix:
     """A matrix W [N, K], padded with zeros to multiples of the tile.
 
+    Its elements are floats, or (value - zero point) * scale + minimum.
+
     Attributes:
-        form: "float", "int8" or "int4".
-        values: [NP, KP] floats or int8; uint8 [NP, KP / 2] for int4. Its inputs are stored in runs
-            of a group, of at most `BLOCK_K`: byte j of a run of n holds input j in its low half and
-            input j + n / 2 in its high half, the zero point added to both.
+        form: "float", "int8", "int4" or "fp8".
+        values: [NP, KP] floats, int8 or, for the bits of fp8, uint8; uint8 [NP, KP / 2] for int4.
+            Inputs of int4 are stored in runs of a group, of at most `BLOCK_K`: byte j of a run of n
+            holds input j in its low half and input j + n / 2 in its high half, the zero point added
+            to both.
         scale: [NP, groups] floats, one column for a scale per output; None for floats.
         outputs, inputs: N and K.
         group: inputs that share a scale: `inputs` for a scale per output.
-        zero: uint8 [NP, groups], zero points of int4; None if all are 8.
+        zero: uint8 [NP, groups], zero points of int4; None if all are 8, or 0 beside minima.
+        minimum: [NP, groups] floats, added to what is scaled; None if all are 0.
         dtype: of the numbers that it stands for on plain torch.
     """
 
@@ -51,6 +56,7 @@ class DeviceMatrix:
     group: int
     zero: Tensor | None = None
     dtype: torch.dtype = torch.float32
+    minimum: Tensor | None = None
 
     @classmethod
     def from_floats(cls, weight: Tensor) -> DeviceMatrix:
@@ -59,22 +65,25 @@ class DeviceMatrix:
         return cls("float", _padded(weight), None, outputs, inputs, inputs, None, weight.dtype)
 
     @classmethod
-    def from_integers(
+    def from_values(
         cls,
         form: str,
         values: Tensor,
         scale: Tensor,
         zero: Tensor | None = None,
+        minimum: Tensor | None = None,
         *,
         inputs: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> DeviceMatrix:
-        """Pack values [N, K] int8 and their scales: [N] or [N, groups], each group being K / groups
+        """Pack values [N, K] and their scales, [N] or [N, groups], each group being K / groups
         inputs.
 
         Args:
-            values: for int4 from -8 to 7, or with `zero` from -zero to 15 - zero.
+            values: uint8 for fp8, without NaN; otherwise int8, for int4 from -8 to 7, with `zero`
+                from -zero to 15 - zero, or with `minimum` from 0 to 15.
             zero: uint8 [N, groups], zero points of int4.
+            minimum: [N, groups] floats, added to what is scaled.
             inputs: the number of inputs if zeros were added to the last group.
 
         Raises:
@@ -83,11 +92,15 @@ class DeviceMatrix:
         outputs, stored = values.shape
         scale = scale.view(outputs, -1)
         group = stored // scale.shape[1]
-        per_output = scale.shape[1] == 1 and form == "int8"
-        if group * scale.shape[1] != stored or not (per_output or fits_tiles(group)):
+        per_output = scale.shape[1] == 1 and form != "int4" and minimum is None
+        if group * scale.shape[1] != stored or not (
+            per_output or group == largest_group(form, group)
+        ):
             raise StateError(f"{form} has no scales of {list(scale.shape)} for {stored} inputs")
         if form == "int4":
-            points = ZERO4 if zero is None else zero.to(torch.int8).repeat_interleave(group, dim=1)
+            points: int | Tensor = ZERO4 if minimum is None else 0
+            if zero is not None:
+                points = zero.to(torch.int8).repeat_interleave(group, dim=1)
             half = min(group, BLOCK_K) // 2
             halves = (values + points).view(torch.uint8).view(outputs, -1, 2, half)
             packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
@@ -97,24 +110,12 @@ class DeviceMatrix:
         more = 0 if per_output else -(-_rounded_up(stored, BLOCK_K) // group) - scale.shape[1]
         widths = (0, more, 0, len(padded) - outputs)
         scale = F.pad(scale, widths).contiguous()
-        zero = None if zero is None else F.pad(zero, widths).contiguous()
+        zero, minimum = (
+            None if each is None else F.pad(each, widths).contiguous() for each in (zero, minimum)
+        )
         inputs = stored if inputs is None else inputs
         group = inputs if per_output else group
-        return cls(form, padded, scale, outputs, inputs, group, zero, dtype)
-
-    @classmethod
-    def from_blocks(
-        cls, kind: str, blocks: Tensor, dtype: torch.dtype = torch.float32
-    ) -> DeviceMatrix:
-        """Take the bytes of a GGUF tensor of type Q8_0 or Q4_0, uint8 [N, K / 32, 34 or 18]: a
-        float16 scale, then 32 int8, or 16 bytes of two values each."""
-        scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-        stored = blocks[..., 2:].contiguous()
-        if kind == "Q8_0":
-            values = stored.view(torch.int8)
-            return cls.from_integers("int8", values.flatten(1), scale, dtype=dtype)
-        values = torch.cat((stored & 15, stored >> 4), dim=-1).view(torch.int8) - ZERO4
-        return cls.from_integers("int4", values.flatten(1), scale, dtype=dtype)
+        return cls(form, padded, scale, outputs, inputs, group, zero, dtype, minimum)
 
     @classmethod
     def from_rounded(
@@ -129,7 +130,7 @@ class DeviceMatrix:
             for at in range(0, outputs, step)
         ]
         values, scale = (torch.cat(t) for t in zip(*parts, strict=True))
-        return cls.from_integers(form, values, scale, inputs=inputs, dtype=dtype)
+        return cls.from_values(form, values, scale, inputs=inputs, dtype=dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,7 +145,7 @@ class DeviceMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        stored = (self.values, self.scale, self.zero)
+        stored = (self.values, self.scale, self.zero, self.minimum)
         return sum(tensor.nbytes for tensor in stored if tensor is not None)
 
     def dequantize(self, first: int = 0, count: int | None = None) -> Tensor:
@@ -163,11 +164,18 @@ class DeviceMatrix:
         if self.form == "int4":
             pairs = values.view(len(values), -1, 1, min(self.group, BLOCK_K) // 2)
             values = torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
+        elif self.form == "fp8":
+            values = values.view(torch.float8_e4m3fn)
         scale = self.scale[rows, :, None].float()
         floats = values.view(*scale.shape[:2], -1).float()
-        if self.form == "int4":
-            floats = floats - (ZERO4 if self.zero is None else self.zero[rows, :, None])
-        return (floats * scale).flatten(1)[:, : self.inputs].to(self.dtype)
+        if self.zero is not None:
+            floats = floats - self.zero[rows, :, None]
+        elif self.form == "int4" and self.minimum is None:
+            floats = floats - ZERO4
+        floats = floats * scale
+        if self.minimum is not None:
+            floats = floats + self.minimum[rows, :, None].float()
+        return floats.flatten(1)[:, : self.inputs].to(self.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x [T, K] times W transposed, plus bias [N], on plain torch. -> [T, N]"""
@@ -180,9 +188,10 @@ class DeviceMatrix:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def fits_tiles(group: int) -> bool:
-    """Return True if groups of so many inputs can have scales of their own."""
-    return group in (32, 64) or (group > 0 and group % BLOCK_K == 0)
+def largest_group(form: str, size: int) -> int:
+    """Return the largest group with a scale of its own that divides one of `size`; 0 if none."""
+    known = (size // BLOCK_K * BLOCK_K, 64, 32, *((16,) if form != "int4" else ()))
+    return next((group for group in known if group and size % group == 0), 0)
 
 
 def round_to_integers(form: str, weight: Tensor) -> tuple[Tensor, Tensor]:

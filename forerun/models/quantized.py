@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import LoadError, one_line
-from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, fits_tiles
+from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, largest_group
 from forerun.models.experts import StackedRows
-from forerun.models.gguf.blocks import FLOATS, Blocks, not_finite, stack_blocks
+from forerun.models.gguf.blocks import FLOATS, INTEGERS, Blocks, integers, not_finite, stack_blocks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUPPORTED = (
@@ -130,10 +130,13 @@ def stack(parts: Sequence[Any]) -> Any:
     if len(blocks) == len(parts):
         return stack_blocks(blocks)
     quantized = [p for p in parts if isinstance(p, QuantizedMatrix)]
+    dtype = quantized[0].values.dtype if quantized else torch.int8
     is_alike = len(quantized) == len(parts) and all(
         torch.equal(p.group, quantized[0].group)
         and p.scale.shape[1] == quantized[0].scale.shape[1]
-        and not p.values.is_floating_point()
+        and (
+            p.values.dtype == dtype or not (dtype.is_floating_point or p.values.is_floating_point())
+        )
         for p in quantized
     )
     if not is_alike:
@@ -176,36 +179,43 @@ def keep_packed(
     are not finite."""
     if isinstance(matrix, Blocks):
         return _keep_blocks(matrix, device, dtype)
-    if not isinstance(matrix, QuantizedMatrix) or matrix.values.is_floating_point():
+    if not isinstance(matrix, QuantizedMatrix):
         return None
     (outputs, inputs), groups = matrix.values.shape, matrix.scale.shape[1]
     size = inputs // groups
     if inputs % groups or not torch.equal(matrix.group, torch.arange(inputs) // size):
         return None
-    own = size if fits_tiles(size) else next((n for n in (64, 32) if size % n == 0), 0)
     scale, values = matrix.scale.to(device), matrix.values.to(device)
+    of_bytes = size if groups == 1 else largest_group("int8", size)
+    if values.is_floating_point():
+        bits = values.view(torch.uint8)
+        is_nan = (bits & 0x7F) == 0x7F
+        if values.dtype != torch.float8_e4m3fn or not of_bytes or bool(is_nan.any()):
+            return None
+        scale = scale.float().repeat_interleave(size // of_bytes, 1)
+        return DeviceMatrix.from_values("fp8", bits, scale, dtype=dtype)
     runs = values.view(outputs, groups, size).short()  # int8 is too narrow for differences
     low, high = runs.amin(2), runs.amax(2)
     zero = torch.where((low >= -ZERO4) & (high < ZERO4), ZERO4, (-low).clamp(0, 15))
+    own = largest_group("int4", size)
     if own and bool(((low + zero >= 0) & (high + zero <= 15)).all()):
         scale, zero = (t.repeat_interleave(size // own, 1) for t in (scale, zero.to(torch.uint8)))
         points = None if bool((zero == ZERO4).all()) else zero
-        return DeviceMatrix.from_integers("int4", values.char(), scale, points, dtype=dtype)
-    if values.dtype == torch.int8 and (own or groups == 1):
-        scale = scale if groups == 1 else scale.repeat_interleave(size // own, 1)
-        return DeviceMatrix.from_integers("int8", values, scale, dtype=dtype)
+        return DeviceMatrix.from_values("int4", values.char(), scale, points, dtype=dtype)
+    if values.dtype == torch.int8 and of_bytes:
+        scale = scale.repeat_interleave(size // of_bytes, 1)
+        return DeviceMatrix.from_values("int8", values, scale, dtype=dtype)
     return None
 
 
 def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> DeviceMatrix | None:
-    if {piece.entry.kind for piece in blocks.pieces} not in ({"Q8_0"}, {"Q4_0"}):
+    if len({piece.entry.kind for piece in blocks.pieces}) > 1 or blocks.kind not in INTEGERS:
         return None
-    rows = torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device)
-    stored = rows.view(len(rows), blocks.shape[1] // 32, -1)
-    kept = DeviceMatrix.from_blocks(blocks.kind, stored, dtype)
-    if kept.scale is not None and not bool(kept.scale.isfinite().all()):
+    held = integers(blocks.kind, torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device))
+    if not all(part.isfinite().all() for part in held[2:] if part is not None):
         raise not_finite(blocks.pieces[0].entry)
-    return kept
+    form, values, scale, minimum = held
+    return DeviceMatrix.from_values(form, values, scale, minimum=minimum, dtype=dtype)
 
 
 def unpacked_kind(matrix: Any) -> str:
@@ -231,7 +241,7 @@ def round_packed(
         inputs = values.shape[1]
         if form == "int4":
             values = torch.nn.functional.pad(values, (0, -inputs % 32))
-        return DeviceMatrix.from_integers(form, values, scale, inputs=inputs, dtype=dtype)
+        return DeviceMatrix.from_values(form, values, scale, inputs=inputs, dtype=dtype)
     kept = None
     if isinstance(matrix, Blocks) and target == "int4" and matrix.kind == "Q4_0":
         kept = _keep_blocks(matrix, device, dtype)

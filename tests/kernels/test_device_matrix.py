@@ -26,26 +26,43 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high + 1, shape, generator=generator).to(torch.int8)
 
 
+def every_fp8(rows: int, inputs: int) -> Tensor:
+    """The bits of all numbers of e4m3 in turn."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    bits = bits[bits & 0x7F != 0x7F]  # which is no number
+    return bits.repeat(-(-rows * inputs // len(bits)))[: rows * inputs].view(rows, inputs)
+
+
 @pytest.mark.parametrize("shape", [(5, 96), (64, 128), (70, 512)])
-@pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
-@pytest.mark.parametrize("form", ["int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize("group", [0, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "form",
+    ["int8", "int8 with minima", "int4", "int4 with minima", "int4 with zero points", "fp8"],
+)
 def test_integers_are_kept(form: str, group: int, shape: tuple[int, int]) -> None:
-    """Every element is value times scale, by rows, by index and as a product."""
+    """Every element is value times scale plus minimum, by rows, by index and as a product."""
     outputs, inputs = shape
-    if inputs % (group or inputs) or (group == 0 and form != "int8"):
+    if inputs % (group or inputs) or (group < 32 and form not in ("int8", "fp8")):
         return
     groups = inputs // group if group else 1
     scale = random(1, outputs, groups).half()
-    zero = None
+    zero = minimum = None
     if form == "int4 with zero points":
         zero = integers(2, 0, 15, outputs, groups)
         values = integers(3, 0, 15, outputs, inputs) - zero.repeat_interleave(group, 1)
         zero = zero.view(torch.uint8)
+    elif form == "fp8":
+        values = every_fp8(outputs, inputs)
     else:
-        top = 127 if form == "int8" else 7
-        values = integers(3, -top - 1, top, outputs, inputs)
-    matrix = DeviceMatrix.from_integers(form.split()[0], values, scale, zero)
-    expected = values.float() * scale.float().repeat_interleave(inputs // groups, 1)
+        low, high = {"int8": (-128, 127), "int4": (-8, 7)}.get(form, (0, 15))
+        values = integers(3, low, high, outputs, inputs)
+    matrix_form = form.split()[0]
+    numbers = values.view(torch.float8_e4m3fn) if form == "fp8" else values
+    expected = numbers.float() * scale.float().repeat_interleave(inputs // groups, 1)
+    if form.endswith("minima"):
+        minimum = random(6, outputs, groups)
+        expected += minimum.repeat_interleave(group, 1)
+    matrix = DeviceMatrix.from_values(matrix_form, values, scale, zero, minimum)
     assert matrix.shape == shape
     assert torch.equal(matrix.dequantize(), expected)
     assert torch.equal(matrix.dequantize(2, 3), expected[2:5])
@@ -73,6 +90,11 @@ def test_bytes() -> None:
     assert DeviceMatrix.from_floats(weight).nbytes == 128 * 256 * 4
     assert DeviceMatrix.from_rounded("int8", weight).nbytes == 128 * 256 + 128 * 4
     assert DeviceMatrix.from_rounded("int4", weight).nbytes == 128 * 256 // 2 + 128 * 8 * 2
+    blocks = DeviceMatrix.from_values("fp8", every_fp8(128, 256), torch.ones(128, 2))
+    assert blocks.nbytes == 128 * 256 + 128 * 2 * 4
+    values, scale = integers(1, 0, 15, 128, 256), random(2, 128, 8).half()
+    matrix = DeviceMatrix.from_values("int4", values, scale, minimum=scale)
+    assert matrix.nbytes == 128 * 256 // 2 + 128 * 8 * 4
 
 
 def test_numbers_of_other_dtypes() -> None:
@@ -88,7 +110,7 @@ def test_groups_that_fit_no_tile_are_refused() -> None:
     values = integers(1, -8, 7, 4, 96)
     for form, groups in (("int4", 1), ("int4", 6), ("int8", 5), ("int8", 2)):
         with pytest.raises(StateError):
-            DeviceMatrix.from_integers(form, values, torch.ones(4, groups))
+            DeviceMatrix.from_values(form, values, torch.ones(4, groups))
 
 
 def hard(kind: str) -> Tensor:

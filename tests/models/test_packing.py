@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.draft.proposer import view_of
@@ -21,11 +22,15 @@ from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models import decoder as decoder_module
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.gguf import blocks
+from forerun.models.quantized import QuantizedMatrix, keep_packed
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, gguf_files, tiny
 from tests.engine import build
-from tests.quantise import checkpoint
+from tests.gguf_files import extreme_rows, random_rows
+from tests.quantise import checkpoint, save
+from tests.quantise import linears as linears_of
 from tests.runtime.test_captured import RecordedOperations, both, chain, compare_passes, pair
 
 CPU = torch.device("cpu")
@@ -89,7 +94,8 @@ def in_floats(decoder: Decoder) -> Decoder:
         ("packed", 4, 0, True, "int4"),
         ("packed", 8, 64, True, "int8"),
         ("plain", 8, 0, True, "int8"),
-        ("gptq", 4, 16, True, "float"),
+        ("gptq", 4, 16, False, "int8"),
+        ("gptq", 4, 8, True, "float"),
         ("gptq", 8, 32, False, "float"),
     ],
 )
@@ -113,8 +119,44 @@ def test_groups_whose_inputs_do_not_stand_together_are_dequantized(tmp_path: Pat
     assert forms(load(tmp_path, "stored")) == ["float"] * 5
 
 
+@pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_8_bit_floats_are_kept(
+    stored: torch.dtype, scale: str, tmp_path: Path, notes: list[str]
+) -> None:
+    """e4m3 with a scale per matrix, per output, or per block of 128 x 128; not e5m2."""
+    sizes = dict(hidden_size=128, intermediate_size=256)
+    tiny.hf_model("llama", gain=0.5, **sizes).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for stem in linears_of(tensors):
+        weight = tensors[f"{stem}.weight"]
+        rows, columns = weight.shape
+        shape = dict(tensor=(1, 1), channel=(rows, 1), block=(-(-rows // 128), columns // 128))
+        tensors[f"{stem}.weight_scale_inv"] = torch.rand(shape[scale]) * 0.1 + 0.01
+        tensors[f"{stem}.weight"] = (weight * 4).to(stored)
+    block = [128, 128] if scale == "block" else None
+    save(tmp_path, tensors, quantization_config=dict(quant_method="fp8", weight_block_size=block))
+    decoder, exact = load(tmp_path, "stored"), load(tmp_path, "")
+    expected = "fp8" if stored == torch.float8_e4m3fn else "float"
+    assert forms(decoder) == [expected] * 4 + ["float"]
+    for found, reference in zip(linears(decoder), linears(exact), strict=True):
+        assert torch.equal(floats(found.weight), reference.weight)
+    assert ["12 8-bit floats" in note for note in notes] == ([True] if expected == "float" else [])
+
+
+def test_8_bit_floats_that_are_no_numbers_are_dequantized() -> None:
+    values = torch.ones(64, 128).to(torch.float8_e4m3fn)
+    matrix = QuantizedMatrix(values, torch.ones(64, 1), torch.zeros(128, dtype=torch.int64))
+    assert keep_packed(matrix, CPU) is not None
+    values[3, 5] = torch.nan
+    assert keep_packed(matrix, CPU) is None
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("kind, form", [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q5_0", "float")])
+@pytest.mark.parametrize(
+    "kind, form",
+    [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("IQ4_NL", "float")],
+)
 def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: Any) -> None:
     """Among them rows that are reordered, and a tied head, which shares the embedding's memory."""
     path = gguf_files.written(name, kind).path
@@ -126,7 +168,21 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
     assert torch.equal(decoder.weights.embed[ids], exact.weights.embed[ids])
     if decoder.config.tied and form != "float":
         assert decoder.weights.head.weight is decoder.weights.embed
-    assert len(notes) == (form == "float") and all("Q5_0" in note for note in notes)
+    assert len(notes) == (form == "float") and all("IQ4_NL" in note for note in notes)
+
+
+# bits of a weight: values, and a scale and possibly a minimum per group
+BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9, Q3_K=10, Q4_K=6, Q5_K=10, Q6_K=10)
+
+
+@pytest.mark.parametrize("kind", blocks.INTEGERS)
+def test_integers_of_blocks_are_exact(kind: str) -> None:
+    """Random blocks, and such with all bits, none, and the largest and smallest scales."""
+    for rows in (random_rows(kind, 64, 512, 1.0, seed=3), extreme_rows(kind, 64, 512)):
+        held = blocks.integers(kind, torch.from_numpy(rows))
+        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum)
+        assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows))
+        assert matrix.nbytes == 64 * 512 * BITS[kind] / 8
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -56,6 +56,10 @@ def disagreements(device: torch.device) -> list[str]:
 
     int8 = DeviceMatrix.from_rounded("int8", weight, x.dtype)
     int4 = DeviceMatrix.from_rounded("int4", weight, x.dtype)
+    bits, scale = weight.to(torch.float8_e4m3fn).view(torch.uint8), numbers(70, 8) / 64
+    fp8 = DeviceMatrix.from_values("fp8", bits, numbers(70, 2), dtype=x.dtype)
+    nibbles = (bits & 15).view(torch.int8)
+    minima = DeviceMatrix.from_values("int4", nibbles, scale, minimum=scale, dtype=x.dtype)
     q, keys, values = numbers(1, 4, 32), numbers(8, 2, 32), numbers(8, 2, 32)
     last, direct, first = (integers([n], torch.int32) for n in (2, 2, 0))
     walk = Walk(last, direct, rows[None, :2].contiguous(), rows[2:], first)
@@ -66,6 +70,8 @@ def disagreements(device: torch.device) -> list[str]:
         ),
         "linear of int8": (linear.linear(x, int8), reference.linear(x, int8)),
         "linear of int4": (linear.linear(x, int4), reference.linear(x, int4)),
+        "linear of fp8": (linear.linear(x, fp8), reference.linear(x, fp8)),
+        "linear with minima": (linear.linear(x, minima), reference.linear(x, minima)),
         "add_norm": (
             fused.add_norm(stream, parts, norm, 1e-5)[1],
             fused.add_norm_reference(stream, parts, norm, 1e-5)[1],

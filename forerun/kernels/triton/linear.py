@@ -1,10 +1,11 @@
 """Products of a few rows with a matrix: x [M, K] times W [N, K] transposed, for M up to 64 or so.
 
-A decoding pass over few rows is bound by the bytes of W, so W may be stored as floats, as int8 with
-a scale per output or per group of inputs, or as int4 with a scale, and a zero point if there is
-one, per group (`DeviceMatrix`). Integers are converted exactly, a group's sum is multiplied by its
-scale in float32, and all sums are float32: the numbers are those that W stands for, and activations
-are not rounded.
+A decoding pass over few rows is bound by the bytes of W, so W may be stored as floats, as int8 or
+fp8 with a scale per output or per group of inputs, or as int4 with a scale per group; groups may
+have zero points or minima (`DeviceMatrix`). Values are converted exactly, a group's sum is
+multiplied by its scale in float32, and all sums are float32: the numbers are those that W stands
+for, and activations are not rounded. A minimum is multiplied by the sum of x over its group, which
+is a product with ones, since the order of other sums depends on the number of rows.
 
 A row of the result has the same bits whatever the other rows are, and however many there are. The
 tiles, the number of parts into which K is divided, and the order in which parts are added depend on
@@ -24,7 +25,7 @@ from torch import Tensor
 from forerun.kernels.device_matrix import BLOCK_K, BLOCK_N, DeviceMatrix
 from forerun.kernels.triton.formats import dot_type
 
-FORMS = {"float": 0, "int8": 1, "int4": 2}
+FORMS = {"float": 0, "int8": 1, "int4": 2, "fp8": 3}
 FEW_ROWS = 16  # rows of a tile; above, tiles have twice as many, with the same instructions
 PROGRAMS = 256  # programs that keep the memory of a large card busy
 WARPS = 4
@@ -39,6 +40,11 @@ def parts_of(weight: DeviceMatrix) -> int:
     while parts < blocks and parts * columns < PROGRAMS:
         parts *= 2
     return parts if parts <= blocks else parts // 2
+
+
+def warps_of(block_m: int, has_minimum: bool) -> int:
+    """Return the warps of a tile of so many rows; sums of x beside 32 rows need registers."""
+    return WARPS if block_m == FEW_ROWS or not has_minimum else 2 * WARPS
 
 
 def linear(
@@ -67,7 +73,8 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
     outputs, parts = len(weight.values), parts_of(weight)
     found = torch.empty((parts, rows, weight.outputs), dtype=torch.float32, device=x.device)
     scale = found if weight.scale is None else weight.scale  # a kernel takes no None
-    group = weight.group if weight.scale is not None and scale.shape[1] > 1 else 0
+    is_grouped = weight.minimum is not None or (weight.scale is not None and scale.shape[1] > 1)
+    group = weight.group if is_grouped else 0
     block_m = FEW_ROWS if rows <= FEW_ROWS else 2 * FEW_ROWS
     blocks = weight.padded_inputs // BLOCK_K
     _multiply[(outputs // BLOCK_N, parts, triton.cdiv(rows, block_m))](
@@ -75,6 +82,7 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
         weight.values,
         scale,
         scale if weight.zero is None else weight.zero,
+        scale if weight.minimum is None else weight.minimum,
         found,
         rows,
         weight.outputs,
@@ -89,11 +97,12 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
         IS_EVEN=blocks % parts == 0,
         IS_WHOLE=weight.inputs == weight.padded_inputs,
         HAS_ZERO=weight.zero is not None,
+        HAS_MINIMUM=weight.minimum is not None,
         BM=block_m,
         BN=BLOCK_N,
         BK=BLOCK_K,
         DOT=dot or dot_type(x.dtype),
-        num_warps=WARPS,
+        num_warps=warps_of(block_m, weight.minimum is not None),
         num_stages=STAGES,
     )
     return found
@@ -122,6 +131,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     values,
     scale,
     zero,
+    minimum,
     parts,
     rows,
     outputs,
@@ -136,6 +146,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -158,50 +169,54 @@ def _multiply(  # type: ignore[no-untyped-def]
         tile = values + column * (K // 2) + begin // 2 + n[None, :] * (K // 2)
     else:
         tile = values + column * K + begin + n[None, :] * K
-    factors = scale + column * GROUPS + n * GROUPS
-    points = zero + column * GROUPS + n * GROUPS
+    shift = column * GROUPS + n * GROUPS
     acc = tl.zeros((BM, BN), tl.float32)
+    if HAS_MINIMUM:
+        # Ones that seem to be loaded: only if both factors of x come from loads of the same width
+        # do both products read it in one layout, without which its loads are not pipelined.
+        each = tl.arange(0, HALF if FORM == 2 else STEP)
+        ones = tl.load(tile + each[:, None], mask=(each < 0)[:, None], other=1).to(DOT)
     for block in range(PER_PART):
         for step in tl.static_range(BK // STEP):
             done = block * BK + step * STEP
             first = begin + done
             is_inside = IS_EVEN or first < K  # the last part may have fewer blocks
+            group = shift + (first // GROUP if GROUP > 0 else 0)
             if FORM == 2:
                 h = tl.arange(0, HALF)
                 both = _read(tile + done // 2 + h[:, None], IS_EVEN, is_inside, 0x88)
                 low, high = (both & 15).to(tl.int8), (both >> 4).to(tl.int8)
                 if HAS_ZERO:
-                    point = _read(points + first // GROUP, IS_EVEN, is_inside, 0).to(tl.int8)
+                    point = _read(zero + group, IS_EVEN, is_inside, 0).to(tl.int8)
                     low, high = low - point[None, :], high - point[None, :]
-                else:
+                elif not HAS_MINIMUM:
                     low, high = low - 8, high - 8
-                low, high = low.to(DOT), high.to(DOT)
-                k = first + h
-                a, b = line + k[None, :], line + (k + HALF)[None, :]
-                if IS_WHOLE and IS_EVEN:
-                    a, b = tl.load(a, mask=is_row, other=0.0), tl.load(b, mask=is_row, other=0.0)
-                else:
-                    a = tl.load(a, mask=is_row & (k < inputs)[None, :], other=0.0)
-                    b = tl.load(b, mask=is_row & (k + HALF < inputs)[None, :], other=0.0)
-                product = tl.dot(a.to(DOT), low, input_precision="ieee")
-                product = tl.dot(b.to(DOT), high, product, input_precision="ieee")
+                a = _inputs(line, first + h, is_row, inputs, IS_WHOLE and IS_EVEN).to(DOT)
+                b = _inputs(line, first + HALF + h, is_row, inputs, IS_WHOLE and IS_EVEN).to(DOT)
+                product = tl.dot(a, low.to(DOT), input_precision="ieee")
+                product = tl.dot(b, high.to(DOT), product, input_precision="ieee")
+                if HAS_MINIMUM:
+                    sums = tl.dot(a, ones, input_precision="ieee")
+                    sums = tl.dot(b, ones, sums, input_precision="ieee")
             else:
                 k = tl.arange(0, STEP)
-                w = _read(tile + done + k[:, None], IS_EVEN, is_inside, 0).to(DOT)
-                if IS_WHOLE and IS_EVEN:
-                    a = tl.load(line + (first + k)[None, :], mask=is_row, other=0.0)
-                else:
-                    is_input = is_row & (first + k < inputs)[None, :]
-                    a = tl.load(line + (first + k)[None, :], mask=is_input, other=0.0)
+                w = _read(tile + done + k[:, None], IS_EVEN, is_inside, 0)
+                w = (_from_fp8(w) if FORM == 3 else w).to(DOT)
+                a = _inputs(line, first + k, is_row, inputs, IS_WHOLE and IS_EVEN).to(DOT)
                 if GROUP == 0:
-                    acc = tl.dot(a.to(DOT), w, acc, input_precision="ieee")
+                    acc = tl.dot(a, w, acc, input_precision="ieee")
                 else:
-                    product = tl.dot(a.to(DOT), w, input_precision="ieee")
+                    product = tl.dot(a, w, input_precision="ieee")
+                if HAS_MINIMUM:
+                    sums = tl.dot(a, ones, input_precision="ieee")
             if GROUP > 0:
-                factor = _read(factors + first // GROUP, IS_EVEN, is_inside, 0)
+                factor = _read(scale + group, IS_EVEN, is_inside, 0)
                 acc += product * factor.to(tl.float32)[None, :]
+            if HAS_MINIMUM:
+                least = _read(minimum + group, IS_EVEN, is_inside, 0)
+                acc += sums * least.to(tl.float32)[None, :]
     if FORM > 0 and GROUP == 0:
-        acc = acc * tl.load(factors).to(tl.float32)[None, :]
+        acc = acc * tl.load(scale + shift).to(tl.float32)[None, :]
     out = parts + (part * rows + m[:, None]).to(tl.int64) * outputs + (column + n)[None, :]
     tl.store(out, acc, mask=is_row & (column + n < outputs)[None, :])
 
@@ -212,6 +227,22 @@ def _read(place, always: tl.constexpr, mask, other: tl.constexpr):  # type: igno
     if always:
         return tl.load(place)
     return tl.load(place, mask=mask, other=other)
+
+
+@triton.jit
+def _from_fp8(bits):  # type: ignore[no-untyped-def]
+    """Convert e4m3 to float32: with its bits in the places of a float32's, all that is wrong is the
+    bias of the exponent, also of numbers below the normal ones."""
+    bits = bits.to(tl.int8, bitcast=True).to(tl.int32) << 20  # the sign in all places above
+    return (bits & ~0x780FFFFF).to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inputs(line, k, is_row, inputs, always: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load inputs k of rows of x, zeros where there are none."""
+    if always:
+        return tl.load(line + k[None, :], mask=is_row, other=0.0)
+    return tl.load(line + k[None, :], mask=is_row & (k < inputs)[None, :], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

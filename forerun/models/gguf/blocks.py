@@ -6,10 +6,10 @@ repacking is tested against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,6 +146,94 @@ def floats(kind: str, rows: Rows) -> Tensor:
             f"weights of the type {kind} are not supported: use another file, such as Q4_K_M"
         ) from None
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+# ---------------------------------------------------------------- integers for torch devices
+
+
+class Integers(NamedTuple):
+    """A matrix whose elements are value * scale + minimum, exactly those that `floats` returns.
+
+    Attributes:
+        form: "int4" for values from -8 to 7, or with minima from 0 to 15; otherwise "int8".
+        values: int8 [rows, in].
+        scale: [rows, groups] floats, float16 or, if that does not hold them, float32.
+        minimum: of the same shape and dtype; None if there is none.
+    """
+
+    form: str
+    values: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+
+def integers(kind: str, rows: Tensor) -> Integers:
+    """Take rows of a file apart, uint8 [rows, row bytes]; `kind` is one of `INTEGERS`."""
+    _, _, size = TYPES[TYPE_IDS[kind]]
+    form, *parts = INTEGERS[kind](rows.view(len(rows), -1, size))
+    return Integers(form, *(part.flatten(1) for part in parts))
+
+
+def _half(b: Tensor, at: int) -> Tensor:
+    """Return the half-precision number at byte `at` of each block. -> [rows, blocks, 1]"""
+    return b[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _unpack(b: Tensor, bits: int, run: int) -> Tensor:
+    """Return the lowest bits of `run` bytes, then the next bits of these, and so on run by run.
+
+    [rows, blocks, n] -> int8 [rows, blocks, n * 8 / bits]"""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)[:, None]
+    runs = b.view(*b.shape[:2], -1, 1, run)
+    return (runs >> shifts & (1 << bits) - 1).view(torch.int8).flatten(2)
+
+
+def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and minima of Q4_K and Q5_K. -> float32 [rows, blocks, 8]"""
+    first, second, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scale = torch.cat((first & 63, both & 15 | first >> 6 << 4), dim=-1)
+    minimum = torch.cat((second & 63, both >> 4 | second >> 6 << 4), dim=-1)
+    return _half(b, 0).float() * scale, -_half(b, 2).float() * minimum
+
+
+def _q5_0(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    values = _unpack(b[..., 6:], 4, 16) | _unpack(b[..., 2:6], 1, 1) << 4
+    return "int8", values - 16, _half(b, 0)
+
+
+def _q5_1(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    values = _unpack(b[..., 8:], 4, 16) | _unpack(b[..., 4:8], 1, 1) << 4
+    return "int8", values, _half(b, 0), _half(b, 2)
+
+
+def _q5_k(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    values = _unpack(b[..., 48:], 4, 32) | _unpack(b[..., 16:48], 1, 32) << 4
+    return "int8", values, *_k_scales(b)
+
+
+def _q6_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    values = _unpack(b[..., :128], 4, 64) | _unpack(b[..., 128:192], 2, 32) << 4
+    return "int8", values - 32, _half(b, 208).float() * b[..., 192:208].view(torch.int8)
+
+
+def _q3_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+    values = _unpack(b[..., 32:96], 2, 32) | _unpack(b[..., :32], 1, 32) << 2
+    scale = _unpack(b[..., 96:104], 4, 8) | _unpack(b[..., 104:108], 2, 4) << 4
+    return "int8", values - 4, _half(b, 108).float() * (scale - 32)
+
+
+# type -> a function from blocks uint8 [rows, blocks, bytes] to the fields of `Integers`
+INTEGERS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "Q8_0": lambda b: ("int8", b[..., 2:].view(torch.int8), _half(b, 0)),
+    "Q4_0": lambda b: ("int4", _unpack(b[..., 2:], 4, 16) - 8, _half(b, 0)),
+    "Q4_1": lambda b: ("int4", _unpack(b[..., 4:], 4, 16), _half(b, 0), _half(b, 2)),
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q3_K": _q3_k,
+    "Q4_K": lambda b: ("int4", _unpack(b[..., 16:], 4, 32), *_k_scales(b)),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
 
 
 def read_tensor(entry: Entry) -> Tensor:

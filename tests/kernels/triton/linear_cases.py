@@ -10,6 +10,9 @@ from forerun.kernels import reference
 from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.kernels.triton import linear as kernels
 from forerun.kernels.triton.linear import linear, linear_parts, parts_of
+from forerun.models.gguf import blocks
+from tests.gguf_files import random_rows
+from tests.kernels.test_device_matrix import every_fp8
 from tests.kernels.triton.compiled import check_machine_code
 from tests.kernels.triton.inputs import DEVICE, FLOATS, random
 
@@ -20,23 +23,36 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 
 
 def matrices(outputs: int, inputs: int) -> dict[str, DeviceMatrix]:
-    """A matrix in each form, with scales of different sizes."""
+    """A matrix in each form, with scales and minima of different sizes."""
     found = {"float": DeviceMatrix.from_floats(random(1, outputs, inputs))}
     values, scale = integers(2, -128, 127, outputs, inputs), random(3, outputs) / 100
-    found["int8"] = DeviceMatrix.from_integers("int8", values, scale)
-    for group in (32, 64, 128, 256):
+    found["int8"] = DeviceMatrix.from_values("int8", values, scale)
+    bits = every_fp8(outputs, inputs).to(DEVICE)
+    found["fp8"] = DeviceMatrix.from_values("fp8", bits, random(3, outputs) / 100)
+    if inputs % 128 == 0:
+        scale = random(3, outputs, inputs // 128) / 100
+        found["fp8 by 128"] = DeviceMatrix.from_values("fp8", bits, scale)
+    for group in (16, 32, 64, 128, 256):
         if inputs % group == 0:
             scale = random(4, outputs, inputs // group) / 100
-            found[f"int8 by {group}"] = DeviceMatrix.from_integers("int8", values, scale)
+            found[f"int8 by {group}"] = DeviceMatrix.from_values("int8", values, scale)
+            minimum = random(8, *scale.shape) / 10
+            found[f"int8 by {group} with minima"] = DeviceMatrix.from_values(
+                "int8", values, scale, minimum=minimum
+            )
     for group in (32, 64, 128, 256):
         if inputs % group == 0:
             scale = (random(5, outputs, inputs // group) / 4).half()
             values = integers(6, -8, 7, outputs, inputs)
-            found[f"int4 by {group}"] = DeviceMatrix.from_integers("int4", values, scale)
+            found[f"int4 by {group}"] = DeviceMatrix.from_values("int4", values, scale)
             zero = integers(7, 0, 15, outputs, inputs // group)
             values = values + 8 - zero.repeat_interleave(group, dim=1)
-            found[f"int4 by {group} with zero points"] = DeviceMatrix.from_integers(
+            found[f"int4 by {group} with zero points"] = DeviceMatrix.from_values(
                 "int4", values, scale, zero.view(torch.uint8)
+            )
+            values, minimum = integers(6, 0, 15, outputs, inputs), random(8, *scale.shape).half()
+            found[f"int4 by {group} with minima"] = DeviceMatrix.from_values(
+                "int4", values, scale, minimum=minimum
             )
     return found
 
@@ -65,6 +81,13 @@ def case_bits_of_a_row() -> None:
         x, known = random(9, 64, inputs).to(FLOATS), matrices(5, inputs)
         known["float"] = DeviceMatrix.from_floats(random(1, 5, inputs).to(FLOATS))
         forms = {"float", "int8", "int8 by 32", "int4 by 32", "int4 by 128 with zero points"}
+        forms |= {
+            "fp8",
+            "fp8 by 128",
+            "int8 by 16",
+            "int4 by 32 with minima",
+            "int8 by 32 with minima",
+        }
         for form in forms & known.keys():
             matrix = known[form]
             together = linear(x, matrix)
@@ -106,35 +129,36 @@ def case_dtypes() -> None:
 
 
 def case_gguf_blocks() -> None:
-    """The numbers of Q8_0 and Q4_0 blocks are those that gguf reads."""
-    import gguf
-    import numpy as np
-
-    for kind, size in (("Q8_0", 34), ("Q4_0", 18)):
-        generator = np.random.default_rng(4)
-        blocks = generator.integers(0, 256, (70, 5, size), dtype=np.uint8)
-        blocks[..., :2] = generator.normal(size=(70, 5, 1)).astype(np.float16).view(np.uint8)
-        type_of = getattr(gguf.GGMLQuantizationType, kind)
-        expected = torch.from_numpy(gguf.dequantize(blocks.reshape(70, -1), type_of)).to(DEVICE)
-        matrix = DeviceMatrix.from_blocks(kind, torch.from_numpy(blocks).to(DEVICE))
-        assert torch.equal(matrix.dequantize(), expected.view(70, 160))
-        x = random(1, 6, 160)
+    """The numbers of blocks are those that gguf reads."""
+    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"):
+        rows = random_rows(kind, 70, 512, 1.0, 4)
+        held = blocks.integers(kind, torch.from_numpy(rows).to(DEVICE))
+        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum)
+        assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows).to(DEVICE)), kind
+        x = random(1, 6, 512)
         expected = reference.linear(x, matrix.dequantize())
-        torch.testing.assert_close(linear(x, matrix), expected, rtol=1e-5, atol=2e-2)
+        torch.testing.assert_close(linear(x, matrix), expected, rtol=1e-5, atol=2e-3)
 
 
 def compile_products() -> None:
-    for form, stored, group in (
-        ("float", "*bf16", 0),
-        ("int8", "*i8", 0),
-        ("int8", "*i8", 128),
-        ("int8", "*i8", 32),
-        ("int4", "*u8", 32),
-        ("int4", "*u8", 128),
+    for form, stored, group, extra in (
+        ("float", "*bf16", 0, ""),
+        ("int8", "*i8", 0, ""),
+        ("int8", "*i8", 128, ""),
+        ("int8", "*i8", 32, ""),
+        ("int8", "*i8", 32, "minima"),
+        ("int8", "*i8", 16, ""),
+        ("fp8", "*u8", 0, ""),
+        ("fp8", "*u8", 128, ""),
+        ("int4", "*u8", 32, ""),
+        ("int4", "*u8", 32, "minima"),
+        ("int4", "*u8", 128, "zero points"),
     ):
         kinds = dict(x="*bf16", values=stored, parts="*fp32", zero="*u8")
-        kinds["scale"] = "*fp16" if group == 32 or form == "int4" else "*fp32"
-        for rows in (16, 32) if group in (0, 32) or form == "int4" else (32,):
+        is_half = (group == 32 or form == "int4") and not extra
+        kinds["scale"] = "*fp16" if is_half else "*fp32"
+        kinds["minimum"] = kinds["scale"]
+        for rows in (16, 32) if group < 128 or form == "int4" else (32,):
             constants = dict(
                 FORM=kernels.FORMS[form],
                 K=4096,
@@ -144,7 +168,8 @@ def compile_products() -> None:
                 PER_PART=8,
                 IS_EVEN=True,
                 IS_WHOLE=True,
-                HAS_ZERO=form == "int4" and group == 128,
+                HAS_ZERO=extra == "zero points",
+                HAS_MINIMUM=extra == "minima",
                 BM=rows,
                 BN=kernels.BLOCK_N,
                 BK=kernels.BLOCK_K,
@@ -154,8 +179,9 @@ def compile_products() -> None:
                 kernels._multiply,
                 kinds,
                 constants,
-                registers=112,
+                registers=136 if form == "int8" and (extra or group == 16) else 112,
                 shared=100,
+                warps=kernels.warps_of(rows, extra == "minima"),
                 stages=kernels.STAGES,
                 contains="HMMA",
                 aligned=("outputs", "row_stride", "inputs"),
