@@ -56,6 +56,10 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[docs]"
 	touch $@
 
+$(VENV)/.gpu-tests: $(STAMP)  # with it `make test` runs the kernels for GPUs in Triton's interpreter
+	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[gpu-tests]"
+	touch $@
+
 $(VENV)/.cluster: $(STAMP)
 	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[cluster]"
 	touch $@
