@@ -18,7 +18,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ["attention", "compact", "draw", "fused", "linear", "walk"]
-WHOLE = ["decoder", "rounds"]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -36,7 +35,9 @@ def run(*arguments: str) -> None:
     assert done.stdout.split()[-1] == "passed"
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, *WHOLE])
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS, "decoder", pytest.param("rounds", marks=pytest.mark.full)]
+)
 def test_in_the_interpreter(kernel: str) -> None:
     run("interpreted", kernel)
 
