@@ -313,15 +313,15 @@ def _apply_min_p(scores: Tensor, min_p: float) -> Tensor:
 def _apply_top_p(ordered: Tensor, top_p: float | Tensor) -> Tensor:
     """Keep the first of descending scores [M, V] whose probability reaches top_p, a number or
     float64 [M, 1]."""
+    if not isinstance(top_p, Tensor) and top_p >= 1:  # a rounded sum must not cut anything
+        return ordered
     weights = ordered.double().exp()
     sums = weights.cumsum(-1)
     before = torch.zeros_like(sums)
     before[:, 1:] = sums[:, :-1]
     cut = before >= top_p * sums[:, -1:]
     if isinstance(top_p, Tensor):
-        cut &= top_p < 1  # a rounded sum must not cut anything
-    elif top_p >= 1:
-        return ordered
+        cut &= top_p < 1
     cut[:, 0] = False  # the likeliest token stays, however small top_p is
     return ordered.masked_fill(cut, -math.inf)
 

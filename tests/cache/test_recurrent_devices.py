@@ -26,7 +26,16 @@ from forerun.models.config import load_config
 from forerun.models.decoder import DecoderLayers, load_decoder
 from forerun.runtime.torch_runner import Runner
 from tests import tiny
-from tests.cache.test_recurrent import NAMES, PAGE, chain, names, random_pass, random_path, text
+from tests.cache.test_recurrent import (
+    NAMES,
+    PAGE,
+    chain,
+    compare_random_passes,
+    names,
+    random_pass,
+    random_path,
+    text,
+)
 from tests.engine import build
 from tests.engine.test_device_steps import Waits
 
@@ -182,30 +191,7 @@ def test_states_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, states, records and copies after random passes and commits, and prefixes found."""
     monkeypatch.setattr(recurrent, "INTERVAL", 8)
     runs = [runner(name, device, torch.float64) for device in ("cuda", "cpu")]
-    texts: list[list[int]] = [[], [], []]
-    chance = random.Random(2)
-    for _ in range(12):
-        segments = random_pass(texts, chance, *runs)
-        paths = [random_path(segment, chance) for segment in segments]
-        close(*(run.forward(segments).logits for run in runs))
-        for segment, path in zip(segments, paths, strict=True):
-            texts[segment.slot] += [segment.tokens[i] for i in path]
-            for run in runs:
-                run.cache.commit(segment.slot, path)
-        close(*(run.cache.recurrent.data for run in runs))
-    for slot, written in enumerate(texts):
-        for run in runs:
-            run.cache.pages.seal(slot, written, len(written))
-            run.cache.close(slot)
-    ours, theirs = (run.cache.recurrent._copies for run in runs)
-    assert ours.keys() == theirs.keys() and len(ours) > 3
-    for digest, copy in ours.items():
-        close(copy, theirs[digest])
-    assert [run.cache.open(0, texts[0]) for run in runs] == [len(texts[0]) // 8 * 8] * 2
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    assert torch.allclose(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+    compare_random_passes(*runs)
 
 
 @pytest.mark.cuda

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,18 @@ def check_idle(engine: Engine) -> None:
         assert cache.pages.available == cache.pages.count
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.requests
     assert len(engine.scheduler.slots) == len(engine.target.cache.length)
+
+
+@contextmanager
+def poisoned(engine: Engine) -> Iterator[None]:
+    """Let the target compute logits that are not finite."""
+    norm: Any = engine.target.decoder.weights.norm
+    kept = norm.weight.clone()
+    norm.weight.fill_(float("nan"))
+    try:
+        yield
+    finally:
+        norm.weight.copy_(kept)
 
 
 def run(

@@ -287,14 +287,8 @@ def test_logits_that_are_not_finite_end_the_request_as_in_a_step() -> None:
     request = add(made, "eagle")
     while request.produced < 4:
         made.step_or_raise()
-    norm: Any = made.target.decoder.weights.norm
-    kept = norm.weight.clone()
-    norm.weight.fill_(float("nan"))
-    try:
-        with pytest.raises(StateError):
-            made.step_or_raise()
-    finally:
-        norm.weight.copy_(kept)
+    with build.poisoned(made), pytest.raises(StateError):
+        made.step_or_raise()
     made.reset()
     again = add(made, "eagle")
     assert len(finished(made, again)[0]) == TOKENS
