@@ -5,6 +5,7 @@ results are looked at one round late here as on a GPU."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -415,13 +416,26 @@ def test_logits_that_are_not_finite_end_as_in_a_step() -> None:
     assert len(again.output) == TOKENS
 
 
-def test_a_copy_ends_the_rounds(log: list[str]) -> None:
-    """Where the text begins to repeat itself the copying drafter drafts, a round late; the call
-    would have gone on to the end of the text."""
+def test_a_copy_ends_the_rounds(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the text begins to repeat itself no further round is launched, and the copying drafter
+    drafts in the next step. c: there is something to copy; s: a step begins."""
     made = engine("suffix")
+    suffix = made.proposers["suffix"]
+    has_draft = suffix.has_draft
+
+    def noted(slot: int, tokens: Sequence[int]) -> bool:
+        found = has_draft(slot, tokens)
+        log.extend("c" * found)
+        return found
+
+    monkeypatch.setattr(suffix, "has_draft", noted)
     request = add(made, "suffix", 4, max_tokens=60)
-    build.finish(made)
-    assert log.count("l") > 2
+    while made.busy:
+        log.append("s")
+        made.step_or_raise()
+    steps = "".join(log).split("s")
+    assert any("rc" in step for step in steps)
+    assert not any(re.search("c.*l", step) for step in steps)
     assert request.stats.by_source["suffix"].accepted > 0
 
 
