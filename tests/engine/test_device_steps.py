@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -159,12 +159,12 @@ def test_families(log: list[str], family: str) -> None:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of each verified draft."""
+    """Where each verified draft begins in the text, and its tokens."""
     found: list[list[int]] = []
     record = DraftLearning.record_verdict
 
     def noted(self: DraftLearning, request: Request, verified: Draft, verdict: Verdict) -> None:
-        found.append(verified.tokens)
+        found.append([len(request.tokens), *verified.tokens])
         record(self, request, verified, verdict)
 
     monkeypatch.setattr(DraftLearning, "record_verdict", noted)
@@ -414,6 +414,29 @@ def test_logits_that_are_not_finite_end_as_in_a_step() -> None:
     again = add(made, "model")
     build.finish(made)
     assert len(again.output) == TOKENS
+
+
+@pytest.mark.parametrize("draft", ["model", "eagle"])
+def test_drafting_goes_on_behind_a_pause_of_the_guard(
+    log: list[str], drafts: list[list[int]], draft: str
+) -> None:
+    """With the drafts of single steps: a head has seen the hidden states of every round."""
+    found: list[dict[int, list[int]]] = []
+    for late in (False, True):
+        made = engine(draft, late=False)
+        request = add(made, draft, max_tokens=100)
+        while request.produced < 8:
+            made.step_or_raise()
+        drafts.clear()
+        made.multi_step.seconds = 60.0 if late else 0.0
+        made.guard.paused_steps = 20
+        build.finish(made)
+        assert all(len(tokens) == 2 for tokens in drafts[:20])
+        found.append({first: tokens for first, *tokens in drafts if len(tokens) > 1})
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 10
+    assert all(found[0][place] == found[1][place] for place in shared)
+    assert "rlrl" in "".join(log)
 
 
 def test_a_copy_ends_the_rounds(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
