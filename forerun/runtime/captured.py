@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
+from forerun.kernels import experts
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.decoder import Decoder
@@ -130,10 +131,18 @@ class CapturedPasses:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Return True if a decoder's passes can be recorded: recurrent layers and experts take
-        decisions on the host, and parts of a model wait for each other."""
-        decides = decoder.config.recurrent is not None or decoder.config.experts is not None
+        """Return True if a decoder's passes can be recorded: recurrent layers take decisions on the
+        host, and parts of a model wait for each other."""
+        decides = decoder.config.recurrent is not None
         return not decides and not isinstance(decoder, ShardedDecoder)
+
+    def takes(self, shape: PassShape) -> bool:
+        """Return True if passes of this shape are recorded: all experts for many tokens would take
+        longer than the chosen ones, which the host has to know."""
+        if shape.rows <= experts.MAX_EVERY:
+            return True
+        mixtures = [layer.experts for layer in self.decoder.weights.layers]
+        return all(e is None or experts.can_group(self.decoder.expert_mlps(e)) for e in mixtures)
 
     def draft_chains(
         self, starts: Sequence[ChainStart], vocab: int, logits: Tensor
@@ -192,7 +201,7 @@ class CapturedPasses:
         Returns None for passes that are not recorded. `Forward.is_cold` says that this one was
         recorded just now."""
         shape = None if self.failed else shape_of(segments, self.cache)
-        if shape is None:
+        if shape is None or not self.takes(shape):
             return None
         layers = tuple(sorted(set(aux_hidden_layers)))
         recorded = self._passes.get((shape, layers))
@@ -294,4 +303,17 @@ class CapturedPass(PaddedPass):
             return self.own_layers.forward(
                 i.ids, i.positions, i.rows, walk, self.cache, wanted, self.layers
             )
-        return self.decoder.forward(i.ids, i.positions, self.attend, i.wanted, self.layers)
+        inputs = i.ids, i.positions, self.attend, i.wanted, self.layers
+        return self.decoder.forward(*inputs, experts=self._compute_experts(experts.on_device))
+
+    def _compute_experts(self, compute: experts.ComputeExperts) -> experts.ComputeExperts:
+        """Return `compute` for a pass with padding, which uses the experts of the first token: they
+        are needed anyway."""
+        is_padding = (self.inputs.rows == self.cache.spare_row)[:, None]
+
+        def padded(
+            x: Tensor, choice: Tensor, factors: Tensor | None, mlps: experts.ExpertMlps
+        ) -> Tensor:
+            return compute(x, choice[:1].where(is_padding, choice), factors, mlps)
+
+        return padded

@@ -152,7 +152,7 @@ class DeviceRounds:
         depth = max(request.depth for request in requests) if drafter else 0
         positions = [len(request.tokens) - 1 for request in requests]
         shape = padded_shape(len(requests), depth + 1, max(positions) + depth + 1)
-        if self.failed or shape is None:
+        if self.failed or shape is None or not self.target.takes(shape):
             return 0
         most = min(most, (shape.keys - max(positions)) // (depth + 1))
         if most < FEWEST:
