@@ -118,7 +118,7 @@ def grouped(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps)
     experts, order = choice.flatten().sort(stable=True)
     each = torch.arange(mlps.count, device=x.device)
     ends = torch.searchsorted(experts, each, right=True).to(torch.int32)
-    own = _pairs(x, choice, factors)[order]
+    own = input_pairs(x, choice, factors)[order]
 
     def product(own: Tensor, weight: Tensor | DeviceMatrix, half: int, rows: int) -> Tensor:
         assert isinstance(weight, Tensor)
@@ -136,7 +136,7 @@ def grouped(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps)
 
 def gathered(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps) -> Tensor:
     """Compute each pair of token and slot with a copy of its expert's matrices, some at a time."""
-    own, experts = _pairs(x, choice, factors)[:, None], choice.flatten()
+    own, experts = input_pairs(x, choice, factors)[:, None], choice.flatten()
     step = max(CHUNK // (x.shape[1] * mlps.inner * mlps.halves), 1)
     found = [
         _mlp(own[at : at + step], experts[at : at + step], mlps)
@@ -168,7 +168,7 @@ def every(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlps) -
     return out
 
 
-def _pairs(x: Tensor, choice: Tensor, factors: Tensor | None) -> Tensor:
+def input_pairs(x: Tensor, choice: Tensor, factors: Tensor | None) -> Tensor:
     """Return the inputs [T * k, H] of the pairs of token and slot."""
     own = x[:, None].expand(*choice.shape, x.shape[1])
     if factors is not None:
