@@ -100,6 +100,13 @@ def on_device(x: Tensor, choice: Tensor, factors: Tensor | None, mlps: ExpertMlp
     return every(x, choice, factors, mlps)
 
 
+def without_padding(choice: Tensor, is_padding: Tensor) -> Tensor:
+    """Let padding use the experts of the first token, which are needed anyway.
+
+    choice: int64 [T, k]; is_padding: bool [T, 1], not of the first token."""
+    return choice[:1].where(is_padding, choice)
+
+
 def can_group(mlps: ExpertMlps) -> bool:
     """Return True if torch's grouped products take these matrices and ask the host nothing."""
     matrices = (mlps.up, mlps.down)

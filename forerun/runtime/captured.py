@@ -139,10 +139,23 @@ class CapturedPasses:
     def takes(self, shape: PassShape) -> bool:
         """Return True if passes of this shape are recorded: all experts for many tokens would take
         longer than the chosen ones, which the host has to know."""
-        if shape.rows <= experts.MAX_EVERY:
-            return True
+        is_small = shape.rows <= experts.MAX_EVERY
+        return is_small or self._own_experts or all(map(experts.can_group, self._expert_mlps))
+
+    @functools.cached_property
+    def _expert_mlps(self) -> list[experts.ExpertMlps]:
+        """The experts of the layers that have some."""
         mixtures = [layer.experts for layer in self.decoder.weights.layers]
-        return all(e is None or experts.can_group(self.decoder.expert_mlps(e)) for e in mixtures)
+        return [self.decoder.expert_mlps(own) for own in mixtures if own is not None]
+
+    @property
+    def _own_experts(self) -> bool:
+        """True if Triton's kernels compute the experts."""
+        if not self.own_layers:
+            return False
+        from forerun.kernels.triton.experts import fits
+
+        return all(map(fits, self._expert_mlps))
 
     def draft_chains(
         self, starts: Sequence[ChainStart], vocab: int, logits: Tensor
@@ -186,7 +199,10 @@ class CapturedPasses:
         """Return a pass of this shape that is not recorded yet."""
         own_layers = self._kernel_decoder if self.own_layers else None
         walks = self.own_attention and can_walk(self.decoder)
-        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers)
+        compute: experts.ComputeExperts = experts.on_device
+        if self._own_experts:
+            from forerun.kernels.triton.experts import compute_experts as compute
+        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers, compute)
 
     def forward(
         self,
@@ -268,11 +284,14 @@ class CapturedPass(PaddedPass):
         layers: tuple[int, ...],
         walks: bool,
         own_layers: KernelDecoder | None,
+        compute_experts: experts.ComputeExperts = experts.on_device,
     ) -> None:
-        """`walks` as in `PaddedPass`; `own_layers` need it."""
+        """`walks` as in `PaddedPass`; `own_layers` need it. `compute_experts` is for layers on
+        torch."""
         walks = walks or own_layers is not None
         super().__init__(decoder.config, cache, shape, walks, decoder.device)
         self.decoder, self.layers, self.own_layers = decoder, layers, own_layers
+        self._compute_experts = compute_experts
 
     def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Record the pass, with these segments."""
@@ -304,16 +323,12 @@ class CapturedPass(PaddedPass):
                 i.ids, i.positions, i.rows, walk, self.cache, wanted, self.layers
             )
         inputs = i.ids, i.positions, self.attend, i.wanted, self.layers
-        return self.decoder.forward(*inputs, experts=self._compute_experts(experts.on_device))
+        is_padding = (i.rows == self.cache.spare_row)[:, None]
 
-    def _compute_experts(self, compute: experts.ComputeExperts) -> experts.ComputeExperts:
-        """Return `compute` for a pass with padding, which uses the experts of the first token: they
-        are needed anyway."""
-        is_padding = (self.inputs.rows == self.cache.spare_row)[:, None]
-
-        def padded(
+        def compute(
             x: Tensor, choice: Tensor, factors: Tensor | None, mlps: experts.ExpertMlps
         ) -> Tensor:
-            return compute(x, choice[:1].where(is_padding, choice), factors, mlps)
+            choice = experts.without_padding(choice, is_padding)
+            return self._compute_experts(x, choice, factors, mlps)
 
-        return padded
+        return self.decoder.forward(*inputs, experts=compute)

@@ -294,9 +294,9 @@ def _multiply_experts(  # type: ignore[no-untyped-def]
     blocks = tl.cdiv(rows, BN)
     half, at = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
     n = tl.arange(0, BN)
-    is_output = at + n < rows
     if not IS_ALIGNED:
-        n = tl.minimum(n, rows - 1 - at)  # the rows behind belong to the next expert, or to nobody
+        # behind the expert's rows are those of another, or none: the last one is computed again
+        n = tl.minimum(n, rows - 1 - at)
     acc = multiply_tile(
         x + (pair // pairs_of_row)[:, None] * row_stride,
         is_row,
@@ -324,7 +324,7 @@ def _multiply_experts(  # type: ignore[no-untyped-def]
         DOT,
     )
     out = parts + (part * pairs + pair[:, None]).to(tl.int64) * outputs + (half * rows + at + n)
-    tl.store(out, acc, mask=is_row & is_output[None, :])
+    tl.store(out, acc, mask=is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

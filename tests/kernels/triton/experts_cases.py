@@ -140,9 +140,9 @@ def compile_experts() -> None:
         is_half = (group == 32 or form == "int4") and not extra
         kinds["scale"] = "*fp16" if is_half else "*fp32"
         kinds["minimum"] = kinds["scale"]
-        for rows in (16, 32):
+        for rows, is_aligned in ((16, True), (32, True), (32, False)):
             constants = dict(
-                IS_ALIGNED=True,
+                IS_ALIGNED=is_aligned,
                 FORM=linear.FORMS[form],
                 K=2048,
                 GROUP=group,
@@ -162,12 +162,12 @@ def compile_experts() -> None:
                 kernels._multiply_experts,
                 kinds,
                 constants,
-                registers=136 if extra else 112,
+                registers=112 if is_aligned and not extra else 144,
                 shared=100,
                 warps=linear.warps_of(rows, extra == "minima"),
                 stages=linear.STAGES,
                 contains="HMMA",
-                aligned=("rows", "outputs", "row_stride", "inputs"),
+                aligned=("row_stride", "inputs", *(("rows", "outputs") if is_aligned else ())),
             )
     kinds = dict(choice="*i64", tile_pairs="*i32", experts="*i32")
     check_machine_code(
