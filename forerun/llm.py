@@ -178,7 +178,7 @@ class LLM:
 
         def make(spec: str) -> dict[str, Proposer]:
             drafts = (config.width, config.draft_threshold)
-            return make_proposers(read_draft(spec), load, view, target.cache, *drafts)
+            return make_proposers(read_draft(spec), load, view, target, *drafts)
 
         try:
             proposers = make(spec)

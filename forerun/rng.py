@@ -64,7 +64,11 @@ def substreams(keys: Tensor, counters: Tensor) -> Tensor:
     int64 [K], int64 [K] -> int64 [K], or shapes that broadcast; keys are unsigned, in the same
     bits.
     """
-    x = keys + (counters + 1) * signed(GOLDEN)
+    return mix_tensor(keys + (counters + 1) * signed(GOLDEN))
+
+
+def mix_tensor(x: Tensor) -> Tensor:
+    """Apply `mix` to int64 numbers, whose bits are those of unsigned ones."""
     x = (x ^ _shift(x, 30)) * signed(_M1)
     x = (x ^ _shift(x, 27)) * signed(_M2)
     return x ^ _shift(x, 31)

@@ -3,7 +3,7 @@ host knows nothing of the round before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +11,16 @@ from torch import Tensor
 
 from forerun.devices import as_tensor, upload
 from forerun.runtime.captured import CapturedPasses
-from forerun.runtime.device_rounds import Chains, Draw, RoundRequest, RoundState, cache_table
+from forerun.runtime.device_rounds import (
+    Drafts,
+    Draw,
+    Nodes,
+    RoundRequest,
+    RoundState,
+    Verified,
+    cache_table,
+)
 from forerun.runtime.padded_pass import PaddedPass, PassShape, padded_shape
-from forerun.types import States
 
 if TYPE_CHECKING:
     from forerun.draft.draft_model import DraftModel
@@ -26,11 +33,12 @@ class ModelDrafter:
     """Makes `ModelChains` of one draft model and its recorded passes."""
 
     aux_hidden_layers: tuple[int, ...] = ()
+    width = 0
 
     def __init__(self, model: DraftModel, passes: CapturedPasses) -> None:
         self.model, self.passes = model, passes
 
-    def chains(self, target: CapturedPasses, shape: PassShape, depth: int) -> Chains:
+    def drafts(self, target: CapturedPasses, shape: PassShape, depth: int) -> Drafts:
         return ModelChains(self, target.decoder.config.vocab, shape, depth)
 
 
@@ -50,20 +58,21 @@ class ModelChains:
             table = cache_table(part.cache, slots, part.shape, part.device)
             part.begin_chains(table, upload(wanted, torch.int64, part.device))
 
-    def draft(self, state: RoundState, drafted: Tensor, draw: Draw) -> None:
+    def draft(self, state: RoundState, nodes: Nodes, draw: Draw) -> None:
+        drafted = nodes.tokens
         # The row of the token before the last is written anew, with the same numbers, where the
         # model had read it.
-        self._first.place_chains(torch.stack((state.before, state.last), 1), state.position - 1)
+        self._first.place(torch.stack((state.before, state.last), 1), state.position - 1)
         logits = self._first.compute().logits
         for level in range(self.depth):
             if level:
-                self._next.place_chains(drafted[:, level - 1 : level], state.position + level)
+                self._next.place(drafted[:, level - 1 : level], state.position + level)
                 logits = self._next.compute().logits
             drafted[:, level] = draw(
                 logits[: self.count, : self.vocab], state.position[:, None] + level
             )
 
-    def keep(self, features: Mapping[int, States], drawn: Tensor, accepted: Tensor) -> None:
+    def keep(self, state: RoundState, nodes: Nodes, verified: Verified) -> None:
         """Keep nothing: the model reads tokens alone."""
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
@@ -78,11 +87,13 @@ class ModelChains:
 class HeadDrafter:
     """Makes `HeadChains` of one EAGLE head and its cache."""
 
+    width = 0
+
     def __init__(self, proposer: EagleProposer) -> None:
         self.proposer, self.cache = proposer, proposer.cache
         self.aux_hidden_layers = proposer.aux_hidden_layers
 
-    def chains(self, target: CapturedPasses, shape: PassShape, depth: int) -> Chains:
+    def drafts(self, target: CapturedPasses, shape: PassShape, depth: int) -> Drafts:
         return HeadChains(self, target.own_attention, shape, depth)
 
 
@@ -139,7 +150,8 @@ class HeadChains:
         for part in (self._first, self._next):
             part.begin_chains(cache_table(self.cache, slots, part.shape, part.device), nothing)
 
-    def draft(self, state: RoundState, drafted: Tensor, draw: Draw) -> None:
+    def draft(self, state: RoundState, nodes: Nodes, draw: Draw) -> None:
+        drafted = nodes.tokens
         first = (state.position - self.counts - self.begins).clamp(min=0)
         outputs = self._read(self._first, self.tokens, first, self.states)
         index = (self.counts - 1)[:, None, None].expand(-1, 1, outputs.shape[-1])
@@ -155,7 +167,7 @@ class HeadChains:
     def _read(self, part: PaddedPass, tokens: Tensor, first: Tensor, states: Tensor) -> Tensor:
         """Read pairs of tokens [R, n] and states [R, n, Hd] at positions from `first` [R] on;
         returns the head's outputs [R, n, Hd]."""
-        part.place_chains(tokens, first)
+        part.place(tokens, first)
         proposer, ids = self.proposer, part.inputs.ids
         embedded = proposer.head.embed(ids).to(proposer.dtype)
         rotation = proposer.rotation_at(part.inputs.positions)
@@ -163,13 +175,13 @@ class HeadChains:
         outputs: Tensor = proposer.head(embedded, flat, rotation, part.attend)
         return outputs.view(*states.shape[:2], -1)
 
-    def keep(self, features: Mapping[int, States], drawn: Tensor, accepted: Tensor) -> None:
+    def keep(self, state: RoundState, nodes: Nodes, verified: Verified) -> None:
         grid = (self.count, self.target_tokens, -1)
-        seen = [as_tensor(features[layer]) for layer in self.proposer.aux_hidden_layers]
+        seen = [as_tensor(verified.features[layer]) for layer in self.proposer.aux_hidden_layers]
         rows = [states.view(grid)[:, : self.depth + 1] for states in seen]
         self.states.copy_(self.proposer.fuse(torch.cat(rows, -1).to(self.proposer.dtype)))
-        self.tokens.copy_(drawn)
-        self.counts.copy_(accepted + 1)
+        self.tokens.copy_(verified.drawn)
+        self.counts.copy_(verified.accepted + 1)
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
         pending = self.proposer.pending[slot]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +25,13 @@ from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
+from forerun.kernels.successors import NEXT, NONE, WAYS
 from forerun.models.files import check_pointer
 from forerun.types import NUM_CONFIDENCE_BINS, RECYCLE, Draft
 
-NEXT = 8  # successors that are kept per entry
-WAYS = 4  # entries of a set, the most recently learned first
 ENTRIES = 1 << 16  # of a table that learns: 4.7 MB
 MAX_TENANTS = 8  # tables that are kept at once
 TABLE = "successors.safetensors"  # file name in the directory of a trained table
-NONE = -1  # stands for a missing token
 
 
 class SuccessorTable:
@@ -72,8 +70,11 @@ class SuccessorTable:
             logits: [N, V], the target's after each of `tokens`.
         """
         lib = native.library()
-        if lib is None or logits.dtype != torch.float32 or logits.device.type != "cpu":
+        if lib is None:
             self.learn_twin(before, tokens, logits)
+            return
+        if logits.dtype != torch.float32 or logits.device.type != "cpu":
+            self._learn_likeliest(before, tokens, logits)
             return
         logits = logits.contiguous()
         first, last = array("i", before), array("i", tokens)
@@ -92,6 +93,26 @@ class SuccessorTable:
             successors += [(NONE, -math.inf)] * (NEXT - len(successors))
             self._store(pair_key(before[i], tokens[i]), successors)
             self._store(pair_key(NONE, tokens[i]), successors)
+
+    def _learn_likeliest(
+        self, before: Sequence[int], tokens: Sequence[int], logits: Tensor
+    ) -> None:
+        """Find the likeliest tokens where the logits are: a GPU is waited for once."""
+        best = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
+        found = torch.stack((best.values.double(), best.indices.double())).cpu().numpy()
+        more = (0, 0), (0, NEXT - found.shape[2])
+        logs = np.pad(found[0], more, constant_values=-np.inf).astype(np.float32)
+        successors = np.pad(found[1], more).astype(np.int32)
+        successors[logs == -np.inf] = NONE
+        keys = np.array(
+            [
+                (pair_key(first, last), pair_key(NONE, last))
+                for first, last in zip(before, tokens, strict=True)
+            ],
+            np.uint64,
+        )
+        rows = np.flatnonzero(np.isfinite(logs[:, 0])).repeat(2)
+        self._fill(keys[rows[::2]].ravel(), successors[rows], logs[rows])
 
     def find(self, key: int) -> list[tuple[int, float]]:
         """Return the successors of a key as (token, log-probability), likeliest first."""
@@ -320,21 +341,37 @@ def _successors(
     ]
 
 
-class Recycle(PerSlotProposer[str]):
-    """Drafts from the table of the request's tenant, which learns from all its forward passes, and
-    then from a trained table that serves all tenants."""
+class LearningTable(Protocol):
+    """A table of successors of one tenant."""
+
+    def learn(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
+        """Store the target's predictions, as `SuccessorTable.learn`."""
+
+
+Table = TypeVar("Table", bound=LearningTable)
+
+
+class TableProposer(PerSlotProposer[str], Generic[Table]):
+    """Base of drafters from the table of the request's tenant, which learns from all its forward
+    passes, and then from a trained table that serves all tenants.
+
+    Attributes:
+        width: a draft has at most so many nodes per level on average: one level may have more.
+        tables: by tenant, the least recently used first.
+    """
 
     name = RECYCLE
     reports_confidence = True
     wants_logits = True
 
-    def __init__(self, trained: SuccessorTable | None = None, width: int = 2) -> None:
-        """A draft has at most `width` nodes per level on average: one level may have more."""
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.trained = trained
         self.width = width
-        # By tenant, the least recently used first.
-        self.tables: OrderedDict[str, SuccessorTable] = OrderedDict()
+        self.tables: OrderedDict[str, Table] = OrderedDict()
+
+    def new_table(self) -> Table:
+        """Return an empty table."""
+        raise NotImplementedError
 
     def open(
         self,
@@ -344,7 +381,8 @@ class Recycle(PerSlotProposer[str]):
         tenant: str = "",
     ) -> None:
         self.slots[slot] = tenant
-        self.tables.setdefault(tenant, SuccessorTable())
+        if tenant not in self.tables:
+            self.tables[tenant] = self.new_table()
         self.tables.move_to_end(tenant)
         idle = [name for name in self.tables if name not in self.slots.values()]
         for oldest in idle[: max(len(self.tables) - MAX_TENANTS, 0)]:
@@ -356,11 +394,22 @@ class Recycle(PerSlotProposer[str]):
 
     def forget(self) -> None:
         for tenant in self.tables:
-            self.tables[tenant] = SuccessorTable()
+            self.tables[tenant] = self.new_table()
 
     def reset(self) -> None:
         super().reset()
         self.tables.clear()
+
+
+class Recycle(TableProposer[SuccessorTable]):
+    """Token recycling with tables in main memory."""
+
+    def __init__(self, trained: SuccessorTable | None = None, width: int = 2) -> None:
+        super().__init__(width)
+        self.trained = trained
+
+    def new_table(self) -> SuccessorTable:
+        return SuccessorTable()
 
     def draft(self, request: DraftRequest, state: str) -> Draft:
         tables = [self.tables[state]]

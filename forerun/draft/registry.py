@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from forerun.cache.kv import KVCache
 from forerun.draft.assistant import AssistantProposer, load_assistant
 from forerun.draft.block.module import load_block
 from forerun.draft.block.proposer import BlockProposer
 from forerun.draft.compose import InTurn, compose
+from forerun.draft.device_recycle import DeviceRecycle
 from forerun.draft.eagle.module import EagleModule, load_eagle1_head, load_head
 from forerun.draft.eagle.own_module import load_any_module, load_own_module
 from forerun.draft.eagle.proposer import EagleProposer, ParallelEagleProposer
@@ -25,6 +25,7 @@ from forerun.draft_loading import Loader
 from forerun.draft_spec import Composite, DraftSpec, Leaf, lookahead_options, plugins
 from forerun.errors import LoadError
 from forerun.models.hub import find_model
+from forerun.runtime.torch_runner import Runner
 from forerun.types import RETRIEVAL
 
 EAGLE_LOADERS: dict[str, Callable[[Path, TargetView], EagleModule]] = {
@@ -42,24 +43,24 @@ def make_proposers(
     spec: DraftSpec,
     load: Loader,
     target: TargetView,
-    cache: KVCache,
+    runner: Runner,
     width: int,
     threshold: float,
 ) -> dict[str, Proposer]:
     """Return an engine's proposers by name: those without weights, and those of a draft option.
 
     Args:
-        cache: the target's; a drafter's cache gets as much room.
+        runner: the target's; a drafter's cache gets as much room as its.
         width: nodes per level of drafts.
         threshold: that of block drafters.
     """
-    pages = cache.pages
-    room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": len(cache.length)}
+    pages, slots = runner.cache.pages, len(runner.cache.length)
+    room = {"tokens": pages.count * pages.size, "page": pages.size, "slots": slots}
 
     def make(kind: str, name: str, argument: str) -> Proposer | None:
         if kind == "recycle" and argument:
             table = SuccessorTable.load(Path(argument).expanduser(), target.vocab)
-            return Recycle(table, max(width, 2))
+            return _make_recycle(runner, width, table)
         if kind == "lookahead" and argument:
             return Lookahead(**lookahead_options(argument))
         if kind == "retrieval":
@@ -89,7 +90,7 @@ def make_proposers(
     proposers: dict[str, Proposer] = {
         "ngram": NGram(),
         "suffix": Suffix(),
-        "recycle": Recycle(width=max(width, 2)),
+        "recycle": _make_recycle(runner, width),
         "lookahead": Lookahead(),
         RETRIEVAL: Retrieval(),
     }
@@ -110,6 +111,14 @@ def make_proposers(
         for name, proposer in proposers.items()
     }
     return {**proposers, references.name: references, **behind_references}
+
+
+def _make_recycle(runner: Runner, width: int, trained: SuccessorTable | None = None) -> Proposer:
+    """Return token recycling, on the target's device where Triton's kernels compute its passes."""
+    captured, width = runner.captured, max(width, 2)
+    if captured is not None and captured.own_layers:
+        return DeviceRecycle(runner.decoder.device, True, trained, width)
+    return Recycle(trained, width)
 
 
 def _make_eagle(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from forerun.draft.device_recycle import DeviceRecycle, RecycleDrafter
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import Proposer
@@ -19,7 +20,7 @@ from forerun.runtime.native import NativeDecoder
 from forerun.runtime.padded_pass import padded_shape
 from forerun.runtime.rounds import HeadRounds
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Draft, Event, Verdict
+from forerun.types import Draft, Event, Proposal, Verdict
 
 
 def new_multi_step(target: Runner, drafting: Drafting, seconds: float) -> MultiStep:
@@ -62,9 +63,13 @@ class DeviceSteps(MultiStep):
         self._rounds = min(self._rounds, (shape.keys - longest) // TOKENS_A_ROUND)
         if self._rounds < FEWEST or any(map(self._may_copy, requests)):
             return 0
-        # a round may be on its way when a request ends
+        recycle, others = self._recycles(requests)
+        if recycle and (others or recycle.drafter(self._slots(recycle, requests)) is None):
+            return 0  # what one drafts with while the others learn
+        # a round may be on its way when a request ends, and has rows for all nodes of its tree
+        siblings = (TOKENS_A_ROUND - 1) * (recycle.width - 1) if recycle else 0
         rooms = [request.remaining + 2 * TOKENS_A_ROUND for request in requests]
-        rooms = [min(room, self._rounds * TOKENS_A_ROUND) for room in rooms]
+        rooms = [min(room, self._rounds * TOKENS_A_ROUND) + siblings for room in rooms]
         for request, room in zip(requests, rooms, strict=True):
             if not self.target.cache.pages.grow(request.slot, len(request.tokens) + room):
                 return 0
@@ -86,7 +91,23 @@ class DeviceSteps(MultiStep):
         device = self.target.decoder.device
         if isinstance(part, DraftModel):
             return part.runner.decoder.device == device
-        return part.copies_text or isinstance(part, EagleProposer)
+        return part.copies_text or isinstance(part, EagleProposer | DeviceRecycle)
+
+    def _recycles(self, requests: Sequence[Request]) -> tuple[DeviceRecycle | None, bool]:
+        """Return the drafter of these requests that learns from logits in each round, if there is
+        one, and whether other drafters draft for some."""
+        drafters = {
+            part
+            for proposer in map(self._proposer, requests)
+            for part in (proposer.parts if proposer else ())
+            if not part.copies_text
+        }
+        learning = [part for part in drafters if isinstance(part, DeviceRecycle)]
+        return (learning[0] if learning else None), len(drafters) > 1
+
+    def _slots(self, recycle: DeviceRecycle, requests: Sequence[Request]) -> list[int]:
+        """Return the slots of those requests that it keeps something of."""
+        return [request.slot for request in requests if request.slot in recycle.slots]
 
     def _may_copy(self, request: Request) -> bool:
         """Return True if there is something to copy behind a request's text."""
@@ -112,11 +133,16 @@ class DeviceSteps(MultiStep):
                 return []  # its head has to see the hidden states of each round
         plain = [r for r, own in zip(requests, asked, strict=True) if own is None]
         most = min([self._rounds, *map(self.drafting.plain_rounds, plain)])
-        drafter = deferred.rounds if deferred else None
+        drafter = deferred.rounds if deferred else self._learner(requests)
         assert not isinstance(drafter, HeadRounds)
         rounds = [
             RoundRequest(
-                r.slot, r.tokens, r.seed, r.state.sampling, 0 if own is None else own.depth
+                slot=r.slot,
+                tokens=r.tokens,
+                seed=r.seed,
+                sampling=r.state.sampling,
+                depth=0 if own is None else own.depth,
+                remaining=r.remaining,
             )
             for r, own in zip(requests, asked, strict=True)
         ]
@@ -136,6 +162,11 @@ class DeviceSteps(MultiStep):
                     root, accepted = self._last_roots[request.slot]
                     device.end(number, request.slot, request.tokens, root, accepted)
         return events if counted else []
+
+    def _learner(self, requests: Sequence[Request]) -> RecycleDrafter | None:
+        """Return what learns in rounds that draft nothing."""
+        recycle, _ = self._recycles(requests)
+        return recycle.drafter(self._slots(recycle, requests)) if recycle else None
 
     def _fly(
         self, device: DeviceRounds, requests: Sequence[Request], most: int
@@ -176,13 +207,13 @@ class DeviceSteps(MultiStep):
         for i, request in enumerate(requests):
             if _is_over(request):
                 continue  # its round is thrown away
-            depth = min(depths[i], request.remaining)
-            accepted = min(found.accepted[i], depth)
-            draft = Draft.chain(request.tokens[-1], found.drafted[i][:depth], source)
-            verdict = Verdict(found.drawn[i][: accepted + 1], list(range(accepted + 1)))
+            depth, path = min(depths[i], request.remaining), found.path[i]
+            draft = _draft_of(found, i, request.tokens[-1], depth, source)
+            verdict = Verdict(found.drawn[i], path)
             rounds.append(RequestRound(request, draft, draft, verdict))
             own_events.append(events[i])
-            self.target.cache.commit(request.slot, range(accepted + 1))
+            # the rows of a path are behind the committed ones already
+            self.target.cache.commit(request.slot, range(len(path)))
         drafting.begin_round([each.request for each in rounds], is_first)
         passed = max(found.verify_seconds, wall - found.draft_seconds)
         drafting.record_deferred_drafts(rounds, None if found.is_cold else found.draft_seconds)
@@ -194,6 +225,22 @@ class DeviceSteps(MultiStep):
         if not found.is_cold:
             seconds = RoundSeconds(found.draft_seconds, passed, max(wall, passed))
             drafting.record_round(rounds, emitted, seconds)
+
+
+def _draft_of(found: LandedRound, number: int, root: int, depth: int, source: str) -> Draft:
+    """Return what a round drafted for one of its requests; of a chain `depth` tokens."""
+    tokens = found.tokens[number]
+    if not found.parents:
+        return Draft.chain(root, tokens[:depth], source)
+    parents = found.parents[number]
+    count = parents.index(-1) if -1 in parents else len(parents)
+    return Draft(
+        [root, *tokens[:count]],
+        [-1, *parents[:count]],
+        ["", *[source] * count],
+        [Proposal.DETERMINISTIC] * (count + 1),
+        confidence_bins=found.bins[number][:count],
+    )
 
 
 def _is_over(request: Request) -> bool:

@@ -21,7 +21,7 @@ from forerun.engine.guard import Guard, GuardSample
 from forerun.engine.observe import take_rows
 from forerun.engine.overlap import Overlap
 from forerun.engine.request import Request, ScheduledRequest
-from forerun.engine.stats import DRAFTED, EDGE, UNPAID
+from forerun.engine.stats import DRAFTED, EDGE, NOTHING, UNPAID
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, States, Verdict
 
@@ -319,14 +319,18 @@ class DraftLearning:
             asked = deferred.of(each.request)
             if asked is None:
                 continue
-            if len(each.draft) == 1:
-                each.request.stats.reasons[EDGE] += 1
+            reasons, state = each.request.stats.reasons, self.state(each.request)
+            if not each.request.remaining:
+                reasons[EDGE] += 1
                 continue
-            state = self.state(each.request)
-            state.proposed.append(ProposedDraft(deferred.proposer.name, "", each.draft))
             state.allowed_depth = asked.depth
             drafted.append((each, asked))
-            each.request.stats.reasons[DRAFTED if len(each.verified) > 1 else UNPAID] += 1
+            if len(each.draft) == 1:
+                reasons[NOTHING] += 1
+                self._record_nothing(each.request, deferred.proposer.name)
+                continue
+            state.proposed.append(ProposedDraft(deferred.proposer.name, "", each.draft))
+            reasons[DRAFTED if len(each.verified) > 1 else UNPAID] += 1
         if drafted and seconds is not None:
             requests = [each.request for each, _ in drafted]
             drafts, asked_for = [each.draft for each, _ in drafted], [asked for _, asked in drafted]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forerun.draft.compose import AskContext, Offer, Ranking, ask
+from forerun.draft.device_recycle import DeviceRecycle
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import DraftRequest, Proposer
@@ -72,7 +73,7 @@ class DeferredDraft:
     instead, and `seconds` the time that took.
     """
 
-    proposer: HiddenStateProposer | DraftModel
+    proposer: HiddenStateProposer | DraftModel | DeviceRecycle
     requests: Mapping[int, DraftRequest]
     rounds: HeadRounds | DeviceDrafter
     batch: BatchState

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from forerun.draft.compose import Offer
+from forerun.draft.device_recycle import DeviceRecycle
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.hidden_states import HiddenStateProposer
 from forerun.draft.proposer import DraftRequest, Proposer, drafts_of
@@ -36,7 +37,7 @@ from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
 from forerun.types import Draft
 from forerun.verify import Noise
 
-CAN_DEFER = (HiddenStateProposer, DraftModel)
+CAN_DEFER = (HiddenStateProposer, DraftModel, DeviceRecycle)
 LONG_PAUSE = 64  # steps: the drafter state of requests that pause longer is released
 
 

@@ -134,7 +134,10 @@ class NativeSteps(MultiStep):
             and cache.moves is None
             and self.drafting.clock is time.thread_time
             and not request.has_fixed_depth
-            and (proposer is None or is_simple(proposer, request.slot))
+            and (
+                proposer is None
+                or (not proposer.wants_logits and is_simple(proposer, request.slot))
+            )
         )
 
     def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
@@ -259,12 +262,12 @@ class NativeSteps(MultiStep):
 
 
 def is_simple(proposer: Proposer, slot: int) -> bool:
-    """Return True if a proposer needs nothing between two rounds but the text and hidden states."""
+    """Return True if a proposer needs nothing between two rounds but the text, and what the target
+    computed."""
     parts = proposer.parts
     return not (
         proposer.merges_drafts
         or proposer.rivals
-        or proposer.wants_logits
         or any(part.overlaps or part.copy_sources(slot) is None for part in parts)
         or sum(bool(part.aux_hidden_layers) for part in parts) > 1
     )

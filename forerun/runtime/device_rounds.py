@@ -1,18 +1,19 @@
 """Rounds that a GPU computes one behind the other, while the host is one round late.
 
-A round drafts a chain with a draft model, an EAGLE head or nothing, runs the target over it,
-draws, follows the draft and moves on. All that it needs stays on the device: each request's last
-two tokens, its position, the key of its noise. So the host launches the next round before it has
-looked at the last one, and learns of each round's tokens while the device works on another. The two
-parts of a round are CUDA graphs.
+A round drafts with a draft model, an EAGLE head, tables of successors or nothing, runs the target
+over the draft, draws, follows the draft and moves on. All that it needs stays on the device: each
+request's last two tokens, its position, the key of its noise. So the host launches the next round
+before it has looked at the last one, and learns of each round's tokens while the device works on
+another. The two parts of a round are CUDA graphs.
 
 Chains need no moved cache rows: what was accepted stands where it belongs, behind the rows that
-were committed. A request that ends in one round is computed in the next one, too; that round is
-thrown away.
+were committed. Of trees the rows of the accepted path are moved there. A request that ends in one
+round is computed in the next one, too; that round is thrown away.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict, deque
@@ -30,7 +31,7 @@ from forerun.devices import upload
 from forerun.kernels.draw import DrawKind, DrawParameters, draw_rows, sampling_numbers
 from forerun.rng import Lane
 from forerun.runtime.captured import CapturedPasses
-from forerun.runtime.padded_pass import PassShape, padded_shape
+from forerun.runtime.padded_pass import PassShape, TreeShape, padded_shape
 from forerun.sampling.params import Sampling
 from forerun.types import States
 
@@ -50,6 +51,7 @@ class RoundRequest:
     Attributes:
         tokens: its text, whose last token is the root of the first draft.
         depth: how many drafted tokens may be accepted; 0 decodes plainly.
+        remaining: how many drafted tokens could be used until its end.
     """
 
     slot: int
@@ -57,6 +59,7 @@ class RoundRequest:
     seed: int
     sampling: Sampling
     depth: int
+    remaining: int
 
 
 class RoundState(NamedTuple):
@@ -69,6 +72,7 @@ class RoundState(NamedTuple):
         noise: the key of the target's noise.
         depth: how many drafted tokens may be accepted.
         active: 1 for requests, 0 for padding.
+        end: the position behind which no drafted token can be used.
     """
 
     last: Tensor
@@ -77,20 +81,53 @@ class RoundState(NamedTuple):
     noise: Tensor
     depth: Tensor
     active: Tensor
+    end: Tensor
 
 
-class Chains(Protocol):
-    """Drafts the chains of one recorded shape."""
+class Nodes(NamedTuple):
+    """Drafts behind the roots, int64 [R, n] each.
+
+    Attributes:
+        tokens: the token of each node.
+        parents: the number of each node's parent, the root being 0 and the first node 1; -1 where
+            there is no node. Chains are not asked: each node follows the one before.
+        bins: bins of the drafter's probabilities, of trees.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    bins: Tensor
+
+
+class Verified(NamedTuple):
+    """The results of the target for the drafts of a round, n nodes each and their roots.
+
+    Attributes:
+        features: its hidden states [T, H] by layer, padding included.
+        logits: [R * (n + 1), V].
+        tokens: int64 [R, n + 1], of the roots and nodes.
+        drawn: int64 [R, n + 1], its own tokens behind them.
+        accepted: int64 [R], the number of accepted nodes.
+    """
+
+    features: Mapping[int, States]
+    logits: Tensor
+    tokens: Tensor
+    drawn: Tensor
+    accepted: Tensor
+
+
+class Drafts(Protocol):
+    """Makes the drafts of one recorded shape."""
 
     def begin(self, requests: Sequence[RoundRequest]) -> None:
         """Prepare rounds of these requests, whose rows are reserved."""
 
-    def draft(self, state: RoundState, drafted: Tensor, draw: Draw) -> None:
-        """Write chains to `drafted`, int64 [R, depth], by operations of the device alone."""
+    def draft(self, state: RoundState, nodes: Nodes, draw: Draw) -> None:
+        """Write drafts to `nodes`, by operations of the device alone."""
 
-    def keep(self, features: Mapping[int, States], drawn: Tensor, accepted: Tensor) -> None:
-        """Keep, by such operations, what the next draft needs of a round: the target's hidden
-        states [T, H] by layer, its own tokens [R, depth + 1], the number of accepted tokens [R]."""
+    def keep(self, state: RoundState, nodes: Nodes, verified: Verified) -> None:
+        """Keep, by such operations, what later drafts need of a round."""
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
         """Commit what was read of request `number` of the group. `root` is the position of the root
@@ -104,25 +141,32 @@ class DeviceDrafter(Protocol):
     def aux_hidden_layers(self) -> Sequence[int]:
         """The target's hidden states that it reads."""
 
-    def chains(self, target: CapturedPasses, shape: PassShape, depth: int) -> Chains:
-        """Return chains of `depth` tokens for passes of the target of this shape."""
+    @property
+    def width(self) -> int:
+        """Nodes of a draft per level on average; 0 for chains that are always as long as asked."""
+
+    def drafts(self, target: CapturedPasses, shape: PassShape, depth: int) -> Drafts:
+        """Return drafts of `depth` levels for passes of the target of this shape."""
 
 
 class LandedRound(NamedTuple):
     """The results of a round.
 
     Attributes:
-        drafted: for each request, the chain behind its root; [] without a drafter.
-        drawn: for each, the target's own tokens after the root and each drafted token.
-        accepted: for each, how many drafted tokens equal the target's.
+        tokens: for each request, the tokens behind its root; [] without a drafter.
+        parents, bins: of trees, as in `Nodes`; [] for chains.
+        path: for each, the accepted nodes, the root first.
+        drawn: for each, the target's own tokens after those.
         is_finite: False if logits of a request are not finite; then the round does not count.
         draft_seconds, verify_seconds: time of the device.
         is_cold: True if the round was recorded, so that its times mean nothing.
     """
 
-    drafted: list[list[int]]
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    bins: list[list[int]]
+    path: list[list[int]]
     drawn: list[list[int]]
-    accepted: list[int]
     is_finite: bool
     draft_seconds: float
     verify_seconds: float
@@ -150,19 +194,20 @@ class DeviceRounds:
         The slots have room for all their tokens.
         """
         depth = max(request.depth for request in requests) if drafter else 0
-        positions = [len(request.tokens) - 1 for request in requests]
-        shape = padded_shape(len(requests), depth + 1, max(positions) + depth + 1)
+        nodes = depth * max(drafter.width, 1) if drafter else 0
+        longest = max(len(request.tokens) for request in requests)
+        shape = padded_shape(len(requests), nodes + 1, longest + nodes)
         if self.failed or shape is None or not self.target.takes(shape):
             return 0
-        most = min(most, (shape.keys - max(positions)) // (depth + 1))
+        most = min(most, (shape.keys - longest - nodes) // (depth + 1) + 1)
         if most < FEWEST:
             return 0
         try:
             vocab = self.target.decoder.config.vocab
             draw = DrawKind.of([each.sampling for each in requests], vocab)
-            key = (shape, depth, draw)
+            key = (shape, depth, draw, drafter)
             rounds = self._recorded.get(key)
-            if rounds is None or rounds.drafter is not drafter:
+            if rounds is None:
                 rounds = self._recorded[key] = _Rounds(self.target, drafter, shape, depth, draw)
                 if len(self._recorded) > MOST_RECORDED:
                     self._recorded.popitem(last=False)
@@ -191,8 +236,8 @@ class DeviceRounds:
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
         """Let the drafter commit what it read, as in `Chains.end`; all rounds have landed."""
-        if self._current is not None and self._current.chains:
-            self._current.chains.end(number, slot, tokens, root, accepted)
+        if self._current is not None and self._current.drafts:
+            self._current.drafts.end(number, slot, tokens, root, accepted)
 
     def _fail(self, error: Exception) -> None:
         self.failed = True
@@ -239,12 +284,13 @@ class _Flight:
 
 
 class _Rounds:
-    """Recorded rounds of one shape: R requests, chains of `depth` tokens.
+    """Recorded rounds of one shape: R requests, drafts of `depth` levels and `num_nodes` nodes.
 
     Attributes:
-        state: int64 [6, R] on the device: the rows of a `RoundState`.
+        is_tree: drafts may have branches, and fewer nodes than there is room for.
+        state: int64 [7, R] on the device: the rows of a `RoundState`, whose depths are those of the
+            first round.
         sampling: float64 [4, R]: temperature, top_k (infinite for none), top_p and log of min_p.
-        drafted: int64 [R, depth].
     """
 
     def __init__(
@@ -255,18 +301,27 @@ class _Rounds:
         depth: int,
         draw: DrawKind,
     ) -> None:
-        self.drafter, self.depth, self.draw = drafter, depth, draw
+        self.depth, self.draw = depth, draw
         self.graphs, self.shape, self.vocab = target.graphs, shape, target.decoder.config.vocab
         self.own_kernels = target.own_layers
         layers = tuple(sorted(drafter.aux_hidden_layers)) if drafter else ()
         self.target_pass = target.new_pass(shape, layers)
-        self.chains = drafter.chains(target, shape, depth) if drafter else None
+        self.drafts = drafter.drafts(target, shape, depth) if drafter else None
+        self.is_tree = drafter is not None and drafter.width > 0
+        self.num_nodes = depth * max(drafter.width, 1) if drafter else 0
         count, device = shape.segments, self.target_pass.device
-        self.state = torch.zeros((6, count), dtype=torch.int64, device=device)
+        self.state = torch.zeros((7, count), dtype=torch.int64, device=device)
         self.sampling = torch.zeros((4, count), dtype=torch.float64, device=device)
-        self.drafted = torch.zeros((count, depth), dtype=torch.int64, device=device)
+        tokens, parents, bins = torch.zeros(
+            (3, count, self.num_nodes), dtype=torch.int64, device=device
+        )
+        self.nodes = Nodes(tokens, parents, bins)
         self._next = torch.zeros_like(self.state)
-        self._results = torch.zeros((count, 3 + 2 * depth), dtype=torch.int64, device=device)
+        self._widths = [2, self.num_nodes, depth + 1, depth + 1]
+        if self.is_tree:
+            self._widths += [self.num_nodes, self.num_nodes]
+        columns = sum(self._widths)
+        self._results = torch.zeros((count, columns), dtype=torch.int64, device=device)
         self._replay_draft: Callable[[], None] | None = None
         self._replay_verify: Callable[[], None] | None = None
         self._free: list[_Flight] = []
@@ -285,17 +340,19 @@ class _Rounds:
         for r, request in enumerate(requests):
             noise = rng.signed(rng.stream(request.seed, Lane.TARGET))
             last, before = request.tokens[-1], request.tokens[-2]
-            state[:, r] = last, before, len(request.tokens) - 1, noise, request.depth, 1
+            position = len(request.tokens) - 1
+            end = position + request.remaining
+            state[:, r] = last, before, position, noise, request.depth, 1, end
             sampling[:, r] = sampling_numbers(request.sampling, self.vocab)
         self.state.copy_(torch.from_numpy(state), non_blocking=True)
         self.sampling.copy_(torch.from_numpy(sampling), non_blocking=True)
         part, slots = self.target_pass, [request.slot for request in requests]
         starts = range(0, part.shape.rows, part.shape.tokens)
-        wanted = [start + i for start in starts for i in range(self.depth + 1)]
+        wanted = [start + i for start in starts for i in range(self.num_nodes + 1)]
         table = cache_table(part.cache, slots, part.shape, device)
         part.begin_chains(table, upload(wanted, torch.int64, device))
-        if self.chains:
-            self.chains.begin(requests)
+        if self.drafts:
+            self.drafts.begin(requests)
 
     @torch.inference_mode()
     def launch(self) -> None:
@@ -303,7 +360,7 @@ class _Rounds:
         flight = self._free.pop() if self._free else _Flight(self._results)
         flight.is_cold = self._replay_verify is None
         flight.began.set()
-        if self.chains:
+        if self.drafts and self.num_nodes:
             if self._replay_draft is None:
                 _, self._replay_draft = self.graphs.record(self._draft)
             else:
@@ -325,14 +382,21 @@ class _Rounds:
             return None
         flight = self._flying.popleft()
         flight.done.wait()
-        found = flight.results[: self._count].tolist()
+        rows = flight.results[: self._count].tolist()
         self._free.append(flight)
-        middle = 2 + self.depth
+        ends = list(itertools.accumulate(self._widths))
+        counts, tokens, path, drawn, *trees = (
+            [row[end - width : end] for row in rows]
+            for width, end in zip(self._widths, ends, strict=True)
+        )
+        parents, bins = trees or ([], [])
         return LandedRound(
-            drafted=[row[2:middle] for row in found],
-            drawn=[row[middle:] for row in found],
-            accepted=[row[0] for row in found],
-            is_finite=all(row[1] for row in found),
+            tokens=tokens,
+            parents=parents,
+            bins=bins,
+            path=[own[:count] for own, (count, _) in zip(path, counts, strict=True)],
+            drawn=[own[:count] for own, (count, _) in zip(drawn, counts, strict=True)],
+            is_finite=all(is_finite for _, is_finite in counts),
             draft_seconds=flight.drafted.seconds_since(flight.began),
             verify_seconds=flight.done.seconds_since(flight.drafted),
             is_cold=flight.is_cold,
@@ -340,38 +404,52 @@ class _Rounds:
 
     @torch.inference_mode()
     def _draft(self) -> None:
-        """Draft a chain behind each last token."""
-        assert self.chains
+        """Draft behind each last token."""
+        assert self.drafts
 
         def draw(logits: Tensor, positions: Tensor) -> Tensor:
             return self._draw(logits, positions).clamp(min=0)  # any token, of no number
 
-        self.chains.draft(RoundState(*self.state), self.drafted, draw)
+        self.drafts.draft(self._state(), self.nodes, draw)
+
+    def _state(self) -> RoundState:
+        """Return the state of this round."""
+        state = RoundState(*self.state)
+        room = (state.end - state.position).clamp(min=0)
+        return state._replace(depth=torch.minimum(state.depth, room))
 
     @torch.inference_mode()
     def _verify(self) -> None:
         """Run the target over the roots and the drafts, draw, and follow the drafts."""
-        state, count, nodes = RoundState(*self.state), self.shape.segments, self.depth + 1
-        tokens = torch.cat((state.last[:, None], self.drafted), 1)
-        self.target_pass.place_chains(tokens, state.position)
+        state, count, num_rows = self._state(), self.shape.segments, self.num_nodes + 1
+        tokens = torch.cat((state.last[:, None], self.nodes.tokens), 1)
+        tree = TreeShape.of(self.nodes.parents, self.depth) if self.is_tree else None
+        self.target_pass.place(tokens, state.position, tree)
         forward = self.target_pass.compute()
-        steps = torch.arange(nodes, device=tokens.device)
-        logits = forward.logits[: count * nodes]
-        drawn = self._draw(logits, state.position[:, None] + steps).view(count, nodes)
-        accepted = self._follow(tokens, drawn, state.depth)
+        logits = forward.logits[: count * num_rows]
+        steps = torch.arange(num_rows, device=tokens.device) if tree is None else tree.depths
+        drawn = self._draw(logits, state.position[:, None] + steps).view(count, num_rows)
         if not self.own_kernels:
-            is_finite = torch.isfinite(logits.amax(-1)).view(count, nodes).all(1)
+            is_finite = torch.isfinite(logits.amax(-1)).view(count, num_rows).all(1)
         else:
-            is_finite, drawn = (drawn >= 0).all(1), drawn.clamp(min=0)
-        ends = torch.cat((state.last[:, None], drawn), 1)  # by number of tokens appended
+            is_finite = (drawn >= 0).all(1)
+        path, accepted = self._follow(tokens, drawn, state.depth)
+        drawn = drawn.clamp(min=0)
+        if tree is not None:
+            self._compact(state.position, path, accepted)
+        emitted = drawn.gather(1, path)
+        ends = torch.cat((state.last[:, None], emitted), 1)  # by number of tokens appended
         self._next.copy_(self.state)
         self._next[0] = ends.gather(1, accepted[:, None] + 1)[:, 0]
         self._next[1] = ends.gather(1, accepted[:, None])[:, 0]
         self._next[2] = state.position + (accepted + 1) * state.active
-        found = [accepted[:, None], is_finite.long()[:, None], self.drafted, drawn]
+        found = [accepted[:, None] + 1, is_finite.long()[:, None], self.nodes.tokens, path, emitted]
+        if tree is not None:
+            found += [self.nodes.parents, self.nodes.bins]
         self._results.copy_(torch.cat(found, 1))
-        if self.chains:
-            self.chains.keep(forward.features, drawn, accepted)
+        if self.drafts:
+            verified = Verified(forward.features, logits, tokens, drawn, accepted)
+            self.drafts.keep(state, self.nodes, verified)
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draw as `Draw`; the kernel gives -1 for rows that are not finite."""
@@ -387,24 +465,68 @@ class _Rounds:
 
         return draw_tokens(logits.float(), by)
 
-    def _follow(self, tokens: Tensor, drawn: Tensor, depth: Tensor) -> Tensor:
-        """Return how many drafted tokens equal the target's: int64 [R].
+    def _follow(self, tokens: Tensor, drawn: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the accepted nodes of each draft, int64 [R, depth + 1], the root first and any
+        numbers behind the last, and how many there are without the root, int64 [R].
 
-        tokens, drawn: int64 [R, n], of the root and the chain, and the target's behind each.
+        tokens, drawn: int64 [R, n], of the roots and nodes, and the target's behind each.
         depth: int64 [R], the most that may be accepted.
         """
-        count, nodes = tokens.shape
+        count, device = len(tokens), tokens.device
+        chain = torch.arange(self.depth + 1, device=device).expand(count, -1)
+        if not self.own_kernels and self.is_tree:
+            return self._follow_tree(tokens, drawn)
         if not self.own_kernels:
-            steps = torch.arange(nodes - 1, device=tokens.device)
-            follows = (drawn[:, :-1] == tokens[:, 1:]) & (steps < depth[:, None])
-            return follows.long().cumprod(1).sum(1)
+            follows = (drawn[:, :-1] == tokens[:, 1:]) & (chain[:, :-1] < depth[:, None])
+            return chain, follows.long().cumprod(1).sum(1)
         from forerun.kernels.triton.walk import walk
 
-        parents = torch.arange(-1, nodes - 1, dtype=torch.int32, device=tokens.device)
-        first = torch.arange(0, count * nodes, nodes, dtype=torch.int32, device=tokens.device)
-        flat = tokens.reshape(-1), parents.repeat(count), drawn.reshape(-1)
-        walked = walk(*flat, first, (depth + 1).to(torch.int32), nodes)
-        return (walked.accepted.long() - 1).clamp(min=0)
+        num_rows = tokens.shape[1]
+        parents = torch.arange(-1, num_rows - 1, dtype=torch.int32, device=device).repeat(count)
+        if self.is_tree:
+            roots = torch.full_like(self.state[0], -1)
+            parents = torch.cat((roots[:, None], self.nodes.parents), 1).view(-1).to(torch.int32)
+        first = torch.arange(0, count * num_rows, num_rows, dtype=torch.int32, device=device)
+        rows = torch.full_like(depth, num_rows) if self.is_tree else depth + 1
+        flat = tokens.reshape(-1), parents, drawn.reshape(-1)
+        walked = walk(*flat, first, rows.to(torch.int32), num_rows)
+        path = walked.path[:, : self.depth + 1].long().clamp(min=0)
+        return path, (walked.accepted.long() - 1).clamp(min=0)
+
+    def _follow_tree(self, tokens: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow trees, which are no deeper than they may be."""
+        most, parents = tokens.shape[1], self.nodes.parents
+        numbers = torch.arange(1, most, device=tokens.device)
+        at = torch.zeros_like(tokens[:, :1])
+        goes_on = torch.ones_like(at, dtype=torch.bool)
+        path, accepted = [at], torch.zeros_like(at)
+        for _ in range(self.depth):
+            is_next = (parents == at) & (tokens[:, 1:] == drawn.gather(1, at)) & goes_on
+            child = torch.where(is_next, numbers, most).amin(1, keepdim=True)
+            goes_on = child < most
+            at = torch.where(goes_on, child, at)
+            accepted = accepted + goes_on.long()
+            path.append(at)
+        return torch.cat(path, 1), accepted[:, 0]
+
+    def _compact(self, first: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """Move the cache rows of accepted paths behind the committed ones, which end before
+        positions `first` [R]."""
+        cache, table = self.target_pass.cache, self.target_pass.inputs.table
+        places = torch.arange(self.num_nodes + 1, device=first.device)
+        rows = table.gather(1, first[:, None] + places)
+        if self.own_kernels:
+            from forerun.kernels.triton.compact import compact
+
+            for stored in cache.tensors:
+                compact(stored, rows, path, accepted + 1)
+            return
+        # All are read before any is written; what was not accepted stays where it is.
+        levels = places[: self.depth + 1]
+        nodes = torch.where(levels <= accepted[:, None], path, levels)
+        sources, targets = rows.gather(1, nodes).view(-1), rows[:, : self.depth + 1].reshape(-1)
+        for stored in cache.tensors:
+            stored.index_copy_(1, targets, stored.index_select(1, sources))
 
 
 def cache_table(

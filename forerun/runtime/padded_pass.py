@@ -1,8 +1,8 @@
 """Passes of fixed shape: inputs at fixed addresses, and attention over padded segments.
 
 Segments are padded to R segments of N tokens over K keys. All inputs lie in one block of memory.
-The host stages them and copies that block at once (`fill`), or the device places the tokens of
-chains itself (`place_chains`).
+The host stages them and copies that block at once (`fill`), or the device places tokens
+itself (`place`).
 """
 
 from __future__ import annotations
@@ -63,6 +63,41 @@ def padded_shape(segments: int, tokens: int, keys: int) -> PassShape | None:
 def _power_of_two(number: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
+
+
+class TreeShape(NamedTuple):
+    """The shape of R trees of n nodes each, the root first.
+
+    Attributes:
+        depths: int64 [R, n], 0 of roots; places without a node count as children of the root.
+        is_above: bool [R, n, n], whether a node sees another one: itself, and those it follows.
+        above: int64 [R, n, D + 1], by depth the node above each, 0 behind its own depth.
+    """
+
+    depths: Tensor
+    is_above: Tensor
+    above: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor, depth: int) -> TreeShape:
+        """Return the shape of trees of at most `depth` levels by operations of the device alone.
+
+        parents: int64 [R, n - 1], the numbers of the parents of all nodes but the root, which come
+            before them; -1 where there is no node.
+        """
+        count = parents.shape[1] + 1
+        numbers = torch.arange(count, device=parents.device)
+        all_parents = torch.nn.functional.pad(parents.clamp(min=0), (1, 0))
+        is_above = (all_parents[..., None] == numbers) | (numbers[:, None] == numbers)
+        reach = 1
+        while reach < depth:  # as far again as before
+            is_above = (is_above.float() @ is_above.float()) > 0
+            reach *= 2
+        depths = is_above.sum(2) - 1
+        levels = torch.arange(depth + 1, device=parents.device)
+        is_at = is_above[..., None] & (depths[:, None, :, None] == levels)
+        above = (is_at * numbers[:, None]).sum(2)
+        return cls(depths, is_above, above)
 
 
 @dataclass
@@ -163,10 +198,10 @@ class PaddedPass:
             self._masks = dict(zip(self.kinds, self.inputs.masks.view(torch.bool), strict=True))
 
     def begin_chains(self, table: Tensor, wanted: Tensor) -> None:
-        """Set the inputs that stay the same while `place_chains` sets the others.
+        """Set the inputs that stay the same while `place` sets the others.
 
-        table: int64 [R, K], the cache rows of each segment's positions; those that `place_chains`
-            will need.
+        table: int64 [R, K], the cache rows of each segment's positions; those that `place` will
+            need.
         wanted: int64 [M], the tokens whose logits come first.
         """
         i = self.inputs
@@ -179,29 +214,58 @@ class PaddedPass:
         else:
             i.masks[..., 0] = 1  # padding sees the first key, so that it is no NaN
 
-    def place_chains(self, tokens: Tensor, first: Tensor) -> None:
-        """Set the inputs to a chain of tokens for each segment by operations of the device alone.
+    def place(self, tokens: Tensor, first: Tensor, tree: TreeShape | None = None) -> None:
+        """Set the inputs to tokens of each segment by operations of the device alone.
 
-        tokens: int64 [R, n], the same n each time.
-        first: int64 [R], the position of each chain's first token, behind committed ones.
+        tokens: int64 [R, n], the same n each time: a chain, or the nodes of `tree`.
+        first: int64 [R], the position of each first token, behind committed ones.
         """
         i, count = self.inputs, tokens.shape[1]
-        positions = first[:, None] + torch.arange(count, device=first.device)
+        places = first[:, None] + torch.arange(count, device=first.device)
+        positions = places if tree is None else first[:, None] + tree.depths
+        rows = i.table.gather(1, places)
         for whole, placed in (
             (i.ids, tokens),
             (i.positions, positions),
-            (i.rows, i.table.gather(1, positions)),
-            *(((i.last, positions), (i.direct, positions + 1)) if self.walks else ()),
+            (i.rows, rows),
+            *(((i.last, positions),) if self.walks else ()),
         ):
             whole.view(self.shape.segments, self.shape.tokens)[:, :count] = placed
+        if self.walks:
+            self._place_walk(rows, first, positions, tree)
         keys, queries = torch.arange(self.shape.keys, device=first.device), positions[..., None]
+        is_seen = keys <= queries
+        if tree is not None and self._masks:
+            own = (keys - first[:, None]).clamp(-1, count)  # the node that a key belongs to
+            node = own.clamp(0, count - 1)
+            is_above = tree.is_above.gather(2, node[:, None].expand(-1, count, -1))
+            is_seen = (own < 0)[:, None] | (is_above & (own < count)[:, None])
+            keys = torch.where(own < 0, keys, first[:, None] + tree.depths.gather(1, node))[:, None]
         for kind, mask in self._masks.items():
-            seen = keys <= queries
+            seen = is_seen
             if kind.window is not None:
                 seen = seen & ((queries - keys < kind.window) | (keys < kind.sinks))
             if kind.chunk is not None:
                 seen = seen & (queries - keys <= queries % kind.chunk)
             mask[:, :count] = seen
+
+    def _place_walk(
+        self, rows: Tensor, first: Tensor, positions: Tensor, tree: TreeShape | None
+    ) -> None:
+        """Set which rows each token sees; rows, positions: int64 [R, n]."""
+        i, (segments, count) = self.inputs, rows.shape
+        grid = (segments, self.shape.tokens)
+        if tree is None:
+            i.direct.view(grid)[:, :count] = positions + 1
+            return
+        # The root is read from the table, nodes above from the places of a token's own.
+        levels = tree.above.shape[2] - 1
+        i.direct.view(grid)[:, :count] = first[:, None] + 1
+        begins = torch.arange(self.shape.rows, device=rows.device) * levels
+        i.extra_at.copy_(begins)
+        path = tree.above[:, :, 1:].reshape(segments, -1)
+        extra = i.extra[: self.shape.rows * levels].view(*grid, levels)
+        extra[:, :count] = rows.gather(1, path).view(segments, count, levels)
 
     def attend(
         self,

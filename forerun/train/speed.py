@@ -202,7 +202,7 @@ def _llm_with_drafters(
         read_draft(default),
         load,
         view_of(runner.decoder),
-        runner.cache,
+        runner,
         options.width,
         options.draft_threshold,
     )

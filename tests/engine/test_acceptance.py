@@ -20,3 +20,13 @@ def test_an_estimate_is_kept_until_other_requests_have_shown_enough() -> None:
     later = source.estimate(idle)
     assert later is not first and later.survival(1) > first.survival(1) + 0.05
     assert source.estimate(idle) is later
+
+
+def test_a_draft_of_one_token_is_an_offer_and_an_empty_one_is_not() -> None:
+    source, acceptance = SourceAcceptance(), Acceptance()
+    for drafted in (1, 3):
+        acceptance.add(drafted, 0)
+        source.add(acceptance, drafted)
+    assert source.offered.yes > 1.5 and source.offered.no == 0
+    source.add(acceptance, 0)
+    assert source.offered.no == 1

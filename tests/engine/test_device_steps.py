@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.cache.attention import Segment
 from forerun.draft.compose import InTurn
+from forerun.draft.device_recycle import DeviceRecycle
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.eagle.proposer import EagleProposer
 from forerun.engine import guard
@@ -22,6 +23,7 @@ from forerun.engine.draft_learning import DraftLearning
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import StateError
+from forerun.runtime import padded_pass
 from forerun.runtime.device_rounds import DeviceRounds
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
@@ -44,8 +46,12 @@ def runners_of(engine: Engine) -> list[Runner]:
 
 def engine(draft: str, family: str = "llama", late: bool = True, **options: Any) -> Engine:
     """An engine that records; its rounds are late, or else one a step."""
-    wanted = ["suffix", "model"] if draft == "in turn" else [draft]
+    wanted = {"in turn": ["suffix", "model"]}.get(draft, draft.split("+"))
     made = build.engine(family, wanted, **({"width": 1} | options))
+    if "recycle" in draft:
+        made.proposers["recycle"] = recycle = DeviceRecycle(torch.device("cpu"), False)
+        if draft != "recycle":
+            made.proposers[draft] = InTurn((made.proposers["suffix"], recycle))
     if draft == "in turn":
         made.proposers["in turn"] = InTurn((made.proposers["suffix"], made.proposers["model"]))
     for runner in runners_of(made):
@@ -103,7 +109,11 @@ def texts(
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8}, {"temperature": 1.1, "top_k": 9}])
 @pytest.mark.parametrize(
-    "draft", ["off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"]
+    "draft",
+    [
+        *("off", "suffix", "model", "in turn", "listed", "eagle", "eagle1", "mtp"),
+        *("recycle", "suffix+recycle"),
+    ],
 )
 def test_the_same_tokens_as_one_round_a_step(
     log: list[str], draft: str, sampled: dict[str, Any]
@@ -112,7 +122,7 @@ def test_the_same_tokens_as_one_round_a_step(
     assert not log
     assert texts(draft, True, sampled) == plain
     rounds = "".join(log)
-    if draft not in ("suffix", "in turn"):
+    if draft not in ("suffix", "in turn", "suffix+recycle"):
         assert "bll" in rounds  # a second round begins before anything is known of the first
         assert "rlrl" in rounds
     assert rounds.count("l") == rounds.count("r")
@@ -176,7 +186,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("draft", ["model", "eagle", "eagle1", "mtp"])
+@pytest.mark.parametrize("draft", ["model", "eagle", "eagle1", "mtp", "recycle"])
 def test_drafts_and_statistics_are_those_of_single_steps(
     drafts: list[list[int]], draft: str, temperature: float
 ) -> None:
@@ -185,13 +195,80 @@ def test_drafts_and_statistics_are_those_of_single_steps(
     for late in (False, True):
         drafts.clear()
         made = engine(draft, late=late)
-        request = add(made, draft, temperature=temperature, max_tokens=60)
+        # with a fixed depth nothing is cut from a tree before the target reads it
+        depth = 4 if draft == "recycle" else "auto"
+        request = add(made, draft, depth=depth, temperature=temperature, max_tokens=60)
         build.finish(made)
         stats = request.stats
         counts = stats.steps, stats.drafted, stats.accepted, stats.depths, stats.reasons
         found.append((list(drafts), counts))
     assert found[0] == found[1]
     assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("other", ["off", "model"])
+def test_tables_learn_from_the_requests_that_they_draft_for(log: list[str], other: str) -> None:
+    """And from nobody else in the rounds; beside another drafter there are no rounds. A round that
+    is thrown away teaches a little more."""
+    tables, found = [], []
+    for late in (False, True):
+        made = engine("recycle", late=late)
+        made.proposers |= engine("model", late=late).proposers
+        beside = add(made, other, 2, max_tokens=50)
+        request = add(made, "recycle", 3, depth=3, max_tokens=50)
+        build.finish(made)
+        recycle = made.proposers["recycle"]
+        assert isinstance(recycle, DeviceRecycle)
+        tables.append(set(recycle.tables[""].held.keys.tolist()))
+        found.append((list(request.output), list(beside.output), request.stats.rounds))
+        if other == "model":
+            found[-1] = *found[-1], beside.stats.rounds
+    assert found[0] == found[1]
+    assert tables[0] <= tables[1] and len(tables[1] - tables[0]) <= 2 * (3 * 2 + 1)
+    assert other == "model" or "rlrl" in "".join(log)
+
+
+def test_the_last_round_has_rows_for_a_whole_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all before it accept as much as they can, and if a request ended in the round before."""
+    made, depth, nodes, found = engine("recycle"), 8, 16, []
+    begin = DeviceRounds.begin
+
+    def checked(rounds: DeviceRounds, requests: Any, drafter: Any, most: int) -> int:
+        most = begin(rounds, requests, drafter, most)
+        pages = made.target.cache.pages
+        for each in requests if most else ():
+            first = len(each.tokens) - 1 + min((most - 1) * (depth + 1), each.remaining + depth + 1)
+            rows = first + nodes + 1
+            found.append(rows)
+            assert rows <= len(pages.held[each.slot]) * pages.size
+            assert rounds._current and rows <= rounds._current.shape.keys
+        return most
+
+    monkeypatch.setattr(DeviceRounds, "begin", checked)
+    monkeypatch.setattr(padded_pass, "MIN_KEYS", 32)
+    text = build.prompts()[3] * 9
+    for length in range(90, 118, 2):  # the keys of a shape are powers of two
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        made.add(text[:length], params, draft="recycle", depth=depth)
+        build.finish(made)
+    assert min(found) < 128 < max(found)
+
+
+def test_tables_learn_in_a_pause_of_the_guard(log: list[str]) -> None:
+    """In rounds that draft nothing."""
+    tables = []
+    for late in (False, True):
+        made = engine("recycle", late=late)
+        request = add(made, "recycle", max_tokens=26)
+        made.step_or_raise()
+        made.guard.paused_steps = 28  # in longer ones the slot is closed
+        build.finish(made)
+        recycle = made.proposers["recycle"]
+        assert isinstance(recycle, DeviceRecycle) and request.stats.drafted == 0
+        tables.append(set(recycle.tables[""].held.keys.tolist()))
+    assert len(tables[0]) > 20
+    assert tables[0] <= tables[1] and len(tables[1] - tables[0]) <= 2
+    assert "rlrl" in "".join(log)
 
 
 def test_a_head_drafts_behind_a_prefix_that_it_has_not_seen(
@@ -214,7 +291,7 @@ def test_a_head_drafts_behind_a_prefix_that_it_has_not_seen(
     assert "rlrl" in "".join(log)
 
 
-@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
 def test_stops_in_the_middle_of_a_path(draft: str) -> None:
     """A text ends at its first stop token, and not where the round or the call ends."""
     for stop in (5, 20):
@@ -237,7 +314,7 @@ def test_the_end_of_a_request_ends_the_rounds() -> None:
     build.finish(made)
 
 
-@pytest.mark.parametrize("draft", ["off", "model", "in turn", "eagle"])
+@pytest.mark.parametrize("draft", ["off", "model", "in turn", "eagle", "suffix+recycle"])
 def test_requests_that_come_pause_and_go(draft: str) -> None:
     alone = []
     for prompt in (3, 4):
@@ -262,7 +339,7 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
     assert [list(first.output), list(second.output)] == alone
 
 
-@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
 def test_preemption_and_small_pools(draft: str) -> None:
     """Where there is no room for rounds, steps are single ones, and nothing is lost."""
     plain = texts("off", False, {"temperature": 0.8}, tokens=1024)
@@ -270,15 +347,17 @@ def test_preemption_and_small_pools(draft: str) -> None:
         assert texts(draft, True, {"temperature": 0.8}, tokens=tokens) == plain
 
 
-def test_rounds_up_to_the_end_of_the_context(log: list[str]) -> None:
-    made = engine("model", late=False)
+@pytest.mark.parametrize("draft", ["model", "recycle"])
+def test_rounds_up_to_the_end_of_the_context(draft: str) -> None:
+    """And up to the keys of a recorded shape: trees have more rows than tokens are accepted."""
+    made = engine(draft, late=False)
     prompt = build.prompts()[3] * 8
     room = made.target.decoder.context - len(prompt)
     ends = []
     for late in (False, True):
-        made = engine("model", late=late)
+        made = engine(draft, late=late)
         params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
-        request = made.add(prompt, params, draft="model", depth="auto")
+        request = made.add(prompt, params, draft=draft, depth=8 if draft == "recycle" else "auto")
         build.finish(made)
         ends.append(list(request.output))
     assert ends[0] == ends[1] and len(ends[0]) == room
@@ -318,7 +397,7 @@ def test_requests_with_filters_of_their_own_share_rounds(log: list[str]) -> None
     assert "rlrl" in "".join(log)
 
 
-@pytest.mark.parametrize("draft", ["model", "eagle"])
+@pytest.mark.parametrize("draft", ["model", "eagle", "recycle"])
 def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
     """Those of the target and of the drafter, also behind a call; what is unread follows them."""
     found = []
@@ -481,7 +560,7 @@ class Waits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("draft", ["off", "model", "eagle"])
+@pytest.mark.parametrize("draft", ["off", "model", "eagle", "recycle"])
 def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
     """At any depth, and for all requests at once."""
     for depth, temperature in ((1, 0.0), (7, 0.8)):
@@ -514,7 +593,7 @@ def test_the_host_does_not_wait_for_experts(log: list[str], family: str) -> None
     assert names == ["tolist"] * log.count("r")
 
 
-@pytest.mark.parametrize("draft", ["off", "suffix", "model"])
+@pytest.mark.parametrize("draft", ["off", "suffix", "model", "recycle"])
 def test_the_host_waits_at_most_twice_in_a_single_step(draft: str) -> None:
     """Once for the verdict, once for a chain of a draft model, however deep. Greedily: drawing has
     another path for the CPU, which asks more."""

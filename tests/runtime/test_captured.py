@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from forerun.kernels import experts
 from forerun.kernels.experts import every
 from forerun.models.decoder import Decoder
 from forerun.runtime.captured import CapturedPass, CapturedPasses, CudaGraphs, cuda_graphs
-from forerun.runtime.padded_pass import PassShape, shape_of
+from forerun.runtime.padded_pass import PassShape, TreeShape, shape_of
 from forerun.runtime.torch_runner import Runner
 from tests import families, tiny
 from tests.engine import build
@@ -184,7 +185,7 @@ def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
     staged.fill([chain(slot, own) for slot, own in enumerate(tokens)], None)
     table = staged.inputs.table
     placed.begin_chains(table, staged.inputs.wanted)
-    placed.place_chains(torch.tensor([*tokens, [0] * 3]), torch.tensor([20, 3, 9, 1]))
+    placed.place(torch.tensor([*tokens, [0] * 3]), torch.tensor([20, 3, 9, 1]))
     assert torch.equal(placed.inputs.table, table)
     for name in ("ids", "positions", "rows"):
         ours, theirs = (getattr(each.inputs, name).view(4, 16)[:3] for each in (placed, staged))
@@ -192,6 +193,60 @@ def test_chains_that_the_device_places_have_the_inputs_of_staged_ones(
     for ours, theirs in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
         assert torch.equal(ours[:3], theirs[:3])
         assert ours.view(torch.bool).any(-1).all()  # padding sees something
+
+
+def rows_of(walk: Any, table: Tensor, shape: PassShape) -> list[list[int]]:
+    """The cache rows that each token of a pass reads, by position."""
+    found = []
+    for token in range(shape.rows):
+        last, direct = int(walk.last[token]), int(walk.direct[token])
+        own, at = table[token // shape.tokens].tolist(), int(walk.extra_at[token]) - direct
+        found.append([own[p] if p < direct else int(walk.extra[at + p]) for p in range(last + 1)])
+    return found
+
+
+@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "llama4"])
+def test_trees_that_the_device_places_have_the_inputs_of_staged_ones(
+    family: str, walks: bool
+) -> None:
+    """Random trees with room for more nodes, behind texts of different lengths."""
+    decoder = tiny.decoder(tiny.family(family))
+    cache = Runner(decoder, tokens=1024, page=4, slots=3).cache
+    chance, lengths, room = random.Random(4), (20, 3, 9), 9
+    segments, parents = [], []
+    for slot, length in enumerate(lengths):
+        assert cache.pages.grow(slot, length + room + 1)
+        cache.length[slot] = length
+        count = chance.randrange(4, room)
+        own = [0, *(chance.randrange(max(0, node - 4), node) for node in range(2, count + 1))]
+        segments.append(Segment(slot, text_of(count + 1, slot), [-1, *own], [0]))
+        parents.append([*own, *[-1] * (room - count)])
+    depth = max(max(segment.depths) for segment in segments)
+    shape = PassShape(4, 16, 256)
+    staged, placed = (CapturedPass(decoder, cache, shape, (), walks, None) for _ in range(2))
+    staged.fill(segments, None)
+    table = staged.inputs.table.clone()
+    for slot in range(3):  # the host stages no rows behind the nodes
+        table[slot, : lengths[slot] + room + 1] = torch.from_numpy(
+            cache.pages.rows[slot, : lengths[slot] + room + 1].astype("int64")
+        )
+    placed.begin_chains(table, staged.inputs.wanted)
+    tree = TreeShape.of(torch.tensor([*parents, [-1] * room]), depth)
+    tokens = [[*s.tokens, *[0] * (room + 1 - len(s.tokens))] for s in segments]
+    placed.place(torch.tensor([*tokens, [0] * (room + 1)]), torch.tensor([*lengths, 1]), tree)
+    for slot, segment in enumerate(segments):
+        count = len(segment.tokens)
+        for name in ("ids", "positions", "rows"):
+            ours, theirs = (getattr(e.inputs, name).view(4, 16)[slot] for e in (placed, staged))
+            assert torch.equal(ours[:count], theirs[:count]), name
+        assert segment.depths == tree.depths[slot, :count].tolist()
+        for ours, theirs in zip(placed.inputs.masks, staged.inputs.masks, strict=True):
+            assert torch.equal(ours[slot, :count], theirs[slot, :count])
+        if walks:
+            ours, theirs = (rows_of(e.inputs, e.inputs.table, shape) for e in (placed, staged))
+            first = slot * shape.tokens
+            assert ours[first : first + count] == theirs[first : first + count]
 
 
 def test_keys_of_long_texts_get_larger_shapes() -> None:

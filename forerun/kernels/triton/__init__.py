@@ -132,7 +132,10 @@ def _results_of_experts(device: torch.device) -> dict[str, tuple[Tensor, Tensor]
 
 def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what the kernels behind a pass compute, and what they should."""
+    from forerun.kernels import successors as successor_twins
     from forerun.kernels.draw import DrawParameters, draw_on_device
+    from forerun.kernels.successors import Predictions, TableTensors, TreeRoots
+    from forerun.kernels.triton import successors
     from forerun.kernels.triton.compact import compact
     from forerun.kernels.triton.draw import draw_tokens
     from forerun.kernels.triton.walk import walk
@@ -147,6 +150,14 @@ def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
     nodes, target = integers([9, 4, 5, 6, 8]), integers([5, 1, 8, 1, 7])
     parents, first, count = (integers(each, torch.int32) for each in ([-1, 0, 0, 1, 2], [0], [5]))
     walked = walk(nodes, parents, target, first, count, 5)
+    tables = [TableTensors.empty(64, device) for _ in range(2)]
+    seen = Predictions.of(nodes, target, target >= 0, torch.cat((logits, logits[:2])))
+    half = torch.full((1,), 0.5, dtype=torch.float64, device=device)
+    one, rates = integers([1]), half.expand(1, 16).contiguous()
+    roots = TreeRoots(nodes[:1], target[:1], one, one, half, 3 * one, 4 * one, rates)
+    successors.learn(tables[0], seen)
+    successor_twins.learn(tables[1], seen)
+    grown = successors.grow(tables[:1], roots, 4, False).tokens
     rows = torch.arange(48.0, device=device).view(2, 8, 3)
     moved = rows.clone()
     moved[:, 1], moved[:, 2] = rows[:, 2], rows[:, 4]
@@ -155,4 +166,5 @@ def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
         "draw": (drawn, draw_on_device(logits, by, streams)),
         "walk": (walked.tokens[0, :3], integers([5, 8, 7])),
         "compact": (rows, moved),
+        "successors": (grown, successor_twins.grow(tables[1:], roots, 4, False).tokens),
     }

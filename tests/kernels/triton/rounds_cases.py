@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forerun.draft.device_recycle import DeviceRecycle
 from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import Proposer
 from forerun.engine.engine import Engine
@@ -84,6 +85,30 @@ def case_rounds() -> None:
         assert launched and not launched[0].failed
     finally:
         DeviceRounds.launch = launch  # type: ignore[method-assign]
+
+
+def case_recycling() -> None:
+    """Trees from tables on the device, in rounds: the target's texts, whose drafts are those of the
+    twins on torch."""
+    decoder, found = decoder_of("llama"), []
+    for own in (True, False):
+        made = engine(decoder, own, 1)
+        made.proposers["recycle"] = recycle = DeviceRecycle(torch.device("cpu"), own)
+        requests = [
+            made.add(
+                [5, 9, 11, 5, 9],
+                SamplingParams(max_tokens=14, seed=3, ignore_eos=True, temperature=heat),
+                draft="recycle",
+                depth=3,
+            )
+            for heat in (0.0, 0.7)
+        ]
+        build.finish(made)
+        stats = [(request.stats.drafted, request.stats.accepted) for request in requests]
+        found.append(([list(request.output) for request in requests], stats))
+        assert recycle.tables[""].held.keys.count_nonzero() > 10
+        assert own == bool(recycle._drafters), "they are made for rounds"
+    assert found[0] == found[1] and found[0][1][0][0] > 4
 
 
 def case_compaction() -> None:
