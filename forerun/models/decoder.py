@@ -19,10 +19,12 @@ from torch import Tensor
 
 from forerun.kernels import reference as kernels
 from forerun.kernels.device_matrix import DeviceMatrix
+from forerun.kernels.experts import ComputeExperts, ExpertMlps, by_expert
 from forerun.models.config import ModelConfig, load_config, note
 from forerun.models.families import Experts, QueryGrowth
 from forerun.models.parameters import (
     AltUpWeights,
+    ExpertWeights,
     LaurelWeights,
     LayerWeights,
     LinearWeights,
@@ -71,6 +73,7 @@ class DecoderLayers:
         recur: Recur | None = None,
         growth: Tensor | None = None,
         own: Tensor | None = None,
+        experts: ComputeExperts = by_expert,
     ) -> Tensor:
         """Run layer `i` on the residual stream x [T, H]. -> [T, H]
 
@@ -79,6 +82,7 @@ class DecoderLayers:
             attend, recur: as in `Decoder.forward`.
             growth: factors on the queries [T, 1, 1], see `query_growth`.
             own: the layer's own embedding of the tokens [T, P], if it has one.
+            experts: what computes the chosen experts.
         """
         c, layer = self.config, self.weights.layers[i]
         rope = c.rope_of[i]
@@ -95,7 +99,7 @@ class DecoderLayers:
         if layer.laurel is not None:
             branches.append(self._laurel(read, layer.laurel))
         if c.parallel:
-            branches.insert(0, self._mlp_branch(read, i, layer))
+            branches.insert(0, self._mlp_branch(read, i, layer, experts))
         if c.normed_residual:
             x = read * c.normed_residual[i][0]
         for branch in branches:
@@ -103,7 +107,7 @@ class DecoderLayers:
         if layer.laurel is not None:
             x = x * 2**-0.5
         if c.has_mlp(i) and not c.parallel:
-            branch = self._mlp_branch(x, i, layer)
+            branch = self._mlp_branch(x, i, layer, experts)
             if c.normed_residual:
                 x = self._norm(x, layer.mlp_norm) * c.normed_residual[i][1]
             x = x + branch * c.residual_scale
@@ -215,15 +219,17 @@ class DecoderLayers:
             x = kernels.rotate(x, *rotation)
         return self._norm(x, norm) if norm and where.endswith("_after_rope") else x
 
-    def _mlp_branch(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
+    def _mlp_branch(
+        self, x: Tensor, i: int, layer: LayerWeights, experts: ComputeExperts
+    ) -> Tensor:
         """Return the output of the MLP branch of layer `i` after its norm, for x [T, H]."""
-        return self._norm(self._mlp(x, i, layer), layer.mlp_out_norm)
+        return self._norm(self._mlp(x, i, layer, experts), layer.mlp_out_norm)
 
-    def _mlp(self, x: Tensor, i: int, layer: LayerWeights) -> Tensor:
+    def _mlp(self, x: Tensor, i: int, layer: LayerWeights, experts: ComputeExperts) -> Tensor:
         """Return the output of the MLP branch of layer `i`, experts included, for x [T, H]."""
         read = self._norm(x, layer.mlp_norm)
         if layer.up is None or layer.down is None:
-            return self._experts(x, read, layer)
+            return self._experts(x, read, layer, experts)
         up = self._linear(read, layer.up)
         if layer.xielu is not None:
             inner = kernels.xielu(up, *layer.xielu)
@@ -239,7 +245,7 @@ class DecoderLayers:
             return out
         if e.shared_gate is not None:
             out = out * self._linear(read, e.shared_gate).sigmoid()
-        return self._experts(x, read, layer) + self._norm(out, e.shared_out_norm)
+        return self._experts(x, read, layer, experts) + self._norm(out, e.shared_out_norm)
 
     def _activate(self, gates: Tensor, ups: Tensor | None = None) -> Tensor:
         """Activate the inside of an MLP; `gates` are its ups where nothing is gated."""
@@ -247,10 +253,13 @@ class DecoderLayers:
             return kernels.activate(gates, self.config.activation)
         return kernels.gate(gates * self.config.mlp_gate_scale, ups, self.config.activation)
 
-    def _experts(self, x: Tensor, read: Tensor, layer: LayerWeights) -> Tensor:
+    def _experts(
+        self, x: Tensor, read: Tensor, layer: LayerWeights, compute: ComputeExperts
+    ) -> Tensor:
         """Return the weighted sum of the experts of each token.
 
-        x [T, H] is the residual stream, `read` [T, H] the input of the MLP."""
+        x [T, H] is the residual stream, `read` [T, H] the input of the MLP; `compute` gives the
+        outputs of the chosen experts."""
         e, mixture = layer.experts, self.config.experts
         assert e is not None and mixture is not None
         if e.router_norm is not None:
@@ -262,33 +271,27 @@ class DecoderLayers:
             read = self._norm(x, e.norm)
         if e.latent_in is not None:
             read = self._linear(read, e.latent_in)
-        halves, inner_size = 2 if self.config.gated else 1, mixture.intermediate
-        out_size = e.down.weight.shape[0] // mixture.count
-        up_bias = None if e.up.bias is None else e.up.bias.view(halves, mixture.count, -1)
-        down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
-        out = x.new_zeros(*choice.shape, read.shape[1])
-        for expert in set(choice.flatten().tolist()):
-            token, slot = (choice == expert).nonzero(as_tuple=True)
-            own = read[token]
-            if mixture.weighs_inputs:
-                own = own * weights[token, slot, None].to(own.dtype)
-            parts = [
-                kernels.linear(
-                    own,
-                    _rows(e.up.weight, half * mixture.count + expert, inner_size),
-                    None if up_bias is None else up_bias[half, expert],
-                )
-                for half in range(halves)
-            ]
-            inner = self._activate(*parts)
-            bias = None if down_bias is None else down_bias[expert]
-            out[token, slot] = kernels.linear(inner, _rows(e.down.weight, expert, out_size), bias)
+        factors = weights if mixture.weighs_inputs else None
+        out = compute(read, choice, factors, self.expert_mlps(e))
         if not mixture.weighs_inputs:
             out = out * weights.to(out.dtype)[..., None]
         total = out.sum(1)
         if e.latent_out is not None:
             total = self._linear(total, e.latent_out)
         return self._norm(total, e.out_norm)
+
+    def expert_mlps(self, e: ExpertWeights) -> ExpertMlps:
+        """Return the MLPs of a layer's experts, as `kernels.experts` computes them."""
+        c, mixture = self.config, self.config.experts
+        assert mixture is not None
+        halves = 2 if c.gated else 1
+        up_bias = None if e.up.bias is None else e.up.bias.view(halves, mixture.count, -1)
+        down_bias = None if e.down.bias is None else e.down.bias.view(mixture.count, -1)
+        kind = c.activation if c.gated and c.mlp_gate_scale == 1.0 else ""
+        matrices = e.up.weight, e.down.weight
+        return ExpertMlps(
+            *matrices, mixture.count, halves, self._activate, up_bias, down_bias, kind
+        )
 
     def _layer_input(self, x: Tensor, layer: LayerWeights, own: Tensor) -> Tensor:
         """Return what a layer's own embedding of the tokens, own [T, P], adds to the residual
@@ -416,6 +419,7 @@ class Decoder(DecoderLayers):
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
         recur: Recur | None = None,
+        experts: ComputeExperts = by_expert,
     ) -> Forward:
         """Run one forward pass over flat tokens.
 
@@ -427,6 +431,7 @@ class Decoder(DecoderLayers):
             aux_hidden_layers: hidden states to return. i is the input of layer i, `config.layers`
                 the output of the last layer.
             recur: the recurrent layers, of a model that has some.
+            experts: what computes the chosen experts, of a model that has some.
 
         Returns:
             logits [M, V], float32 or wider, and the hidden states asked for, [T, H] each.
@@ -448,7 +453,14 @@ class Decoder(DecoderLayers):
             own = None if inputs is None else inputs[:, i]
             streams = self._predict_streams(streams, w.layers[i])
             x = self.run_layer(
-                streams[0], i, rotations, attend, recur=recur, growth=growth, own=own
+                streams[0],
+                i,
+                rotations,
+                attend,
+                recur=recur,
+                growth=growth,
+                own=own,
+                experts=experts,
             )
             streams = self._correct_streams(streams, x, w.layers[i], own)
         x = self._join_streams(streams)
@@ -528,14 +540,6 @@ class Decoder(DecoderLayers):
         projected = [self._linear(stream, each) for each, stream in pairs]
         found = [kernels.with_magnitude(y, streams[0]) for y in projected]
         return torch.stack([streams[0], *found]).mean(0)
-
-
-def _rows(weight: Tensor | DeviceMatrix, index: int, count: int) -> Tensor:
-    """Return the rows of one of the matrices of `count` rows that are stacked in a weight."""
-    first = index * count
-    if isinstance(weight, DeviceMatrix):
-        return weight.dequantize(first, count)
-    return weight[first : first + count]
 
 
 class _Packer:

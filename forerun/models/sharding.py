@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
+from forerun.kernels.experts import ComputeExperts, by_expert
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Attend, Decoder, Recur
 from forerun.models.parameters import LinearWeights, Source
@@ -187,6 +188,7 @@ class ShardedDecoder(Decoder):
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
         recur: Recur | None = None,
+        experts: ComputeExperts = by_expert,
     ) -> Forward:
         """Run `Decoder.forward`. Raises LostError once another rank stops answering, and from then
         on at every call."""
@@ -195,7 +197,9 @@ class ShardedDecoder(Decoder):
         self._out_of_step = True
         self.before_forward(attend)
         try:
-            result = super().forward(ids, positions, attend, want, aux_hidden_layers, recur)
+            result = super().forward(
+                ids, positions, attend, want, aux_hidden_layers, recur, experts
+            )
         except RuntimeError as error:
             why = one_line(str(error))
             raise LostError(

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
+from forerun.kernels import experts
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.decoder import Decoder
@@ -130,10 +131,31 @@ class CapturedPasses:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Return True if a decoder's passes can be recorded: recurrent layers and experts take
-        decisions on the host, and parts of a model wait for each other."""
-        decides = decoder.config.recurrent is not None or decoder.config.experts is not None
+        """Return True if a decoder's passes can be recorded: recurrent layers take decisions on the
+        host, and parts of a model wait for each other."""
+        decides = decoder.config.recurrent is not None
         return not decides and not isinstance(decoder, ShardedDecoder)
+
+    def takes(self, shape: PassShape) -> bool:
+        """Return True if passes of this shape are recorded: all experts for many tokens would take
+        longer than the chosen ones, which the host has to know."""
+        is_small = shape.rows <= experts.MAX_EVERY
+        return is_small or self._own_experts or all(map(experts.can_group, self._expert_mlps))
+
+    @functools.cached_property
+    def _expert_mlps(self) -> list[experts.ExpertMlps]:
+        """The experts of the layers that have some."""
+        mixtures = [layer.experts for layer in self.decoder.weights.layers]
+        return [self.decoder.expert_mlps(own) for own in mixtures if own is not None]
+
+    @property
+    def _own_experts(self) -> bool:
+        """True if Triton's kernels compute the experts."""
+        if not self.own_layers:
+            return False
+        from forerun.kernels.triton.experts import fits
+
+        return all(map(fits, self._expert_mlps))
 
     def draft_chains(
         self, starts: Sequence[ChainStart], vocab: int, logits: Tensor
@@ -177,7 +199,10 @@ class CapturedPasses:
         """Return a pass of this shape that is not recorded yet."""
         own_layers = self._kernel_decoder if self.own_layers else None
         walks = self.own_attention and can_walk(self.decoder)
-        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers)
+        compute: experts.ComputeExperts = experts.on_device
+        if self._own_experts:
+            from forerun.kernels.triton.experts import compute_experts as compute
+        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers, compute)
 
     def forward(
         self,
@@ -192,7 +217,7 @@ class CapturedPasses:
         Returns None for passes that are not recorded. `Forward.is_cold` says that this one was
         recorded just now."""
         shape = None if self.failed else shape_of(segments, self.cache)
-        if shape is None:
+        if shape is None or not self.takes(shape):
             return None
         layers = tuple(sorted(set(aux_hidden_layers)))
         recorded = self._passes.get((shape, layers))
@@ -259,11 +284,14 @@ class CapturedPass(PaddedPass):
         layers: tuple[int, ...],
         walks: bool,
         own_layers: KernelDecoder | None,
+        compute_experts: experts.ComputeExperts = experts.on_device,
     ) -> None:
-        """`walks` as in `PaddedPass`; `own_layers` need it."""
+        """`walks` as in `PaddedPass`; `own_layers` need it. `compute_experts` is for layers on
+        torch."""
         walks = walks or own_layers is not None
         super().__init__(decoder.config, cache, shape, walks, decoder.device)
         self.decoder, self.layers, self.own_layers = decoder, layers, own_layers
+        self._compute_experts = compute_experts
 
     def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Record the pass, with these segments."""
@@ -294,4 +322,13 @@ class CapturedPass(PaddedPass):
             return self.own_layers.forward(
                 i.ids, i.positions, i.rows, walk, self.cache, wanted, self.layers
             )
-        return self.decoder.forward(i.ids, i.positions, self.attend, i.wanted, self.layers)
+        inputs = i.ids, i.positions, self.attend, i.wanted, self.layers
+        is_padding = (i.rows == self.cache.spare_row)[:, None]
+
+        def compute(
+            x: Tensor, choice: Tensor, factors: Tensor | None, mlps: experts.ExpertMlps
+        ) -> Tensor:
+            choice = experts.without_padding(choice, is_padding)
+            return self._compute_experts(x, choice, factors, mlps)
+
+        return self.decoder.forward(*inputs, experts=compute)

@@ -197,7 +197,7 @@ class DeviceRounds:
         nodes = depth * max(drafter.width, 1) if drafter else 0
         longest = max(len(request.tokens) for request in requests)
         shape = padded_shape(len(requests), nodes + 1, longest + nodes)
-        if self.failed or shape is None:
+        if self.failed or shape is None or not self.target.takes(shape):
             return 0
         most = min(most, (shape.keys - longest - nodes) // (depth + 1) + 1)
         if most < FEWEST:

@@ -1,4 +1,4 @@
-"""Dense decoders computed by the kernels of `kernels/triton`, ten a layer.
+"""Decoders computed by the kernels of `kernels/triton`: ten a layer, and routers on torch.
 
 The layers of a `Decoder` run on torch, one operation after the other. For the common families the
 kernels compute the same, with the roundings of the torch decoder, and give a token the same bits
@@ -8,18 +8,19 @@ whatever else is in the pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.kernels.device_matrix import DeviceMatrix
-from forerun.kernels.triton import fused, linear
+from forerun.kernels.experts import ExpertMlps, without_padding
+from forerun.kernels.triton import experts, fused, linear
 from forerun.kernels.triton.attention import Walk, attend
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder
-from forerun.models.parameters import LayerWeights, LinearWeights, Norm
+from forerun.models.decoder import Decoder, route
+from forerun.models.parameters import ExpertWeights, LayerWeights, LinearWeights, Norm
 from forerun.runtime.captured import can_walk
 from forerun.types import Forward
 
@@ -30,7 +31,7 @@ FREE_FIELDS = {
     *("windows", "ropes", "rope_of", "raw", "layout", "norm", "norm_bias", "sandwich", "qk_norm"),
     *("rotates_pairs", "activation", "qkv_bias", "out_bias", "mlp_bias", "attention_softcap"),
     *("logit_softcap", "embed_scale", "residual_scale", "logit_scale", "head_bias", "head_shapes"),
-    *("mlp_sizes", "tied", "end_ids"),
+    *("mlp_sizes", "tied", "end_ids", "experts"),
 }
 
 
@@ -53,6 +54,33 @@ class _Product:
         """Multiply x [T, K] with the matrix, in parts."""
         return linear.linear_parts(x, self.matrix)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x [T, K] with the matrix, and add the bias. -> [T, N]"""
+        return linear.join_parts(self.parts(x), self.bias, x.dtype)
+
+
+@dataclass(slots=True)
+class _Mixture:
+    """The experts of a layer; see `ExpertWeights`."""
+
+    router: _Product
+    mlps: ExpertMlps
+    choice_bias: Tensor | None
+    expert_scale: Tensor | None
+    shared_gate: _Product | None
+
+    @classmethod
+    def of(cls, e: ExpertWeights, decoder: Decoder) -> _Mixture:
+        mlps = decoder.expert_mlps(e)
+        mlps = replace(mlps, up=experts.packed(mlps.up), down=experts.packed(mlps.down))
+        return cls(
+            _Product.of(e.router),
+            mlps,
+            e.choice_bias,
+            e.expert_scale,
+            None if e.shared_gate is None else _Product.of(e.shared_gate),
+        )
+
 
 @dataclass(slots=True)
 class _Layer:
@@ -65,12 +93,13 @@ class _Layer:
     out: _Product
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
-    up: _Product
-    down: _Product
+    up: _Product | None
+    down: _Product | None
     mlp_out_norm: Tensor | None
+    mixture: _Mixture | None
 
     @classmethod
-    def of(cls, layer: LayerWeights) -> _Layer:
+    def of(cls, layer: LayerWeights, decoder: Decoder) -> _Layer:
         assert layer.attention_norm is not None and layer.mlp_norm is not None
         return cls(
             layer.attention_norm.weight,
@@ -80,9 +109,10 @@ class _Layer:
             _Product.of(layer.out),
             _weight(layer.attention_out_norm),
             layer.mlp_norm.weight,
-            _Product.of(layer.up),
-            _Product.of(layer.down),
+            None if layer.up is None else _Product.of(layer.up),
+            None if layer.down is None else _Product.of(layer.down),
             _weight(layer.mlp_out_norm),
+            None if layer.experts is None else _Mixture.of(layer.experts, decoder),
         )
 
 
@@ -95,7 +125,8 @@ class KernelDecoder:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self._layers = {i: _Layer.of(decoder.weights.layers[i]) for i in decoder.layer_ids}
+        layers = decoder.weights.layers
+        self._layers = {i: _Layer.of(layers[i], decoder) for i in decoder.layer_ids}
         self._head = _Product.of(decoder.weights.head)
 
     @staticmethod
@@ -109,7 +140,8 @@ class KernelDecoder:
             and c.activation in fused.ACTIVATIONS
             and c.hidden <= fused.MAX_WIDTH
             and can_walk(decoder)
-            and all(map(_is_plain, decoder.weights.layers))
+            and (c.experts is None or not (c.experts.weighs_inputs or c.experts.latent))
+            and all(_is_plain(layer, decoder) for layer in decoder.weights.layers)
             and _is_rms(decoder.weights.norm)
         )
 
@@ -132,7 +164,8 @@ class KernelDecoder:
         """
         decoder, c, w = self.decoder, self.decoder.config, self.decoder.weights
         x = w.embed[ids] * c.embed_scale if c.embed_scale != 1.0 else w.embed[ids]
-        rows = torch.where(walk.position < 0, -1, rows)  # of padding nothing is stored
+        is_padding = walk.position < 0
+        rows = torch.where(is_padding, -1, rows)  # of padding nothing is stored
         layer_ids = list(self._layers)
         norms = [self._layers[i].attention_norm for i in layer_ids]
         x, normed = fused.add_norm(x, None, norms[0], c.norm_eps)
@@ -143,14 +176,14 @@ class KernelDecoder:
                 features[i] = x
             heads = self._attend(normed, i, positions, rows, walk, cache)
             out_norm, mlp_out_norm = layer.attention_out_norm, layer.mlp_out_norm
-            x, normed = self._add(x, heads, layer.out, out_norm, layer.mlp_norm)
-            inner = fused.gate(layer.up.parts(normed), c.activation, x.dtype, bias=layer.up.bias)
-            x, normed = self._add(x, inner, layer.down, mlp_out_norm, next_norm)
+            parts, bias = layer.out.parts(heads), layer.out.bias
+            x, normed = self._add(x, parts, bias, out_norm, layer.mlp_norm)
+            parts, bias = self._mlp(normed, layer, is_padding)
+            x, normed = self._add(x, parts, bias, mlp_out_norm, next_norm)
         if c.layers in aux_hidden_layers:
             features[c.layers] = x
         _, normed = fused.add_norm(x[want], None, w.norm.weight, c.norm_eps)
-        logits = linear.join_parts(self._head.parts(normed), self._head.bias, x.dtype)
-        return Forward(decoder.finish_logits(logits), features)
+        return Forward(decoder.finish_logits(self._head(normed)), features)
 
     def _attend(
         self,
@@ -179,21 +212,56 @@ class KernelDecoder:
         window, softcap = c.visible_keys(i).window, c.attention_softcap
         return attend(q, keys, values, walk, c.attention_scale, softcap, window).flatten(1)
 
+    def _mlp(
+        self, normed: Tensor, layer: _Layer, is_padding: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the MLP of a layer in parts [S, T, H], and the bias to add."""
+        down = None
+        if layer.up is not None and layer.down is not None:
+            parts, kind = layer.up.parts(normed), self.decoder.config.activation
+            inner = fused.gate(parts, kind, normed.dtype, bias=layer.up.bias)
+            down = layer.down.parts(inner)
+        mixture = layer.mixture
+        if mixture is None:
+            assert down is not None and layer.down is not None
+            return down, layer.down.bias
+        total = self._experts(normed, mixture, is_padding)
+        if down is not None and layer.down is not None:
+            shared = linear.join_parts(down, layer.down.bias, normed.dtype)
+            if mixture.shared_gate is not None:
+                shared = shared * mixture.shared_gate(normed).sigmoid()
+            total = total + shared
+        return total.float()[None], None
+
+    def _experts(self, normed: Tensor, mixture: _Mixture, is_padding: Tensor) -> Tensor:
+        """Return the weighted sum of the experts of each token, [T, H]."""
+        kind, mlps = self.decoder.config.experts, mixture.mlps
+        assert kind is not None
+        assert isinstance(mlps.up, DeviceMatrix) and isinstance(mlps.down, DeviceMatrix)
+        logits = mixture.router(normed).float()
+        choice, weights = route(logits, kind, mixture.choice_bias, mixture.expert_scale)
+        tiles = experts.assign_tiles(without_padding(choice, is_padding[:, None]), kind.count)
+        up = experts.products(normed, mlps.up, kind.count, tiles, halves=mlps.halves)
+        inner = fused.gate(up, mlps.kind, normed.dtype)
+        down = experts.products(inner, mlps.down, kind.count, tiles)
+        return experts.combine(down, weights, normed.dtype)
+
     def _add(
         self,
         x: Tensor,
-        branch: Tensor,
-        product: _Product,
+        parts: Tensor,
+        bias: Tensor | None,
         branch_norm: Tensor | None,
         weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Add a branch, behind its last product, to the residual stream, and normalise it."""
+        """Add a branch, which its last product left in parts, to the residual stream, and normalise
+        it."""
         return fused.add_norm(
             x,
-            product.parts(branch),
+            parts,
             weight,
             self.decoder.config.norm_eps,
-            bias=product.bias,
+            bias=bias,
             branch_norm=branch_norm,
             scale=self.decoder.config.residual_scale,
         )
@@ -208,18 +276,33 @@ def _has_defaults(config: ModelConfig) -> bool:
     )
 
 
-def _is_plain(layer: LayerWeights) -> bool:
-    """Return True if a layer has attention, a dense MLP, and RMS norms before both."""
-    products = (layer.qkv, layer.out, layer.up, layer.down)
+def _is_plain(layer: LayerWeights, decoder: Decoder) -> bool:
+    """Return True if a layer has attention, a dense MLP or experts that the kernels compute, and RMS
+    norms before both."""
+    products = [layer.qkv, layer.out]
+    if layer.experts is None or layer.up is not None:
+        products += [layer.up, layer.down]
+    if layer.experts is not None:
+        products += _products_of(layer.experts, decoder)
     norms = (layer.attention_out_norm, layer.mlp_out_norm, layer.q_norm, layer.k_norm)
     return (
-        len(layer.matrices) == len([each for each in products if each is not None]) == 4
+        None not in products
+        and len(layer.matrices) == len(products)
         and layer.attention_norm is not None
         and layer.mlp_norm is not None
         and all(
             norm is None or _is_rms(norm) for norm in (layer.attention_norm, layer.mlp_norm, *norms)
         )
     )
+
+
+def _products_of(e: ExpertWeights, decoder: Decoder) -> list[LinearWeights | None]:
+    """Return the products of a mixture, [None] if the kernels do not compute it."""
+    has_norms = any((e.router_norm, e.norm, e.out_norm, e.shared_out_norm))
+    has_biases = e.up.bias is not None or e.down.bias is not None
+    if has_norms or has_biases or not experts.fits(decoder.expert_mlps(e)):
+        return [None]
+    return [e.router, e.up, e.down, *([] if e.shared_gate is None else [e.shared_gate])]
 
 
 def _is_rms(norm: Norm) -> bool:

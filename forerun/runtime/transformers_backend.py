@@ -24,6 +24,7 @@ from transformers import Cache
 from forerun.cache.attention import Attention, Segment
 from forerun.errors import CapacityError, ConfigError, LoadError, one_line
 from forerun.hardware import free_ram
+from forerun.kernels.experts import ComputeExperts, by_expert
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, note
 from forerun.models.decoder import Attend, Decoder, Recur
@@ -160,12 +161,13 @@ class TransformersDecoder(Decoder):
         want: Tensor,
         aux_hidden_layers: Sequence[int] = (),
         recur: Recur | None = None,
+        experts: ComputeExperts = by_expert,
         past: int = 0,
     ) -> Forward:
         """Run one forward pass over flat tokens, as `Decoder.forward` does.
 
-        `attend` is an `Attention` over a `TransformersCache`; `recur` is not used, and `past` is as
-        in `PassCache`."""
+        `attend` is an `Attention` over a `TransformersCache`; `recur` and `experts` are not used,
+        and `past` is as in `PassCache`."""
         assert isinstance(attend, Attention)
         current = ModulePass(attend)
         cache = PassCache(self.config.layers, current, past)

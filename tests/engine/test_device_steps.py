@@ -158,9 +158,12 @@ def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("family", ["gemma2", "gemma3n-own-keys", "exaone4", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gemma2", "gemma3n-own-keys", "exaone4", "qwen3", "gpt_oss", "llama4"]
+)
 def test_families(log: list[str], family: str) -> None:
-    """Windows are masked on the device; keys of shared layers are written once."""
+    """Windows are masked on the device; keys of shared layers are written once; experts are chosen
+    on the device."""
     sampled = {"temperature": 0.8, "max_tokens": 40}
     plain = texts("off", False, sampled, family=family)
     assert texts("model", True, sampled, family=family) == plain
@@ -571,6 +574,23 @@ def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
             made.step_or_raise()
         assert log.count("r") > 3
         assert waits.names == ["tolist"] * log.count("r")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_host_does_not_wait_for_experts(log: list[str], family: str) -> None:
+    """Neither in recorded rounds nor while they are recorded, for which inputs in main memory are
+    allocated (numpy)."""
+    made = engine("model", family)
+    for prompt in range(3):
+        add(made, "model", prompt, 3, temperature=0.8, max_tokens=40)
+    while min(request.produced for request in made.requests.values()) < 1:
+        made.step_or_raise()
+    log.clear()
+    with Waits() as waits:
+        made.step_or_raise()
+    assert log.count("r") > 3
+    names = [name for name in waits.names if name != "numpy"]
+    assert names == ["tolist"] * log.count("r")
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix", "model", "recycle"])

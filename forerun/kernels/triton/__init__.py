@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,12 +90,44 @@ def disagreements(device: torch.device) -> list[str]:
             reference.attention(q[None], keys[None, rows], values[None, rows], None, 0.2),
         ),
     }
-    results |= _results_of_rounds(device)
+    results |= _results_of_experts(device) | _results_of_rounds(device)
     return [
         name
         for name, (found, expected) in results.items()
         if not torch.allclose(found.float(), expected.float(), rtol=2**-5, atol=2**-5)
     ]
+
+
+def _results_of_experts(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what the kernels for experts compute, and what they should."""
+    from forerun.kernels import reference
+    from forerun.kernels.device_matrix import DeviceMatrix
+    from forerun.kernels.experts import ExpertMlps, by_expert
+    from forerun.kernels.triton import experts
+
+    generator = torch.Generator().manual_seed(2)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+    def activate(gates: Tensor, ups: Tensor) -> Tensor:
+        return reference.gate(gates, ups, "silu")
+
+    up, down, x = numbers(2 * 3 * 128, 128) / 16, numbers(3 * 128, 128) / 16, numbers(18, 128)
+    choice = torch.tensor([[2, 0], [0, 1], [2, 1]] * 6, device=device)
+    floats = ExpertMlps(up, down, 3, 2, activate, kind="silu")
+    rounded = [DeviceMatrix.from_rounded("int8", each, x.dtype) for each in (up, down)]
+    int8 = replace(floats, up=rounded[0], down=rounded[1])
+    results = {
+        name: (experts.compute_experts(x, choice, None, mlps), by_expert(x, choice, None, mlps))
+        for name, mlps in (("experts", floats), ("experts of int8", int8))
+    }
+    parts, weights = numbers(2, 36, 128).float(), numbers(18, 2).float()
+    results["combine"] = (
+        experts.combine(parts, weights, x.dtype),
+        experts.combine_reference(parts, weights, x.dtype),
+    )
+    return results
 
 
 def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:

@@ -17,6 +17,8 @@ Twin: `kernels.reference.linear(x, weight, bias)`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +35,11 @@ STAGES = 4
 JOINED = 1024  # outputs of a program that adds parts
 
 
-def parts_of(weight: DeviceMatrix) -> int:
-    """Return the number of parts into which K is divided, which depends on the shape alone."""
-    blocks, columns = weight.padded_inputs // BLOCK_K, len(weight.values) // BLOCK_N
+def parts_of(weight: DeviceMatrix, columns: int | None = None) -> int:
+    """Return the number of parts into which K is divided, which depends on the shape alone.
+
+    columns: tiles of a part that are computed at once; by default those of all outputs."""
+    blocks, columns = weight.padded_inputs // BLOCK_K, columns or len(weight.values) // BLOCK_N
     parts = 1
     while parts < blocks and parts * columns < PROGRAMS:
         parts *= 2
@@ -70,28 +74,43 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
     assert inputs == weight.inputs, (x.shape, weight.inputs)
     if x.stride(1) != 1:
         x = x.contiguous()
-    outputs, parts = len(weight.values), parts_of(weight)
+    parts = parts_of(weight)
     found = torch.empty((parts, rows, weight.outputs), dtype=torch.float32, device=x.device)
-    scale = found if weight.scale is None else weight.scale  # a kernel takes no None
-    is_grouped = weight.minimum is not None or (weight.scale is not None and scale.shape[1] > 1)
-    group = weight.group if is_grouped else 0
     block_m = FEW_ROWS if rows <= FEW_ROWS else 2 * FEW_ROWS
-    blocks = weight.padded_inputs // BLOCK_K
-    _multiply[(outputs // BLOCK_N, parts, triton.cdiv(rows, block_m))](
+    _multiply[(len(weight.values) // BLOCK_N, parts, triton.cdiv(rows, block_m))](
         x,
-        weight.values,
-        scale,
-        scale if weight.zero is None else weight.zero,
-        scale if weight.minimum is None else weight.minimum,
+        *stored_tensors(weight, found),
         found,
         rows,
         weight.outputs,
         x.stride(0),
         weight.inputs,
+        DOT=dot or dot_type(x.dtype),
+        **constants_of(weight, parts, block_m),
+    )
+    return found
+
+
+def stored_tensors(weight: DeviceMatrix, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the values, scales, zero points and minima that a kernel reads; `other` in place of
+    those that a matrix does not have, since a kernel takes no None."""
+    scale, zero, minimum = (
+        other if each is None else each for each in (weight.scale, weight.zero, weight.minimum)
+    )
+    return weight.values, scale, zero, minimum
+
+
+def constants_of(weight: DeviceMatrix, parts: int, block_m: int) -> dict[str, Any]:
+    """Return the constants and options of a kernel whose tiles have `block_m` rows."""
+    groups = 1 if weight.scale is None else weight.scale.shape[1]
+    is_grouped = weight.minimum is not None or groups > 1
+    group = weight.group if is_grouped else 0
+    blocks = weight.padded_inputs // BLOCK_K
+    return dict(
         FORM=FORMS[weight.form],
         K=weight.padded_inputs,
         GROUP=group,
-        GROUPS=scale.shape[1] if group else 1,
+        GROUPS=groups if group else 1,
         STEP=min(group, BLOCK_K) or BLOCK_K,
         PER_PART=-(-blocks // parts),
         IS_EVEN=blocks % parts == 0,
@@ -101,11 +120,9 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
         BM=block_m,
         BN=BLOCK_N,
         BK=BLOCK_K,
-        DOT=dot or dot_type(x.dtype),
         num_warps=warps_of(block_m, weight.minimum is not None),
         num_stages=STAGES,
     )
-    return found
 
 
 def join_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -152,19 +169,78 @@ def _multiply(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs.
-
-    K is the padded number of inputs. GROUP inputs share a scale, of which an output has GROUPS; 0
-    is a scale per output. A step has at most the inputs of one scale, so that their sum is complete
-    before it is scaled."""
-    HALF: tl.constexpr = STEP // 2
+    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs; the constants
+    are those of `multiply_tile`."""
     part = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     column = tl.program_id(0).to(tl.int64) * BN
     n = tl.arange(0, BN)
     line = x + m[:, None] * row_stride
     is_row = (m < rows)[:, None]
-    begin = part * PER_PART * BK
+    acc = multiply_tile(
+        line,
+        is_row,
+        values,
+        scale,
+        zero,
+        minimum,
+        column,
+        n,
+        part * PER_PART * BK,
+        inputs,
+        FORM,
+        K,
+        GROUP,
+        GROUPS,
+        STEP,
+        PER_PART,
+        IS_EVEN,
+        IS_WHOLE,
+        HAS_ZERO,
+        HAS_MINIMUM,
+        BM,
+        BN,
+        BK,
+        DOT,
+    )
+    out = parts + (part * rows + m[:, None]).to(tl.int64) * outputs + (column + n)[None, :]
+    tl.store(out, acc, mask=is_row & (column + n < outputs)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply_tile(  # type: ignore[no-untyped-def]
+    line,
+    is_row,
+    values,
+    scale,
+    zero,
+    minimum,
+    column,
+    n,
+    begin,
+    inputs,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STEP: tl.constexpr,
+    PER_PART: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Multiply inputs [begin, begin + PER_PART * BK) of BM rows, which begin at `line`, with rows
+    column + n of the matrix. -> [BM, BN]
+
+    K is the padded number of inputs. GROUP inputs share a scale, of which an output has GROUPS; 0
+    is a scale per output. A step has at most the inputs of one scale, so that their sum is complete
+    before it is scaled."""
+    HALF: tl.constexpr = STEP // 2
     if FORM == 2:
         tile = values + column * (K // 2) + begin // 2 + n[None, :] * (K // 2)
     else:
@@ -217,8 +293,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                 acc += sums * least.to(tl.float32)[None, :]
     if FORM > 0 and GROUP == 0:
         acc = acc * tl.load(scale + shift).to(tl.float32)[None, :]
-    out = parts + (part * rows + m[:, None]).to(tl.int64) * outputs + (column + n)[None, :]
-    tl.store(out, acc, mask=is_row & (column + n < outputs)[None, :])
+    return acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.cache.attention import Segment
 from forerun.kernels import triton as triton_kernels
-from forerun.kernels.triton import fused
+from forerun.kernels.triton import experts, fused
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime import captured, padded_pass
 from forerun.runtime.kernel_decoder import KernelDecoder
@@ -42,14 +43,22 @@ class Again:
         return found, torch.inference_mode()(again)
 
 
-def decoder_of(family: str, dtype: torch.dtype = torch.float32, heads: int = 2) -> Decoder:
+def decoder_of(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 2,
+    packing: str = "",
+    **more: Any,
+) -> Decoder:
     """A tiny decoder of two layers and few heads: the interpreter is slow."""
     directory = tiny.new_directory(family)
-    sizes = dict(num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=heads // 2)
+    sizes: dict[str, Any] = dict(
+        num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=heads // 2
+    )
     if family == "gpt2":
         sizes = dict(n_layer=2, n_head=2)
-    tiny.hf_model(family, **sizes).save_pretrained(directory)
-    return load_decoder(directory, dtype, CPU, 64)
+    tiny.hf_model(family, **(sizes | more)).save_pretrained(directory)
+    return load_decoder(directory, dtype, CPU, 64, packing=packing)
 
 
 def runners_of(decoder: Decoder, own_layers: bool = True) -> tuple[Runner, Runner]:
@@ -121,6 +130,53 @@ def case_packed() -> None:
         if path is wide and packing == "stored":
             assert decoder.weights.layers[0].up.weight.zero is not None
             check_bits_of_a_tree(runners[0])
+
+
+def case_experts() -> None:
+    """Whole decoders with experts, alone and beside a dense MLP with a gate of its own, in
+    floats and packed; each node of a tree has the bits alone."""
+    fine = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4)
+    for family, packing, sizes in (
+        ("qwen3_moe", "", fine),
+        ("qwen3_moe", "int4", fine | dict(moe_intermediate_size=96)),
+        ("qwen2_moe", "int8", fine | dict(shared_expert_intermediate_size=64)),
+        ("granitemoe", "", dict(hidden_size=128, intermediate_size=128, num_local_experts=4)),
+    ):
+        decoder = decoder_of(family, packing=packing, **sizes)
+        assert KernelDecoder.supports(decoder), family
+        runners = runners_of(decoder)
+        compare_passes(runners)
+        passes = runners[0].captured
+        assert passes is not None and not passes.failed and passes.own_layers
+        assert all(each.own_layers is not None for each in passes._passes.values())
+        assert passes.takes(padded_pass.PassShape(16, 32, 256))
+        if family == "qwen3_moe":
+            check_bits_of_a_tree(runners[0])
+
+
+def case_experts_alone() -> None:
+    """Layers on torch with the kernels' experts, where the kernels do not compute the layers, and
+    experts on torch where they do not fit."""
+    called = []
+    compute = experts.compute_experts
+
+    def noted(*call: Any) -> Tensor:
+        called.append(call)
+        return compute(*call)
+
+    experts.compute_experts = noted
+    try:
+        for sizes in (dict(hidden_size=128, intermediate_size=128), {}):
+            decoder = decoder_of("gpt_oss", num_local_experts=4, **sizes)
+            assert not KernelDecoder.supports(decoder)
+            runners = runners_of(decoder)
+            compare_passes(runners)
+            passes = runners[0].captured
+            assert passes is not None and not passes.failed and passes.own_layers
+            assert bool(called) == bool(sizes)
+            called.clear()
+    finally:
+        experts.compute_experts = compute
 
 
 def case_segments() -> None:
@@ -214,6 +270,6 @@ def case_agreement() -> None:
     before = fused.gate
     try:
         fused.gate = lambda parts, kind, dtype: before(parts, "gelu_tanh", dtype)
-        assert triton_kernels.disagreements(CPU) == ["gate"]
+        assert triton_kernels.disagreements(CPU) == ["gate", "experts", "experts of int8"]
     finally:
         fused.gate = before
