@@ -12,12 +12,10 @@ import importlib
 import os
 import sys
 import time
-from pathlib import Path
 
-# Cases about bits multiply in numpy in the interpreter. OpenBLAS' kernels for AVX2 and for AMD's
-# processors give the rows at the edge of a tile other bits than those within; this one does not.
-if "avx512f" in Path("/proc/cpuinfo").read_text():
-    os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
+# Cases about bits multiply in numpy in the interpreter. OpenBLAS' kernels for AVX2 give the rows at
+# the edge of a tile other bits than those within; this one does not, and runs on all processors.
+os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 
 import numpy as np
 
