@@ -79,10 +79,11 @@ def both(
             length = runner.cache.length[segment.slot] + len(segment.parents)
             assert runner.cache.pages.grow(segment.slot, length)
     recorded, plain = (runner.forward(segments, layers) for runner in runners)
-    torch.testing.assert_close(recorded.logits, plain.logits, rtol=0, atol=1e-9)
+    atol = 1e-9 if runners[0].cache.recurrent is None else 1e-4  # states are float32
+    torch.testing.assert_close(recorded.logits, plain.logits, rtol=0, atol=atol)
     assert recorded.features.keys() == plain.features.keys()
     for layer, states in plain.features.items():
-        torch.testing.assert_close(recorded.features[layer], states, rtol=0, atol=1e-9)
+        torch.testing.assert_close(recorded.features[layer], states, rtol=0, atol=atol)
     return [recorded.logits, plain.logits]
 
 
@@ -98,18 +99,22 @@ def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
     replayed with other tokens, lengths and pages."""
     decoder = tiny.decoder(tiny.family(name))
     if not CapturedPasses.supports(decoder):
-        assert decoder.config.experts or decoder.config.recurrent
+        assert decoder.config.experts
         return
     recorded, plain, graphs = pair(decoder)
     compare_passes((recorded, plain))
-    assert graphs.count <= 6 and recorded.captured is not None and not recorded.captured.failed
+    assert (
+        graphs.count <= (6 if decoder.config.recurrent is None else 12)
+        and recorded.captured is not None
+        and not recorded.captured.failed
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cuda_graphs_equal_unrecorded_passes(name: str) -> None:
     config = tiny.decoder(tiny.family(name)).config
-    if config.recurrent is not None or config.experts is not None:
+    if config.experts is not None:
         pytest.skip("passes of this family are not recorded")
     decoder = tiny.decoder(tiny.family(name), torch.float64, "cuda")
     recorded, plain, _ = pair(decoder, graphs=CudaGraphs())
@@ -288,9 +293,8 @@ def test_the_first_pass_of_a_shape_is_cold() -> None:
     assert not recorded.forward([chain(0, [6, 7])]).is_cold
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
-def test_models_that_decide_on_the_host_are_not_recorded(name: str) -> None:
-    decoder = tiny.decoder(tiny.family(name))
+def test_models_that_decide_on_the_host_are_not_recorded() -> None:
+    decoder = tiny.decoder(tiny.family("qwen3_moe"))
     runner = Runner(decoder, tokens=64, page=4, slots=1, graphs=RecordedOperations())
     assert not CapturedPasses.supports(decoder) and runner.captured is None
 
