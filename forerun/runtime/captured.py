@@ -21,13 +21,14 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
+from forerun.errors import StateError
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.decoder import Decoder
 from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.padded_pass import PaddedPass, PassShape, shape_of
 from forerun.runtime.program import ChainStart
-from forerun.runtime.recorded_recurrence import RecordedRecurrence, Steps, steps_of
+from forerun.runtime.recorded_recurrence import RecordedRecurrence, Steps, has_kernel, steps_of
 from forerun.types import Forward
 
 if TYPE_CHECKING:
@@ -183,7 +184,11 @@ class CapturedPasses:
         yet."""
         own_layers = self._kernel_decoder if self.own_layers else None
         walks = self.own_attention and can_walk(self.decoder)
-        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers, steps)
+        recurrence, states = None, self.cache.recurrent
+        if states is not None and steps is not None:
+            uses_kernel = self.own_attention and has_kernel(states)
+            recurrence = RecordedRecurrence(states, shape, steps, uses_kernel)
+        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers, recurrence)
 
     def forward(
         self,
@@ -202,7 +207,8 @@ class CapturedPasses:
             return None
         steps = None
         if self.cache.recurrent is not None:
-            steps = steps_of(segments, shape, self.cache.recurrent)
+            uses_kernel = self.own_attention and has_kernel(self.cache.recurrent)
+            steps = steps_of(segments, shape, self.cache.recurrent, uses_kernel)
             if steps is None:
                 return None
         layers = tuple(sorted(set(aux_hidden_layers)))
@@ -212,6 +218,8 @@ class CapturedPasses:
         try:
             recorded = self.new_pass(shape, layers, steps)
             recorded.record(self.graphs, segments, tokens)
+        except StateError:  # of the caller
+            raise
         except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
             reason = str(error).split("\n")[0]
             if self.own_attention or self.own_layers:
@@ -270,14 +278,10 @@ class CapturedPass(PaddedPass):
         layers: tuple[int, ...],
         walks: bool,
         own_layers: KernelDecoder | None,
-        steps: Steps | None = None,
+        recurrence: RecordedRecurrence | None = None,
     ) -> None:
-        """`walks` as in `PaddedPass`; `own_layers` need it. `steps` of recurrent layers."""
+        """`walks` and `recurrence` as in `PaddedPass`; `own_layers` need the former."""
         walks = walks or own_layers is not None
-        recurrence = None
-        if steps is not None:
-            assert cache.recurrent is not None
-            recurrence = RecordedRecurrence(cache.recurrent, shape, steps)
         super().__init__(decoder.config, cache, shape, walks, decoder.device, recurrence)
         self.decoder, self.layers, self.own_layers = decoder, layers, own_layers
 

@@ -46,17 +46,29 @@ class Steps(NamedTuple):
     is_tree: bool
 
 
+def has_kernel(states: RecurrentStates) -> bool:
+    """Return True if `kernels/triton` has kernels for the layers: short convolutions run on
+    torch."""
+    return states.layers.kind != "conv"
+
+
 def steps_of(
-    segments: Sequence[Segment], shape: PassShape, states: RecurrentStates
+    segments: Sequence[Segment],
+    shape: PassShape,
+    states: RecurrentStates,
+    uses_kernel: bool = False,
 ) -> Steps | None:
     """Return the steps of a recording of these segments, None if the pass runs unrecorded.
+
+    `uses_kernel`: that of `kernels/triton` computes them, whose loops are as long as they have to
+    be in each pass.
 
     Unrecorded are nodes behind those of earlier passes, as recurrent draft models have them: their
     states have to be computed from records first. So are trees whose states need too much memory.
     Known tokens are recorded like any others, and are pending behind the pass."""
     if any(segment.offset for segment in segments):
         return None
-    most = max(len(segment.tokens) for segment in segments)
+    most = MOST_PENDING if uses_kernel else max(len(segment.tokens) for segment in segments)
     pending = max(states.pending[segment.slot] for segment in segments)
     steps = Steps(
         1 << (max(most, min(pending, MOST_PENDING)) - 1).bit_length(),
@@ -106,14 +118,17 @@ def _shapes(shape: PassShape, window: int) -> dict[str, tuple[int, ...]]:
 
 
 class RecordedRecurrence:
-    """The recurrent layers of a recorded pass in torch; a `decoder.Recur`.
+    """The recurrent layers of a recorded pass; a `decoder.Recur`.
 
     Attributes:
+        has_kernel: `kernels/triton` computes them, not torch.
         size: how many int64 numbers are its inputs.
     """
 
-    def __init__(self, states: RecurrentStates, shape: PassShape, steps: Steps) -> None:
-        self.states, self.shape, self.steps = states, shape, steps
+    def __init__(
+        self, states: RecurrentStates, shape: PassShape, steps: Steps, has_kernel: bool = False
+    ) -> None:
+        self.states, self.shape, self.steps, self.has_kernel = states, shape, steps, has_kernel
         self.layers: RecurrentLayers = states.layers
         self.math = states.math
         self.number = {layer: n for n, layer in enumerate(states.layout.layers)}
@@ -201,6 +216,8 @@ class RecordedRecurrence:
 
     def __call__(self, layer: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights) -> Tensor:
         """Process the tokens of a pass in one layer, as `Recurrence` does; padding too."""
+        if self.has_kernel:
+            return self._by_kernel(self.number[layer], inputs, decays, w)
         i, shape, steps, number = self.inputs, self.shape, self.steps, self.number[layer]
         inputs, decays = (
             each.view(shape.segments, shape.tokens, -1)[i.source] for each in (inputs, decays)
@@ -248,6 +265,37 @@ class RecordedRecurrence:
             output = output + w.skip[:, None] * token.v
         records[:, :, :count][new] = self.math.record(inputs, token, change)[:, :count]
         return output.flatten(0, 1).flatten(1)
+
+    def _by_kernel(
+        self, number: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights
+    ) -> Tensor:
+        """Process the tokens by the kernels of `kernels/triton`."""
+        from forerun.kernels.triton.recurrent import Heads, Memory, Runs, recur
+
+        r, layout, i = self.layers, self.states.layout, self.inputs
+        memory = Memory(
+            self.states.data,
+            state_at=number * layout.state,
+            half_at=layout.states + number * layout.layer_half,
+            half=layout.half,
+            records_at=layout.history,
+            record=layout.record,
+        )
+        heads = Heads(r.kind, r.taps, r.key_heads, r.key_size, r.value_heads, r.value_size, r.tiled)
+        assert w.decay_rate is not None
+        return recur(
+            inputs,
+            decays,
+            heads,
+            memory,
+            Runs(**{name: getattr(i, name) for name in Runs.__slots__}),
+            conv_weight=w.conv_weight,
+            conv_bias=w.conv_bias,
+            decay_bias=w.decay_bias,
+            decay_rate=w.decay_rate,
+            skip=w.skip,
+            is_tree=self.steps.is_tree,
+        )
 
     def _convolve(
         self, number: int, inputs: Tensor, pending: Tensor, w: RecurrentWeights

@@ -19,6 +19,7 @@ from forerun.cache.attention import Segment
 from forerun.cache.recurrent import Recurrence, RecurrentStates
 from forerun.draft.draft_model import DraftModel
 from forerun.engine.engine import Engine
+from forerun.errors import StateError
 from forerun.models.decoder import Decoder, DecoderLayers, load_decoder
 from forerun.runtime import recorded_recurrence
 from forerun.runtime.captured import CapturedPasses
@@ -272,6 +273,16 @@ def without_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models with experts be recorded as well, without these."""
     monkeypatch.setattr(DecoderLayers, "_experts", lambda self, x, *_: torch.zeros_like(x))
     monkeypatch.setattr(CapturedPasses, "supports", lambda decoder: True)
+
+
+def test_a_pass_that_was_not_committed_is_refused() -> None:
+    decoder = tiny.decoder(tiny.family("falcon_h1"))
+    runner = Runner(decoder, tokens=256, page=4, slots=1, graphs=RecordedOperations())
+    assert runner.cache.pages.grow(0, 80)
+    runner.forward([Segment(0, text(40), chain(40), [39], known=40)])  # unrecorded
+    with pytest.raises(StateError, match="not committed"):
+        runner.forward([Segment(0, [5], [-1], [0])])
+    assert runner.captured is not None and not runner.captured.failed
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix", "recycle", "model", "tree"])

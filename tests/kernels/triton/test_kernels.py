@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-KERNELS = ["attention", "compact", "draw", "fused", "linear", "walk"]
+KERNELS = ["attention", "compact", "draw", "fused", "linear", "recurrent", "walk"]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
