@@ -270,7 +270,7 @@ class RecordedRecurrence:
         self, number: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights
     ) -> Tensor:
         """Process the tokens by the kernels of `kernels/triton`."""
-        from forerun.kernels.triton.recurrent import Heads, Memory, Runs, recur
+        from forerun.kernels.triton.recurrent import Heads, KernelWeights, Memory, Runs, recur
 
         r, layout, i = self.layers, self.states.layout, self.inputs
         memory = Memory(
@@ -283,19 +283,9 @@ class RecordedRecurrence:
         )
         heads = Heads(r.kind, r.taps, r.key_heads, r.key_size, r.value_heads, r.value_size, r.tiled)
         assert w.decay_rate is not None
-        return recur(
-            inputs,
-            decays,
-            heads,
-            memory,
-            Runs(**{name: getattr(i, name) for name in Runs.__slots__}),
-            conv_weight=w.conv_weight,
-            conv_bias=w.conv_bias,
-            decay_bias=w.decay_bias,
-            decay_rate=w.decay_rate,
-            skip=w.skip,
-            is_tree=self.steps.is_tree,
-        )
+        weights = KernelWeights(w.conv_weight, w.conv_bias, w.decay_bias, w.decay_rate, w.skip)
+        runs = Runs(**{name: getattr(i, name) for name in Runs.__slots__})
+        return recur(inputs, decays, weights, heads, memory, runs, self.steps.is_tree)
 
     def _convolve(
         self, number: int, inputs: Tensor, pending: Tensor, w: RecurrentWeights

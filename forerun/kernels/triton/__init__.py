@@ -129,7 +129,7 @@ def _results_of_states(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
     """Return what the kernels of recurrent layers compute, and what they should: one pending token
     and two behind it, by the delta rule with two heads of size 16."""
     from forerun.kernels import reference
-    from forerun.kernels.triton.recurrent import Heads, Memory, Runs, recur
+    from forerun.kernels.triton.recurrent import Heads, KernelWeights, Memory, Runs, recur
 
     generator = torch.Generator().manual_seed(2)
 
@@ -172,19 +172,10 @@ def _results_of_states(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
         integers([3, 3]),
         integers([3]),
     )
-    found = recur(
-        inputs,
-        decays,
-        Heads("delta", 2, 1, 16, 2, 16, tiled=False),
-        Memory(data, 0, states, half, channels, record),
-        runs,
-        conv_weight=weight,
-        conv_bias=None,
-        decay_bias=bias,
-        decay_rate=rate,
-        skip=None,
-        is_tree=True,
-    )
+    heads = Heads("delta", 2, 1, 16, 2, 16, tiled=False)
+    memory = Memory(data, 0, states, half, channels, record)
+    weights = KernelWeights(weight, None, bias, rate, None)
+    found = recur(inputs, decays, weights, heads, memory, runs, is_tree=True)
     return {
         "recurrent layers": (16 * found, 16 * torch.stack(outputs)),  # which are small
         "recurrent states": (data[0, :states], state.flatten()),

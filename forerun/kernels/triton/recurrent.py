@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,18 +79,24 @@ class Heads:
         return (values + keys, values, 0) if self.kind == "mamba" else (0, keys, 2 * keys)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelWeights:
+    """The weights of a layer in float32; see `models.parameters.RecurrentWeights`."""
+
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    decay_bias: Tensor | None
+    decay_rate: Tensor
+    skip: Tensor | None
+
+
 def recur(
     inputs: Tensor,
     decays: Tensor,
+    weights: KernelWeights,
     heads: Heads,
     memory: Memory,
     runs: Runs,
-    *,
-    conv_weight: Tensor | None,
-    conv_bias: Tensor | None,
-    decay_bias: Tensor | None,
-    decay_rate: Tensor,
-    skip: Tensor | None,
     is_tree: bool,
 ) -> Tensor:
     """Process the tokens of a pass in one layer, in its memory.
@@ -99,94 +104,98 @@ def recur(
     Args:
         inputs: float32 [T, C], of the convolution; T is R * N.
         decays: float32 [T, n], [T, 2n] or [T, 0], as for a `decoder.Recur`.
-        conv_weight, conv_bias, decay_bias, decay_rate, skip: see `models.parameters`.
         is_tree: a token may follow any earlier one, not only the one before it.
 
     Returns:
-        float32 [T, n * value size]; arbitrary for padding.
+        float32 [T, n * value size], 0 for padding.
     """
     segments, tokens = runs.parents.shape
-    window, blocks = heads.taps - 1, triton.cdiv(heads.value_size, LANES)
-    key_size = triton.next_power_of_2(heads.key_size)
-    query_at, key_at, value_at = heads.first_channels
-    total = segments * tokens
-    device = inputs.device
-    q = torch.empty((total, heads.key_heads, heads.key_size), dtype=torch.float32, device=device)
-    inner = heads.value_heads * heads.value_size
-    out = torch.zeros((total, inner), dtype=torch.float32, device=device)
+    blocks = triton.cdiv(heads.value_size, LANES)
+    q = inputs.new_empty((len(inputs), heads.key_heads, heads.key_size))
+    out = inputs.new_zeros((len(inputs), heads.value_heads * heads.value_size))
     points = out
     if is_tree:
         count = segments * heads.value_heads * blocks * tokens
-        points = torch.empty((count, heads.key_size, LANES), dtype=torch.float32, device=device)
-    shape = dict(
-        WINDOW=window,
+        points = inputs.new_empty((count, heads.key_size, LANES))
+    places = memory.half_at, memory.half, memory.records_at, memory.record
+    segment_inputs = runs.slots, runs.old_halves, runs.new_halves, runs.counts, runs.pending
+    _launch_prepare(inputs, decays, weights, heads, memory, runs, q, places, segment_inputs)
+    _sweep[(segments, heads.value_heads, blocks)](
+        memory.data,
+        *segment_inputs,
+        runs.parents,
+        q,
+        weights.decay_rate if weights.skip is None else weights.skip,
+        out,
+        points,
+        memory.data.stride(0),
+        memory.state_at,
+        *places,
+        tokens,
+        int(is_tree),
+        inputs.shape[1] if heads.taps > 1 else 0,
+        KP=triton.next_power_of_2(heads.key_size),
+        BLOCKS=blocks,
+        LANES=LANES,
+        IS_TILED=heads.tiled,
+        HAS_SKIP=weights.skip is not None,
+        num_warps=sweep_warps(heads.key_size),
+        enable_fp_fusion=False,
+        **_sizes(heads),
+    )
+    return out
+
+
+def _launch_prepare(
+    inputs: Tensor,
+    decays: Tensor,
+    weights: KernelWeights,
+    heads: Heads,
+    memory: Memory,
+    runs: Runs,
+    q: Tensor,
+    places: tuple[int, ...],
+    segment_inputs: tuple[Tensor, ...],
+) -> None:
+    """Fill q [T, key heads, key size], and all but the changes of the tokens' records."""
+    w = weights
+    _prepare[(len(inputs), heads.key_heads + heads.value_heads)](
+        inputs.contiguous(),
+        decays.contiguous(),
+        inputs if w.conv_weight is None else w.conv_weight,
+        inputs if w.conv_bias is None else w.conv_bias,
+        inputs if w.decay_bias is None else w.decay_bias,
+        w.decay_rate,
+        memory.data,
+        *segment_inputs,
+        runs.windows,
+        runs.histories,
+        q,
+        memory.data.stride(0),
+        *places,
+        runs.parents.shape[1],
+        *heads.first_channels,
+        heads.key_size**-0.5,
+        C=inputs.shape[1],
+        WINDOW=heads.taps - 1,
+        HAS_BIAS=w.conv_bias is not None,
+        HAS_STEP=w.decay_bias is not None,
+        BLOCK=triton.next_power_of_2(max(heads.key_size, heads.value_size)),
+        num_warps=1,
+        enable_fp_fusion=False,
+        **_sizes(heads),
+    )
+
+
+def _sizes(heads: Heads) -> dict[str, int]:
+    """Return the constants that both kernels need."""
+    return dict(
         KH=heads.key_heads,
         K=heads.key_size,
         VH=heads.value_heads,
         V=heads.value_size,
         IS_DELTA=heads.kind == "delta",
     )
-    places = (memory.half_at, memory.half, memory.records_at, memory.record)
-    slot = memory.data.stride(0)
-    _prepare[(total, heads.key_heads + heads.value_heads)](
-        inputs.contiguous(),
-        decays.contiguous(),
-        inputs if conv_weight is None else conv_weight,
-        inputs if conv_bias is None else conv_bias,
-        inputs if decay_bias is None else decay_bias,
-        decay_rate,
-        memory.data,
-        runs.slots,
-        runs.old_halves,
-        runs.new_halves,
-        runs.counts,
-        runs.pending,
-        runs.windows,
-        runs.histories,
-        q,
-        slot,
-        *places,
-        tokens,
-        query_at,
-        key_at,
-        value_at,
-        heads.key_size**-0.5,
-        C=inputs.shape[1],
-        HAS_BIAS=conv_bias is not None,
-        HAS_STEP=decay_bias is not None,
-        BLOCK=triton.next_power_of_2(max(heads.key_size, heads.value_size)),
-        num_warps=1,
-        enable_fp_fusion=False,
-        **shape,
-    )
-    _sweep[(segments, heads.value_heads, blocks)](
-        memory.data,
-        runs.slots,
-        runs.old_halves,
-        runs.new_halves,
-        runs.counts,
-        runs.pending,
-        runs.parents,
-        q,
-        decay_rate if skip is None else skip,
-        out,
-        points,
-        slot,
-        memory.state_at,
-        *places,
-        tokens,
-        int(is_tree),
-        inputs.shape[1] if window else 0,
-        KP=key_size,
-        BLOCKS=blocks,
-        LANES=LANES,
-        IS_TILED=heads.tiled,
-        HAS_SKIP=skip is not None,
-        num_warps=sweep_warps(heads.key_size),
-        enable_fp_fusion=False,
-        **{name: value for name, value in shape.items() if name != "WINDOW"},
-    )
-    return out
 
 
 def sweep_warps(key_size: int) -> int:
