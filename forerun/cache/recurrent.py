@@ -123,6 +123,91 @@ class StateLayout:
         return max(COPY_BYTES // (4 * max(self.copy, 1)), MIN_COPIES)
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The changes of tokens in a layer; any number of axes stands before those of the shapes.
+
+    Attributes:
+        inputs: [C] of the convolution; [0] without one.
+        k: keys [key heads, key size].
+        change: [n, value size] of n value heads.
+        decay, factor: [n].
+    """
+
+    inputs: Tensor
+    k: Tensor
+    change: Tensor
+    decay: Tensor
+    factor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """The inputs of tokens in a layer that do not depend on the state: q and k
+    [key heads, key size], v [n, value size], decay and factor [n], behind any further axes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    factor: Tensor
+
+
+class TokenMath:
+    """The operations of recurrent layers that do not depend on the state, over any axes."""
+
+    def __init__(self, layers: RecurrentLayers, device: torch.device) -> None:
+        self.layers = r = layers
+        heads = torch.arange(r.value_heads, device=device)
+        share = max(r.value_heads // r.key_heads, 1)
+        self.key_of = heads % r.key_heads if r.tiled else heads // share
+
+    def read(self, convolved: Tensor, decays: Tensor, w: RecurrentWeights) -> TokenInputs:
+        """Split convolved channels [.., C], and compute decays and factors of `decays`, as given to
+        a `decoder.Recur`."""
+        r, heads = self.layers, self.layers.value_heads
+        assert w.decay_rate is not None
+        channels = F.silu(convolved)
+        keys, values = r.key_heads * r.key_size, r.value_heads * r.value_size
+        if r.kind == "mamba":
+            v, k, q = torch.split(channels, [values, keys, keys], dim=-1)
+        else:
+            q, k, v = torch.split(channels, [keys, keys, values], dim=-1)
+        q, k = (each.view(*each.shape[:-1], r.key_heads, r.key_size) for each in (q, k))
+        v = v.view(*v.shape[:-1], heads, r.value_size)
+        step = torch.ones_like(w.decay_rate).expand(*v.shape[:-1])
+        if w.decay_bias is not None:
+            step = F.softplus(decays[..., :heads] + w.decay_bias)
+        decay, factor = torch.exp(w.decay_rate * step), step
+        if r.kind == "delta":
+            q, k = kernels.unit(q) * r.key_size**-0.5, kernels.unit(k)
+            factor = torch.sigmoid(decays[..., heads:])
+        return TokenInputs(q, k, v, decay, factor)
+
+    def key(self, k: Tensor, factor: Tensor) -> Tensor:
+        """Return the key of each value head, [.., n, key size], which Mamba-2 scales."""
+        key = k[..., self.key_of, :]
+        return key if self.layers.kind == "delta" else key * factor[..., None]
+
+    def record(self, inputs: Tensor, token: TokenInputs, change: Tensor) -> Tensor:
+        """Return records [.., floats] of tokens with inputs [.., C] of the convolution."""
+        kept = inputs[..., : _kept_inputs(self.layers)]
+        parts = kept, token.k.flatten(-2), change.flatten(-2), token.decay, token.factor
+        return torch.cat(parts, dim=-1)
+
+    def input_record(self, inputs: Tensor) -> Tensor:
+        """Return records of tokens of a short convolution, which have nothing else."""
+        return F.pad(inputs, (0, self.layers.key_heads * self.layers.key_size))
+
+    def split(self, records: Tensor) -> Records:
+        """Split records [.., floats]."""
+        r, n = self.layers, self.layers.value_heads
+        sizes = [_kept_inputs(r), r.key_heads * r.key_size, n * r.value_size, n, n]
+        inputs, k, change, decay, factor = torch.split(records, sizes, dim=-1)
+        k = k.view(*k.shape[:-1], r.key_heads, r.key_size)
+        return Records(inputs, k, change.view(*change.shape[:-1], n, r.value_size), decay, factor)
+
+
 class RecurrentStates:
     """The recurrent states of all slots of a model.
 
@@ -137,6 +222,9 @@ class RecurrentStates:
         self, config: ModelConfig, slots: int, page: int, device: torch.device = CPU
     ) -> None:
         """Allocate the memory of all slots on a device. Raises CapacityError."""
+        assert config.recurrent is not None
+        self.layers = config.recurrent
+        self.math = TokenMath(config.recurrent, device)
         self.layout = layout = StateLayout.of(config)
         self.page = page
         self.interval = page * max(1, INTERVAL // page)
@@ -253,16 +341,59 @@ class RecurrentStates:
         plan = RecurrentPass(self)
         for segment in segments:
             slot = segment.slot
-            if self._known[slot]:
-                raise StateError("tokens that a recurrent state has were not committed")
+            self.use(slot)
             known = self._known_tokens(segment)
-            self._blank[slot] = False
             length = lengths[slot] - self.pending[slot]  # that the state has
             marks = self._marks(slot, length, length + self.pending[slot] + known)
             if segment.offset and self.pending[slot]:
                 self._carry_over(slot, segment.offset)
             plan.add(SlotRun(segment, known, self.pending[slot], marks))
         return plan
+
+    def use(self, slot: int) -> None:
+        """Note that a pass uses a slot's state. Raises StateError if tokens that the state has
+        already were not committed."""
+        if self._known[slot]:
+            raise StateError("tokens that a recurrent state has were not committed")
+        self._blank[slot] = False
+
+    def must_copy(self, slot: int, length: int) -> bool:
+        """Return True if a pass over a slot with `length` committed tokens applies pending ones up
+        to a border or beyond it, and so makes a copy."""
+        return length // self.interval > (length - self.pending[slot]) // self.interval
+
+    @torch.inference_mode()
+    def apply_pending(self, slot: int, length: int) -> None:
+        """Apply the pending tokens of a slot with `length` committed ones to its state, and make
+        the copies that are due: what a pass does first, here for all layers at once.
+
+        The bits are those of a pass, since each number is multiplied and added by itself."""
+        r, layout, count = self.layers, self.layout, self.pending[slot]
+        if not count:
+            return
+        length -= count
+        marks = dict(self._marks(slot, length, length + count))
+        half = self._half[slot]
+        records = self.math.split(self.records[slot, half, :, :count])
+        rows = self.histories[slot, half].view(len(layout.layers), r.taps - 1, r.channels)
+        if r.taps > 1:
+            rows = torch.cat((rows, records.inputs), dim=1)
+        memory = self.data[slot, : layout.states]
+        blocks = -(-r.value_size // LANES)
+        states = memory.view(len(layout.layers), r.value_heads, blocks, r.key_size, LANES)
+        decay = records.decay[..., None]
+        key = self.math.key(records.k, records.factor)[..., None, :]
+        padded = F.pad(records.change, (0, -r.value_size % LANES))
+        change = padded.view(*padded.shape[:-1], blocks, LANES)
+        for i in range(count):
+            if r.value_heads:
+                decayed = kernels.decay_state(states, decay[:, i])
+                states.copy_(kernels.change_state(decayed, key[:, i], change[:, i]))
+            if i + 1 in marks:
+                marks[i + 1][: layout.states] = memory
+                marks[i + 1][layout.states :] = rows[:, i + 1 : i + r.taps].flatten()
+        self.histories[slot, half ^ 1] = rows[:, count:].flatten(1)
+        self.settle(slot, 0)
 
     def _marks(self, slot: int, length: int, end: int) -> list[tuple[int, Tensor]]:
         """Return the copies that a pass makes which applies tokens `length` to `end` to a slot's
@@ -422,10 +553,8 @@ class Recurrence:
         r = config.recurrent
         assert r is not None
         self.plan, self.states, self.shape = plan, plan.states, r
+        self.math = plan.states.math
         self.number = {layer: n for n, layer in enumerate(self.states.layout.layers)}
-        heads = torch.arange(r.value_heads, device=self.states.data.device)
-        share = max(r.value_heads // r.key_heads, 1)
-        self.key_of = heads % r.key_heads if r.tiled else heads // share
 
     def __call__(self, layer: int, inputs: Tensor, decays: Tensor, w: RecurrentWeights) -> Tensor:
         """Process the tokens of a pass in one layer.
@@ -483,60 +612,33 @@ class Recurrence:
         """Read a token, of which the convolution's inputs [C] are given.
 
         Returns the point behind it, its output [inner] and its record."""
-        r, heads = self.shape, self.shape.value_heads
+        r = self.shape
         rows, convolved = torch.cat((at.window, inputs[None])), inputs
         if w.conv_weight is not None:
             convolved = kernels.convolve(rows, w.conv_weight, w.conv_bias)
         if r.kind == "conv":
-            record = F.pad(inputs, (0, r.key_heads * r.key_size))
-            return _Point(at.state, rows[1:]), convolved, record
-        assert w.decay_rate is not None
-        q, k, v = self._heads(F.silu(convolved))
-        step = torch.ones_like(w.decay_rate)
-        if w.decay_bias is not None:
-            step = F.softplus(decays[:heads] + w.decay_bias)
-        decay, factor = torch.exp(w.decay_rate * step), step
+            return _Point(at.state, rows[1:]), convolved, self.math.input_record(inputs)
+        token = self.math.read(convolved, decays, w)
+        key, change = self.math.key(token.k, token.factor), token.v
+        decayed = kernels.decay_state(at.state, token.decay)
         if r.kind == "delta":
-            q, k = kernels.unit(q) * r.key_size**-0.5, kernels.unit(k)
-            factor = torch.sigmoid(decays[heads:])
-        key = self._key(k, factor)
-        change = v
-        if r.kind == "delta":
-            change = kernels.delta_change(at.state, key, v, decay, factor)
-        state = kernels.update_state(at.state, key, change, decay)
-        output = kernels.read_state(state, q[self.key_of])
+            change = kernels.delta_change(decayed, key, token.v, token.factor)
+        state = kernels.change_state(decayed, key, change)
+        output = kernels.read_state(state, token.q[self.math.key_of])
         if w.skip is not None:
-            output = output + w.skip[:, None] * v
-        kept = inputs[: _kept_inputs(r)]
-        record = torch.cat((kept, k.flatten(), change.flatten(), decay, factor))
+            output = output + w.skip[:, None] * token.v
+        record = self.math.record(inputs, token, change)
         return _Point(state, rows[1:]), output.flatten(), record
 
     def _replay(self, at: _Point, record: Tensor) -> _Point:
         """Apply the change that a token made, from its record."""
-        r, n = self.shape, self.shape.value_heads
-        sizes = [_kept_inputs(r), r.key_heads * r.key_size, n * r.value_size, n, n]
-        inputs, k, change, decay, factor = torch.split(record, sizes)
-        window = torch.cat((at.window[1:], inputs[None])) if r.taps > 1 else at.window
+        r, own = self.shape, self.math.split(record)
+        window = torch.cat((at.window[1:], own.inputs[None])) if r.taps > 1 else at.window
         if r.kind == "conv":
             return _Point(at.state, window)
-        key = self._key(k.view(-1, r.key_size), factor)
-        change = change.view(-1, r.value_size)
-        return _Point(kernels.update_state(at.state, key, change, decay), window)
-
-    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split channels [C] into queries and keys [key heads, key size] and values [n, size]."""
-        r = self.shape
-        keys, values = r.key_heads * r.key_size, r.value_heads * r.value_size
-        if r.kind == "mamba":
-            v, k, q = torch.split(convolved, [values, keys, keys])
-        else:
-            q, k, v = torch.split(convolved, [keys, keys, values])
-        return q.view(-1, r.key_size), k.view(-1, r.key_size), v.view(-1, r.value_size)
-
-    def _key(self, k: Tensor, factor: Tensor) -> Tensor:
-        """Return the key of each value head, [n, key size], which Mamba-2 scales."""
-        key = k[self.key_of]
-        return key if self.shape.kind == "delta" else key * factor[:, None]
+        decayed = kernels.decay_state(at.state, own.decay)
+        key = self.math.key(own.k, own.factor)
+        return _Point(kernels.change_state(decayed, key, own.change), window)
 
     # Memory, in the layout of the native kernels
 

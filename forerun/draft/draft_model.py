@@ -174,7 +174,7 @@ class DraftModel(Proposer):
         what was missed, and reserve the room. None where only `propose` can draft."""
         captured, cache = self.runner.captured, self.runner.cache
         has_all_tokens = self.runner.decoder.config.vocab >= self.vocab
-        if captured is None or captured.failed or self.width > 1:
+        if captured is None or captured.failed or self.width > 1 or cache.recurrent is not None:
             return None
         if not self.drafts_by_itself or not has_all_tokens:
             return None

@@ -52,7 +52,7 @@ class DeviceSteps(MultiStep):
 
     def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
         captured = self.target.captured
-        if captured is None or captured.failed:
+        if captured is None or captured.failed or self.target.cache.recurrent is not None:
             return 0
         device = self._rounds_of(captured)
         requests = [scheduled.request for scheduled in batch]

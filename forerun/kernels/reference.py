@@ -87,33 +87,41 @@ def with_magnitude(x: Tensor, other: Tensor) -> Tensor:
 
 
 def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve the last inputs of each channel, rows [taps, C] with the oldest first, with weight
-    [C, taps]. -> [C]"""
-    out = (rows.T * weight).sum(1)
+    """Convolve the last inputs of each channel, rows [.., taps, C] with the oldest first, with
+    weight [C, taps]. -> [.., C]
+
+    Taps are added in order, so that the bits of a token do not depend on the others."""
+    out = rows[..., 0, :] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        out = out + rows[..., tap, :] * weight[:, tap]
     return out if bias is None else out + bias
 
 
 def unit(x: Tensor) -> Tensor:
-    """Divide x [heads, D] by the norm of each head."""
+    """Divide x [.., heads, D] by the norm of each head."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def update_state(state: Tensor, key: Tensor, change: Tensor, decay: Tensor) -> Tensor:
-    """Decay recurrent states [n, K, V] by decay [n] and add the outer product of key [n, K] and
-    change [n, V]."""
-    return state * decay[:, None, None] + key[:, :, None] * change[:, None, :]
+def decay_state(state: Tensor, decay: Tensor) -> Tensor:
+    """Multiply recurrent states [.., n, K, V] by decay [.., n]."""
+    return state * decay[..., None, None]
+
+
+def change_state(decayed: Tensor, key: Tensor, change: Tensor) -> Tensor:
+    """Add the outer product of key [.., n, K] and change [.., n, V] to decayed states
+    [.., n, K, V]."""
+    return decayed + key[..., :, None] * change[..., None, :]
 
 
 def read_state(state: Tensor, query: Tensor) -> Tensor:
-    """Read states [n, K, V] with a query [n, K]. -> [n, V]"""
-    return (state * query[:, :, None]).sum(1)
+    """Read states [.., n, K, V] with a query [.., n, K]. -> [.., n, V]"""
+    return (state * query[..., None]).sum(-2)
 
 
-def delta_change(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Return the change that moves what decayed states give for a key [n, K] towards value [n, V],
-    by the share beta [n] (gated delta rule, 2412.06464)."""
-    known = read_state(state * decay[:, None, None], key)
-    return beta[:, None] * (value - known)
+def delta_change(decayed: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+    """Return the change that moves what decayed states give for a key [.., n, K] towards value
+    [.., n, V], by the share beta [.., n] (gated delta rule, 2412.06464)."""
+    return beta[..., None] * (value - read_state(decayed, key))
 
 
 def attention(

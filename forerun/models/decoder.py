@@ -485,7 +485,7 @@ class Decoder(DecoderLayers):
             return None
         shape = (len(ids), c.layers, c.layer_input)
         if c.layer_input_vocab:
-            ids = ids.where(ids < c.layer_input_vocab, 0)
+            ids = ids.masked_fill(ids >= c.layer_input_vocab, 0)
         projected = self._linear(x * c.hidden**-0.5, w.projection).view(shape)
         stored = w.embed[ids].view(shape) * c.layer_input**0.5
         both: Tensor = self._norm(projected, w.norm) + stored

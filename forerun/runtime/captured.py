@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
+from forerun.errors import StateError
 from forerun.kernels import experts
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
@@ -28,6 +29,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.padded_pass import PaddedPass, PassShape, shape_of
 from forerun.runtime.program import ChainStart
+from forerun.runtime.recorded_recurrence import RecordedRecurrence, Steps, has_kernel, steps_of
 from forerun.types import Forward
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class CapturedPasses:
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs) -> None:
         self.decoder, self.cache, self.graphs = decoder, cache, graphs
-        self._passes: dict[tuple[PassShape, tuple[int, ...]], CapturedPass] = {}
+        self._passes: dict[tuple[PassShape, tuple[int, ...], Steps | None], CapturedPass] = {}
         self.failed = False
         self.own_attention, self.own_layers = graphs.own_attention, graphs.own_layers
         if self.own_layers:
@@ -131,10 +133,9 @@ class CapturedPasses:
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
-        """Return True if a decoder's passes can be recorded: recurrent layers take decisions on the
-        host, and parts of a model wait for each other."""
-        decides = decoder.config.recurrent is not None
-        return not decides and not isinstance(decoder, ShardedDecoder)
+        """Return True if a decoder's passes can be recorded: parts of a model wait for each
+        other."""
+        return not isinstance(decoder, ShardedDecoder)
 
     def takes(self, shape: PassShape) -> bool:
         """Return True if passes of this shape are recorded: all experts for many tokens would take
@@ -172,6 +173,8 @@ class CapturedPasses:
         Returns:
             the chains with their first tokens, or None if the passes are not recorded.
         """
+        if self.cache.recurrent is not None:  # see `steps_of`
+            return None
         order = sorted(range(len(starts)), key=lambda i: -len(starts[i].keys))
         ordered = [starts[i] for i in order]
         logits = logits[upload(order, torch.int64, logits.device)]
@@ -195,14 +198,23 @@ class CapturedPasses:
                     chains[i].append(token)
         return chains
 
-    def new_pass(self, shape: PassShape, layers: tuple[int, ...] = ()) -> CapturedPass:
-        """Return a pass of this shape that is not recorded yet."""
+    def new_pass(
+        self, shape: PassShape, layers: tuple[int, ...] = (), steps: Steps | None = None
+    ) -> CapturedPass:
+        """Return a pass of this shape, with so many steps of recurrent layers, that is not recorded
+        yet."""
         own_layers = self._kernel_decoder if self.own_layers else None
         walks = self.own_attention and can_walk(self.decoder)
         compute: experts.ComputeExperts = experts.on_device
         if self._own_experts:
             from forerun.kernels.triton.experts import compute_experts as compute
-        return CapturedPass(self.decoder, self.cache, shape, layers, walks, own_layers, compute)
+        recurrence, states = None, self.cache.recurrent
+        if states is not None and steps is not None:
+            uses_kernel = self.own_attention and has_kernel(states)
+            recurrence = RecordedRecurrence(states, shape, steps, uses_kernel)
+        return CapturedPass(
+            self.decoder, self.cache, shape, layers, walks, own_layers, compute, recurrence
+        )
 
     def forward(
         self,
@@ -219,13 +231,21 @@ class CapturedPasses:
         shape = None if self.failed else shape_of(segments, self.cache)
         if shape is None or not self.takes(shape):
             return None
+        steps = None
+        if self.cache.recurrent is not None:
+            uses_kernel = self.own_attention and has_kernel(self.cache.recurrent)
+            steps = steps_of(segments, shape, self.cache.recurrent, uses_kernel)
+            if steps is None:
+                return None
         layers = tuple(sorted(set(aux_hidden_layers)))
-        recorded = self._passes.get((shape, layers))
+        recorded = self._passes.get((shape, layers, steps))
         if recorded is not None:
             return recorded.run(segments, tokens)
         try:
-            recorded = self.new_pass(shape, layers)
+            recorded = self.new_pass(shape, layers, steps)
             recorded.record(self.graphs, segments, tokens)
+        except StateError:  # of the caller
+            raise
         except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
             reason = str(error).split("\n")[0]
             if self.own_attention or self.own_layers:
@@ -236,7 +256,7 @@ class CapturedPasses:
             self.failed = True
             log.warning("passes are not recorded as CUDA graphs: %s", reason)
             return None
-        self._passes[shape, layers] = recorded
+        self._passes[shape, layers, steps] = recorded
         found = recorded.result(segments)
         found.is_cold = True
         return found
@@ -285,23 +305,32 @@ class CapturedPass(PaddedPass):
         walks: bool,
         own_layers: KernelDecoder | None,
         compute_experts: experts.ComputeExperts = experts.on_device,
+        recurrence: RecordedRecurrence | None = None,
     ) -> None:
-        """`walks` as in `PaddedPass`; `own_layers` need it. `compute_experts` is for layers on
-        torch."""
+        """`walks` and `recurrence` as in `PaddedPass`; `own_layers` need the former.
+        `compute_experts` is for layers on torch."""
         walks = walks or own_layers is not None
-        super().__init__(decoder.config, cache, shape, walks, decoder.device)
+        super().__init__(decoder.config, cache, shape, walks, decoder.device, recurrence)
         self.decoder, self.layers, self.own_layers = decoder, layers, own_layers
         self._compute_experts = compute_experts
 
     def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
         """Record the pass, with these segments."""
+        if self.recurrence is not None:
+            self.recurrence.prepare(segments, self.cache.length, at_once=True)
         self.fill(segments, tokens)
         self._output, self._replay = graphs.record(self.compute)
+        if self.recurrence is not None:
+            self.recurrence.settle(segments)
 
     def run(self, segments: Sequence[Segment], tokens: Tensor | None) -> Forward:
         """Run the pass over other segments of the same shape."""
+        if self.recurrence is not None:
+            self.recurrence.prepare(segments, self.cache.length)
         self.fill(segments, tokens)
         self._replay()
+        if self.recurrence is not None:
+            self.recurrence.settle(segments)
         return self.result(segments)
 
     def result(self, segments: Sequence[Segment]) -> Forward:
@@ -322,7 +351,7 @@ class CapturedPass(PaddedPass):
             return self.own_layers.forward(
                 i.ids, i.positions, i.rows, walk, self.cache, wanted, self.layers
             )
-        inputs = i.ids, i.positions, self.attend, i.wanted, self.layers
+        inputs = i.ids, i.positions, self.attend, i.wanted, self.layers, self.recurrence
         is_padding = (i.rows == self.cache.spare_row)[:, None]
 
         def compute(

@@ -23,6 +23,7 @@ from forerun.runtime.program import visible_paths
 
 if TYPE_CHECKING:
     from forerun.kernels.triton.attention import Walk
+    from forerun.runtime.recorded_recurrence import RecordedRecurrence
 
 DRAFT_TOKENS = 16  # tokens of a segment that passes over few segments have room for
 FEW_SEGMENTS = 4
@@ -112,6 +113,7 @@ class _Inputs:
         masks: uint8 [kinds of layers, R, N, K], 1 where a token sees a key.
         last, direct, extra_at, extra: as in `kernels.triton.attention.Walk`, which needs no masks;
             int64 here.
+        recurrence: int64, those of `recorded_recurrence.RecurrentInputs`.
     """
 
     block: Tensor
@@ -125,20 +127,23 @@ class _Inputs:
     direct: Tensor
     extra_at: Tensor
     extra: Tensor
+    recurrence: Tensor
 
     @classmethod
-    def allocate(cls, shape: PassShape, kinds: int, walks: bool, device: torch.device) -> _Inputs:
-        """Return inputs of zeros, with masks of `kinds` of layers or those of a walk; on the CPU in
-        memory that a GPU can read, where there is one."""
+    def allocate(
+        cls, shape: PassShape, kinds: int, walks: bool, recurrence: int, device: torch.device
+    ) -> _Inputs:
+        """Return inputs of zeros, with masks of `kinds` of layers or those of a walk, and so many
+        of recurrent layers; on the CPU in memory that a GPU can read, where there is one."""
         kinds, walking = (0, shape.rows) if walks else (kinds, 0)
         counts = [shape.rows] * 4 + [walking] * 3
-        counts += [walking * MAX_PATH, shape.segments * shape.keys]
+        counts += [walking * MAX_PATH, shape.segments * shape.keys, recurrence]
         num_masks = kinds * shape.rows * shape.keys
         size = 8 * sum(counts) + num_masks
         pinned = device.type == "cpu" and torch.cuda.is_available()
         block = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         numbers = block[: 8 * sum(counts)].view(torch.int64)
-        ids, positions, rows, wanted, last, direct, extra_at, extra, table = torch.split(
+        ids, positions, rows, wanted, last, direct, extra_at, extra, table, states = torch.split(
             numbers, counts
         )
         return cls(
@@ -153,6 +158,7 @@ class _Inputs:
             direct,
             extra_at,
             extra,
+            states,
         )
 
 
@@ -177,6 +183,7 @@ class PaddedPass:
     Attributes:
         walks: each token reads its own cache rows, by the attention of `kernels/triton`.
         kinds: the kinds of layers, which see different keys.
+        recurrence: the recurrent layers, of a model that has some.
     """
 
     def __init__(
@@ -186,12 +193,16 @@ class PaddedPass:
         shape: PassShape,
         walks: bool,
         device: torch.device,
+        recurrence: RecordedRecurrence | None = None,
     ) -> None:
         """`config` is that of the layers whose keys the cache holds."""
         self.config, self.cache, self.shape, self.device = config, cache, shape, device
         self.kinds = sorted(set(map(config.visible_keys, range(config.layers))), key=str)
         self.walks = walks
+        self.recurrence = recurrence
         self.inputs = self._allocate(device)
+        if recurrence is not None:
+            recurrence.bind(self.inputs.recurrence)
         self._stages: list[_Stage] = []
         self._masks: dict[VisibleKeys, Tensor] = {}
         if not walks:
@@ -339,6 +350,8 @@ class PaddedPass:
             masks = visible_masks(segments, depths, cache, self.config, shape)
             for staged_mask, (_, mask) in zip(arrays["masks"], masks, strict=True):
                 staged_mask[:] = mask
+        if self.recurrence is not None:
+            self.recurrence.fill(arrays["recurrence"], segments)
         self.inputs.block.copy_(staged.inputs.block, non_blocking=True)
         if tokens is not None:
             self.inputs.ids.view(shape.segments, shape.tokens)[: len(tokens), 0] = tokens
@@ -362,7 +375,8 @@ class PaddedPass:
         arrays["extra"][: len(extra)] = extra
 
     def _allocate(self, device: torch.device) -> _Inputs:
-        return _Inputs.allocate(self.shape, len(self.kinds), self.walks, device)
+        size = 0 if self.recurrence is None else self.recurrence.size
+        return _Inputs.allocate(self.shape, len(self.kinds), self.walks, size, device)
 
     def _free_stage(self) -> _Stage:
         """Return memory from which nothing is being copied any more: the device may be some passes

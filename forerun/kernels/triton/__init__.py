@@ -91,6 +91,7 @@ def disagreements(device: torch.device) -> list[str]:
         ),
     }
     results |= _results_of_experts(device) | _results_of_rounds(device)
+    results |= _results_of_states(device)
     return [
         name
         for name, (found, expected) in results.items()
@@ -167,4 +168,61 @@ def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
         "walk": (walked.tokens[0, :3], integers([5, 8, 7])),
         "compact": (rows, moved),
         "successors": (grown, successor_twins.grow(tables[1:], roots, 4, False).tokens),
+    }
+
+
+def _results_of_states(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what the kernels of recurrent layers compute, and what they should: one pending token
+    and two behind it, by the delta rule with two heads of size 16."""
+    from forerun.kernels import reference
+    from forerun.kernels.triton.recurrent import Heads, KernelWeights, Memory, Runs, recur
+
+    generator = torch.Generator().manual_seed(2)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    def integers(values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    channels, record, states = 64, 116, 2 * 16 * 16
+    half = channels + 2 * record  # with the one earlier input of a convolution of two taps
+    data = numbers(1, states + 2 * half) / 4
+    inputs, decays, weight = numbers(2, channels), numbers(2, 4), numbers(channels, 2)
+    bias, rate = numbers(2), -numbers(2).abs()
+    pending = data[0, states + channels :][:record].clone()
+    earlier, key, change, decay, _ = torch.split(pending, [channels, 16, 32, 2, 2])
+    state = reference.decay_state(data[0, :states].view(2, 16, 16), decay)
+    state = reference.change_state(state, key.expand(2, 16), change.view(2, 16))
+    rows = torch.stack((earlier.expand_as(inputs), inputs), dim=1)
+    convolved = torch.nn.functional.silu(reference.convolve(rows, weight, None))
+    queries, keys, values = torch.split(convolved, [16, 16, 32], dim=1)
+    queries, keys = reference.unit(queries) / 4, reference.unit(keys)
+    steps = torch.nn.functional.softplus(decays[:, :2] + bias)
+    outputs = []
+    for i in range(2):
+        decayed = reference.decay_state(state, torch.exp(rate * steps[i]))
+        own, beta = keys[i].expand(2, 16), torch.sigmoid(decays[i, 2:])
+        moved = reference.delta_change(decayed, own, values[i].view(2, 16), beta)
+        after = reference.change_state(decayed, own, moved)
+        outputs.append(reference.read_state(after, queries[i].expand(2, 16)).flatten())
+    zero, one = integers([0]), integers([1])
+    # the pending token's input is number 3: behind two tokens, and the one before it
+    runs = Runs(
+        zero,
+        zero,
+        one,
+        integers([2]),
+        one,
+        integers([0, 0]).view(1, 2),
+        integers([3, 3]),
+        integers([3]),
+    )
+    heads = Heads("delta", 2, 1, 16, 2, 16, tiled=False)
+    memory = Memory(data, 0, states, half, channels, record)
+    weights = KernelWeights(weight, None, bias, rate, None)
+    found = recur(inputs, decays, weights, heads, memory, runs, is_tree=True)
+    return {
+        "recurrent layers": (16 * found, 16 * torch.stack(outputs)),  # which are small
+        "recurrent states": (data[0, :states], state.flatten()),
     }

@@ -169,7 +169,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs; the constants
+    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs. The constants
     are those of `multiply_tile`."""
     part = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)

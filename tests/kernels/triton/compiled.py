@@ -27,13 +27,16 @@ def check_machine_code(
     stages: int = 3,
     contains: str = "",
     aligned: Collection[str] = (),
-) -> None:
+    fuses: bool = True,
+) -> str:
     """Compile a kernel; it may use so many registers and KiB of shared memory, and spills nothing.
+    Returns its machine code.
 
     Args:
         kinds: types of its arguments by name, "i32" by default.
         contains: an instruction that the code has.
         aligned: integers that are multiples of 16, as Triton finds out when it compiles for a call.
+        fuses: products and sums may be one operation.
     """
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in names}
@@ -47,7 +50,7 @@ def check_machine_code(
             if signature[n][0] == "*" or n in aligned
         },
     )
-    options = dict(num_warps=warps, num_stages=stages)
+    options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=fuses)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -65,3 +68,4 @@ def check_machine_code(
     assert made.metadata.shared <= shared * 1024, what
     assert not re.search(r"\b(LDL|STL)\b", code), what
     assert contains in code, what
+    return code

@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-KERNELS = ["attention", "compact", "draw", "experts", "fused", "linear", "successors", "walk"]
+KERNELS = [
+    *("attention", "compact", "draw", "experts", "fused", "linear", "recurrent", "successors"),
+    "walk",
+]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
