@@ -169,8 +169,9 @@ def _multiply(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs. The constants
-    are those of `multiply_tile`."""
+    """Compute one tile of one part: BM rows, BN outputs, PER_PART blocks of BK inputs.
+
+    The constants are those of `multiply_tile`."""
     part = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     column = tl.program_id(0).to(tl.int64) * BN
