@@ -277,7 +277,7 @@ def _has_defaults(config: ModelConfig) -> bool:
 
 
 def _is_plain(layer: LayerWeights, decoder: Decoder) -> bool:
-    """Return True if a layer has attention, a dense MLP or experts that the kernels compute, and RMS
+    """Return True if a layer has attention, a dense MLP or experts that the kernels compute, and
     norms before both."""
     products = [layer.qkv, layer.out]
     if layer.experts is None or layer.up is not None:

@@ -129,7 +129,7 @@ def random_segments(chance: random.Random) -> list[Segment]:
 def case_equals_torch() -> None:
     for r in KINDS:
         ours, theirs, chance = Layer(r), Layer(r, has_kernel=False), random.Random(0)
-        for _ in range(4):
+        for _ in range(3):
             segments = random_segments(chance)
             outputs = ours.forward(segments), theirs.forward(segments)
             for found, expected in zip(*outputs, strict=True):
@@ -144,9 +144,9 @@ def case_equals_torch() -> None:
 
 def case_bits_of_plain_decoding() -> None:
     """Of tokens alone in a pass of one slot; the states are those of the same tokens as well."""
-    for r in KINDS:
+    for r in (DELTA, MAMBA, LIGHTNING):
         drafted, plain, chance = Layer(r), Layer(r), random.Random(1)
-        for _ in range(4):
+        for _ in range(3):
             segments = random_segments(chance)
             for segment, found in zip(segments, drafted.forward(segments), strict=True):
                 path = random_path(segment, chance)
@@ -165,12 +165,12 @@ def case_bits_of_plain_decoding() -> None:
 
 def case_bits_of_records() -> None:
     """The kernel applies records with the bits of torch, which applies them before some passes."""
-    for r in KINDS:
+    for r in (DELTA, MAMBA):
         layers = Layer(r), Layer(r)
         for turn in range(2):
             for each in layers:
-                each.forward([Segment(0, text(6, turn), chain(6), [])])
-                each.commit(0, range(5))
+                each.forward([Segment(0, text(4, turn), chain(4), [])])
+                each.commit(0, range(3))
             layers[1].states.apply_pending(0, layers[1].lengths[0])
             for each in layers:
                 each.forward([Segment(0, [7], [-1], [])])
