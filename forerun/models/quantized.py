@@ -214,8 +214,15 @@ def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> De
     held = integers(blocks.kind, torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device))
     if not all(part.isfinite().all() for part in held[2:] if part is not None):
         raise not_finite(blocks.pieces[0].entry)
-    form, values, scale, minimum = held
-    return DeviceMatrix.from_values(form, values, scale, minimum=minimum, dtype=dtype)
+    return DeviceMatrix.from_values(
+        held.form,
+        held.values,
+        held.scale,
+        minimum=held.minimum,
+        block_scale=held.block_scale,
+        block_minimum=held.block_minimum,
+        dtype=dtype,
+    )
 
 
 def unpacked_kind(matrix: Any) -> str:
