@@ -11,6 +11,7 @@ from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.kernels.triton import linear as kernels
 from forerun.kernels.triton.linear import linear, linear_parts, parts_of
 from forerun.models.gguf import blocks
+from forerun.models.quantized import matrix_of
 from tests.gguf_files import random_rows
 from tests.kernels.test_device_matrix import every_fp8
 from tests.kernels.triton.compiled import check_machine_code
@@ -133,8 +134,7 @@ def case_gguf_blocks() -> None:
     for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"):
         rows = random_rows(kind, 70, 512, 1.0, 4)
         held = blocks.integers(kind, torch.from_numpy(rows).to(DEVICE))
-        blocks_of = dict(block_scale=held.block_scale, block_minimum=held.block_minimum)
-        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum, **blocks_of)
+        matrix = matrix_of(held)
         assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows).to(DEVICE)), kind
         x = random(1, 6, 512)
         expected = reference.linear(x, matrix.dequantize())
