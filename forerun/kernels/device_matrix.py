@@ -45,6 +45,9 @@ class DeviceMatrix:
         group: inputs that share a scale: `inputs` for a scale per output.
         zero: uint8 [NP, groups], zero points of int4; None if all are 8, or 0 beside minima.
         minimum: [NP, groups] floats, added to what is scaled; None if all are 0.
+        block_scale, block_minimum: float16 [NP, blocks], by which the scales and minima of a
+            block's groups, int8 then, are multiplied in float32 (K types of GGUF); None without
+            blocks.
         dtype: of the numbers that it stands for on plain torch.
     """
 
@@ -57,6 +60,8 @@ class DeviceMatrix:
     zero: Tensor | None = None
     dtype: torch.dtype = torch.float32
     minimum: Tensor | None = None
+    block_scale: Tensor | None = None
+    block_minimum: Tensor | None = None
 
     @classmethod
     def from_floats(cls, weight: Tensor) -> DeviceMatrix:
@@ -73,6 +78,8 @@ class DeviceMatrix:
         zero: Tensor | None = None,
         minimum: Tensor | None = None,
         *,
+        block_scale: Tensor | None = None,
+        block_minimum: Tensor | None = None,
         inputs: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> DeviceMatrix:
@@ -84,6 +91,7 @@ class DeviceMatrix:
                 from -zero to 15 - zero, or with `minimum` from 0 to 15.
             zero: uint8 [N, groups], zero points of int4.
             minimum: [N, groups] floats, added to what is scaled.
+            block_scale, block_minimum: float16 [N, blocks], blocks being whole tiles of inputs.
             inputs: the number of inputs if zeros were added to the last group.
 
         Raises:
@@ -113,9 +121,13 @@ class DeviceMatrix:
         zero, minimum = (
             None if each is None else F.pad(each, widths).contiguous() for each in (zero, minimum)
         )
+        blocks = (
+            None if each is None else F.pad(each, (0, 0, 0, len(padded) - outputs)).contiguous()
+            for each in (block_scale, block_minimum)
+        )
         inputs = stored if inputs is None else inputs
         group = inputs if per_output else group
-        return cls(form, padded, scale, outputs, inputs, group, zero, dtype, minimum)
+        return cls(form, padded, scale, outputs, inputs, group, zero, dtype, minimum, *blocks)
 
     @classmethod
     def from_rounded(
@@ -145,7 +157,8 @@ class DeviceMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
-        stored = (self.values, self.scale, self.zero, self.minimum)
+        of_groups, of_blocks = (self.scale, self.minimum), (self.block_scale, self.block_minimum)
+        stored = (self.values, self.zero, *of_groups, *of_blocks)
         return sum(tensor.nbytes for tensor in stored if tensor is not None)
 
     def dequantize(self, first: int = 0, count: int | None = None) -> Tensor:
@@ -166,7 +179,7 @@ class DeviceMatrix:
             values = torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
         elif self.form == "fp8":
             values = values.view(torch.float8_e4m3fn)
-        scale = self.scale[rows, :, None].float()
+        scale = _in_floats(self.scale, self.block_scale, rows)
         floats = values.view(*scale.shape[:2], -1).float()
         if self.zero is not None:
             floats = floats - self.zero[rows, :, None]
@@ -174,7 +187,7 @@ class DeviceMatrix:
             floats = floats - ZERO4
         floats = floats * scale
         if self.minimum is not None:
-            floats = floats + self.minimum[rows, :, None].float()
+            floats = floats + _in_floats(self.minimum, self.block_minimum, rows)
         return floats.flatten(1)[:, : self.inputs].to(self.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -186,6 +199,15 @@ class DeviceMatrix:
             for at in starts
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _in_floats(stored: Tensor, blocks: Tensor | None, rows: slice | Tensor) -> Tensor:
+    """Return some rows of scales or minima, float32 [rows, groups, 1]."""
+    floats = stored[rows].float()
+    if blocks is not None:
+        own = blocks[rows].float()
+        floats = floats * own.repeat_interleave(floats.shape[1] // own.shape[1], 1)
+    return floats[..., None]
 
 
 def largest_group(form: str, size: int) -> int:

@@ -20,7 +20,15 @@ from torch import Tensor
 from forerun.errors import LoadError, one_line
 from forerun.kernels.device_matrix import ZERO4, DeviceMatrix, largest_group
 from forerun.models.experts import StackedRows
-from forerun.models.gguf.blocks import FLOATS, INTEGERS, Blocks, integers, not_finite, stack_blocks
+from forerun.models.gguf.blocks import (
+    FLOATS,
+    INTEGERS,
+    Blocks,
+    Integers,
+    integers,
+    not_finite,
+    stack_blocks,
+)
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUPPORTED = (
@@ -214,8 +222,20 @@ def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> De
     held = integers(blocks.kind, torch.from_numpy(blocks.read(0, blocks.shape[0])).to(device))
     if not all(part.isfinite().all() for part in held[2:] if part is not None):
         raise not_finite(blocks.pieces[0].entry)
-    form, values, scale, minimum = held
-    return DeviceMatrix.from_values(form, values, scale, minimum=minimum, dtype=dtype)
+    return matrix_of(held, dtype)
+
+
+def matrix_of(held: Integers, dtype: torch.dtype = torch.float32) -> DeviceMatrix:
+    """Return the matrix of a GGUF file's integers; `dtype` as in `keep_packed`."""
+    return DeviceMatrix.from_values(
+        held.form,
+        held.values,
+        held.scale,
+        minimum=held.minimum,
+        block_scale=held.block_scale,
+        block_minimum=held.block_minimum,
+        dtype=dtype,
+    )
 
 
 def unpacked_kind(matrix: Any) -> str:

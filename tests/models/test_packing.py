@@ -23,7 +23,7 @@ from forerun.models import decoder as decoder_module
 from forerun.models.config import load_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf import blocks
-from forerun.models.quantized import QuantizedMatrix, keep_packed
+from forerun.models.quantized import QuantizedMatrix, keep_packed, matrix_of
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
 from tests import families, gguf_files, tiny
@@ -171,8 +171,9 @@ def test_blocks_of_gguf_files_are_kept(kind: str, form: str, name: str, notes: A
     assert len(notes) == (form == "float") and all("IQ4_NL" in note for note in notes)
 
 
-# bits of a weight: values, and a scale and possibly a minimum per group
-BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9, Q3_K=10, Q4_K=6, Q5_K=10, Q6_K=10)
+# bits of a weight: values, and a scale and possibly a minimum per group, of K types also per block
+BITS = dict(Q8_0=8.5, Q4_0=4.5, Q4_1=5, Q5_0=8.5, Q5_1=9)
+BITS |= dict(Q3_K=8.5625, Q4_K=4.625, Q5_K=8.625, Q6_K=8.5625)
 
 
 @pytest.mark.parametrize("kind", blocks.INTEGERS)
@@ -180,7 +181,7 @@ def test_integers_of_blocks_are_exact(kind: str) -> None:
     """Random blocks, and such with all bits, none, and the largest and smallest scales."""
     for rows in (random_rows(kind, 64, 512, 1.0, seed=3), extreme_rows(kind, 64, 512)):
         held = blocks.integers(kind, torch.from_numpy(rows))
-        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum)
+        matrix = matrix_of(held)
         assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows))
         assert matrix.nbytes == 64 * 512 * BITS[kind] / 8
 

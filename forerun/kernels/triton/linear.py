@@ -91,13 +91,11 @@ def linear_parts(x: Tensor, weight: DeviceMatrix, *, dot: tl.dtype | None = None
     return found
 
 
-def stored_tensors(weight: DeviceMatrix, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the values, scales, zero points and minima that a kernel reads; `other` in place of
-    those that a matrix does not have, since a kernel takes no None."""
-    scale, zero, minimum = (
-        other if each is None else each for each in (weight.scale, weight.zero, weight.minimum)
-    )
-    return weight.values, scale, zero, minimum
+def stored_tensors(weight: DeviceMatrix, other: Tensor) -> tuple[Tensor, ...]:
+    """Return the values, scales, zero points and minima that a kernel reads, and those of blocks;
+    `other` in place of those that a matrix does not have, since a kernel takes no None."""
+    more = weight.scale, weight.zero, weight.minimum, weight.block_scale, weight.block_minimum
+    return weight.values, *(other if each is None else each for each in more)
 
 
 def constants_of(weight: DeviceMatrix, parts: int, block_m: int) -> dict[str, Any]:
@@ -117,6 +115,7 @@ def constants_of(weight: DeviceMatrix, parts: int, block_m: int) -> dict[str, An
         IS_WHOLE=weight.inputs == weight.padded_inputs,
         HAS_ZERO=weight.zero is not None,
         HAS_MINIMUM=weight.minimum is not None,
+        PER_BLOCK=0 if weight.block_scale is None else groups // weight.block_scale.shape[1],
         BM=block_m,
         BN=BLOCK_N,
         BK=BLOCK_K,
@@ -149,6 +148,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     scale,
     zero,
     minimum,
+    block_scale,
+    block_minimum,
     parts,
     rows,
     outputs,
@@ -164,6 +165,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     IS_WHOLE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -185,6 +187,8 @@ def _multiply(  # type: ignore[no-untyped-def]
         scale,
         zero,
         minimum,
+        block_scale,
+        block_minimum,
         column,
         n,
         part * PER_PART * BK,
@@ -199,6 +203,7 @@ def _multiply(  # type: ignore[no-untyped-def]
         IS_WHOLE,
         HAS_ZERO,
         HAS_MINIMUM,
+        PER_BLOCK,
         BM,
         BN,
         BK,
@@ -216,6 +221,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     scale,
     zero,
     minimum,
+    block_scale,
+    block_minimum,
     column,
     n,
     begin,
@@ -230,6 +237,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     IS_WHOLE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -239,8 +247,9 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     column + n of the matrix. -> [BM, BN]
 
     K is the padded number of inputs. GROUP inputs share a scale, of which an output has GROUPS; 0
-    is a scale per output. A step has at most the inputs of one scale, so that their sum is complete
-    before it is scaled."""
+    is a scale per output. Each PER_BLOCK scales are multiplied by that of a block; 0 without
+    blocks. A step has at most the inputs of one scale, so that their sum is complete before it is
+    scaled."""
     HALF: tl.constexpr = STEP // 2
     if FORM == 2:
         tile = values + column * (K // 2) + begin // 2 + n[None, :] * (K // 2)
@@ -287,11 +296,18 @@ def multiply_tile(  # type: ignore[no-untyped-def]
                 if HAS_MINIMUM:
                     sums = tl.dot(a, ones, input_precision="ieee")
             if GROUP > 0:
-                factor = _read(scale + group, IS_EVEN, is_inside, 0)
-                acc += product * factor.to(tl.float32)[None, :]
+                factor = _read(scale + group, IS_EVEN, is_inside, 0).to(tl.float32)
+                if PER_BLOCK > 0:
+                    of_block = group // PER_BLOCK  # rows have whole blocks
+                    own = _read(block_scale + of_block, IS_EVEN, is_inside, 0)
+                    factor = factor * own.to(tl.float32)
+                acc += product * factor[None, :]
             if HAS_MINIMUM:
-                least = _read(minimum + group, IS_EVEN, is_inside, 0)
-                acc += sums * least.to(tl.float32)[None, :]
+                least = _read(minimum + group, IS_EVEN, is_inside, 0).to(tl.float32)
+                if PER_BLOCK > 0:
+                    own = _read(block_minimum + of_block, IS_EVEN, is_inside, 0)
+                    least = least * own.to(tl.float32)
+                acc += sums * least[None, :]
     if FORM > 0 and GROUP == 0:
         acc = acc * tl.load(scale + shift).to(tl.float32)[None, :]
     return acc

@@ -157,21 +157,27 @@ class Integers(NamedTuple):
     Attributes:
         form: "int4" for values from -8 to 7, or with minima from 0 to 15; otherwise "int8".
         values: int8 [rows, in].
-        scale: [rows, groups] floats, float16 or, if that does not hold them, float32.
+        scale: [rows, groups] float16, or int8 factors of the scales of blocks.
         minimum: of the same shape and dtype; None if there is none.
+        block_scale, block_minimum: float16 [rows, blocks], which the scales and minima of a block's
+            groups are multiplied by in float32; None without blocks.
     """
 
     form: str
     values: Tensor
     scale: Tensor
     minimum: Tensor | None = None
+    block_scale: Tensor | None = None
+    block_minimum: Tensor | None = None
 
 
 def integers(kind: str, rows: Tensor) -> Integers:
     """Take rows of a file apart, uint8 [rows, row bytes]; `kind` is one of `INTEGERS`."""
     _, _, size = TYPES[TYPE_IDS[kind]]
-    form, *parts = INTEGERS[kind](rows.view(len(rows), -1, size))
-    return Integers(form, *(part.flatten(1) for part in parts))
+    form, values, *more = INTEGERS[kind](rows.view(len(rows), -1, size))
+    scale, *rest = (None if part is None else part.flatten(1) for part in more)
+    assert scale is not None
+    return Integers(form, values.flatten(1), scale, *rest)
 
 
 def _half(b: Tensor, at: int) -> Tensor:
@@ -188,12 +194,13 @@ def _unpack(b: Tensor, bits: int, run: int) -> Tensor:
     return (runs >> shifts & (1 << bits) - 1).view(torch.int8).flatten(2)
 
 
-def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and minima of Q4_K and Q5_K. -> float32 [rows, blocks, 8]"""
+def _k_scales(b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the scales and minima of groups in Q4_K and Q5_K, int8 [rows, blocks, 8], and of
+    blocks, float16 [rows, blocks, 1]."""
     first, second, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scale = torch.cat((first & 63, both & 15 | first >> 6 << 4), dim=-1)
     minimum = torch.cat((second & 63, both >> 4 | second >> 6 << 4), dim=-1)
-    return _half(b, 0).float() * scale, -_half(b, 2).float() * minimum
+    return scale.view(torch.int8), minimum.view(torch.int8), _half(b, 0), -_half(b, 2)
 
 
 def _q5_0(b: Tensor) -> tuple[str, Tensor, Tensor]:
@@ -206,20 +213,20 @@ def _q5_1(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
     return "int8", values, _half(b, 0), _half(b, 2)
 
 
-def _q5_k(b: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+def _q5_k(b: Tensor) -> tuple[Any, ...]:
     values = _unpack(b[..., 48:], 4, 32) | _unpack(b[..., 16:48], 1, 32) << 4
     return "int8", values, *_k_scales(b)
 
 
-def _q6_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+def _q6_k(b: Tensor) -> tuple[Any, ...]:
     values = _unpack(b[..., :128], 4, 64) | _unpack(b[..., 128:192], 2, 32) << 4
-    return "int8", values - 32, _half(b, 208).float() * b[..., 192:208].view(torch.int8)
+    return "int8", values - 32, b[..., 192:208].view(torch.int8), None, _half(b, 208)
 
 
-def _q3_k(b: Tensor) -> tuple[str, Tensor, Tensor]:
+def _q3_k(b: Tensor) -> tuple[Any, ...]:
     values = _unpack(b[..., 32:96], 2, 32) | _unpack(b[..., :32], 1, 32) << 2
     scale = _unpack(b[..., 96:104], 4, 8) | _unpack(b[..., 104:108], 2, 4) << 4
-    return "int8", values - 4, _half(b, 108).float() * (scale - 32)
+    return "int8", values - 4, scale - 32, None, _half(b, 108)
 
 
 # type -> a function from blocks uint8 [rows, blocks, bytes] to the fields of `Integers`

@@ -133,14 +133,15 @@ def compile_experts() -> None:
         ("int8", "*i8", 32, "minima"),
         ("fp8", "*u8", 128, ""),
         ("int4", "*u8", 32, ""),
-        ("int4", "*u8", 32, "minima"),
+        ("int4", "*u8", 32, "minima in blocks"),
         ("int4", "*u8", 128, "zero points"),
     ):
         kinds = dict(x="*bf16", values=stored, parts="*fp32", zero="*u8")
         kinds |= dict(tile_pairs="*i32", experts="*i32")
         is_half = (group == 32 or form == "int4") and not extra
-        kinds["scale"] = "*fp16" if is_half else "*fp32"
-        kinds["minimum"] = kinds["scale"]
+        has_minimum, has_blocks = "minima" in extra, "blocks" in extra
+        kinds["scale"] = "*i8" if has_blocks else "*fp16" if is_half else "*fp32"
+        kinds |= dict(minimum=kinds["scale"], block_scale="*fp16", block_minimum="*fp16")
         for rows, is_aligned in ((16, True), (32, True), (32, False)):
             constants = dict(
                 IS_ALIGNED=is_aligned,
@@ -153,7 +154,8 @@ def compile_experts() -> None:
                 IS_EVEN=True,
                 IS_WHOLE=True,
                 HAS_ZERO=extra == "zero points",
-                HAS_MINIMUM=extra == "minima",
+                HAS_MINIMUM=has_minimum,
+                PER_BLOCK=256 // group if has_blocks else 0,
                 BM=rows,
                 BN=linear.BLOCK_N,
                 BK=linear.BLOCK_K,
@@ -165,7 +167,7 @@ def compile_experts() -> None:
                 constants,
                 registers=112 if is_aligned and not extra else 144,
                 shared=100,
-                warps=linear.warps_of(rows, extra == "minima"),
+                warps=linear.warps_of(rows, has_minimum),
                 stages=linear.STAGES,
                 contains="HMMA",
                 aligned=("row_stride", "inputs", *(("rows", "outputs") if is_aligned else ())),

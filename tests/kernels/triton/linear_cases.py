@@ -11,6 +11,7 @@ from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.kernels.triton import linear as kernels
 from forerun.kernels.triton.linear import linear, linear_parts, parts_of
 from forerun.models.gguf import blocks
+from forerun.models.quantized import matrix_of
 from tests.gguf_files import random_rows
 from tests.kernels.test_device_matrix import every_fp8
 from tests.kernels.triton.compiled import check_machine_code
@@ -133,7 +134,7 @@ def case_gguf_blocks() -> None:
     for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"):
         rows = random_rows(kind, 70, 512, 1.0, 4)
         held = blocks.integers(kind, torch.from_numpy(rows).to(DEVICE))
-        matrix = DeviceMatrix.from_values(*held[:3], minimum=held.minimum)
+        matrix = matrix_of(held)
         assert torch.equal(matrix.dequantize(), blocks.floats(kind, rows).to(DEVICE)), kind
         x = random(1, 6, 512)
         expected = reference.linear(x, matrix.dequantize())
@@ -146,18 +147,20 @@ def compile_products() -> None:
         ("int8", "*i8", 0, ""),
         ("int8", "*i8", 128, ""),
         ("int8", "*i8", 32, ""),
-        ("int8", "*i8", 32, "minima"),
-        ("int8", "*i8", 16, ""),
+        ("int8", "*i8", 32, "minima in blocks"),
+        ("int8", "*i8", 16, "in blocks"),
         ("fp8", "*u8", 0, ""),
         ("fp8", "*u8", 128, ""),
         ("int4", "*u8", 32, ""),
         ("int4", "*u8", 32, "minima"),
+        ("int4", "*u8", 32, "minima in blocks"),
         ("int4", "*u8", 128, "zero points"),
     ):
         kinds = dict(x="*bf16", values=stored, parts="*fp32", zero="*u8")
         is_half = (group == 32 or form == "int4") and not extra
-        kinds["scale"] = "*fp16" if is_half else "*fp32"
-        kinds["minimum"] = kinds["scale"]
+        has_minimum, has_blocks = "minima" in extra, "blocks" in extra
+        kinds["scale"] = "*i8" if has_blocks else "*fp16" if is_half else "*fp32"
+        kinds |= dict(minimum=kinds["scale"], block_scale="*fp16", block_minimum="*fp16")
         for rows in (16, 32) if group < 128 or form == "int4" else (32,):
             constants = dict(
                 FORM=kernels.FORMS[form],
@@ -169,7 +172,8 @@ def compile_products() -> None:
                 IS_EVEN=True,
                 IS_WHOLE=True,
                 HAS_ZERO=extra == "zero points",
-                HAS_MINIMUM=extra == "minima",
+                HAS_MINIMUM=has_minimum,
+                PER_BLOCK=256 // group if has_blocks else 0,
                 BM=rows,
                 BN=kernels.BLOCK_N,
                 BK=kernels.BLOCK_K,
@@ -179,9 +183,9 @@ def compile_products() -> None:
                 kernels._multiply,
                 kinds,
                 constants,
-                registers=136 if form == "int8" and (extra or group == 16) else 112,
+                registers=136 if has_blocks else 112,
                 shared=100,
-                warps=kernels.warps_of(rows, extra == "minima"),
+                warps=kernels.warps_of(rows, has_minimum),
                 stages=kernels.STAGES,
                 contains="HMMA",
                 aligned=("outputs", "row_stride", "inputs"),
