@@ -137,7 +137,6 @@ def case_experts() -> None:
     floats and packed; each node of a tree has the bits alone."""
     fine = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4)
     for family, packing, sizes in (
-        ("qwen3_moe", "", fine),
         ("qwen3_moe", "int4", fine | dict(moe_intermediate_size=96)),
         ("qwen2_moe", "int8", fine | dict(shared_expert_intermediate_size=64)),
         ("granitemoe", "", dict(hidden_size=128, intermediate_size=128, num_local_experts=4)),

@@ -161,7 +161,7 @@ def compile_products() -> None:
         has_minimum, has_blocks = "minima" in extra, "blocks" in extra
         kinds["scale"] = "*i8" if has_blocks else "*fp16" if is_half else "*fp32"
         kinds |= dict(minimum=kinds["scale"], block_scale="*fp16", block_minimum="*fp16")
-        for rows in (16, 32) if group < 128 or form == "int4" else (32,):
+        for rows in (16, 32) if form in ("float", "int4") else (32,):  # these need most
             constants = dict(
                 FORM=kernels.FORMS[form],
                 K=4096,
