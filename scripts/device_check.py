@@ -34,14 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT), str(ROOT / "scripts")]  # of forerun, benchmarks and the stages
 # stage: (module and function, seconds of a check of seven minutes)
 STAGES = {
-    "card": ("device_stages:examine_card", 25),
-    "rows": ("device_stages:check_rows", 35),
-    "rows_workspace": ("device_stages:check_rows_workspace", 25),
-    "noise": ("device_stages:check_noise", 15),
-    "speed": ("device_stages:measure_speed", 130),
-    "requests": ("device_stages:measure_requests", 40),
+    "card": ("device_stages:examine_card", 20),
+    "rows": ("device_stages:check_rows", 25),
+    "rows_workspace": ("device_stages:check_rows_workspace", 15),
+    "noise": ("device_stages:check_noise", 10),
+    "kernels": ("device_stages:check_kernels", 60),
+    "speed": ("device_stages:measure_speed", 115),
+    "requests": ("device_stages:measure_requests", 35),
     "certificate": ("device_stages:certify", 70),
-    "tests": ("device_stages:run_tests", 80),
+    "tests": ("device_stages:run_tests", 70),
 }
 Known = dict[str, Any]  # what is known of a stage: status, error, seconds, limit, tables
 

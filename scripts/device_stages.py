@@ -63,6 +63,11 @@ RECORDINGS = (
     "graphs, one round a step",
     "",
 )
+# files of cases in tests/kernels/triton
+KERNELS = (
+    *("attention", "compact", "draw", "experts", "fused", "linear", "recurrent", "successors"),
+    *("walk", "decoder", "rounds"),
+)
 WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 COMPARED = 32  # rows of a batch that are compared with the same rows alone
 AGREEMENT = 0.7  # of the drafter that knows the text
@@ -203,6 +208,27 @@ def check_noise(cpu: bool) -> Rows:
     )
 
 
+def check_kernels(cpu: bool) -> Rows:
+    """Compare Triton's kernels with their twins, each in a process of its own and all at once,
+    since compiling takes longest; on a CPU two of them in the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        yield "kernels", {"kernel": "", "result": "not run: the package triton is missing"}
+        return
+    names = ("successors", "walk") if cpu else KERNELS
+    command = [sys.executable, "-m", "tests.kernels.triton.run", "interpreted" if cpu else "device"]
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = {name: subprocess.Popen([*command, name], cwd=ROOT, **output) for name in names}
+    failed = []
+    for name, process in running.items():
+        lines = process.communicate()[0].strip().splitlines()
+        if process.returncode:
+            failed.append(name)
+            print("\n".join([name, *lines[-20:]]), file=sys.stderr)
+        yield "kernels", {"kernel": name, "result": lines[-1]}
+    if failed:
+        raise RuntimeError(f"these kernels do not agree with their twins: {', '.join(failed)}")
+
+
 def run_tests(cpu: bool) -> Rows:
     """Run the tests that need a CUDA device; on a CPU, collect them."""
     places = ["tests/test_llm.py"]
@@ -211,7 +237,8 @@ def run_tests(cpu: bool) -> Rows:
         options += ["--collect-only"]
     else:
         places += ["tests/runtime/test_captured.py", "tests/models/test_parity.py"]
-        places += ["tests/engine/test_lossless.py"]
+        places += ["tests/engine/test_device_steps.py", "tests/engine/test_lossless.py"]
+        places += ["tests/cache/test_recurrent_devices.py"]
     if not cpu and importlib.util.find_spec("xdist"):
         options += ["-n", str(min(8, cores()))]
     command = [sys.executable, "-m", "pytest", *options, *places]
@@ -227,7 +254,8 @@ def run_tests(cpu: bool) -> Rows:
 
 
 def certify(cpu: bool) -> Rows:
-    """Run `forerun check` on a tiny random pair, in float32 and in bfloat16."""
+    """Run `forerun check` on a tiny random pair, in float32 and in bfloat16, with CUDA graphs and in
+    bfloat16 also with Triton's kernels."""
     # Imported here, so that a package that is not installed fails this stage alone.
     from forerun.bench.pair import make_pair
     from forerun.bench.recipe import PairRecipe
@@ -238,16 +266,17 @@ def certify(cpu: bool) -> Rows:
         pair = Path(folder, "pair")
         sizes = TINY | {"draft_layers": 1, "context": 256, "prompts": 6, "prompt_tokens": 24}
         make_pair(pair, PairRecipe(**sizes, agree=0.0))  # an agreement that is not searched for
-        scope = "--texts 1 --tokens 8 --samples 20 --rule match" if cpu else "--seconds 20"
-        for dtype in ("float32",) if cpu else ("float32", "bfloat16"):
-            words = f"{scope} --device {device_of(cpu)} --kernels torch --dtype {dtype} --json"
+        scope = "--texts 1 --tokens 8 --samples 20 --rule match" if cpu else "--seconds 14"
+        ways = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "triton")]
+        for dtype, choice in [("float32", "torch")] if cpu else ways:
+            words = f"{scope} --device {device_of(cpu)} --kernels {choice} --dtype {dtype} --json"
             command = ["check", f"{pair}/target", "--draft", f"model:{pair}/draft", *words.split()]
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 command_line()(command, standalone_mode=False)
             report = json.loads(out.getvalue())
             for part in dict.fromkeys(f["part"] for f in report["findings"]):
                 found = [f for f in report["findings"] if f["part"] == part]
-                row: Row = {"dtype": dtype, "part": part, "checks": len(found)}
+                row: Row = {"dtype": dtype, "kernels": choice, "part": part, "checks": len(found)}
                 row["passed"] = sum(f["passed"] is True for f in found)
                 wrong = [f"{f['subject']}: {f['text']}" for f in found if not f["passed"]]
                 if part != "faults" or dtype == "float32":

@@ -19,11 +19,11 @@ from forerun.runtime.kernel_decoder import KernelDecoder
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
 from tests import gguf_files, tiny
+from tests.kernels.triton.inputs import DEVICE
 from tests.quantise import checkpoint
 
 PARENTS = [-1, 0, 0, 1, 3]  # a draft tree
 PROMPT = [5, 9, 11, 4, 8]
-CPU = torch.device("cpu")
 # passes with less padding: the interpreter is slow
 padded_pass.DRAFT_TOKENS, padded_pass.MIN_KEYS = 8, 128
 
@@ -58,7 +58,7 @@ def decoder_of(
     if family == "gpt2":
         sizes = dict(n_layer=2, n_head=2)
     tiny.hf_model(family, **(sizes | more)).save_pretrained(directory)
-    return load_decoder(directory, dtype, CPU, 64, packing=packing)
+    return load_decoder(directory, dtype, DEVICE, 64, packing=packing)
 
 
 def runners_of(decoder: Decoder, own_layers: bool = True) -> tuple[Runner, Runner]:
@@ -117,7 +117,7 @@ def case_packed() -> None:
     checkpoint(wide, "gptq", size=32, symmetric=False, **sizes)
     gguf = gguf_files.written("qwen3", "Q8_0").path
     for path, packing in ((wide, "int4"), (wide, "stored"), (gguf, "stored")):
-        decoder = load_decoder(path, torch.float32, CPU, 64, packing=packing)
+        decoder = load_decoder(path, torch.float32, DEVICE, 64, packing=packing)
         runners = runners_of(decoder)
         compare_passes(runners)
         passes = runners[0].captured
@@ -239,10 +239,9 @@ def case_falls_back() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("forerun.runtime").addHandler(handler)
-    assert (
-        captured.cuda_graphs("triton", CPU) is None and captured.cuda_graphs("triton", CPU) is None
-    )
-    assert captured.cuda_graphs("auto", CPU) is None
+    cpu = torch.device("cpu")
+    assert captured.cuda_graphs("triton", cpu) is captured.cuda_graphs("triton", cpu) is None
+    assert captured.cuda_graphs("auto", cpu) is None
     assert lines == ["the kernels of Triton are not used: they need a CUDA device, and this is cpu"]
     lines.clear()
     runners, before = runners_of(decoder_of("llama")), fused.gate
@@ -265,10 +264,10 @@ def case_falls_back() -> None:
 
 def case_agreement() -> None:
     """What runs before the kernels are used on a device finds no fault, and finds one."""
-    assert triton_kernels.disagreements(CPU) == []
+    assert triton_kernels.disagreements(DEVICE) == []
     before = fused.gate
     try:
         fused.gate = lambda parts, kind, dtype: before(parts, "gelu_tanh", dtype)
-        assert triton_kernels.disagreements(CPU) == ["gate", "experts", "experts of int8"]
+        assert triton_kernels.disagreements(DEVICE) == ["gate", "experts", "experts of int8"]
     finally:
         fused.gate = before

@@ -22,7 +22,7 @@ from forerun.runtime.recorded_recurrence import RecordedRecurrence, steps_of
 from tests import tiny
 from tests.cache.test_recurrent import chain, random_path, text
 from tests.kernels.triton.compiled import check_machine_code
-from tests.kernels.triton.decoder_cases import CPU, compare, compare_passes, runners_of
+from tests.kernels.triton.decoder_cases import compare, compare_passes, runners_of
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.inputs import random as numbers
 
@@ -180,7 +180,7 @@ def case_bits_of_records() -> None:
 
 
 def tiny_decoder(family: str) -> Decoder:
-    return load_decoder(tiny.family(family), torch.float32, CPU, 64)
+    return load_decoder(tiny.family(family), torch.float32, DEVICE, 64)
 
 
 def case_decoders() -> None:

@@ -21,6 +21,7 @@ from forerun.types import Forward
 from tests import tiny
 from tests.engine import build
 from tests.kernels.triton.decoder_cases import decoder_of
+from tests.kernels.triton.inputs import DEVICE
 
 padded_pass.DRAFT_TOKENS, padded_pass.MIN_KEYS = 8, 64
 PROMPTS = [[5, 9, 11], [4, 8, 21, 3]]
@@ -93,7 +94,7 @@ def case_recycling() -> None:
     decoder, found = decoder_of("llama"), []
     for own in (True, False):
         made = engine(decoder, own, 1)
-        made.proposers["recycle"] = recycle = DeviceRecycle(torch.device("cpu"), own)
+        made.proposers["recycle"] = recycle = DeviceRecycle(DEVICE, own)
         requests = [
             made.add(
                 [5, 9, 11, 5, 9],
