@@ -280,11 +280,7 @@ def _compact(cache: KVCache, rows: Sequence[int], path: Sequence[int]) -> None:
 
 def can_walk(decoder: Decoder) -> bool:
     """Return True if the attention of `kernels/triton` computes that of a decoder."""
-    config = decoder.config
-    kinds = set(map(config.visible_keys, range(config.layers)))
-    is_plain = all(not kind.sinks and kind.chunk is None for kind in kinds)
-    has_sinks = any(layer.sink_logits is not None for layer in decoder.weights.layers)
-    return is_plain and not has_sinks and decoder.dtype != torch.float64
+    return decoder.dtype != torch.float64
 
 
 def _next_token(start: ChainStart, level: int) -> Segment:

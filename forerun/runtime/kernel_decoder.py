@@ -91,6 +91,7 @@ class _Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: _Product
+    sink_logits: Tensor | None
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
     up: _Product | None
@@ -107,6 +108,7 @@ class _Layer:
             _weight(layer.q_norm),
             _weight(layer.k_norm),
             _Product.of(layer.out),
+            layer.sink_logits,
             _weight(layer.attention_out_norm),
             layer.mlp_norm.weight,
             None if layer.up is None else _Product.of(layer.up),
@@ -209,8 +211,20 @@ class KernelDecoder:
             k_norm=layer.k_norm,
             eps=c.norm_eps,
         )
-        window, softcap = c.visible_keys(i).window, c.attention_softcap
-        return attend(q, keys, values, walk, c.attention_scale, softcap, window).flatten(1)
+        kind, softcap = c.visible_keys(i), c.attention_softcap
+        seen = attend(
+            q,
+            keys,
+            values,
+            walk,
+            c.attention_scale,
+            softcap,
+            kind.window,
+            sinks=kind.sinks,
+            chunk=kind.chunk,
+            sink_logits=layer.sink_logits,
+        )
+        return seen.flatten(1)
 
     def _mlp(
         self, normed: Tensor, layer: _Layer, is_padding: Tensor

@@ -294,7 +294,7 @@ class PaddedPass:
             keys.index_copy_(0, self.inputs.rows, k.to(keys.dtype))
             values.index_copy_(0, self.inputs.rows, v.to(values.dtype))
         if self.walks:
-            return self._walk(q, keys, values, config.visible_keys(layer).window)
+            return self._walk(q, keys, values, config.visible_keys(layer), sink_logits)
         table = self.inputs.table.view(-1)
         seen_keys = keys.index_select(0, table).view(*self.inputs.table.shape, *keys.shape[1:])
         seen = values.index_select(0, table).view(*self.inputs.table.shape, *values.shape[1:])
@@ -309,13 +309,26 @@ class PaddedPass:
         )
         return out.reshape(shape.rows, *out.shape[2:])
 
-    def _walk(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _walk(
+        self, q: Tensor, keys: Tensor, values: Tensor, kind: VisibleKeys, sink_logits: Tensor | None
+    ) -> Tensor:
         """Attend by the kernel in which each token reads its own rows."""
         from forerun.kernels.triton.attention import attend
 
         config = self.config
         scale, softcap = config.attention_scale, config.attention_softcap
-        return attend(q, keys, values, self.rows_seen(), scale, softcap, window)
+        return attend(
+            q,
+            keys,
+            values,
+            self.rows_seen(),
+            scale,
+            softcap,
+            kind.window,
+            sinks=kind.sinks,
+            chunk=kind.chunk,
+            sink_logits=sink_logits,
+        )
 
     def rows_seen(self) -> Walk:
         """Return the rows that each token sees."""

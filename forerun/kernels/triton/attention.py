@@ -52,6 +52,9 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
     *,
+    sinks: int = 0,
+    chunk: int | None = None,
+    sink_logits: Tensor | None = None,
     dot: tl.dtype | None = None,
 ) -> Tensor:
     """Attend with q [T, Hq, D] to the cache's keys and values [rows, Hkv, D]. -> [T, Hq, D]
@@ -60,6 +63,9 @@ def attend(
         scale: factor on the scores.
         softcap: c in c * tanh(score / c), before the softmax.
         window: a token sees itself and the window - 1 positions before it; None is all.
+        sinks: besides a window it sees so many of the first positions.
+        chunk: it sees none before the last position that is a multiple of this.
+        sink_logits: [Hq] scores that take part in the softmax and have no value.
         dot: the number format of the products; by default that of q. Sums are in float32.
     """
     tokens, heads, size = q.shape
@@ -91,28 +97,49 @@ def attend(
         scale,
         softcap or 0.0,
         window or 0,
+        sinks,
+        chunk or 0,
         KEYS=KEYS,
         DOT=dot or dot_type(q.dtype),
         **sizes,
     )
     _attend_join[(tokens, kv_heads)](
-        most, total, sums, walk.position, out, heads, kv_heads, window or 0, **sizes
+        most,
+        total,
+        sums,
+        walk.position,
+        out if sink_logits is None else sink_logits.float(),
+        out,
+        heads,
+        kv_heads,
+        window or 0,
+        sinks,
+        chunk or 0,
+        HAS_SINK_LOGITS=sink_logits is not None,
+        **sizes,
     )
     return out
+
+
+@triton.jit
+def _first_seen(last, window, chunk):  # type: ignore[no-untyped-def]
+    """Return the first position that a token at `last` sees, sinks aside."""
+    begin = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
+    return tl.maximum(begin, tl.where(chunk > 0, last - last % tl.maximum(chunk, 1), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_split(  # type: ignore[no-untyped-def]
     q, keys, values, table, extra, direct, extra_at, position, most_out, total_out, sums_out,
-    columns, each, heads, kv_heads, scale, softcap, window,
+    columns, each, heads, kv_heads, scale, softcap, window, sinks, chunk,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, KEYS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Reduce one split of the keys of one token and one head of keys."""
     t, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     last, first = tl.load(position + t), s * SPAN
-    begin = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
-    if (last >= first) & (first + SPAN > begin):
+    begin = _first_seen(last, window, chunk)
+    if (last >= first) & ((first + SPAN > begin) | (first < sinks)):
         g, d = tl.arange(0, GP), tl.arange(0, DP)
         in_table = tl.load(direct + t)
         line = table + (t // each).to(tl.int64) * columns
@@ -126,7 +153,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         at = first
         while at < first + SPAN:
             i = at + tl.arange(0, KEYS)
-            seen = (i <= last) & (i >= begin)
+            seen = (i <= last) & ((i >= begin) | (i < sinks))
             near = tl.load(line + i, mask=seen & (i < in_table), other=0)
             far = tl.load(further + (i - in_table), mask=seen & (i >= in_table), other=0)
             row = tl.where(i < in_table, near, far)
@@ -157,20 +184,20 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_join(  # type: ignore[no-untyped-def]
-    most_in, total_in, sums_in, position, out, heads, kv_heads, window,
+    most_in, total_in, sums_in, position, sink_logits, out, heads, kv_heads, window, sinks, chunk,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one token and one head of keys, in order."""
     t, h = tl.program_id(0), tl.program_id(1)
     last = tl.load(position + t)
     if last >= 0:
         g, d = tl.arange(0, GP), tl.arange(0, DP)
-        begin = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
+        begin = _first_seen(last, window, chunk)
         most = tl.full((GP,), float("-inf"), tl.float32)
         total = tl.zeros((GP,), tl.float32)
         sums = tl.zeros((GP, DP), tl.float32)
-        s = begin // SPAN
+        s = tl.where(sinks > 0, 0, begin // SPAN)
         while s <= last // SPAN:
             base = ((t * kv_heads + h) * SPLITS + s) * GP
             own = tl.load(most_in + base + g)
@@ -182,6 +209,14 @@ def _attend_join(  # type: ignore[no-untyped-def]
             total = total * kept + tl.load(total_in + base + g) * weight
             most = new
             s += 1
+            # behind the sinks, the next split that was computed
+            s = tl.where(s * SPAN < sinks, s, tl.maximum(s, begin // SPAN))
+        if HAS_SINK_LOGITS:
+            sink = tl.load(sink_logits + h * G + g, mask=g < G, other=float("-inf"))
+            new = tl.maximum(most, sink)
+            kept = tl.exp(most - new)
+            sums = sums * kept[:, None]
+            total = total * kept + tl.exp(sink - new)
         place = (t * heads + h * G + g[:, None]) * D + d[None, :]
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + place, result, mask=(g < G)[:, None] & (d < D)[None, :])

@@ -4,6 +4,7 @@ computes the bits of plain decoding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -16,13 +17,14 @@ from tests.kernels.triton.compiled import check_machine_code
 from tests.kernels.triton.inputs import DEVICE, random, tensor
 
 ROWS = 700
-# query heads, key heads, size of a head, committed tokens, softcap, window
-SHAPES = [
-    (4, 2, 16, 0, None, None),
-    (3, 3, 24, 300, None, None),
-    (8, 1, 32, SPAN - 1, 20.0, None),
-    (4, 4, 80, 2 * SPAN, None, 40),
-    (6, 2, 16, 257, 5.0, 128),
+# query heads, key heads, size of a head, committed tokens, softcap, window, and other options
+SHAPES: list[tuple[Any, ...]] = [
+    (4, 2, 16, 0, None, None, {}),
+    (3, 3, 24, 300, None, None, {"chunk": 64}),
+    (8, 1, 32, SPAN - 1, 20.0, None, {"sink_logits": True}),
+    (4, 4, 80, 2 * SPAN, None, 40, {"sinks": 4}),
+    (6, 2, 16, 257, 5.0, 128, {}),
+    (2, 2, 16, 2 * SPAN + 9, None, 9, {"sinks": SPAN + 3, "sink_logits": True}),
 ]
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 6]  # a draft tree
 
@@ -63,19 +65,32 @@ def lines_of(segments: int, columns: int) -> Tensor:
     return torch.stack([order.roll(17 * r)[:columns] for r in range(segments)])
 
 
+def options_of(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return options | ({"sink_logits": random(7, heads)} if "sink_logits" in options else {})
+
+
+def seen_from(last: int, window: int | None, options: dict[str, Any]) -> list[int]:
+    """The positions that a token at `last` sees."""
+    first = max(last - window + 1, 0) if window else 0
+    if "chunk" in options:
+        first = max(first, last - last % options["chunk"])
+    return [p for p in range(last + 1) if p >= first or p < options.get("sinks", 0)]
+
+
 def case_reference() -> None:
     """Two segments, one of them a tree, beside softmax over the rows of each token."""
-    for heads, kv_heads, size, length, softcap, window in SHAPES:
+    for heads, kv_heads, size, length, softcap, window, more in SHAPES:
+        options = options_of(more, heads)
         keys, values = (random(seed, ROWS, kv_heads, size) for seed in (1, 2))
         lines = lines_of(2, 3 * SPAN)
         trees, lengths = [PARENTS, [-1]], [length, 5]
         q = random(4, 2 * len(PARENTS), heads, size)
         walk = walk_of(lines, lengths, trees, len(PARENTS))
-        found = attend(q, keys, values, walk, size**-0.5, softcap, window)
+        found = attend(q, keys, values, walk, size**-0.5, softcap, window, **options)
         for r, (line, own, parents) in enumerate(zip(lines, lengths, trees, strict=True)):
             for node, path in enumerate(paths(parents)):
                 rows = [*line[:own].tolist(), *(int(line[own + i]) for i in path)]
-                rows = rows[-window:] if window else rows
+                rows = [rows[p] for p in seen_from(len(rows) - 1, window, more)]
                 token = r * len(PARENTS) + node
                 expected = reference.attention(
                     q[None, token : token + 1],
@@ -84,23 +99,26 @@ def case_reference() -> None:
                     None,
                     size**-0.5,
                     softcap,
+                    options.get("sink_logits"),
                 )
                 torch.testing.assert_close(found[token], expected[0, 0], rtol=1e-5, atol=1e-5)
 
 
 def case_bits() -> None:
     """Each node of a tree has the bits of a pass over that token alone, behind its own text."""
-    for heads, kv_heads, size, length, softcap, window in SHAPES[::2]:
+    for heads, kv_heads, size, length, softcap, window, more in (*SHAPES[::2], SHAPES[-1]):
+        options = options_of(more, heads)
         keys, values = (random(seed, ROWS, kv_heads, size) for seed in (1, 2))
         (line,) = lines = lines_of(1, 3 * SPAN)
         q = random(4, len(PARENTS), heads, size)
         walk = walk_of(lines, [length], [PARENTS], len(PARENTS))
-        tree = attend(q, keys, values, walk, size**-0.5, softcap, window)
+        tree = attend(q, keys, values, walk, size**-0.5, softcap, window, **options)
         for node, path in list(enumerate(paths(PARENTS)))[::4]:
             own = line.clone()
             own[length : length + len(path)] = line[[length + i for i in path]]
             alone = walk_of(own[None], [length + len(path) - 1], [[-1]], 1)
-            single = attend(q[node : node + 1], keys, values, alone, size**-0.5, softcap, window)
+            own_q, scale = q[node : node + 1], size**-0.5
+            single = attend(own_q, keys, values, alone, scale, softcap, window, **options)
             assert torch.equal(single[0], tree[node])
 
 
@@ -125,4 +143,7 @@ def compile_attention() -> None:
     }
     split = sizes | dict(KEYS=64, DOT=tl.bfloat16)
     check_machine_code(attention._attend_split, kinds, split, registers=168, contains="HMMA")
-    check_machine_code(attention._attend_join, kinds, sizes, registers=64)
+    kinds["sink_logits"] = "*fp32"
+    for has_sink_logits in (False, True):
+        join = sizes | dict(HAS_SINK_LOGITS=has_sink_logits)
+        check_machine_code(attention._attend_join, kinds, join, registers=64)

@@ -221,10 +221,12 @@ def check_bits_of_a_tree(runner: Runner) -> None:
 
 
 def case_attention_alone() -> None:
-    """Layers on torch with the kernel's attention, where the kernels do not compute the layers."""
-    for family in ("gpt2", "mistral"):
-        decoder = decoder_of(family)
-        runners = runners_of(decoder, own_layers=family == "gpt2")
+    """Layers on torch with the kernel's attention, where the kernels do not compute the layers:
+    windows, scores without values, and chunks of the text shorter than the prompt."""
+    for family in ("gpt2", "mistral", "gpt_oss", "llama4"):
+        more = {"attention_chunk_size": 4} if family == "llama4" else {}
+        decoder = decoder_of(family, **more)
+        runners = runners_of(decoder, own_layers=family != "mistral")
         assert KernelDecoder.supports(decoder) == (family == "mistral")
         compare_passes(runners)
         passes = runners[0].captured
