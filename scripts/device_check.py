@@ -39,10 +39,11 @@ STAGES = {
     "rows_workspace": ("device_stages:check_rows_workspace", 15),
     "noise": ("device_stages:check_noise", 10),
     "kernels": ("device_stages:check_kernels", 60),
-    "speed": ("device_stages:measure_speed", 115),
+    "speed": ("device_stages:measure_speed", 110),
     "requests": ("device_stages:measure_requests", 35),
-    "certificate": ("device_stages:certify", 70),
-    "tests": ("device_stages:run_tests", 70),
+    "certificate": ("device_stages:certify", 60),
+    "training": ("device_stages:train_drafters", 25),
+    "tests": ("device_stages:run_tests", 60),
 }
 Known = dict[str, Any]  # what is known of a stage: status, error, seconds, limit, tables
 

@@ -68,6 +68,7 @@ KERNELS = (
     *("attention", "compact", "draw", "experts", "fused", "linear", "recurrent", "successors"),
     *("walk", "decoder", "rounds"),
 )
+RECIPES = ("medusa", "eagle3", "mtp", "block", "small-lm")
 WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 COMPARED = 32  # rows of a batch that are compared with the same rows alone
 AGREEMENT = 0.7  # of the drafter that knows the text
@@ -285,6 +286,29 @@ def certify(cpu: bool) -> Rows:
                 yield "certificate", row | {"not passed": "; ".join(wrong)}
     if failed:
         raise RuntimeError(f"{len(failed)} checks did not pass, the first: {failed[0]}")
+
+
+def train_drafters(cpu: bool) -> Rows:
+    """Train each kind of drafter for a tiny random model with `forerun train`; on a CPU one."""
+    from forerun.cli.main import command_line
+    from tests import tiny
+
+    small = "--steps 6 --rows 3 --tokens 48 --prompt-tokens 8 --evaluate-rows 3 --depth 3"
+    small += f" --held-out 0.3 --tasks none --speed-rounds 0 --device {device_of(cpu)} --json"
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [
+            json.dumps({"text": f'{{"name":"alpha {i}","sizes":[{i},{7 * i}]}}'}) for i in range(12)
+        ]
+        Path(folder, "data.jsonl").write_text("\n".join(texts))
+        for recipe in RECIPES[:1] if cpu else RECIPES:
+            command = ["train", "--target", str(tiny.worded()), "--data", f"{folder}/data.jsonl"]
+            command += ["--recipe", recipe, "--out", f"{folder}/{recipe}", *small.split()]
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                command_line()(command, standalone_mode=False)
+            report = json.loads(out.getvalue())
+            losses = report["losses"]
+            row: Row = {"recipe": recipe, "first loss": losses[0], "last loss": losses[-1]}
+            yield "training", row
 
 
 def measure_speed(cpu: bool) -> Rows:
