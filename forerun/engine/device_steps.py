@@ -123,8 +123,11 @@ class DeviceSteps(MultiStep):
 
     def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
         deferred, device = self.drafting.deferred, self._device
-        assert device is not None
-        if any(s.draft is None or len(s.draft) > 1 for s in batch):
+        if (
+            not self._rounds
+            or device is None
+            or any(s.draft is None or len(s.draft) > 1 for s in batch)
+        ):
             return []
         requests = [scheduled.request for scheduled in batch]
         asked = [deferred.of(request) if deferred else None for request in requests]

@@ -274,10 +274,12 @@ class DraftLearning:
                 return 1
         return rounds
 
-    def least_match(self, request: Request, proposer: Proposer, shortest: int) -> int:
+    def least_match(
+        self, request: Request, proposer: Proposer, shortest: int, num_requests: int
+    ) -> int:
         """Return the fewest tokens of a match, at least `shortest`, behind which a copy is expected
-        to pay if only this request drafts."""
-        batch, state = BatchState(1, 1, 1), self.state(request)
+        to pay if only this one of so many requests drafts."""
+        batch, state = BatchState(num_requests, num_requests, 1), self.state(request)
         parts = self.proposers[request.draft].parts
         others = [part for part in parts if not part.copies_text]
         for bits in range(shortest.bit_length(), MAX_MATCH_BITS + 1):

@@ -284,7 +284,7 @@ class Engine:
         room = self.multi_step.room(batch) if everybody else 0
         batch = self._draft(batch, room)
         events, self._pending = self._pending, []
-        several = self.multi_step.run(batch) if batch and room else []
+        several = self.multi_step.run(batch) if batch and everybody else []
         if several:
             for scheduled, event in zip(batch, several, strict=True):
                 events += self._end_rounds(scheduled.request, event)

@@ -2,8 +2,8 @@
 
 `MultiStep` decides when that is possible: the requests need nothing between two rounds that only
 Python can do. What the depth policy chose for the step holds for all its rounds. Afterwards
-everything learns from each of them as from a step of its own. `NativeSteps` runs the rounds of one
-request in one native call, `DeviceSteps` those of several on a GPU.
+everything learns from each of them as from a step of its own. `NativeSteps` runs rounds in one
+native call, `DeviceSteps` on a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from forerun.runtime.rounds import (
     GrowingText,
     HeadRounds,
     RoundsResult,
+    TextRounds,
     run_rounds,
 )
 from forerun.runtime.torch_runner import Runner
@@ -51,15 +52,18 @@ class MultiStep:
         """Return how many tokens of each request the rounds of this step may append, and reserve
         their rows of the cache; 0 where the step is an ordinary one. `batch` has all requests that
         run, and is empty while they wait."""
+        self._rounds = 0
         if not self.seconds or not batch or not all(map(self._is_possible, batch)):
             return 0
         pass_seconds = self.drafting.policy.forward_seconds(len(batch))
         self._rounds = min(int(self.seconds / pass_seconds) + 1, MAX_ROUNDS)
-        return self._reserve(batch) if self._rounds > 1 else 0
+        room = self._reserve(batch) if self._rounds > 1 else 0
+        self._rounds = self._rounds if room else 0
+        return room
 
     def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
         """Run rounds after `Drafting.draft`, and return one event for each request; [], with
-        nothing done, if there are none. `room` has reserved what they need."""
+        nothing done, if there are none. `room` was called before, for all requests that run."""
         return []
 
     def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
@@ -105,7 +109,8 @@ class MultiStep:
 
 
 class NativeSteps(MultiStep):
-    """Runs the rounds of a request that is alone in the engine in one native call."""
+    """Runs rounds in one native call: those of a request that is alone in the engine, with a draft
+    head or without, and those of several requests that draft nothing."""
 
     def __init__(self, target: Runner, drafting: Drafting, seconds: float = 0.0) -> None:
         super().__init__(target, drafting, seconds)
@@ -113,9 +118,15 @@ class NativeSteps(MultiStep):
         # by length; they go with the texts
         self._grams_of: WeakKeyDictionary[KnownText, dict[int, Grams]] = WeakKeyDictionary()
 
+    def room(self, batch: Sequence[ScheduledRequest]) -> int:
+        room = super().room(batch)
+        return room if len(batch) == 1 else 0  # beside others a request drafts one round a step
+
     def _reserve(self, batch: Sequence[ScheduledRequest]) -> int:
         if len(batch) > 1:
-            return 0
+            grow = self.target.cache.pages.grow
+            ends = [(s.request.slot, len(s.request.tokens) + self._rounds) for s in batch]
+            return self._rounds if all(grow(slot, rows) for slot, rows in ends) else 0
         request = batch[0].request
         room = min(self._rounds * TOKENS_A_ROUND, request.remaining + 1)
         rows = len(request.tokens) + room + MAX_NODES
@@ -141,14 +152,15 @@ class NativeSteps(MultiStep):
         )
 
     def run(self, batch: Sequence[ScheduledRequest]) -> list[Event]:
-        deferred, drafting = self.drafting.deferred, self.drafting
-        request, draft = batch[0].request, batch[0].draft
-        if draft is None or len(draft) > 1:  # a copy
+        deferred, drafting, rounds = self.drafting.deferred, self.drafting, self._rounds
+        if not rounds or any(s.draft is None or len(s.draft) > 1 for s in batch):  # a copy
             return []
         began = time.thread_time()
-        rounds = self._rounds if deferred else min(drafting.plain_rounds(request), self._rounds)
-        if rounds < 2 and not deferred:
-            return []
+        requests = [scheduled.request for scheduled in batch]
+        if not deferred:
+            rounds = min(rounds, *map(drafting.plain_rounds, requests))
+            if rounds < 2:
+                return []
         head = None
         if deferred:
             (asked,) = deferred.requests.values()
@@ -159,17 +171,20 @@ class NativeSteps(MultiStep):
             head.set_policy(asked.depth, siblings, asked.confidence_rates, asked.min_prob, costs)
         before = time.thread_time() - began + drafting.seconds
         before -= deferred.seconds if deferred else 0.0  # a part of drafting
-        result = self._run(request, rounds, head)
-        if not result.rounds:
+        results = self._run(requests, rounds, head)
+        count = len(results[0].rounds)
+        if not count:
             return []
         after = time.thread_time()
-        event = self._replay(request, result, before)
-        self._replay_seconds = (time.thread_time() - after) / len(result.rounds)
-        return [event]
+        events = self._replay(requests, results, before)
+        self._replay_seconds = (time.thread_time() - after) / count
+        return events
 
-    def _watched(self, request: Request, text: GrowingText, room: int) -> list[Grams]:
-        """Return the sequences behind which a copy would pay, those of the request's own text
-        first; [] if nothing is copied."""
+    def _watched(
+        self, request: Request, text: GrowingText, room: int, num_requests: int
+    ) -> list[Grams]:
+        """Return the sequences behind which a copy would pay in a pass of so many requests, those
+        of the request's own text first; [] if nothing is copied."""
         proposer = self._proposer(request)
         if proposer is None or self.drafting.is_paused(request):
             return []
@@ -178,7 +193,8 @@ class NativeSteps(MultiStep):
         for part in proposer.parts:
             sources = part.copy_sources(request.slot)
             if sources and sources.min_match and not self.drafting.is_resting(request, part):
-                least = self.drafting.least_match(request, part, sources.min_match)
+                shortest = sources.min_match
+                least = self.drafting.least_match(request, part, shortest, num_requests)
                 length = min(length or least, least)
                 texts += sources.texts
         if not length:
@@ -194,60 +210,91 @@ class NativeSteps(MultiStep):
         grams.update(known.text, len(known.text))
         return grams
 
-    def _run(self, request: Request, rounds: int, head: HeadRounds | None) -> RoundsResult:
+    def _run(
+        self, requests: Sequence[Request], rounds: int, head: HeadRounds | None
+    ) -> list[RoundsResult]:
         decoder, cache = self.target.decoder, self.target.cache
         assert isinstance(decoder, NativeDecoder)
-        text = self.drafting.state(request).text
         most_nodes = MAX_NODES if head else 0
         room = rounds * (most_nodes + 1)
-        text.update(request.tokens, room)
+        texts = []
+        for request in requests:
+            text = self.drafting.state(request).text
+            text.update(request.tokens, room)
+            texts.append(
+                TextRounds(
+                    slot=request.slot,
+                    text=text,
+                    grams=self._watched(request, text, room, len(requests)),
+                    has_states=bool(self.drafting.hidden_layers(request)),
+                    seed=request.seed,
+                    sampling=request.state.sampling,
+                    end_ids=sorted(request.end_ids),
+                    limit=request.prompt_length + request.limit,
+                )
+            )
         return run_rounds(
             decoder,
             cache,
-            request.slot,
-            text,
-            grams=self._watched(request, text, room),
+            texts,
             head=head,
-            aux_hidden_layers=self.drafting.hidden_layers(request),
-            seed=request.seed,
-            sampling=request.state.sampling,
-            end_ids=sorted(request.end_ids),
-            limit=request.prompt_length + request.limit,
+            aux_hidden_layers=self._layers(requests),
             most=rounds,
             most_nodes=most_nodes,
             seconds=self.seconds,
         )
 
-    def _replay(self, request: Request, result: RoundsResult, before: float) -> Event:
+    def _layers(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Return the layers whose hidden states the proposers of requests want."""
+        wanted = {self.drafting.hidden_layers(request) for request in requests} - {()}
+        return (
+            wanted.pop() if len(wanted) == 1 else tuple(sorted({i for own in wanted for i in own}))
+        )
+
+    def _replay(
+        self, requests: Sequence[Request], results: Sequence[RoundsResult], before: float
+    ) -> list[Event]:
         """Append tokens, and let everything learn from each round; `before` is the time that the
         step took before the call."""
         drafting, deferred = self.drafting, self.drafting.deferred
         source = deferred.proposer.name if deferred else ""
-        event = Event(request.id, [], [], [])
-        start, count = len(request.tokens) - 1, len(result.rounds)
+        events = [Event(request.id, [], [], []) for request in requests]
+        starts = [len(request.tokens) - 1 for request in requests]
+        layers, count = self._layers(requests), len(results[0].rounds)
         in_python = before / count + self._replay_seconds
-        for number, found in enumerate(result.rounds):
-            draft = _draft_of(found, request.tokens[-1], source)
-            path = [0, *found.path[: found.accepted]]
-            verdict = Verdict(found.drawn[: found.accepted + 1], path)
-            rounds = [RequestRound(request, draft, draft.first(found.verified), verdict)]
-            drafting.begin_round([request], is_first=number == 0)
-            drafted = deferred.seconds / count if deferred else 0.0
+        drafted = deferred.seconds / count if deferred else 0.0
+        for number in range(count):
+            rounds, own_events, appended = [], [], []
+            for request, result, event in zip(requests, results, events, strict=True):
+                if request.error or request.finish_reason:
+                    continue  # by what only Python knows, such as a text that ends it
+                found = result.rounds[number]
+                draft = _draft_of(found, request.tokens[-1], source)
+                path = [0, *found.path[: found.accepted]]
+                verdict = Verdict(found.drawn[: found.accepted + 1], path)
+                rounds.append(RequestRound(request, draft, draft.first(found.verified), verdict))
+                own_events.append(event)
+                appended.append(found.appended)
+            if not rounds:
+                break
+            drafting.begin_round([each.request for each in rounds], is_first=number == 0)
             drafting.record_deferred_drafts(rounds, found.draft_seconds + drafted)
             passed = found.verify_seconds + in_python
-            request.stats.count(rounds[0].verified, verdict, found.draft_seconds, passed)
-            self._append(rounds, [event])
+            for each in rounds:
+                each.request.stats.count(each.verified, each.verdict, found.draft_seconds, passed)
+            self._append(rounds, own_events)
             seconds = RoundSeconds(found.draft_seconds, passed, found.wall_seconds + in_python)
-            drafting.record_round(rounds, [found.appended], seconds)
-            if request.error or request.finish_reason:
-                break
-        self._show_states(request, result, start)
-        return event
+            drafting.record_round(rounds, appended, seconds)
+        for request, result, start in zip(requests, results, starts, strict=True):
+            self._show_states(request, layers, result, start)
+        return events
 
-    def _show_states(self, request: Request, result: RoundsResult, start: int) -> None:
+    def _show_states(
+        self, request: Request, layers: Sequence[int], result: RoundsResult, start: int
+    ) -> None:
         """Give the hidden states of the committed tokens to the request's proposer."""
         deferred = self.drafting.deferred
-        layers = self.drafting.hidden_layers(request)
+        wanted = self.drafting.hidden_layers(request)
         if request.finish_reason or request.error:
             return  # its slot is about to be closed
         if deferred:
@@ -255,8 +302,8 @@ class NativeSteps(MultiStep):
             read = len(result.states[0]) - result.unread
             states = [rows[read:].copy() for rows in result.states]
             deferred.proposer.end_rounds(request.slot, request.tokens, read, states)
-        elif layers:
-            seen = dict(zip(layers, result.states, strict=True))
+        elif wanted:
+            seen = {i: rows for i, rows in zip(layers, result.states, strict=True) if i in wanted}
             with isolate_errors(request):
                 self.drafting.proposers[request.draft].observe(request.slot, start, seen)
 

@@ -1,9 +1,10 @@
-"""Several rounds of one request in one native call: draft, forward pass, verification and commit.
+"""Several rounds in one native call: draft, forward pass, verification and commit.
 
 Between two forward passes of a small model the Python interpreter is slow, since the weights have
-pushed its code and data out of the caches. So a request that has the engine to itself runs a few
-rounds at a time in C++ (`rounds.h`). `GrowingText` is the text that they append to, `HeadRounds`
-what they need of a draft head, and `CRound` what each of them did.
+pushed its code and data out of the caches. So requests run a few rounds at a time in C++
+(`rounds.h`): one that has the engine to itself with a draft head, several without drafts.
+`GrowingText` is the text that they append to, `HeadRounds` what they need of a head, and `CRound`
+what each of them did.
 """
 
 from __future__ import annotations
@@ -157,9 +158,30 @@ class HeadRounds:
         self.kept += [rates, costs]
 
 
+@dataclass(frozen=True, slots=True)
+class TextRounds:
+    """A request of native rounds, whose slot has room for all their rows.
+
+    Attributes:
+        text: its tokens; the last one is the root of the first draft.
+        grams: those of the text, and of others that drafts are copied from; or nothing.
+        has_states: the hidden states of its committed tokens are returned.
+        limit: the most tokens of the text.
+    """
+
+    slot: int
+    text: GrowingText
+    grams: Sequence[Grams]
+    has_states: bool
+    seed: int
+    sampling: Sampling
+    end_ids: Sequence[int]
+    limit: int
+
+
 @dataclass(slots=True)
 class RoundsResult:
-    """The result of several rounds in one call.
+    """The result of several rounds in one call, for one request.
 
     Attributes:
         rounds: one each, in order.
@@ -176,79 +198,101 @@ class RoundsResult:
 def run_rounds(
     decoder: NativeDecoder,
     cache: KVCache,
-    slot: int,
-    text: GrowingText,
+    requests: Sequence[TextRounds],
     *,
-    grams: Sequence[Grams],
     head: HeadRounds | None,
     aux_hidden_layers: Sequence[int],
-    seed: int,
-    sampling: Sampling,
-    end_ids: Sequence[int],
-    limit: int,
     most: int,
     most_nodes: int,
     seconds: float,
-) -> RoundsResult:
-    """Run up to `most` rounds, the last of which begins within `seconds`.
+) -> list[RoundsResult]:
+    """Run up to `most` rounds, the last of which begins within `seconds`, and none behind one in
+    which a request ends.
 
-    The slot has room for all their rows. The rows that were accepted are committed, tokens are
-    appended to `text`. No further round begins where the text's last tokens occur in `grams`, and
-    none whose logits are not finite is kept.
+    The rows that were accepted are committed, tokens are appended to the texts. No further round
+    begins where the last tokens of a text occur in its `grams`, and none whose logits are not
+    finite is kept.
 
     Args:
-        grams: those of the text, and of others that drafts are copied from; or nothing.
-        head: drafts; None for plain decoding.
+        head: drafts for the only request; None for plain decoding.
         aux_hidden_layers: layers whose states are returned; those of the head.
-        limit: the most tokens of the text.
         most_nodes: of a draft, without its root.
     """
     program = decoder.program(tuple(aux_hidden_layers))
-    unread = len(head.states[0]) if head else 0
-    states = []
-    for i in range(len(aux_hidden_layers)):
-        width = int(program.widths[LOGITS + 1 + i])
-        states.append(np.empty((unread + most * (most_nodes + 1), width), np.float32))
-        if head:
-            states[i][:unread] = head.states[i]
-    pointers = array("Q", [rows.ctypes.data for rows in states] or [0])
-    rounds = (CRound * most)()
-    ends = array("q", end_ids or [-1])
+    runs = [
+        _Run(each, program, head, len(aux_hidden_layers), most, most_nodes) for each in requests
+    ]
     layouts = array("i", cache.head_layouts)
-    sets = (ctypes.POINTER(CGrams) * len(grams))(*(ctypes.pointer(g.structure) for g in grams))
+    rows = len(requests) + most_nodes
     with decoder.lock:
-        buffers, scratch = program.buffers.fit(most_nodes + 1, most_nodes + 1)
+        buffers, scratch = program.buffers.fit(rows, rows)
         batch = CBatch(**memory_of(cache, buffers, scratch))
-        structure = CRounds(
-            target=ctypes.pointer(program.program),
-            batch=ctypes.pointer(batch),
-            line=cache.pages.lines[slot],
-            text=text.tokens.ctypes.data,
-            ends=address(ends),
-            layouts=address(layouts),
-            states=address(pointers),
-            grams=ctypes.addressof(sets),
-            head=ctypes.pointer(head.structure) if head else None,
-            rounds=rounds,
-            noise=rng.stream(seed, Lane.TARGET),
-            sampling=CSampling.from_buffer_copy(packed([sampling])),
-            count=text.count,
-            limit=limit,
-            num_ends=len(end_ids),
-            layers=len(states),
-            unread=unread,
-            most=most,
-            logits=LOGITS,
-            num_grams=len(grams),
-            seconds=seconds,
-        )
-        count = native.loaded().forerun_rounds(ctypes.byref(structure))
-    done = rounds[:count]
-    kept = sum(each.accepted + 1 for each in done)
-    last = [i for i, each in enumerate(done) if each.nodes][-1:]  # the last that read
-    behind = sum(each.accepted + 1 for each in done[last[0] :]) if last else unread + kept
-    cache.length[slot] += kept
-    text.count += sum(each.appended for each in done)
-    if grams:
-        grams[0].noted = text.count - 1
-    return RoundsResult(done, [rows[: unread + kept] for rows in states], behind)
+        structures = (CRounds * len(requests))()
+        for structure, run in zip(structures, runs, strict=True):
+            structure.target = ctypes.pointer(program.program)
+            structure.batch = ctypes.pointer(batch)
+            structure.layouts = address(layouts)
+            structure.head = ctypes.pointer(head.structure) if head else None
+            structure.most, structure.logits, structure.seconds = most, LOGITS, seconds
+            run.fill(structure, cache)
+        library = native.loaded()
+        if len(requests) == 1:
+            count = library.forerun_rounds(structures)
+        else:
+            count = library.forerun_plain_rounds(structures, len(requests))
+    return [run.result(count, cache) for run in runs]
+
+
+class _Run:
+    """Memory of one request's rounds."""
+
+    def __init__(
+        self,
+        request: TextRounds,
+        program: Program,
+        head: HeadRounds | None,
+        layers: int,
+        most: int,
+        most_nodes: int,
+    ) -> None:
+        self.request = request
+        self.unread = len(head.states[0]) if head else 0
+        self.states: list[np.ndarray] = []
+        for i in range(layers if request.has_states else 0):
+            width = int(program.widths[LOGITS + 1 + i])
+            rows = np.empty((self.unread + most * (most_nodes + 1), width), np.float32)
+            if head:
+                rows[: self.unread] = head.states[i]
+            self.states.append(rows)
+        self._pointers = array("Q", [rows.ctypes.data for rows in self.states] or [0])
+        self._ends = array("q", request.end_ids or [-1])
+        grams = [ctypes.pointer(each.structure) for each in request.grams]
+        self._grams = (ctypes.POINTER(CGrams) * len(grams))(*grams)
+        self._rounds = (CRound * most)()
+
+    def fill(self, structure: CRounds, cache: KVCache) -> None:
+        """Set what the C code reads of this request."""
+        request = self.request
+        structure.line = cache.pages.lines[request.slot]
+        structure.text = request.text.tokens.ctypes.data
+        structure.ends = address(self._ends)
+        structure.states = address(self._pointers)
+        structure.grams = ctypes.addressof(self._grams)
+        structure.rounds = self._rounds
+        structure.noise = rng.stream(request.seed, Lane.TARGET)
+        structure.sampling = CSampling.from_buffer_copy(packed([request.sampling]))
+        structure.count, structure.limit = request.text.count, request.limit
+        structure.num_ends, structure.layers = len(request.end_ids), len(self.states)
+        structure.unread, structure.num_grams = self.unread, len(request.grams)
+
+    def result(self, count: int, cache: KVCache) -> RoundsResult:
+        """Note what `count` rounds committed and appended, and return it."""
+        request, done = self.request, self._rounds[:count]
+        kept = sum(each.accepted + 1 for each in done)
+        last = [i for i, each in enumerate(done) if each.nodes][-1:]  # the last that read
+        behind = sum(each.accepted + 1 for each in done[last[0] :]) if last else self.unread + kept
+        cache.length[request.slot] += kept
+        request.text.count += sum(each.appended for each in done)
+        if request.grams:
+            request.grams[0].noted = request.text.count - 1
+        return RoundsResult(done, [rows[: self.unread + kept] for rows in self.states], behind)

@@ -86,10 +86,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     run = multi_step.run_rounds
 
-    def counted(*arguments: Any, **options: Any) -> RoundsResult:
-        result = run(*arguments, **options)
-        found.append(len(result.rounds))
-        return result
+    def counted(*arguments: Any, **options: Any) -> list[RoundsResult]:
+        results = run(*arguments, **options)
+        found.append(len(results[0].rounds))
+        return results
 
     monkeypatch.setattr(multi_step, "run_rounds", counted)
     return found
@@ -141,7 +141,7 @@ def test_sampling_and_what_ends_a_request(draft: str, params: dict[str, Any]) ->
 def test_what_needs_python_in_every_round_runs_one_round_a_step(
     calls: list[int], draft: str
 ) -> None:
-    """Penalties, log-probabilities, a trace, a depth of its own, another request beside it."""
+    """Penalties, log-probabilities, a trace, a depth of its own, also of a request beside it."""
     for params in ({"frequency_penalty": 0.5}, {"logprobs": 1}, {"min_tokens": TOKENS}):
         made = engine(draft)
         finished(made, add(made, draft, **params))
@@ -152,7 +152,7 @@ def test_what_needs_python_in_every_round_runs_one_round_a_step(
     if draft != "off":
         made.add(prompt, params, draft=draft, depth=2)
         build.finish(made)
-    made.add(prompt, params, draft=draft, depth="auto")
+    made.add(prompt, params, draft=draft, depth="auto", trace=True)
     made.add(prompt, params, draft=draft, depth="auto")
     build.finish(made)
     assert not calls
@@ -318,9 +318,9 @@ def test_what_other_requests_said_is_watched_until_it_is_forgotten(
     watched: list[int] = []
     run = multi_step.run_rounds
 
-    def seen(*arguments: Any, **options: Any) -> RoundsResult:
-        watched.append(len(options["grams"]))
-        return run(*arguments, **options)
+    def seen(decoder: Any, cache: Any, requests: Any, **options: Any) -> list[RoundsResult]:
+        watched.append(len(requests[0].grams))
+        return run(decoder, cache, requests, **options)
 
     monkeypatch.setattr(multi_step, "run_rounds", seen)
     sets = made.multi_step._grams_of
@@ -352,6 +352,106 @@ def test_native_rounds_add_what_they_append_to_the_sequences(
     assert len(tokens) > request.prompt_length + 20
     assert {key for key in grams._slots.tolist() if key} == expected
     build.finish(made)
+
+
+SEVERAL: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.1, "top_k": 9, "max_tokens": 30},
+    {"temperature": 0.9, "stop_token_ids": list(range(9))},
+]
+
+
+def several(made: Engine, draft: str, together: bool = True) -> list[tuple[list[int], str | None]]:
+    """The texts of requests of different parameters, of which one comes a little later."""
+    requests = []
+    for prompt, given in enumerate(SEVERAL):
+        params = {"max_tokens": TOKENS, "temperature": 0.0, "seed": prompt} | given
+        sampling = SamplingParams(ignore_eos="stop_token_ids" not in given, **params)
+        name = "off" if prompt == 2 else draft
+        requests.append(made.add(build.prompts()[prompt], sampling, draft=name, depth="auto"))
+        if prompt == 2:
+            made.step_or_raise()
+            made.step_or_raise()
+        if not together:
+            build.finish(made)
+    build.finish(made)
+    return [(list(request.output), request.finish_reason) for request in requests]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_requests_run_rounds_that_draft_nothing(
+    calls: list[int], family: str, draft: str
+) -> None:
+    alone = several(engine("off", family, seconds=0.0), "off", together=False)
+    made = engine(draft, family)
+    made.guard.paused_steps = 1000 if draft != "suffix" else 0  # nobody drafts
+    assert several(made, draft) == alone
+    assert draft == "suffix" or max(calls) > 3
+
+
+@pytest.mark.parametrize("draft", ["off", "eagle"])
+def test_rounds_of_several_leave_what_steps_leave(calls: list[int], draft: str) -> None:
+    """Cache rows, statistics, and the hidden states that a head has not read."""
+    found = []
+    for seconds in (0.0, 10.0):
+        made = engine(draft, seconds=seconds)
+        requests = [add(made, draft, 0.7, prompt, max_tokens=200) for prompt in (2, 3, 4)]
+        while requests[0].produced < 3:
+            made.step_or_raise()
+        made.guard.paused_steps = 60
+        while made.guard.paused_steps > 2:
+            made.step_or_raise()
+        made.multi_step.seconds = 0.0
+        states = []
+        for request in requests:
+            while request.produced < 70:
+                made.step_or_raise()
+            cache, slot = made.target.cache, request.slot
+            for layer in cache.keys:
+                for kept in cache.read(slot, layer, 0):
+                    states.append(kept[: request.prompt_length + 60].float().numpy())
+            stats = request.stats
+            found.append((request.tokens[: request.prompt_length + 60], stats.rounds[:50]))
+            if draft == "eagle":
+                proposer = made.proposers["eagle"]
+                assert isinstance(proposer, EagleProposer)
+                assert proposer.pending[slot].end == len(request.tokens) - 1
+        found.append(states)
+    assert max(calls) > 5
+    half = len(found) // 2
+    for step, call in zip(found[:half], found[half:], strict=True):
+        if isinstance(step, list):
+            assert all(np.array_equal(a, b) for a, b in zip(step, call, strict=True))
+        else:
+            assert step == call
+
+
+def test_a_copy_of_one_ends_the_rounds_of_all(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    made = engine("suffix")
+    monkeypatch.setattr(made.drafting, "least_match", lambda *_: 2)
+    first = add(made, "suffix", 2.0, 2)
+    copies = made.add(
+        [7, 8, 9, 10, 11, 12] * 6,
+        SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
+        draft="suffix",
+        depth="auto",
+    )
+    build.finish(made)
+    assert copies.stats.by_source["suffix"].drafted > 0 and len(first.output) == TOKENS
+    assert len(calls) > 1
+
+
+def test_logits_of_one_that_are_not_finite_end_the_rounds() -> None:
+    made = engine("off")
+    requests = [add(made, "off", 0.0, prompt) for prompt in (2, 3)]
+    while requests[0].produced < 4:
+        made.step_or_raise()
+    with build.poisoned(made), pytest.raises(StateError):
+        made.step_or_raise()
 
 
 class TestGrams:

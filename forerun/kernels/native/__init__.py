@@ -393,6 +393,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of eac
     "forerun_chain": (None, [POINTER(CProgram), POINTER(CBatch), POINTER(CChain)]),
     "forerun_block": (None, [POINTER(CProgram), POINTER(CBatch), c_void_p, POINTER(CChain)]),
     "forerun_rounds": (c_int32, [POINTER(CRounds)]),
+    "forerun_plain_rounds": (c_int32, [POINTER(CRounds), c_int32]),
     "forerun_add_grams": (None, [POINTER(CGrams), c_void_p, c_int32, c_int32]),
     "forerun_pack": (None, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
     "forerun_draw": (None, [c_void_p, c_void_p, c_int32, c_int32, c_void_p]),

@@ -581,6 +581,56 @@ int forerun_rounds(const Rounds *given) {
   return r.most;
 }
 
+// Run rounds of several requests that draft nothing, as `forerun_rounds`, until the text of one ends; returns how many were
+// run. All have the program, the memory and the bounds of the first one.
+int forerun_plain_rounds(const Rounds *requests, int count) {
+  const Rounds &first = *requests;
+  std::vector<Progress> now;
+  for (const Rounds *r = requests; r < requests + count; r++) now.push_back({r->count, r->count - 1, 0, 0, 0});
+  std::vector<int64_t> drawn((size_t)count);
+  const double began = clock_of(CLOCK_MONOTONIC);
+  for (int done = 0; done < first.most; done++) {
+    const double start = clock_of(CLOCK_MONOTONIC), used = clock_of(CLOCK_THREAD_CPUTIME_ID);
+    bool stops = done && start - began > first.seconds;
+    for (int i = 0; i < count && done && !stops; i++) stops = may_copy(requests[i], now[i]);
+    if (stops) return done;
+    SlotPass pass(*first.batch, nullptr, count);
+    for (int i = 0; i < count; i++) {
+      const Rounds &r = requests[i];
+      pass.rows[i] = r.line;
+      pass.token(i, r.text[now[i].count - 1], now[i].length, r.line[now[i].length], now[i].length + 1);
+    }
+    const Batch *b = pass.batch(0, count);
+    forerun_run(first.target, b);
+    each_row(count, [&](int i) {
+      const int vocab = first.target->widths[first.logits];
+      drawn[i] = active->say(at(first.target, b, first.logits, i), vocab, requests[i].sampling, key_at(requests[i], now[i].count), nullptr);
+    });
+    if (*std::min_element(drawn.begin(), drawn.end()) < 0) return done;
+    bool ended = false;
+    for (int i = 0; i < count; i++) {
+      const Rounds &r = requests[i];
+      Round &round = r.rounds[done];
+      round.nodes = round.verified = round.accepted = 0;
+      round.drawn[0] = (int32_t)drawn[i];
+      for (int k = 0; k < r.layers; k++) {
+        const int width = first.target->widths[first.logits + 1 + k];
+        memcpy(r.states[k] + (int64_t)done * width, at(first.target, b, first.logits + 1 + k, i), (size_t)width * sizeof(float));
+      }
+      now[i].length++;
+      ended |= append(r, now[i], round);
+    }
+    for (const Rounds *r = requests; r < requests + count; r++) {
+      Round &round = r->rounds[done];
+      round.draft_seconds = 0;
+      round.verify_seconds = clock_of(CLOCK_THREAD_CPUTIME_ID) - used;
+      round.wall_seconds = clock_of(CLOCK_MONOTONIC) - start;
+    }
+    if (ended) return done + 1;
+  }
+  return first.most;
+}
+
 // Add the sequences of tokens of a text that end behind `first` to `last` of its tokens.
 void forerun_add_grams(const Grams *grams, const int64_t *text, int first, int last) {
   for (int i = first; i <= last; i++) add(*grams, text, i);

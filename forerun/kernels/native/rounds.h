@@ -1,4 +1,5 @@
-// Several rounds of one request in one call: draft a chain, run the target over it, keep what the target draws. Python
+// Several rounds in one call: draft a chain for a request, run the target over it, keep what the target draws; or decode
+// several requests without drafts. Python
 // decides what holds for all of them beforehand, and learns from what each round did afterwards. Its interpreter does not run
 // between two passes, whose weights would have pushed its code out of the caches.
 #pragma once
