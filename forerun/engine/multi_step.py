@@ -294,7 +294,6 @@ class NativeSteps(MultiStep):
     ) -> None:
         """Give the hidden states of the committed tokens to the request's proposer."""
         deferred = self.drafting.deferred
-        wanted = self.drafting.hidden_layers(request)
         if request.finish_reason or request.error:
             return  # its slot is about to be closed
         if deferred:
@@ -302,8 +301,8 @@ class NativeSteps(MultiStep):
             read = len(result.states[0]) - result.unread
             states = [rows[read:].copy() for rows in result.states]
             deferred.proposer.end_rounds(request.slot, request.tokens, read, states)
-        elif wanted:
-            seen = {i: rows for i, rows in zip(layers, result.states, strict=True) if i in wanted}
+        elif result.states:
+            seen = dict(zip(layers, result.states, strict=True))
             with isolate_errors(request):
                 self.drafting.proposers[request.draft].observe(request.slot, start, seen)
 
