@@ -77,8 +77,7 @@ class Suffix(PerSlotProposer[_SuffixState]):
         self.memories.move_to_end(tenant)
         if generations[0].text and len(generations[0].text) + len(tokens) > self.memory:
             generations[:] = [SuffixAutomaton(), generations[0]]
-        for token in (*tokens, BREAK):
-            generations[0].append(token)
+        generations[0].extend([*tokens, BREAK])
         while len(self.memories) > 1 and self._num_remembered() > 2 * self.memory:
             self.memories.popitem(last=False)
 
@@ -118,13 +117,14 @@ class Suffix(PerSlotProposer[_SuffixState]):
         if [cursor.automaton for cursor in state.cursors] != memory:
             # A generation came or went: find the place of the latest tokens again.
             state.cursors = [Cursor(automaton) for automaton in memory]
-            for token in tokens[max(0, state.num_read - NUM_RECENT) : state.num_read]:
-                for cursor in state.cursors:
-                    cursor.follow(token)
-        for token in tokens[state.num_read :]:
-            state.own.append(token)
+            recent = tokens[max(0, state.num_read - NUM_RECENT) : state.num_read]
             for cursor in state.cursors:
-                cursor.follow(token)
+                cursor.follow(recent)
+        new = tokens[state.num_read :]
+        if new:
+            state.own.extend(new)
+            for cursor in state.cursors:
+                cursor.follow(new)
         state.num_read = len(tokens)
 
     def _num_remembered(self) -> int:
@@ -163,7 +163,7 @@ class Alignment:
 
     def follow(self, token: int) -> None:
         """Append a token to the output."""
-        self._cursor.follow(token)
+        self._cursor.follow([token])
         self._output.append(token)
         text = self.reference.tokens
         if self.at is not None and self.at < len(text) and text[self.at] == token:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from forerun.draft.automaton import TwinAutomaton
 from forerun.draft.compose import InTurn
 from forerun.draft.ngram import NGram
 from forerun.draft.proposer import DraftRequest, Reference
 from forerun.draft.suffix import BREAK, Alignment, Cursor, References, Suffix, SuffixAutomaton
+from forerun.kernels import native
 from forerun.sampling.params import SamplingParams
 from forerun.types import MEMORY, Draft
 from forerun.verify import Noise
@@ -59,18 +61,45 @@ def texts(letters: int, count: int, length: int) -> list[list[int]]:
 # ---------------------------------------------------------------- cursors
 
 
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the native automaton and with its twin."""
+    if request.param == "twin":
+        monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 40])
+def test_the_twin_has_the_same_matches(letters: int) -> None:
+    """Tokens one by one and in portions, of few letters and of many, and a cursor in another
+    text."""
+    chance = random.Random(letters)
+    for _ in range(6):
+        automaton, twin = SuffixAutomaton(), TwinAutomaton()
+        place, expected = (0, 0), (0, 0)
+        for _ in range(60):
+            tokens = [chance.randrange(-1, letters) for _ in range(chance.choice([0, 1, 1, 7]))]
+            automaton.extend(tokens)
+            for token in tokens:
+                twin.append(token)
+            assert automaton.match == twin.match
+            other = [chance.randrange(letters + 1) for _ in range(chance.choice([1, 3]))]
+            place = automaton.follow(*place, other)
+            for token in other:
+                expected = twin.follow(*expected, token)
+            assert place == expected and automaton.end(place[0]) == twin.end[place[0]]
+
+
 @pytest.mark.parametrize("letters", [1, 2, 3])
 def test_cursor_against_a_naive_search(letters: int) -> None:
     for known, text in zip(texts(letters, 6, 40), texts(letters + 10, 6, 40), strict=True):
         text = [t % (letters + 1) for t in text]  # one letter more than the automaton has seen
         automaton = SuffixAutomaton()
-        for token in known:
-            automaton.append(token)
+        automaton.extend(known)
         cursor = Cursor(automaton)
         for i, token in enumerate(text):
-            cursor.follow(token)
+            cursor.follow([token])
             assert cursor.length == common(text[: i + 1], known)
-            end = automaton.end[cursor.state] + 1
+            end = automaton.end(cursor.state) + 1
             assert known[end - cursor.length : end] == text[i + 1 - cursor.length : i + 1]
             assert cursor.continuation(4) == known[end : end + 4]
 
@@ -83,12 +112,12 @@ def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
         automaton, known, text = SuffixAutomaton(), [], []
         cursor = Cursor(automaton)
         for _ in range(30):
-            for token in chance.choices(range(letters), k=chance.choice([0, 0, 1, 3])):
-                automaton.append(token)
-                known.append(token)
+            tokens = chance.choices(range(letters), k=chance.choice([0, 0, 1, 3]))
+            automaton.extend(tokens)
+            known += tokens
             text.append(chance.randrange(letters))
-            cursor.follow(text[-1])
-            end = automaton.end[cursor.state] + 1
+            cursor.follow(text[-1:])
+            end = automaton.end(cursor.state) + 1
             assert cursor.length <= common(text, known)
             assert known[end - cursor.length : end] == text[len(text) - cursor.length :]
 
@@ -170,7 +199,6 @@ def test_memory_is_bounded_by_two_generations() -> None:
         assert len(proposer.memories[""]) <= 2
         for automaton in proposer.memories[""]:
             assert len(automaton.text) <= memory + 1
-            assert len(automaton.next) <= 2 * memory + 3
 
 
 def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:

@@ -18,6 +18,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include "automaton.h"
 #include "formats.h"
 #include "retrieval.h"
 #include "rounds.h"
@@ -635,6 +636,21 @@ int forerun_plain_rounds(const Rounds *requests, int count) {
 void forerun_add_grams(const Grams *grams, const int64_t *text, int first, int last) {
   for (int i = first; i <= last; i++) add(*grams, text, i);
 }
+
+Automaton *forerun_automaton() { return new Automaton; }
+void forerun_drop_automaton(Automaton *automaton) { delete automaton; }
+
+// Append tokens; `match` becomes the length and the last token of the earlier occurrence of the text's end.
+void forerun_extend(Automaton *automaton, const int64_t *tokens, int count, int32_t *match) {
+  for (int i = 0; i < count; i++) automaton->append((int32_t)tokens[i]);
+  match[0] = automaton->match_length, match[1] = automaton->match_end;
+}
+
+void forerun_follow(const Automaton *automaton, Automaton::Cursor *cursor, const int64_t *tokens, int count) {
+  for (int i = 0; i < count; i++) automaton->follow(*cursor, (int32_t)tokens[i]);
+}
+
+int forerun_occurrence(const Automaton *automaton, int state) { return automaton->end(state); }
 
 void forerun_pack(int format, const float *source, int outputs, int inputs, void *weight, void *scale) {
   active->pack(format, source, outputs, inputs, weight, scale);
