@@ -62,6 +62,7 @@ CATCH_UP_SHARE = 0.5  # maximum share of a draft's time that is subtracted as ca
 CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
 MOST_TOKENS = 1e9  # maximum number of tokens in a file
 SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
+BOUND_BY_ROWS = 2.0  # smallest passes: what prompts take from which on computation binds them
 ROUTE_BYTES = 64 << 20  # of what is remembered of the experts of tokens
 ROUTE_GAIN = 0.05  # weight of a pass in the mean ratio of effective rows to tokens
 
@@ -73,7 +74,8 @@ class Curve:
     Attributes:
         slope: maximum growth per unit beyond the largest measured size, relative to its cost.
         share: maximum growth as a share of proportional growth.
-        trend: expected cost by size in any unit, if growth is known otherwise than by these two.
+        trend: expected cost by size in any unit, where growth is known otherwise than by these two;
+            0 where it is not.
         sizes: measured sizes, ascending.
         seen: mean seconds of each size.
         count: number of measurements of each size.
@@ -104,9 +106,8 @@ class Curve:
         if count <= SETTLED or self._num_added % REFRESH == 0:
             self._cached.clear()
 
-    def set_trend(self, trend: Callable[[float], float] | None) -> None:
-        """Expect costs to grow with the size as `trend` does."""
-        self.trend = trend
+    def forget_expected(self) -> None:
+        """Compute expected costs anew: the trend has changed."""
         self._cached.clear()
 
     def at(self, size: float) -> float | None:
@@ -122,6 +123,14 @@ class Curve:
             found = min(self._interpolate(size), most, *self._settled_beyond(size))
             self._cached[size] = found
         return found
+
+    def least_share(self, least: float) -> float:
+        """Return the least cost of a measured size divided by the size, of those that cost at
+        `least` so much; 0 if there is none, or if all is a single measurement, which is cold."""
+        if sum(self.count.values()) < 2:
+            return 0.0
+        costs = [(self._own(i), size) for i, size in enumerate(self.sizes)]
+        return min((cost / size for cost, size in costs if cost >= least), default=0.0)
 
     def state(self, speed_factor: float) -> list[tuple[int, float, int]]:
         """Return (size, seconds now, measurements) of each size measured more than once."""
@@ -163,8 +172,8 @@ class Curve:
 
     def _growth(self, below: int, size: float) -> float:
         """Return the assumed ratio of a larger size's cost to that of `below`."""
-        if self.trend is not None:
-            return self.trend(size) / self.trend(below)
+        if self.trend is not None and (low := self.trend(below)):
+            return self.trend(size) / low
         return 1 + min(self.slope, self.share / below) * (size - below)
 
     def _own(self, i: int) -> float:
@@ -189,11 +198,15 @@ class CostModel:
 
     Attributes:
         speed_factor: current seconds per second at the start; it follows the machine's speed.
+        prompts_predict: passes that read prompts run on the same kernels as others, so that the
+            time of their tokens says what rows cost that were never measured.
     """
 
     def __init__(self) -> None:
         self.speed_factor = 1.0
-        self._forwards = Curve(slope=0.02, share=0.25)
+        self.prompts_predict = False
+        self._given_trend: Callable[[float], float] | None = None
+        self._forwards = Curve(slope=0.02, share=0.25, trend=self._trend)
         # By proposer and octave of the number of requests.
         self._drafts: dict[tuple[str, int], Curve] = defaultdict(lambda: Curve(slope=0.5))
         # By proposer: discounted (seconds, tokens read in them).
@@ -202,7 +215,23 @@ class CostModel:
 
     def set_trend(self, trend: Callable[[float], float] | None) -> None:
         """Expect passes to cost by their size what `trend` says, in any unit."""
-        self._forwards.set_trend(trend)
+        self._given_trend = trend
+        self._forwards.forget_expected()
+
+    def _trend(self, rows: float) -> float:
+        """Return what a pass over so many rows is expected to cost, in any unit; 0: not known.
+
+        Passes of prompts that are bound by computation say what a row costs, and the smallest pass
+        what it costs to read the weights (a roofline).
+        """
+        if self._given_trend is not None:
+            return self._given_trend(rows)
+        passes = self._forwards
+        if not self.prompts_predict or not passes.sizes:
+            return 0.0
+        least = passes.seen[passes.sizes[0]]
+        row = self._prefills.least_share(BOUND_BY_ROWS * least)
+        return max(least, row * rows) if row else 0.0
 
     def known(self, num_tokens: int, enough: int) -> bool:
         """Return True if `enough` passes over at most `num_tokens` tokens were measured."""
@@ -272,6 +301,7 @@ class CostModel:
     def add_prefill(self, num_tokens: int, seconds: float) -> None:
         """Add a measurement of a pass that reads prompts, possibly beside decoding requests."""
         self._prefills.add(*self._normalised(num_tokens, seconds))
+        self._forwards.forget_expected()
 
     def add_draft(
         self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0

@@ -173,7 +173,7 @@ class LLM:
         native.reserve(config.draft_threads)
         view = view_of(target.decoder)
         instructions = native.instructions() if view.form else ""
-        spec = automatic(config.draft, directory, instructions, target.decoder.weight_bits)
+        spec = automatic(config.draft, directory, instructions)
         load = Loader(config, directory, self.tokenizer, target, draft_device)
 
         def make(spec: str) -> dict[str, Proposer]:

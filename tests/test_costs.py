@@ -56,6 +56,37 @@ def test_several_cold_measurements_are_forgotten_at_the_first_warm_one() -> None
     assert model.forward(3) / model.forward(1) < 1.3
 
 
+def test_rows_that_were_never_measured_cost_what_the_tokens_of_prompts_cost() -> None:
+    """A roofline: at least the smallest pass, and from then on in proportion. Prompts whose passes
+    are bound by memory, a single cold one, and a machine that runs them otherwise say nothing."""
+
+    def model(*prefills: tuple[int, float], predicts: bool = True) -> CostModel:
+        costs = CostModel()
+        costs.prompts_predict = predicts
+        for _ in range(SETTLED):
+            costs.add_forward(4, 1.0)
+        for tokens, seconds in prefills:
+            costs.add_prefill(tokens, seconds)
+        return costs
+
+    known = model((64, 8.0), (64, 8.0), (512, 76.8), (512, 76.8))
+    assert [known.forward(rows) for rows in (4, 8, 12, 16)] == pytest.approx([1, 1, 1.5, 2])
+    loaded = CostModel()
+    loaded.prompts_predict = True
+    known.add_prefill(512, 76.8)
+    loaded.load_state(known.state())
+    assert loaded.forward(16) == pytest.approx(2)
+    unknown = model()
+    for other in (
+        model((64, 8.0)),
+        model((9, 1.9), (9, 1.9)),
+        model((64, 8.0), (64, 8.0), predicts=False),
+    ):
+        assert other.forward(16) == unknown.forward(16) < 1.3
+    known.set_trend(lambda rows: 1 + rows)
+    assert known.forward(9) == pytest.approx(2), "what is known of experts goes first"
+
+
 def test_a_first_measurement_is_believed_in_part_and_bounds_the_second() -> None:
     curve = Curve(slope=0.02)
     curve.add(1, 1.0)

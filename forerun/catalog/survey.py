@@ -223,8 +223,7 @@ def _automatic_draft(row: Survey) -> str:
     """Return the drafter that `--draft auto` uses for a model, as the server names it."""
     path = Path(row.path)
     instructions = _native_instructions() if has_drafter(path) else ""
-    bits = 8 * row.bytes / row.parameters if row.parameters else 0.0
-    return draft_name(automatic("auto", path, instructions, bits))
+    return draft_name(automatic("auto", path, instructions))
 
 
 def _native_instructions() -> str:

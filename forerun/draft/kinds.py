@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,8 @@ Json = dict[str, Any]
 
 BUNDLED = Path(__file__).parent.parent / "drafters"
 
-# Minimum mean bits per weight, by instruction set, from which on a bundled head was faster than
-# copies alone: fewer bits save reading, while the cost of rows stays (benchmarks/LOG.md).
-MIN_BITS = {"avx512": 0.0, "avx512vnni": 0.0, "avx2": 8.0, "avxvnni": 8.0}
+# Instruction sets with which a bundled head was faster than copies alone (benchmarks/LOG.md).
+HEAD_PAYS = ("avx512", "avx512vnni", "avxvnni", "avx2")
 
 # Words in names and tags that say "drafter".
 WORDS = (
@@ -281,7 +279,7 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
 )
 
 
-def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
+def automatic(spec: str, model: Path, instructions: str) -> str:
     """Resolve the draft option `auto` for a model; other options are returned as is.
 
     It is copying, followed by the bundled drafter of the model, or by the multi-token module in its
@@ -290,11 +288,10 @@ def automatic(spec: str, model: Path, instructions: str, bits: float) -> str:
     Args:
         instructions: those of the native kernels; "" in torch, where a head costs more than it
             saves.
-        bits: mean bits of the model's weights.
     """
     if spec != "auto":
         return spec
-    if bits < MIN_BITS.get(instructions, math.inf):
+    if instructions not in HEAD_PAYS:
         return "suffix"
     found = bundled_for(model)
     if found is None:

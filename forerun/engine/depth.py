@@ -124,6 +124,7 @@ class DepthPolicy:
         Raises any exception for data that did not come from `state`; nothing is changed then.
         """
         loaded = DepthPolicy()
+        loaded.costs.prompts_predict = self.costs.prompts_predict
         loaded.costs.load_state(state["costs"])
         for name, found in state["sources"].items():
             loaded.sources[name].load_state(found)

@@ -26,6 +26,7 @@ from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft, States, Verdict
 
 WARM_UP = 32  # steps before a pause ends in which the drafter state is restored
+LEAST_MATCH_STEPS = 32  # for which the shortest match that pays is believed; costs change slowly
 
 
 class RoundSeconds(NamedTuple):
@@ -76,6 +77,7 @@ class DraftLearning:
         decoder = self.target.decoder
         experts = decoder.config.experts
         policy.set_experts(experts, decoder.pass_bytes if experts else None)
+        policy.costs.prompts_predict = experts is None and self.clock is time.thread_time
         self.guard = Guard(policy.forward_seconds)
         self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
 
@@ -190,6 +192,7 @@ class DraftLearning:
             reach = accepted if is_open else max(draft.depths())
             reached = {proposed.kind or proposed.source: reach}
             if proposed.kind:
+                state.least_matches.clear()
                 verified_depth = len(verified.match_tokens(draft.tokens[1:])) - 1
                 reached[proposed.source] = min(verified_depth, reach)
             for source, depth in reached.items():
@@ -278,7 +281,21 @@ class DraftLearning:
         self, request: Request, proposer: Proposer, shortest: int, num_requests: int
     ) -> int:
         """Return the fewest tokens of a match, at least `shortest`, behind which a copy is expected
-        to pay if only this one of so many requests drafts."""
+        to pay if only this one of so many requests drafts.
+
+        It is computed anew after a copy of the request, and now and then.
+        """
+        state, key = self.state(request), (proposer.name, num_requests)
+        found, until = state.least_matches.get(key, (0, 0))
+        if self.steps >= until:
+            found = self._least_match(request, proposer, shortest, num_requests)
+            state.least_matches[key] = found, self.steps + LEAST_MATCH_STEPS
+        return found
+
+    def _least_match(
+        self, request: Request, proposer: Proposer, shortest: int, num_requests: int
+    ) -> int:
+        """Compute `least_match`."""
         batch, state = BatchState(num_requests, num_requests, 1), self.state(request)
         parts = self.proposers[request.draft].parts
         others = [part for part in parts if not part.copies_text]

@@ -46,6 +46,8 @@ class DraftingState:
         proposed: all drafts for it in this step.
         reason: why it drafted in the last step, or did not.
         text: its tokens for native rounds.
+        least_matches: by proposer and number of requests the shortest match behind which a copy
+            pays, and the step until which that is believed.
     """
 
     acceptance: defaultdict[str, Acceptance] = field(
@@ -58,6 +60,7 @@ class DraftingState:
     proposed: list[ProposedDraft] = field(default_factory=list)
     reason: str = NOTHING
     text: GrowingText = field(default_factory=GrowingText)
+    least_matches: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def was_asked(self) -> bool:

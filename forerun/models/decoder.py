@@ -8,7 +8,6 @@ requests and drafts.
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -386,12 +385,6 @@ class Decoder(DecoderLayers):
         """Bytes of the matrices of a forward pass, the embedding only as a tied head."""
         size: int = sum(weight.nbytes for weight in self._matrices)
         return size
-
-    @property
-    def weight_bits(self) -> float:
-        """Mean bits per weight of the matrices, scales included."""
-        weights: int = sum(math.prod(weight.shape) for weight in self._matrices)
-        return 8 * self.weight_bytes / weights
 
     @property
     def precision(self) -> str:

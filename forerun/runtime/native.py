@@ -173,12 +173,6 @@ class NativeDecoder:
         return round(size * (1 - e.share(rows)))
 
     @property
-    def weight_bits(self) -> float:
-        """Mean bits per weight of the matrices, scales included."""
-        weights: int = sum(m.matrix.inputs * m.matrix.outputs for m in self._matrices)
-        return 8 * self.weight_bytes / weights
-
-    @property
     def precision(self) -> str:
         """Number formats of the matrices and the kernels that multiply them, for display."""
         forms = " and ".join(dict.fromkeys(m.form for m in self._matrices))

@@ -143,11 +143,6 @@ class TransformersDecoder(Decoder):
         return sum(p.nbytes for p in self.module.parameters() if id(p) not in skipped)
 
     @property
-    def weight_bits(self) -> float:
-        """Bits per weight."""
-        return 8.0 * self.dtype.itemsize
-
-    @property
     def precision(self) -> str:
         """Number format of the weights and what multiplies them, for display."""
         return f"{str(self.dtype).removeprefix('torch.')}, transformers on {self.device}"

@@ -185,9 +185,8 @@ def _result(rounds: Rounds, arm: Arm) -> SpeedResult:
 
 def default_draft(target: Target) -> str:
     """Return the draft option that --draft auto selects for this target."""
-    decoder = target.llm.decoder
-    instructions = native.instructions() if view_of(decoder).form else ""
-    return automatic("auto", target.path, instructions, decoder.weight_bits)
+    instructions = native.instructions() if view_of(target.llm.decoder).form else ""
+    return automatic("auto", target.path, instructions)
 
 
 def _llm_with_drafters(

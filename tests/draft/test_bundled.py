@@ -40,13 +40,13 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
     with_head = f"suffix+eagle3:{shipped}"
     for place in map(Path, PLACES):
         assert bundled_for(place) == shipped
-        assert automatic("auto", place, "avx512", 5.0) == with_head
-        assert automatic("auto", place, "avx2", 8.1) == with_head
-        assert automatic("auto", place, "avx2", 5.0) == "suffix", "short weights save little there"
-        assert automatic("auto", place, "", 16.0) == "suffix", "a head does not pay in torch"
-        assert automatic("ngram", place, "avx512", 16.0) == "ngram", "an explicit draft is kept"
+        assert automatic("auto", place, "avx512") == with_head
+        assert automatic("auto", place, "avx2") == with_head
+        assert automatic("auto", place, "portable") == "suffix", "a head does not pay there"
+        assert automatic("auto", place, "") == "suffix", "a head does not pay in torch"
+        assert automatic("ngram", place, "avx512") == "ngram", "an explicit draft is kept"
     assert bundled_for(OTHER) is None
-    assert automatic("auto", OTHER, "avx512", 16.0) == "suffix"
+    assert automatic("auto", OTHER, "avx512") == "suffix"
     shutil.rmtree(shipped)
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
@@ -56,7 +56,7 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
 def test_auto_drafts_with_it_and_generates_the_same(
     temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     shutil.copytree(tiny.family("llama"), model := tmp_path / DEFAULT)
     llm, other = LLM(model, kv_tokens=1024), LLM(tiny.family("llama"), kv_tokens=1024)
     assert (llm.draft, other.draft) == ("suffix+eagle3", "suffix")

@@ -292,7 +292,7 @@ def test_it_is_found_without_being_named(
     temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind copies with auto and alone with mtp, and the text is that of plain decoding."""
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
     plain = LLM(tiny.family(family), kv_tokens=1024)
@@ -316,7 +316,7 @@ def test_it_is_found_in_a_gguf_file(
     temperature: float, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its block is no layer of the target, and the text is that of plain decoding."""
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     params = SamplingParams.pure(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8] * 4, [3, 1, 4, 1, 5]]
     llm = LLM(model(family), kv_tokens=1024)
@@ -378,10 +378,9 @@ def test_blocks_of_a_module_are_no_layers_of_a_gguf_file() -> None:
 
 def test_where_auto_uses_it() -> None:
     """Where heads pay, as for the bundled one."""
-    assert automatic("auto", model(), "avx512", 5.0) == "suffix+mtp"
-    assert automatic("auto", model(), "avx2", 5.0) == "suffix", "short weights save little there"
-    assert automatic("auto", model(), "", 16.0) == "suffix", "a head does not pay in torch"
-    assert automatic("auto", tiny.family("qwen3_5"), "avx512", 16.0) == "suffix"
+    assert automatic("auto", model(), "avx512") == "suffix+mtp"
+    assert automatic("auto", model(), "") == "suffix", "a head does not pay in torch"
+    assert automatic("auto", tiny.family("qwen3_5"), "avx512") == "suffix"
 
 
 # ---------------------------------------------------------------- one that was trained
@@ -408,7 +407,7 @@ def test_a_trained_module_in_a_checkpoint_is_found(
 ) -> None:
     """Of any family, and before a module that the checkpoint came with; it drafts what it drafts
     from a directory of its own."""
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     directory, module = with_trained(tmp_path, family)
     llm = LLM(directory, kv_tokens=1024)
     assert llm.draft == "suffix+mtp"
@@ -486,7 +485,7 @@ def test_a_module_that_cannot_be_used_is_one_line(
         load_own_module(directory, view_of(decoder()))
     assert "\n" not in str(error.value)
     assert not has_own_module(directory)
-    assert automatic("auto", directory, "avx512", 16.0) == "suffix"
+    assert automatic("auto", directory, "avx512") == "suffix"
 
 
 @compiled
@@ -494,7 +493,7 @@ def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Names are right, numbers are not."""
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     bad = {"mtp.fc.weight": torch.full((32, 64), torch.inf)}
     directory = changed(tmp_path, {}, lambda stored: stored | bad)
     with pytest.raises(LoadError, match="not finite"):

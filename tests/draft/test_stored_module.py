@@ -70,7 +70,7 @@ def test_a_stored_module_drafts_as_it_does_apart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found by auto, before a module that the file came with, and the target is the same."""
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     path, out = target_file(name), tmp_path / "both.gguf"
     module = trained(tmp_path / "module", path)
     store_module(module, path, out)
@@ -168,7 +168,7 @@ def test_a_stored_module_that_cannot_be_used_is_one_line(
     with pytest.raises(LoadError, match=says) as error:
         load_own_module(out, view)
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     if numbers.get("llama.block_count") != 3:  # else the target has a block too much
         assert LLM(out, kv_tokens=256).draft == "suffix"
 

@@ -18,6 +18,8 @@ from forerun.draft.eagle.proposer import EagleProposer
 from forerun.draft.proposer import DraftRequest
 from forerun.engine import guard, multi_step
 from forerun.engine.depth import BatchState
+from forerun.engine.draft_learning import LEAST_MATCH_STEPS
+from forerun.engine.draft_state import ProposedDraft
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import StateError
@@ -26,7 +28,7 @@ from forerun.kernels.draw import packed
 from forerun.rng import GOLDEN, MASK, mix
 from forerun.runtime.rounds import Grams, RoundsResult
 from forerun.sampling.params import GREEDY, SamplingParams
-from forerun.types import Draft
+from forerun.types import Draft, Verdict
 from tests.engine import build
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
@@ -308,6 +310,35 @@ def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int])
     build.finish(made)
     assert request.stats.by_source["suffix"].accepted > 0
     assert len(calls) > 1
+
+
+def test_the_shortest_match_that_pays_is_computed_anew_after_a_copy_and_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = engine("suffix")
+    request = add(made, "suffix")
+    made.step_or_raise()
+    drafting, computed = made.drafting, []
+    compute = drafting._least_match
+
+    def counted(*arguments: Any) -> int:
+        computed.append(arguments)
+        return compute(*arguments)
+
+    monkeypatch.setattr(drafting, "_least_match", counted)
+    (part,) = drafting.proposers["suffix"].parts
+    first = drafting.least_match(request, part, 2, 1)
+    assert drafting.least_match(request, part, 2, 1) == first and len(computed) == 1
+    drafting.least_match(request, part, 2, 4)
+    assert len(computed) == 2, "it depends on how many requests run"
+    drafting.steps += LEAST_MATCH_STEPS
+    drafting.least_match(request, part, 2, 1)
+    assert len(computed) == 3
+    copy = Draft.chain(request.tokens[-1], [5], "suffix")
+    drafting.state(request).proposed.append(ProposedDraft("suffix", "suffix, 2 bits", copy))
+    drafting.record_verdict(request, Draft.root(request.tokens[-1]), Verdict([5], [0]))
+    drafting.least_match(request, part, 2, 1)
+    assert len(computed) == 4
 
 
 def test_what_other_requests_said_is_watched_until_it_is_forgotten(

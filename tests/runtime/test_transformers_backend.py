@@ -444,7 +444,7 @@ def test_a_native_family_on_request() -> None:
     module, native = (make_runner(o, path, CPU) for o in (options, Config.of(kv_tokens=64)))
     assert isinstance(module.decoder, TransformersDecoder)
     assert not isinstance(native.decoder, TransformersDecoder)
-    assert module.decoder.weight_bytes > 0 and module.decoder.weight_bits == 32
+    assert module.decoder.weight_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_module_is_stored_in_the_file_of_its_target(
     words = ("drafters", "embed", str(module), str(written.path), "--out", str(out))
     code, text, err = run(monkeypatch, capsys, *words)
     assert code == 0 and f"--model {out}" in text, err
-    monkeypatch.setattr(kinds, "MIN_BITS", {native.start(): 0.0})
+    monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     params = SamplingParams.pure(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
     found = []
     for path, draft in (
