@@ -63,6 +63,7 @@ CATCH_UP_DISCOUNT = 0.9  # discount factor of earlier catch-up measurements
 MOST_TOKENS = 1e9  # maximum number of tokens in a file
 SPEED_GAIN = 0.1  # weight of one measurement in the machine's speed
 BOUND_BY_ROWS = 2.0  # smallest passes: what prompts take from which on computation binds them
+ROW_CHANGE = 0.05  # of what a row costs, from which on expected costs are computed anew
 ROUTE_BYTES = 64 << 20  # of what is remembered of the experts of tokens
 ROUTE_GAIN = 0.05  # weight of a pass in the mean ratio of effective rows to tokens
 
@@ -206,6 +207,7 @@ class CostModel:
         self.speed_factor = 1.0
         self.prompts_predict = False
         self._given_trend: Callable[[float], float] | None = None
+        self._row: float | None = None  # `_row_of_prompts`; None: not computed yet
         self._forwards = Curve(slope=0.02, share=0.25, trend=self._trend)
         # By proposer and octave of the number of requests.
         self._drafts: dict[tuple[str, int], Curve] = defaultdict(lambda: Curve(slope=0.5))
@@ -226,12 +228,20 @@ class CostModel:
         """
         if self._given_trend is not None:
             return self._given_trend(rows)
-        passes = self._forwards
-        if not self.prompts_predict or not passes.sizes:
+        if not self.prompts_predict or not self._forwards.sizes:
             return 0.0
-        least = passes.seen[passes.sizes[0]]
-        row = self._prefills.least_share(BOUND_BY_ROWS * least)
-        return max(least, row * rows) if row else 0.0
+        if self._row is None:
+            self._row = self._row_of_prompts()
+        return max(self._least_pass(), self._row * rows) if self._row else 0.0
+
+    def _row_of_prompts(self) -> float:
+        """Return the least that a token costs in passes of prompts that are bound by computation; 0
+        if there are none."""
+        return self._prefills.least_share(BOUND_BY_ROWS * self._least_pass())
+
+    def _least_pass(self) -> float:
+        """Return the cost of the smallest pass that was measured."""
+        return self._forwards.seen[self._forwards.sizes[0]]
 
     def known(self, num_tokens: int, enough: int) -> bool:
         """Return True if `enough` passes over at most `num_tokens` tokens were measured."""
@@ -301,7 +311,11 @@ class CostModel:
     def add_prefill(self, num_tokens: int, seconds: float) -> None:
         """Add a measurement of a pass that reads prompts, possibly beside decoding requests."""
         self._prefills.add(*self._normalised(num_tokens, seconds))
-        self._forwards.forget_expected()
+        if self._row is not None:
+            row = self._row_of_prompts()
+            if abs(row - self._row) > ROW_CHANGE * self._row:  # small changes are not worth it
+                self._row = row
+                self._forwards.forget_expected()
 
     def add_draft(
         self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0

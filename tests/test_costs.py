@@ -83,6 +83,9 @@ def test_rows_that_were_never_measured_cost_what_the_tokens_of_prompts_cost() ->
         model((64, 8.0), (64, 8.0), predicts=False),
     ):
         assert other.forward(16) == unknown.forward(16) < 1.3
+    for _ in range(2):
+        known.add_prefill(1024, 102.4)
+    assert known.forward(16) == pytest.approx(1.6), "what longer prompts show is believed at once"
     known.set_trend(lambda rows: 1 + rows)
     assert known.forward(9) == pytest.approx(2), "what is known of experts goes first"
 
