@@ -4,8 +4,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # which tests are run: test-full leaves none out
 SELECT = -m "not full"
+# about GPUs, on the CPU: tests of their own, since Triton's interpreter is slow
+GPU_TESTS = tests/kernels/triton tests/test_device_check.py
 
-.PHONY: demo cluster-demo test test-full test-cluster lint docs sanitize races clean
+.PHONY: demo cluster-demo test test-full test-gpu test-cluster lint docs sanitize races clean
 
 demo: $(STAMP)  ## install into .venv, then answer real requests with speculation and without
 	$(BIN)/python examples/demo.py
@@ -16,10 +18,13 @@ cluster-demo: $(VENV)/.cluster  ## two replicas on this machine, behind one addr
 # tests are compiled once, and not in each run by each worker, wherever byte code is not kept otherwise
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) lint  ## lint, type-check and run the tests, of those with many cases some
-	$(BIN)/python -m pytest -n auto --dist worksteal $(SELECT)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(GPU_TESTS:%=--ignore %) $(SELECT)
 
-test-full:  ## every case of every test, the cluster's, the sanitizers' and races
-	$(MAKE) test test-cluster sanitize races SELECT=
+test-full:  ## every case of every test, those about GPUs, the cluster's, the sanitizers' and races
+	$(MAKE) test test-gpu test-cluster sanitize races SELECT=
+
+test-gpu: $(VENV)/.gpu-tests  ## kernels for GPUs in Triton's interpreter and compiled, and the check of a card in miniature
+	$(BIN)/python -m pytest -n auto --dist worksteal $(GPU_TESTS) $(SELECT)
 
 test-cluster: $(VENV)/.cluster  ## the tests of the cluster, and those of the server that need only an address, on Ray
 	$(BIN)/python -m pytest tests/server tests/cluster -k "door or cluster" $(SELECT)
@@ -56,7 +61,7 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[docs]"
 	touch $@
 
-$(VENV)/.gpu-tests: $(STAMP)  # with it `make test` runs the kernels for GPUs in Triton's interpreter
+$(VENV)/.gpu-tests: $(STAMP)
 	$(BIN)/pip install --disable-pip-version-check --quiet "forerun[gpu-tests]"
 	touch $@
 

@@ -62,8 +62,15 @@ class RecordedOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, found))
+        if not (func.is_view and same_storage([args[0], *tree_leaves(found)])):
+            self.calls.append((func, args, kwargs, found))
         return found
+
+
+def same_storage(tensors: Sequence[Tensor]) -> bool:
+    """Whether all but the first are views of the first: they show what is written to it later.
+    `reshape`, for example, returns a view or a copy."""
+    return len({each.untyped_storage().data_ptr() for each in tensors}) == 1
 
 
 @torch.inference_mode()
@@ -71,7 +78,11 @@ def replay(calls: Sequence[tuple[Any, Any, Any, Any]]) -> None:
     """Run operations again; results go to the tensors of the first time."""
     for func, args, kwargs, first in calls:
         again = func(*args, **kwargs)
-        for old, new in zip(tree_leaves(first), tree_leaves(again), strict=True):
+        if isinstance(first, Tensor):
+            results = [(first, again)]
+        else:
+            results = zip(tree_leaves(first), tree_leaves(again), strict=True)
+        for old, new in results:
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
