@@ -42,7 +42,6 @@ TEXTS = (
     "        if os.path.isdir(full):\n            yield from walk(full)\n        else:\n            yield full\n",
 )
 GAUGES = ("forerun_running", "forerun_waiting", "forerun_kv_used", "forerun_engine_failures_total")
-MIB = 1 << 20
 
 
 @dataclass
