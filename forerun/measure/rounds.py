@@ -185,11 +185,10 @@ class Rounds:
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
                 self.llm.forget()
-                with self.meter.window() as window:
-                    run = timed_run(self.llm.engine, work, self.params, arm)
+                before = self.meter.read()
+                run = timed_run(self.llm.engine, work, self.params, arm)
+                self.joules_per_token[arm].append(self.meter.since(before).per_token(run.tokens))
                 self.runs[arm][batch].append(run)
-                joules = window.energy.per_token(run.tokens) if window.energy else None
-                self.joules_per_token[arm].append(joules)
 
     @property
     def done(self) -> int:
