@@ -22,7 +22,6 @@ from forerun.bench.packed_pair import (
     make_packed_pair,
     random_rows,
 )
-from forerun.bench.pair import make_pair
 from forerun.bench.recipe import PairRecipe
 from forerun.bench.shapes import (
     SHAPES,
@@ -172,8 +171,6 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match="are free on its disk"):
         make_packed_pair(tmp_path / "pair", PairRecipe(**PAIRS["llama"]))
-    with pytest.raises(ConfigError, match="make_packed_pair"):
-        make_pair(tmp_path / "pair", PairRecipe(**PAIRS["llama"]))
     assert not list(tmp_path.iterdir())
 
 

@@ -198,16 +198,6 @@ def test_tasks_are_measured_with_their_own_limits(
         _ = evaluator.cases
 
 
-def test_the_pass_that_ends_the_prompt_is_not_counted() -> None:
-    """It may draft, and the end of a text may lie within the last draft."""
-    stats = SimpleNamespace(rounds=[(2, 2), (1, 0), (2, 1), (2, 2)])
-    request: Any = SimpleNamespace(stats=stats, produced=8)
-    assert evaluate._prefill_tokens(request) == 3
-    assert evaluate._pass_lengths(request) == [1, 2, 2]
-    usual: Any = SimpleNamespace(stats=SimpleNamespace(rounds=[(0, 0), (2, 1)]), produced=3)
-    assert evaluate._prefill_tokens(usual) == 1 and evaluate._pass_lengths(usual) == [2]
-
-
 RESULT, WARM_UP, ROUND = 10, 20, 80  # seconds that each takes here
 SETS = [PromptSet(task, (EvaluationPrompt((1, 2), 9),)) for task in ("held-out", "edit", "chat")]
 
