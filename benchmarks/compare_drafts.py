@@ -10,7 +10,6 @@ with weights by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import add_engine_options, chosen_tasks, load, parser, run
@@ -21,17 +20,7 @@ from forerun.config import parse_depth
 from forerun.measure.energy import Meter
 from forerun.measure.rounds import Rounds, Setting
 from forerun.measure.run import PLAIN, Arm
-from forerun.measure.tables import print_columns
-
-
-@dataclass(frozen=True, slots=True)
-class NamedArm(Arm):
-    """An arm whose draft is an expression in the engine's names of its drafts."""
-
-    @property
-    def name(self) -> str:
-        """The name of the proposer in the engine."""
-        return self.draft
+from forerun.measure.tables import print_columns, times_and_interval
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     llm = load(given, draft=given.draft, kv_tokens=8192)
     params = SamplingParams.pure(max_tokens=given.tokens, seed=1, ignore_eos=True)
-    arms = [NamedArm(draft, parse_depth(given.depth)) for draft in given.drafts]
+    depth = parse_depth(given.depth)
+    arms = [Arm(draft, depth, proposer=draft) for draft in given.drafts]
     tasks = chosen_tasks(given.prompts, given.categories)
     rows = []
     for category in dict.fromkeys(task.category for task in tasks):
@@ -61,13 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rounds.play(batches(llm, own, 1, given.tokens), tell)
         for arm in rounds.runs:
             r = rounds.result("none", arm, None)
-            low, high = r.interval or (1.0, 1.0)
             rows.append(
                 {
                     "category": category,
                     "draft": r.draft,
                     "tokens/s": f"{r.tokens_per_second:.1f}",
-                    "times plain (95 %)": f"{r.times_plain:.2f} ({low:.2f} to {high:.2f})",
+                    "times plain (95 %)": times_and_interval(r.times_plain, r.interval),
                     "accepted length": f"{r.accepted_length:.2f}",
                     "draft ms": f"{r.draft_ms:.2f}",
                     "text": "same" if r.same else f"DIFFERENT from token {r.first_difference}",

@@ -83,10 +83,9 @@ def measure_energy(
     meter = meter or Meter()
     if not meter.sources:
         raise ForerunError(f"energy cannot be measured here. {meter.method}")
-    with meter.window() as window:
-        sleep(seconds)
-    idle = window.energy.total if window.energy else None
-    idle_watts = None if idle is None or window.energy is None else idle / window.energy.seconds
+    before = meter.read()
+    sleep(seconds)
+    idle_watts = meter.since(before).watts
     results: list[Consumption] = []
     for quantization, draft, arms in plan.engines():
         llm = LLM(**options, draft=draft, quantization=quantization)
@@ -97,14 +96,13 @@ def measure_energy(
                 begun = time.monotonic()
                 tokens = 0
                 at = i
-                with meter.window() as window:
-                    while time.monotonic() - begun < seconds:
-                        llm.forget()
-                        work = works[at % len(works)]
-                        tokens += timed_run(llm.engine, work, plan.params, arm).tokens
-                        at += 1
-                if window.energy:
-                    windows[arm].append((window.energy, tokens))
+                before = meter.read()
+                while time.monotonic() - begun < seconds:
+                    llm.forget()
+                    work = works[at % len(works)]
+                    tokens += timed_run(llm.engine, work, plan.params, arm).tokens
+                    at += 1
+                windows[arm].append((meter.since(before), tokens))
         results += [summarize(arm, windows, idle_watts, plan.price) for arm in windows]
         del llm
     return EnergyReport(
@@ -131,7 +129,6 @@ def summarize(
         else (energy.total - idle_watts * energy.seconds) / tokens
         for energy, tokens in own
     ]
-    watts = [None if energy.total is None else energy.total / energy.seconds for energy, _ in own]
     ratios = [a / b if a and b else None for a, b in zip(joules, plain, strict=True)]
     each = median_if_known(joules)
     speed = median([tokens / energy.seconds for energy, tokens in own])
@@ -142,7 +139,7 @@ def summarize(
         above_idle=median_if_known(above),
         tokens_per_watt_hour=3600 / each if each else None,
         times_plain=median_if_known(ratios),
-        watts=median_if_known(watts),
+        watts=median_if_known([energy.watts for energy, _ in own]),
         tokens_per_second=speed,
         cost_per_million=cost_per_million(price, speed) if price else None,
     )

@@ -10,7 +10,6 @@ weights with the inputs of every layer rounded to 8 bits in groups of 64.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +49,7 @@ def logits(decoder: Decoder | NativeDecoder, ids: list[int]) -> Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    options: argparse.ArgumentParser = parser(__doc__)
+    options = parser(__doc__)
     options.add_argument("texts", nargs="+", type=Path, help="text files")
     options.add_argument("--characters", type=int, default=3500, help="of each text")
     given = options.parse_args(arguments)

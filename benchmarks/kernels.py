@@ -9,7 +9,6 @@ every round.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import time
 from collections.abc import Sequence
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--megabytes", type=int, default=256, help="weights of each format")
     options.add_argument("--repeats", type=int, default=9, help="number of rounds")
     options.add_argument("--threads", type=int, default=0, help="0 uses one per core")
-    given: argparse.Namespace = options.parse_args(arguments)
+    given = options.parse_args(arguments)
     check_integer("threads", given.threads, 0, cores())
     report = measure_kernels(
         listed(given.formats),

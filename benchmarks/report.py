@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.command import run
 from forerun.errors import ConfigError
+from forerun.measure.tables import times_and_interval
 
 Line = dict[str, Any]  # a result with the fields of its run
 DECODE_COLUMNS = {
@@ -88,9 +89,8 @@ def table(lines: Sequence[Line]) -> str:
 
 def _cell(line: Line, name: str) -> str:
     value = line.get(name)
-    if name == "times_plain" and value is not None and line.get("interval"):
-        low, high = line["interval"]
-        return f"{value:.2f} ({low:.2f} to {high:.2f})"
+    if name == "times_plain" and value is not None:
+        return times_and_interval(value, line.get("interval"))
     if name == "draft" and value is not None:
         return f"`{value}`"
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.command import chosen_tasks, parser, run
 from forerun import LLM, Completion, SamplingParams
+from forerun.measure.medians import first_difference
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compare(expected: Completion, other: Completion) -> str:
     """Describe the first difference of two outputs, with the gap of the two likeliest tokens."""
-    pairs = zip(expected.token_ids, other.token_ids, strict=True)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    at = first_difference(expected.token_ids, other.token_ids)
     if at is None:
         return "the same"
     first, second = sorted((expected.logprobs or [])[at].top.values(), reverse=True)[:2]

@@ -25,7 +25,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
@@ -54,11 +53,10 @@ from attack_corpus import (
     posted,
     strike,
 )
+from processes import address, below, memory
 
-SHUTDOWN, GRACE = (
-    5.0,
-    10.0,
-)  # seconds that the server gives running requests, and that its own end may take
+SHUTDOWN = 5.0  # seconds that the server gives running requests
+GRACE = 10.0  # seconds that its own end may take
 REST = 2.0  # seconds before the first request: a server that has had one has done what it puts off
 LOGGED = 2000  # lines of its log, of all phases
 ROOM = 100  # MiB that it may have more at the end than at the beginning
@@ -162,9 +160,8 @@ class Innocents:
             now, (choice,) = time.monotonic(), json.loads(line[6:])["choices"]
             text += choice["text"]
             if last:
-                waits.between += [(now - last) / len(choice["token_ids"])] * len(
-                    choice["token_ids"]
-                )
+                count = len(choice["token_ids"])
+                waits.between += [(now - last) / count] * count
             last = now
         writer.close()
         waits.texts[text] += 1
@@ -275,52 +272,23 @@ class Server:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _start(self, options: argparse.Namespace) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "forerun",
-            "serve",
-            "--port",
-            "0",
-            "--shutdown-timeout",
-            f"{SHUTDOWN:g}",
-        ]
-        command += [*(["--model", options.model] if options.model else []), *options.serve.split()]
+        command = [sys.executable, "-m", "forerun", "serve", "--port", "0"]
+        command += ["--shutdown-timeout", f"{SHUTDOWN:g}", *options.serve.split()]
+        command += ["--model", options.model] if options.model else []
         if options.descriptors:
-            command = [
-                "bash",
-                "-c",
-                f'ulimit -n {options.descriptors}; exec "$@"',
-                "bash",
-                *command,
-            ]
+            limited = f'ulimit -n {options.descriptors}; exec "$@"'
+            command = ["bash", "-c", limited, "bash", *command]
         self.process = subprocess.Popen(command, stderr=self.log)
         self.pid = self.process.pid
-        while self.process.poll() is None:
-            if found := re.search(r"on (http://\S+)", self.logged()):
-                return found[1]
-            time.sleep(0.1)
-        raise SystemExit(f"the server did not start: {self.logged()}")
+        return address(self.process, Path(self.log.name))
 
     def logged(self) -> str:
         """What it has said on stderr."""
         return Path(self.log.name).read_text()
 
     def memory(self, kind: str = "RssAnon") -> float:
-        """MiB of its process and of those that it has started: RssAnon is what they took for
-        themselves, RssShmem the KV cache."""
-        found, left = 0.0, [self.pid] if self.pid else []
-        while left:
-            folder = Path(f"/proc/{left.pop()}")
-            with suppress(OSError):
-                left += [
-                    int(child)
-                    for task in folder.glob("task/*/children")
-                    for child in task.read_text().split()
-                ]
-                status = re.search(rf"{kind}:\s+(\d+)", (folder / "status").read_text())
-                found += int(status[1]) / 1024 if status else 0
-        return round(found, 1)
+        """MiB of its process and of those that it has started."""
+        return memory(below(self.pid), kind) if self.pid else 0.0
 
     def _watch(self) -> None:
         while self.watched:
@@ -401,17 +369,12 @@ def warm_up(server: Server, options: argparse.Namespace) -> None:
 
 def row(report: dict[str, Any]) -> str:
     """Sum up one kind of attack in a line."""
-    slow, usual, memory = (
-        report["under attack"],
-        report["beside honest clients"],
-        report["memory_mib"],
-    )
-    ratio = (
-        slow["median_ms"] / usual["median_ms"] if usual["median_ms"] and slow["median_ms"] else 0.0
-    )
+    attacked, mib = report["under attack"], report["memory_mib"]
+    slow, usual = attacked["median_ms"], report["beside honest clients"]["median_ms"]
+    ratio = slow / usual if usual and slow else 0.0
     return (
-        f"tokens {slow['median_ms']} ms, {ratio:.2f} times as slow; /health {slow['worst_health_ms']} ms;"
-        f" memory {memory['before']} to {memory['after']} MiB"
+        f"tokens {slow} ms, {ratio:.2f} times as slow; /health {attacked['worst_health_ms']} ms;"
+        f" memory {mib['before']} to {mib['after']} MiB"
     )
 
 
@@ -471,9 +434,9 @@ def failures(
         failed.append(f"tokens every {slow['median_ms']} ms, beside honest clients {usual}")
     if slow["worst_health_ms"] > 100:
         failed.append(f"/health took {slow['worst_health_ms']} ms")
-    memory = report["memory_mib"]
-    if memory["after"] > memory["before"] + ROOM:
-        failed.append(f"memory is {memory['after']} MiB and was {memory['before']}")
+    mib = report["memory_mib"]
+    if mib["after"] > mib["before"] + ROOM:
+        failed.append(f"memory is {mib['after']} MiB and was {mib['before']}")
     if report["log_lines"] > LOGGED:
         failed.append(f"the log has {report['log_lines']} lines")
     if (
@@ -491,13 +454,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         if name == "kinds":  # a line of each was printed when it ended
             continue
         if name in ("attacks", "failed"):
+            items = value if name == "failed" else [f"{v:>4} {k}" for k, v in value.items()]
             yield f"{name}:"
-            yield from (
-                f"  {item}"
-                for item in (
-                    value if name == "failed" else [f"{v:>4} {k}" for k, v in value.items()]
-                )
-            )
+            yield from (f"  {item}" for item in items)
         else:
             yield f"{name:<24}{value}"
 

@@ -22,6 +22,16 @@ def posted(path: str, body: Any) -> Made:
     return path, json.dumps(body, separators=(",", ":")).encode()
 
 
+def completion(prompt: Any = "x", **fields: Any) -> Made:
+    """A completion."""
+    return posted(COMPLETIONS, {"prompt": prompt, **fields})
+
+
+def chat(**fields: Any) -> Made:
+    """A chat."""
+    return posted(CHAT, {"messages": HELLO, **fields})
+
+
 def many(count: float, scale: float) -> int:
     """How many there are of something."""
     return max(2, int(count * scale))
@@ -30,19 +40,14 @@ def many(count: float, scale: float) -> int:
 def form(kind: str, value: Any) -> Made:
     """A completion in the form of a grammar."""
     named = {"name": "x", "schema": value} if kind == "json_schema" else value
-    return posted(
-        COMPLETIONS,
-        {"prompt": "x", "max_tokens": 32, "response_format": {"type": kind, kind: named}},
-    )
+    return completion(max_tokens=32, response_format={"type": kind, kind: named})
 
 
 def grown(kind: str, value: Any) -> Made:
     """A long and unlikely completion in the form of a grammar whose matching takes more and
     more."""
     more = {"temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 400, "n": 4}
-    return posted(
-        COMPLETIONS, {"prompt": "x", **more, "response_format": {"type": kind, kind: value}}
-    )
+    return completion(**more, response_format={"type": kind, kind: value})
 
 
 def terminals(count: int) -> str:
@@ -53,29 +58,17 @@ def terminals(count: int) -> str:
 
 
 def messages(scale: float) -> Made:
-    return posted(CHAT, {"messages": [{"role": "user"}] * many(490_000, scale), "max_tokens": 1})
-
-
-def metadata(scale: float) -> Made:
-    entries = {f"k{i}": "" for i in range(many(550_000, scale))}
-    return posted(CHAT, {"messages": HELLO, "max_tokens": 1, "metadata": entries})
+    return chat(messages=[{"role": "user"}] * many(490_000, scale), max_tokens=1)
 
 
 def stops(scale: float) -> Made:
     texts = ["\n" * many(950_000, scale) + str(i) for i in range(4)]
-    return posted(
-        COMPLETIONS, {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stop": texts}
-    )
-
-
-def stop_ids(scale: float) -> Made:
-    ids = [9] * many(3_900_000, scale)
-    return posted(COMPLETIONS, {"prompt": "x", "max_tokens": 4, "n": 64, "stop_token_ids": ids})
+    return completion(max_tokens=400, ignore_eos=True, stop=texts)
 
 
 def documents(scale: float) -> Made:
     text = "def walk(path): return [name for name in os.listdir(path)]\n" * many(2_500, scale)
-    return posted(COMPLETIONS, {"prompt": ["x"] * 64, "max_tokens": 2, "documents": [text]})
+    return completion(["x"] * 64, max_tokens=2, documents=[text])
 
 
 def nested(scale: float) -> Made:
@@ -86,25 +79,16 @@ def nested(scale: float) -> Made:
 def schema_of_schemas(scale: float) -> Made:
     value: Any = {"type": "string"}
     for _ in range(many(300, scale)):
-        value = {
-            "type": "object",
-            "properties": {"a": value, "b": {"$ref": "#"}},
-            "required": ["a"],
-        }
+        properties = {"a": value, "b": {"$ref": "#"}}
+        value = {"type": "object", "properties": properties, "required": ["a"]}
     return form("json_schema", value)
 
 
 def tools(scale: float) -> Made:
-    given = [
-        {
-            "type": "function",
-            "function": {"name": f"f{i}", "parameters": {"type": "object", "properties": {}}},
-        }
-        for i in range(many(20_000, scale))
-    ]
-    return posted(
-        CHAT, {"messages": HELLO, "max_tokens": 4, "tools": given, "tool_choice": "required"}
-    )
+    nothing = {"type": "object", "properties": {}}
+    functions = [{"name": f"f{i}", "parameters": nothing} for i in range(many(20_000, scale))]
+    given = [{"type": "function", "function": function} for function in functions]
+    return chat(max_tokens=4, tools=given, tool_choice="required")
 
 
 def noise(rng: random.Random) -> Made:
@@ -121,55 +105,35 @@ def noise(rng: random.Random) -> Made:
     )  # fmt: skip
     body = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 6))}
     base: dict[str, Any] = rng.choice([{"prompt": "x"}, {"messages": HELLO}])
-    path = rng.choice(
-        [
-            COMPLETIONS,
-            CHAT,
-            "/v1/responses",
-            "/v1/embeddings",
-            "/tokenize",
-            "/detokenize",
-            "/api/chat",
-        ]
-    )
-    return posted(path, base | body)
+    others = ("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize", "/api/chat")
+    return posted(rng.choice((COMPLETIONS, CHAT, *others)), base | body)
 
 
+WORDS = "a b c d "
 ENDLESS_LARK = 'start: %json {"type": "integer", "\\u006dultipleOf": 123456789}'
 REQUESTS: dict[str, Callable[[float], Made]] = {
-    "long prompt": lambda s: posted(
-        COMPLETIONS, {"prompt": "a b c d " * many(1_000_000, s), "max_tokens": 1}
-    ),
-    "long chat": lambda s: posted(
-        CHAT, {"messages": [{"role": "user", "content": "a b c d " * many(1_000_000, s)}]}
-    ),
-    "long tokenize": lambda s: posted("/tokenize", {"prompt": "a b c d " * many(1_000_000, s)}),
+    "long prompt": lambda s: completion(WORDS * many(1_000_000, s), max_tokens=1),
+    "long chat": lambda s: chat(messages=[{"role": "user", "content": WORDS * many(1_000_000, s)}]),
+    "long tokenize": lambda s: posted("/tokenize", {"prompt": WORDS * many(1_000_000, s)}),
     "one long word": lambda s: posted("/tokenize", {"prompt": "a" * many(8_000_000, s)}),
-    "long embedding": lambda s: posted(
-        "/v1/embeddings", {"input": "a b c d " * many(1_000_000, s)}
-    ),
+    "long embedding": lambda s: posted("/v1/embeddings", {"input": WORDS * many(1_000_000, s)}),
     "long generate": lambda s: posted(
-        "/api/generate", {"prompt": "a b c d " * many(1_000_000, s), "raw": True}
+        "/api/generate", {"prompt": WORDS * many(1_000_000, s), "raw": True}
     ),
     "many embeddings": lambda s: posted("/v1/embeddings", {"input": ["x"] * many(1_900_000, s)}),
-    "many prompts": lambda s: posted(
-        COMPLETIONS, {"prompt": ["x"] * many(1_900_000, s), "max_tokens": 1}
-    ),
+    "many prompts": lambda s: completion(["x"] * many(1_900_000, s), max_tokens=1),
     "many ids": lambda s: posted("/detokenize", {"tokens": [9] * many(3_900_000, s)}),
     "many messages": messages,
     "many messages to tokenize": lambda s: ("/tokenize", messages(s)[1]),
-    "metadata": metadata,
+    "metadata": lambda s: chat(
+        max_tokens=1, metadata={f"k{i}": "" for i in range(many(550_000, s))}
+    ),
     "long stops": stops,
-    "stop ids": stop_ids,
+    "stop ids": lambda s: completion(max_tokens=4, n=64, stop_token_ids=[9] * many(3_900_000, s)),
     "documents": documents,
     "tools": tools,
-    "logit bias": lambda s: posted(
-        COMPLETIONS,
-        {
-            "prompt": "x",
-            "max_tokens": 4,
-            "logit_bias": {str(i): 1 for i in range(many(500_000, s))},
-        },
+    "logit bias": lambda s: completion(
+        max_tokens=4, logit_bias={str(i): 1 for i in range(many(500_000, s))}
     ),
     "lark with an escaped multipleOf": lambda s: form("grammar", ENDLESS_LARK),
     "schema with a multipleOf": lambda s: form(
@@ -183,42 +147,26 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
     ),
     "a grammar of many terminals": lambda s: grown("grammar", terminals(300)),
     "long choice": lambda s: form("choice", [f"{i:07}" for i in range(many(700_000, s))]),
-    "template arguments": lambda s: posted(
-        CHAT,
-        {
-            "messages": HELLO,
-            "max_tokens": 1,
-            "chat_template_kwargs": {"x": [[0] * 9] * many(300_000, s)},
-        },
+    "template arguments": lambda s: chat(
+        max_tokens=1, chat_template_kwargs={"x": [[0] * 9] * many(300_000, s)}
     ),
-    "most completions": lambda s: posted(
-        COMPLETIONS, {"prompt": "x", "max_tokens": many(64, s), "n": 64}
+    "most completions": lambda s: completion(max_tokens=many(64, s), n=64),
+    "an echo, many times": lambda s: completion(
+        [9] * many(2000, s), echo=True, n=256, max_tokens=1
     ),
-    "an echo, many times": lambda s: posted(
-        COMPLETIONS, {"prompt": [9] * many(2000, s), "echo": True, "n": 256, "max_tokens": 1}
+    "echoes of many prompts": lambda s: completion(
+        [WORDS * many(200, s)] * 64, echo=True, n=4, max_tokens=1
     ),
-    "echoes of many prompts": lambda s: posted(
-        COMPLETIONS,
-        {"prompt": ["a b c d " * many(200, s)] * 64, "echo": True, "n": 4, "max_tokens": 1},
+    "an echo with log-probabilities": lambda s: completion(
+        [9] * many(2000, s), echo=True, logprobs=20, n=16, max_tokens=0
     ),
-    "an echo with log-probabilities": lambda s: posted(
-        COMPLETIONS,
-        {"prompt": [9] * many(2000, s), "echo": True, "logprobs": 20, "n": 16, "max_tokens": 0},
-    ),
-    "log-probabilities": lambda s: posted(
-        CHAT,
-        {
-            "messages": HELLO,
-            "logprobs": True,
-            "top_logprobs": 20,
-            "n": 64,
-            "max_tokens": many(2000, s),
-        },
+    "log-probabilities": lambda s: chat(
+        logprobs=True, top_logprobs=20, n=64, max_tokens=many(2000, s)
     ),
     "embeddings of short texts": lambda s: posted(
         "/v1/embeddings", {"input": ["x"] * many(2048, s)}
     ),
-    "too many completions": lambda s: posted(COMPLETIONS, {"prompt": "x", "n": 10**9}),
+    "too many completions": lambda s: completion(n=10**9),
     "a seed of 4,299 digits": lambda s: (
         COMPLETIONS,
         b'{"prompt":"x","seed":' + b"9" * 4299 + b"}",
@@ -227,9 +175,7 @@ REQUESTS: dict[str, Callable[[float], Made]] = {
         COMPLETIONS,
         b'{"prompt":"x","top_p":0.' + b"9" * many(7_000_000, s) + b"}",
     ),
-    "unknown fields": lambda s: posted(
-        COMPLETIONS, {"prompt": "x"} | {f"z{i}": i for i in range(many(400_000, s))}
-    ),
+    "unknown fields": lambda s: completion(**{f"z{i}": i for i in range(many(400_000, s))}),
     "nested lists": nested,
     "no JSON": lambda s: (CHAT, b'{"messages": [{"role"'),
     "no text": lambda s: (CHAT, bytes(range(256)) * many(10_000, s)),
@@ -309,28 +255,26 @@ async def many_connections(wire: Wire, scale: float) -> str:
     return said[0]
 
 
+async def unread(wire: Wire, request: Made, count: int) -> str:
+    """Requests on several connections, of whose answers nothing is read."""
+    path, content = request
+    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
+    return max(
+        await asyncio.gather(*(wire.say(said, pause=pause, read=False) for _ in range(count)))
+    )
+
+
+EVERYTHING = dict(max_tokens=2000, ignore_eos=True, logprobs=20, stream=True, trace=True)
+
+
 async def slow_reader(wire: Wire, scale: float) -> str:
     """A stream with all that can be in it, of which nothing is read."""
-    body = {
-        "prompt": "x",
-        "max_tokens": 2000,
-        "ignore_eos": True,
-        "n": 4,
-        "logprobs": 20,
-        "stream": True,
-        "trace": True,
-    }
-    path, content = posted(COMPLETIONS, body)
-    return await wire.say(
-        begun(path, len(content)) + content, b"", pause=wire.patience * 0.9, read=False
-    )
+    return await unread(wire, completion(n=4, **EVERYTHING), 1)
 
 
 async def killed(wire: Wire, scale: float) -> str:
     """Streams that are left as soon as they have begun."""
-    path, content = posted(
-        COMPLETIONS, {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    )
+    path, content = completion(max_tokens=500, ignore_eos=True, stream=True)
     said = begun(path, len(content)) + content
     return (await asyncio.gather(*(wire.say(said, pause=0.05, read=False) for _ in range(20))))[0]
 
@@ -362,18 +306,12 @@ async def header_flood(wire: Wire, scale: float) -> str:
 KEYED = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def in_chunks(content: bytes, key: str) -> bytes:
-    """A request whose body comes in chunks of one byte."""
-    head = f"{KEYED}Authorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head.encode() + b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
-
-
 async def tiny_chunks(wire: Wire, scale: float) -> str:
     """A body of 43,000 chunks of one byte."""
-    content = json.dumps(
-        {"prompt": "x", "max_tokens": 1, "user": "x" * many(43_000, scale)}
-    ).encode()
-    return await wire.say(in_chunks(content, "none"))
+    _, content = completion(max_tokens=1, user="x" * many(43_000, scale))
+    head = f"{KEYED}Authorization: Bearer none\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    return await wire.say(head + chunks + b"0\r\n\r\n")
 
 
 async def tiny_chunks_without_end(wire: Wire, scale: float) -> str:
@@ -401,32 +339,13 @@ async def most_headers(wire: Wire, scale: float) -> str:
 
 async def unread_answers(wire: Wire, scale: float) -> str:
     """Two hundred streams with all that can be in them, of which nothing is read."""
-    body = {
-        "prompt": "x",
-        "max_tokens": 2000,
-        "ignore_eos": True,
-        "logprobs": 20,
-        "stream": True,
-        "trace": True,
-    }
-    path, content = posted(COMPLETIONS, body)
-    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
-    return max(
-        await asyncio.gather(
-            *(wire.say(said, pause=pause, read=False) for _ in range(many(200, scale)))
-        )
-    )
+    return await unread(wire, completion(**EVERYTHING), many(200, scale))
 
 
 async def unread_whole_answers(wire: Wire, scale: float) -> str:
     """Large answers in one piece, of which nothing is read."""
-    path, content = posted("/v1/embeddings", {"input": ["x"] * many(200, scale)})
-    said, pause = begun(path, len(content)) + content, wire.patience * 0.9
-    return max(
-        await asyncio.gather(
-            *(wire.say(said, pause=pause, read=False) for _ in range(many(60, scale)))
-        )
-    )
+    request = posted("/v1/embeddings", {"input": ["x"] * many(200, scale)})
+    return await unread(wire, request, many(60, scale))
 
 
 async def descriptors(wire: Wire, scale: float) -> str:

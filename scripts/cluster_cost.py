@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from cluster_soak import below, cluster, replicas_of
+from cluster_soak import cluster, replicas_of
 from load import httpx
+from processes import address, below
 
 OPTIONS = {"threads": 1, "kv_tokens": 32768, "max_rows": 8}
 SYSTEMS, CONVERSATIONS, TURNS = 4, 12, 5
@@ -53,37 +53,13 @@ def plan(draft: str) -> str:
 @contextmanager
 def server(draft: str) -> Iterator[tuple[int, str]]:
     """`forerun serve` with the options of a replica: its process and its address."""
-    words = [
-        word
-        for name, value in OPTIONS.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "forerun",
-        "serve",
-        "--port",
-        "0",
-        "--served-name",
-        "m",
-        "--draft",
-        draft,
-        *words,
-    ]
-    with tempfile.NamedTemporaryFile("r") as said:
-        with open(said.name, "w") as log:
-            process = subprocess.Popen(command, stderr=log)
+    command = [sys.executable, "-m", "forerun", "serve", "--port", "0"]
+    command += ["--served-name", "m", "--draft", draft]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    with tempfile.NamedTemporaryFile("w") as log:
+        process = subprocess.Popen(command, stderr=log)
         try:
-            for _ in range(600):
-                text = Path(said.name).read_text()
-                found = re.search(r" on (http://\S+)", text)
-                if found or process.poll() is not None:
-                    break
-                time.sleep(0.1)
-            if not found:
-                raise SystemExit(text or "the server did not start")
-            yield process.pid, found[1]
+            yield process.pid, address(process, Path(log.name))
         finally:
             process.terminate()
             process.wait(30)

@@ -24,13 +24,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from load import TEXTS, growth, httpx, percentiles
+from processes import address, below, memory
 
 PATIENCE = 120.0  # seconds within which every request must have ended
 MOST_SHOWN = 5  # errors of its log
@@ -38,7 +39,7 @@ REQUESTS = 60  # different ones: few, so that each is asked again and again
 
 
 @contextmanager
-def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run `forerun deploy` with a plan in TOML; yield its process and address."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
@@ -49,14 +50,7 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
                 [sys.executable, "-m", "forerun", "deploy", str(file)], stderr=log
             )
         try:
-            for _ in range(1200):
-                found = re.search(r"serving replicas .* on (http://\S+)", said.read_text())
-                if found or process.poll() is not None:
-                    break
-                time.sleep(0.1)
-            if not found:
-                raise SystemExit(said.read_text() or "the cluster did not start")
-            yield process, found[1]
+            yield process, address(process, said, r"serving replicas .* on (http://\S+)")
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -64,48 +58,14 @@ def cluster(plan: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             print(*errors[:MOST_SHOWN], sep="\n", end="\n" * bool(errors), file=sys.stderr)
 
 
-def below(pid: int) -> list[int]:
-    """Return a process id and those of all its descendants."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
-            continue
-        children.setdefault(parent, []).append(int(path.parent.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def named(pid: int, title: str) -> list[int]:
-    """Return the descendants of a process whose command line begins with a title."""
-
-    def command(one: int) -> bytes:
-        try:
-            return Path(f"/proc/{one}/cmdline").read_bytes()
-        except OSError:
-            return b""
-
-    return [one for one in below(pid) if command(one).startswith(title.encode())]
-
-
 def replicas_of(pid: int) -> list[int]:
     """Return the processes of a cluster's replicas."""
-    return named(pid, "ray::ServeReplica:forerun-")
-
-
-def memory(pids: list[int]) -> float:
-    """Return the anonymous memory of processes in MiB."""
-    total = 0
-    for pid in pids:
-        try:
-            found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-        except OSError:
-            continue
-        total += int(found[1]) if found else 0
-    return round(total / 1024, 1)
+    found = []
+    for one in below(pid):
+        with suppress(OSError):  # it may end meanwhile
+            command = Path(f"/proc/{one}/cmdline").read_bytes()
+            found += [one] if command.startswith(b"ray::ServeReplica:forerun-") else []
+    return found
 
 
 @dataclass

@@ -42,7 +42,6 @@ TEXTS = (
     "        if os.path.isdir(full):\n            yield from walk(full)\n        else:\n            yield full\n",
 )
 GAUGES = ("forerun_running", "forerun_waiting", "forerun_kv_used", "forerun_engine_failures_total")
-MIB = 1 << 20
 
 
 @dataclass
@@ -346,11 +345,8 @@ def growth(samples: Sequence[dict[str, float]], name: str, seconds: float) -> fl
 
 def percentiles(values: Sequence[float], which: Sequence[int]) -> dict[str, float]:
     """Percentiles in milliseconds."""
-    cuts = (
-        quantiles(values, n=100, method="inclusive")
-        if len(values) > 1
-        else [*values, *[0.0] * 99][:1] * 99
-    )
+    known = values if len(values) > 1 else [max(values, default=0.0)] * 2
+    cuts = quantiles(known, n=100, method="inclusive")
     return {f"p{p}": round(1e3 * cuts[p - 1], 2) for p in which}
 
 

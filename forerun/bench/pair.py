@@ -112,11 +112,9 @@ class Pair:
 def make_pair(out: Path, recipe: PairRecipe, tell: Tell = nothing) -> Pair:
     """Write a pair into `out` completely or not at all.
 
-    Raises ConfigError unless `out` is an empty directory or does not exist, and for recipes of
-    `packed_pair`.
+    Raises ConfigError unless `out` is an empty directory or does not exist. Recipes that are
+    packed belong to `packed_pair`.
     """
-    if recipe.is_packed:
-        raise ConfigError("this is a recipe of make_packed_pair")
     with new_directory(out) as work:
         tell("training a tokenizer")
         tokenizer = train_tokenizer(recipe.vocab)

@@ -74,7 +74,7 @@ class LoadArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan:
-    """LoadMeasurement plan for a server.
+    """Measurement plan for a server.
 
     Attributes:
         endpoint: the server.
@@ -285,7 +285,7 @@ class LoadMeasurement:
         self.server: RunningServer | None = None
 
     async def measure(self) -> None:
-        """LoadRun all rounds. Raises ForerunError if the server stops answering."""
+        """Run all rounds. Raises ForerunError if the server stops answering."""
         plan = self.plan
         arms = plan.arms()
         async with connect(plan.endpoint) as server:
@@ -306,7 +306,7 @@ class LoadMeasurement:
     async def _round(
         self, server: RunningServer, turn: int, clients: int, arms: list[LoadArm]
     ) -> None:
-        """LoadRun every arm once, with the same requests."""
+        """Run every arm once, with the same requests."""
         if turn >= 0 and len(arms) > 1:
             requests = self._requests(arms[0], clients)
             prefill = ((i, prompt, fields | {"max_tokens": 1}) for i, prompt, fields in requests)

@@ -216,14 +216,11 @@ class RandomTensor:
         return math.prod(self.shape)
 
     @property
-    def is_vector(self) -> bool:
-        """True for norms, biases and sinks, which are stored in float32."""
-        return len(self.shape) == 1 or self.name.endswith(".bias")
-
-    @property
     def is_exact(self) -> bool:
-        """True for what no format packs: vectors, and what decides experts and convolutions."""
-        return self.is_vector or "ffn_gate_inp" in self.name or "ssm_conv1d" in self.name
+        """True for what is stored in float32: norms, biases and sinks, and what decides experts and
+        convolutions."""
+        is_vector = len(self.shape) == 1 or self.name.endswith(".bias")
+        return is_vector or "ffn_gate_inp" in self.name or "ssm_conv1d" in self.name
 
 
 EMBEDDING_NAME, HEAD_NAME = "token_embd.weight", "output.weight"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import ENGINE, with_flags
+from forerun.cli.flags import ENGINE, Json, with_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def check(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="List every check with its result.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     *,
     config: dict[str, Any],
 ) -> None:

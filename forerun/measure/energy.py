@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,16 +122,14 @@ class Energy:
         known = [joules for joules in self.joules.values() if joules is not None]
         return sum(known) if known and len(known) == len(self.joules) else None
 
+    @property
+    def watts(self) -> float | None:
+        """Mean power; None where the total is unknown."""
+        return None if self.total is None else self.total / self.seconds
+
     def per_token(self, num_tokens: int) -> float | None:
         """Joules per token; None where the total is unknown or there are no tokens."""
         return self.total / num_tokens if self.total is not None and num_tokens > 0 else None
-
-
-@dataclass(slots=True)
-class Window:
-    """Result of `Meter.window`: `energy` is set when the block ends."""
-
-    energy: Energy | None = None
 
 
 class Meter:
@@ -140,8 +137,9 @@ class Meter:
 
     Usage:
         meter = Meter()
-        with meter.window() as window: ...
-        window.energy.joules
+        first = meter.read()
+        ...
+        meter.since(first).joules
 
     Attributes:
         sources: the counters that could be opened.
@@ -192,8 +190,9 @@ class Meter:
                 errors.append(f"{source.method}: {error}")
         return Reading(self._clock(), counters, "; ".join(errors))
 
-    def between(self, first: Reading, last: Reading) -> Energy:
-        """Compute the energy of the window between two readings of this meter."""
+    def since(self, first: Reading) -> Energy:
+        """Return the energy used since a reading. Synchronize GPU work before."""
+        last = self.read()
         seconds = last.seconds - first.seconds
         joules: Joules = dict.fromkeys(self.devices)
         if not self.sources:
@@ -208,16 +207,6 @@ class Meter:
                 joules[device], reason = _unwrap(spent, seconds, self.ranges.get(device))
                 reasons += [f"{device}: {reason}"] if reason else []
         return Energy(seconds, joules, "; ".join(dict.fromkeys(reasons)))
-
-    @contextmanager
-    def window(self) -> Iterator[Window]:
-        """Measure the energy used within the block. Synchronize GPU work before the block ends."""
-        window = Window()
-        first = self.read()
-        try:
-            yield window
-        finally:
-            window.energy = self.between(first, self.read())
 
 
 def cost_per_million(price_per_hour: float, tokens_per_second: float) -> float | None:

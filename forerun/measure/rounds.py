@@ -185,11 +185,10 @@ class Rounds:
             for turn in range(len(arms)):
                 arm = arms[(turn + i) % len(arms)]
                 self.llm.forget()
-                with self.meter.window() as window:
-                    run = timed_run(self.llm.engine, work, self.params, arm)
+                before = self.meter.read()
+                run = timed_run(self.llm.engine, work, self.params, arm)
+                self.joules_per_token[arm].append(self.meter.since(before).per_token(run.tokens))
                 self.runs[arm][batch].append(run)
-                joules = window.energy.per_token(run.tokens) if window.energy else None
-                self.joules_per_token[arm].append(joules)
 
     @property
     def done(self) -> int:
@@ -238,13 +237,14 @@ class Rounds:
 
     def speed(self, arm: Arm) -> float:
         """Return the tokens per second of one arm over all rounds."""
-        return overall(self._speeds(arm))
+        return float(overall(self._speeds(arm)))
 
     def ratio(self, arm: Arm, base: Arm) -> tuple[float, tuple[float, float] | None]:
         """Return the speed of `arm` over that of `base`, and its 95 % interval (see `Result`)."""
         speeds = self._speeds(arm)
         base_speeds = self._speeds(base)
-        return overall(speeds) / overall(base_speeds), ratio_interval(speeds, base_speeds)
+        ratio = float(overall(speeds) / overall(base_speeds))
+        return ratio, ratio_interval(speeds, base_speeds)
 
     def _speeds(self, arm: Arm) -> np.ndarray:
         """Tokens per second. [batches, rounds]"""
@@ -275,9 +275,9 @@ class Rounds:
         return Limit(quantization, requests, size, bandwidth, bound, self.speed(PLAIN) / bound)
 
 
-def overall(speeds: np.ndarray) -> float:
-    """Combine batches of equal size, each with its median time. [batches, rounds] -> tokens/s"""
-    return float(1 / np.mean(1 / np.median(speeds, axis=-1), axis=-1))
+def overall(speeds: np.ndarray) -> np.ndarray:
+    """Combine batches of equal size, each with its median time. [..., batches, rounds] -> [...]"""
+    return np.asarray(1 / np.mean(1 / np.median(speeds, axis=-1), axis=-1))
 
 
 def ratio_interval(speeds: np.ndarray, plain: np.ndarray) -> tuple[float, float] | None:
@@ -290,10 +290,6 @@ def ratio_interval(speeds: np.ndarray, plain: np.ndarray) -> tuple[float, float]
         return None
     chosen = default_rng(0).integers(repeats, size=(RESAMPLES, batches, repeats))
     row = np.arange(batches)[:, None]
-
-    def resampled(values: np.ndarray) -> np.ndarray:
-        medians = np.median(values[row, chosen], axis=-1)
-        return np.asarray(1 / np.mean(1 / medians, axis=-1))
-
-    low, high = np.quantile(resampled(speeds) / resampled(plain), [0.025, 0.975])
+    ratios = overall(speeds[row, chosen]) / overall(plain[row, chosen])
+    low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)

@@ -28,16 +28,18 @@ FIRST_BUCKET = 32  # output positions of the first bucket; each later one double
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode: a draft as in `Config.draft`, a depth and a rule."""
+    """One way to decode: a draft as in `Config.draft`, a depth and a rule; `proposer` is its name
+    in the engine where that does not follow from the draft."""
 
     draft: str
     depth: int | str
     rule: str = "match"
+    proposer: str = ""
 
     @property
     def name(self) -> str:
         """The name of the proposer in the engine."""
-        return draft_name(self.draft)
+        return self.proposer or draft_name(self.draft)
 
 
 PLAIN = Arm(OFF, 0)  # plain decoding
@@ -79,7 +81,7 @@ class Run:
     @property
     def accepted_length(self) -> float:
         """Tokens per target forward pass and request."""
-        return sum(s.completion_tokens for s in self.stats) / self._steps
+        return sum(s.completion_tokens for s in self.stats) / sum(s.steps for s in self.stats)
 
     @property
     def draft_ms(self) -> float:
@@ -99,10 +101,6 @@ class Run:
     def _ms_per_step(self, part: int) -> float:
         after = _spent(self.stats)
         return 1e3 * (after[part] - self.before[part]) / max(after[2] - self.before[2], 1)
-
-    @property
-    def _steps(self) -> int:
-        return sum(s.steps for s in self.stats)
 
 
 def _spent(stats: Sequence[RequestStats]) -> tuple[float, float, int]:

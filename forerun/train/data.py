@@ -23,6 +23,7 @@ from numpy.random import default_rng
 from torch import Tensor
 
 from forerun.errors import RequestError
+from forerun.measure.medians import first_difference
 from forerun.models.tokenizer import BROKEN, Message, Tokenizer
 from forerun.train.options import MIN_TOKENS
 from forerun.utils import UnreadableError, text_of
@@ -222,12 +223,7 @@ class Corpus:
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> list[int]:
     """Return the longest common prefix of two sequences."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return list(first[:count])
+    return list(first[: first_difference(first, second)])
 
 
 class EpochOrder:

@@ -186,7 +186,8 @@ class Evaluator:
         assert self.held_out is not None
         prompts = [prompt.tokens for prompt in self.held_out.prompts]
         seeds = [seed_of(self.settings.seed, HELD_OUT_SEEDS + i) for i in range(len(prompts))]
-        return self.target.continue_prompts(prompts, seeds, self.settings.temperature)
+        requests = self.target.continue_prompts(prompts, seeds, self.settings.temperature)
+        return [example_of(request) for request in requests]
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, step: int) -> Evaluation:

@@ -111,18 +111,6 @@ class Speed:
     machine: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedArm(Arm):
-    """A way to decode whose proposer has its own name: two drafters of one kind are compared."""
-
-    proposer: str = ""
-    label: str = ""  # the `draft` of its result
-
-    @property
-    def name(self) -> str:
-        return self.proposer
-
-
 def measure_speed(
     target: Target,
     recipe: Recipe,
@@ -145,15 +133,16 @@ def measure_speed(
     """
     chosen = sorted(prompts, key=lambda prompt: len(prompt[0]))[:MAX_PROMPTS]
     num_tokens = min(limit - len(tokens) for tokens, limit in chosen)
-    default, runner = default_draft(target), target.runner(1, max(limit for _, limit in chosen))
+    instructions = native.instructions() if view_of(target.llm.decoder).form else ""
+    default = automatic("auto", target.path, instructions)  # what --draft auto selects
+    runner = target.runner(1, max(limit for _, limit in chosen))
     llm, own = _llm_with_drafters(target, recipe, directory, default, runner)
     place, option = default.partition(":")[2], f"{recipe.draft}:{PLACEHOLDER}"
-    auto = _NamedArm(default, "auto", proposer=draft_name(default), label="auto")
-    arms = [_NamedArm(option, "auto", proposer=own, label=option)]
+    auto = Arm("auto", "auto", proposer=draft_name(default))
+    arms = [Arm(option, "auto", proposer=own)]
     is_default = bool(place) and Path(place).resolve() == directory.resolve()
     if not is_default:
-        both = f"suffix+{option}"
-        arms.insert(0, _NamedArm(both, "auto", proposer=f"suffix+{own}", label=both))
+        arms.insert(0, Arm(f"suffix+{option}", "auto", proposer=f"suffix+{own}"))
     params = SamplingParams.pure(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
     setting, order = Setting(f"speed, {task}", 0.0, 1), [PLAIN, auto, *arms]
     rounds = Rounds(llm, setting, order, params, settings.speed_rounds, Meter())
@@ -165,7 +154,7 @@ def measure_speed(
         best = max(arms, key=rounds.speed)
         times_plain = rounds.ratio(best, PLAIN)[0]
         ratio = rounds.ratio(best, auto)
-        comparison = Comparison(best.label, draft_name(default), *ratio, times_plain)
+        comparison = Comparison(best.draft, auto.name, *ratio, times_plain)
     results = tuple(_result(rounds, arm) for arm in order)
     where = machine(settings.threads)
     return Speed(results, comparison, len(chosen), num_tokens, rounds.done, task, where)
@@ -174,19 +163,13 @@ def measure_speed(
 def _result(rounds: Rounds, arm: Arm) -> SpeedResult:
     found = rounds.result("none", arm, None)
     return SpeedResult(
-        arm.label if isinstance(arm, _NamedArm) else arm.draft,
+        arm.draft,
         found.tokens_per_second,
         found.times_plain,
         found.interval,
         found.accepted_length,
         bool(found.same),
     )
-
-
-def default_draft(target: Target) -> str:
-    """Return the draft option that --draft auto selects for this target."""
-    instructions = native.instructions() if view_of(target.llm.decoder).form else ""
-    return automatic("auto", target.path, instructions)
 
 
 def _llm_with_drafters(

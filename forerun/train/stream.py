@@ -19,7 +19,7 @@ from forerun.errors import RequestError
 from forerun.train.capture import CapturedText, CaptureStore
 from forerun.train.data import Corpus, EpochOrder, Example
 from forerun.train.options import Training
-from forerun.train.target import BATCH_SIZE, Batch, Target, split_batch
+from forerun.train.target import BATCH_SIZE, Batch, Target, example_of, split_batch
 
 INITIAL_TEXTS = 64  # new texts at the beginning; a run this short sees none twice
 
@@ -28,9 +28,12 @@ class TrainingTexts:
     """Batches for the steps of a run: texts of the data, and beginnings that the target continues.
 
     Attributes:
-        vocab: number of tokens, from 0, that distributions cover. Set by `open`.
-        window: number of latest texts that may be reused. Set by `open`.
+        vocab: number of tokens, from 0, that distributions cover. Set by `configure`.
+        window: number of latest texts that may be reused. Set by `configure`.
+        store: captured texts. Set by `configure`.
     """
+
+    store: CaptureStore
 
     def __init__(
         self,
@@ -43,7 +46,6 @@ class TrainingTexts:
         the data lack the texts or prompts that the settings ask for."""
         self.corpus, self.target, self.settings, self.written = corpus, target, settings, written
         self.vocab, self.window = target.vocab, INITIAL_TEXTS
-        self.store: CaptureStore | None = None
         if corpus.too_long and not corpus.prompts:
             raise RequestError(
                 f"{corpus.too_long} prompts leave no room for an answer within"
@@ -73,13 +75,12 @@ class TrainingTexts:
 
     def open(self, keep: bool) -> None:
         """Begin; with `keep`, stored texts belong to this run."""
-        if self.store is not None and self.settings.reuse > 1:
+        if self.settings.reuse > 1:
             self.store.open(keep)
 
     def close(self, remove: bool) -> None:
         """End; with `remove`, delete stored texts."""
-        if self.store is not None:
-            self.store.close(remove)
+        self.store.close(remove)
 
     def step(self, number: int) -> list[list[int]]:
         """Return the text numbers of a step: `accumulate` passes of `rows` texts."""
@@ -113,7 +114,6 @@ class TrainingTexts:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Return the texts of these numbers with the target's outputs."""
-        assert self.store is not None
         stored = {number: self.store.read(number) for number in dict.fromkeys(numbers)}
         found, unread = dict[int, CapturedText](), []
         for number, text in stored.items():
@@ -145,12 +145,16 @@ class TrainingTexts:
         group, at = divmod(n, BATCH_SIZE)
         if group != self._group_number:
             numbers = range(group * BATCH_SIZE, (group + 1) * BATCH_SIZE)
-            self._group = self.target.continue_and_capture(
+            requests = self.target.continue_prompts(
                 [self.corpus.prompts[self._prompt_order[i]] for i in numbers],
                 [seed_of(self.settings.seed, i) for i in numbers],
                 self.settings.temperature,
                 self.vocab,
             )
+            self._group = [
+                self.target.captured(request, example_of(request), self.vocab)
+                for request in requests
+            ]
             self._group_number = group
         return self._group[at]
 

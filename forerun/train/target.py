@@ -208,25 +208,14 @@ class Target:
         return torch.autocast(self.device.type, enabled=False)
 
     def continue_prompts(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float
-    ) -> list[Example]:
-        """Continue prompts to the end of the text or to `tokens` tokens in all."""
-        return [example_of(request) for request in self._continue(prompts, seeds, temperature)]
-
-    def continue_and_capture(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, vocab: int
-    ) -> list[CapturedText]:
-        """Do the same and capture the texts, with distributions over the first `vocab` tokens."""
-        requests = self._continue(prompts, seeds, temperature, record_vocab=vocab)
-        return [self.captured(request, example_of(request), vocab) for request in requests]
-
-    def _continue(
         self,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         temperature: float,
         record_vocab: int = 0,
     ) -> Iterator[Request]:
+        """Continue prompts to the end of the text or to `tokens` tokens in all, and yield each
+        text while its recording lasts (see `generate`)."""
         params = [
             SamplingParams(temperature=temperature, seed=seed, max_tokens=self.tokens - len(prompt))
             for prompt, seed in zip(prompts, seeds, strict=True)

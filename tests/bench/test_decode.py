@@ -1,8 +1,6 @@
 """Decoding speed: what a run counts, fair rounds, comparison of outputs, the plan, the registry."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ from forerun.catalog.measurements import load
 from forerun.engine.stats import RequestStats
 from forerun.measure import rounds
 from forerun.measure import run as timing
-from forerun.measure.energy import Energy, Meter, Window
+from forerun.measure.energy import Energy, Meter, Reading
 from forerun.measure.medians import bootstrap_interval, first_difference
 from forerun.measure.rounds import Result, overall, ratio_interval
 from forerun.measure.run import PLAIN, Arm, Run, Work, tally, timed_run
@@ -199,10 +197,8 @@ def test_joules_are_medians_of_an_arms_own_rounds(pair: Pair, monkeypatch) -> No
     spent = iter([30.0, 6.0, 12.0, 90.0, 18.0, 42.0])  # off, suffix; suffix, off; off, suffix
 
     class Counting(Meter):
-        @contextmanager
-        def window(self) -> Iterator[Window]:
-            yield (window := Window())
-            window.energy = Energy(1.0, {"package-0": next(spent)})
+        def since(self, first: Reading) -> Energy:
+            return Energy(1.0, {"package-0": next(spent)})
 
     monkeypatch.setattr(rounds, "timed_run", lambda *_: fake_run(10.0))
     monkeypatch.setattr(module, "Meter", Counting)

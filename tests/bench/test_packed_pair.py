@@ -9,7 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from numpy.random import SFC64, Generator
 from tokenizers import Tokenizer
 
@@ -23,7 +22,6 @@ from forerun.bench.packed_pair import (
     make_packed_pair,
     random_rows,
 )
-from forerun.bench.pair import make_pair
 from forerun.bench.recipe import PairRecipe
 from forerun.bench.shapes import (
     SHAPES,
@@ -37,6 +35,7 @@ from forerun.bench.shapes import (
 from forerun.load import load_tokenizer
 from forerun.models.gguf.blocks import floats
 from forerun.models.gguf.container import open_gguf
+from tests.bench.pairs import check_drafts, check_with_transformers, prompts_of
 from tests.cli.test_main import run
 
 SMALL: dict[str, Any] = dict(
@@ -107,19 +106,10 @@ def test_the_engine_speculates_and_agrees_as_often_as_asked(name: str, tmp_path:
     assert made.measured_layers == recipe.layers and made.agreement.looping == 0
     meta = json.loads((tmp_path / "pair" / "meta.json").read_text())
     assert meta["measured"]["agree"] == made.agreement.agree and meta["eps"] is None
-    prompts = json.loads((tmp_path / "pair" / "prompts.json").read_text())["prompts"]
+    prompts = prompts_of(made)
     assert len({prompt[-1] for prompt in prompts}) == len(prompts) == 8
-    draft = f"model:{made.directory / made.draft}"
-    llm = LLM(made.directory / made.target, draft=draft, kv_tokens=2048)
-    params = SamplingParams.pure(max_tokens=48, ignore_eos=True)
-    plain = llm.generate(prompts, params, draft="off")
-    fast = llm.generate(prompts, params, depth=4)
-    assert [c.token_ids for c in plain] == [c.token_ids for c in fast]
-    texts = [tuple(c.token_ids) for c in plain]
+    texts = [tuple(c.token_ids) for c in check_drafts(made, 48, margin=0.6, kv_tokens=2048)]
     assert len(set(texts)) == 8 and all(min(text) >= 3 for text in texts)
-    length = sum(c.stats.completion_tokens for c in fast) / sum(c.stats.steps for c in fast)
-    expected = made.agreement.accepted[4] + 1
-    assert expected - 0.7 < length < expected + 0.5
 
 
 def test_the_layers_matter(tmp_path: Path) -> None:
@@ -139,22 +129,7 @@ def test_the_layers_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "olmoe"])
 def test_transformers_agrees_on_the_agreement(name: str, tmp_path: Path) -> None:
     made = make_packed_pair(tmp_path / "pair", PairRecipe(**PAIRS[name] | dict(format="bfloat16")))
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    target, draft = (
-        load(made.directory / part, dtype=torch.float32).eval() for part in ("target", "draft")
-    )
-    prompts = torch.tensor(json.loads((made.directory / "prompts.json").read_text())["prompts"])
-    with torch.inference_mode():
-        texts = target.generate(prompts, max_new_tokens=64, do_sample=False, eos_token_id=None)
-        outputs = texts[:, prompts.shape[1] :]
-        drafted = draft(texts[:, :-1]).logits[:, prompts.shape[1] - 1 :].argmax(-1)
-    assert abs((drafted == outputs).float().mean().item() - made.agreement.agree) < 0.03
-    assert made.agreement.positions == outputs.numel()
-    sizes = sum(p.numel() for p in target.parameters()), sum(p.numel() for p in draft.parameters())
-    assert made.parameters == sizes
-    text = "def f(x):\n    return x"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made.directory / "target")
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) == 512
+    check_with_transformers(made, 64, within=0.03)
 
 
 def test_a_large_target_is_measured_with_fewer_layers(tmp_path: Path, monkeypatch) -> None:
@@ -167,7 +142,7 @@ def test_a_large_target_is_measured_with_fewer_layers(tmp_path: Path, monkeypatc
     whole = module.PairComparison(
         made.directory / made.target,
         made.directory / made.draft,
-        json.loads((made.directory / "prompts.json").read_text())["prompts"],
+        prompts_of(made),
         tokens=64,
         is_packed=True,
     )
@@ -196,8 +171,6 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConfigError, match="are free on its disk"):
         make_packed_pair(tmp_path / "pair", PairRecipe(**PAIRS["llama"]))
-    with pytest.raises(ConfigError, match="make_packed_pair"):
-        make_pair(tmp_path / "pair", PairRecipe(**PAIRS["llama"]))
     assert not list(tmp_path.iterdir())
 
 

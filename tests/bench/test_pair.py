@@ -7,10 +7,11 @@ import pytest
 import torch
 import transformers
 
-from forerun import LLM, ConfigError, SamplingParams
+from forerun import ConfigError
 from forerun.bench import pair as module
 from forerun.bench.pair import Pair, accepted_tokens, is_looping, make_pair, next_eps
 from forerun.bench.recipe import PairRecipe
+from tests.bench.pairs import check_drafts, check_with_transformers, prompts_of
 from tests.cli.test_main import run
 from tests.tiny import PAIR
 
@@ -18,40 +19,18 @@ SMALL = dict(PAIR, vocab=300, prompts=2, prompt_tokens=16, agree=0.0)
 
 
 def test_the_engine_speculates_with_it(pair: Pair) -> None:
-    draft = f"model:{pair.directory / 'draft'}"
-    llm = LLM(pair.directory / "target", draft=draft, dtype="float32", kv_tokens=1024)
-    prompts = json.loads((pair.directory / "prompts.json").read_text())["prompts"]
+    prompts = prompts_of(pair)
     assert [len(p) for p in prompts] == [24] * 6 and len({tuple(p) for p in prompts}) == 6
-    params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
-    plain = llm.generate(prompts, params, draft="off")
-    fast = llm.generate(prompts, params, depth=4)
-    assert [c.token_ids for c in plain] == [c.token_ids for c in fast]
-    length = sum(c.stats.completion_tokens for c in fast) / sum(c.stats.steps for c in fast)
-    # drafts are cut short at the end of an output, hence the wider margin below
-    expected = pair.agreement.accepted[4] + 1
-    assert expected - 0.6 < length < expected + 0.4
+    check_drafts(pair, 60, margin=0.5, dtype="float32", kv_tokens=1024)
 
 
 def test_transformers_agrees_on_the_agreement(pair: Pair) -> None:
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    target, draft = (
-        load(pair.directory / part, dtype=torch.float32).eval() for part in ("target", "draft")
-    )
-    prompts = torch.tensor(json.loads((pair.directory / "prompts.json").read_text())["prompts"])
-    with torch.inference_mode():
-        texts = target.generate(prompts, max_new_tokens=128, do_sample=False, eos_token_id=None)
-        outputs = texts[:, prompts.shape[1] :]
-        drafted = draft(texts[:, :-1]).logits[:, prompts.shape[1] - 1 :].argmax(-1)
-    assert abs((drafted == outputs).float().mean().item() - pair.agreement.agree) < 0.02
+    """The draft model is the start of the target."""
+    target, draft = check_with_transformers(pair, 128, within=0.02)
     assert abs(pair.agreement.agree - 0.7) <= 0.03
-    assert pair.agreement.positions == outputs.numel()
     own, theirs = (model.model.layers[0].mlp.down_proj.weight for model in (draft, target))
     assert torch.equal(own, theirs) and torch.equal(draft.lm_head.weight, target.lm_head.weight)
     assert (len(draft.model.layers), len(target.model.layers)) == (1, 3)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(pair.directory / "target")
-    assert len(tokenizer) == 512 == target.config.vocab_size
-    code = "def f(x):\n    return x"
-    assert tokenizer.decode(tokenizer(code)["input_ids"]) == code
 
 
 def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:

@@ -82,12 +82,8 @@ def test_a_result_uses_complete_rounds_while_there_are_any() -> None:
     fast, slow = runs(10, 30, 90), runs(5, 10, 10)
     fast[2].complete = False
     found = summarize(4, LoadArm("suffix"), fast, slow)
-    assert (found.rounds, found.tokens_per_second, found.times_plain, found.same) == (
-        2,
-        20,
-        2.5,
-        True,
-    )
+    assert (found.rounds, found.tokens_per_second) == (2, 20)
+    assert (found.times_plain, found.same) == (2.5, True)
     only = summarize(4, LoadArm("suffix"), fast[2:], slow[2:])
     assert (only.rounds, only.tokens_per_second) == (0, 90.0)
     fast[1].answers[0].token_ids = [1, 3]
@@ -392,13 +388,8 @@ def test_invalid_plans_endpoints_and_prompts() -> None:
         with pytest.raises(ConfigError):
             ServePlan(endpoint=Endpoint(url), **options)
     for options in (
-        *(
-            {"url": "127.0.0.1:8000"},
-            {"url": "ftp://a"},
-            {"url": "http://"},
-            {"url": "http://[::1"},
-        ),
-        *({"url": "http://a:99999"}, {"url": "http://a?b"}, {"url": "http://me:secret@a"}),
+        *({"url": "127.0.0.1:8000"}, {"url": "ftp://a"}, {"url": "http://"}, {"url": "http://a?b"}),
+        *({"url": "http://[::1"}, {"url": "http://a:99999"}, {"url": "http://me:secret@a"}),
         *({"url": "http://a\nb"}, {"timeout": 0.0}, {"timeout": float("nan")}),
         *({"key": ""}, {"key": "a\nb"}, {"key": "schlüssel"}),
     ):

@@ -25,6 +25,8 @@ from forerun.measure.workloads import Task
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
+from tests.measure.test_energy import add, zone
+from tests.train.conftest import Clock
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no native kernels")
 
@@ -193,18 +195,11 @@ def test_a_roofline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_joules_per_token(pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package with 10 W idle, 30 W plain and 20 W drafting, which is twice as fast."""
-    zone = tmp_path / "intel-rapl:0"
-    zone.mkdir()
-    (zone / "name").write_text("package-0\n")
-    (zone / "max_energy_range_uj").write_text("262143328850\n")
-    (zone / "energy_uj").write_text("0\n")
-    now = [0.0]
-    spent = [0.0]
+    package, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
 
     def spend(seconds: float, watts: float = 10.0) -> None:
-        now[0] += seconds
-        spent[0] += seconds * watts
-        (zone / "energy_uj").write_text(f"{int(spent[0] * 1e6)}\n")
+        clock.now += seconds
+        add(package, seconds * watts)
 
     def fake_run(engine: object, works: list, params: SamplingParams, arm) -> Run:
         plain = arm.draft == "off"
@@ -212,10 +207,10 @@ def test_joules_per_token(pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path:
         return Run(1.0, [[0] * (10 if plain else 20)], [], 1.0)
 
     monkeypatch.setattr(energy, "timed_run", fake_run)
-    monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=clock))
     plan = DecodePlan(SamplingParams(max_tokens=8), ["suffix"], repeats=2, price=3.6)
     options = {"model": str(pair.directory / "target")}
-    meter = Meter(tmp_path, clock=lambda: now[0])
+    meter = Meter(tmp_path, clock)
     report = measure_energy(options, plan, [Task("a", "file", [5, 6])], 4.0, meter, spend)
     plain, drafted = report.results
     assert (plain.joules, plain.above_idle, plain.watts) == pytest.approx((3.0, 2.0, 30.0))

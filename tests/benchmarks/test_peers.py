@@ -5,12 +5,10 @@ Most workers here are scripts that speak the protocol and run nothing; transform
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +24,7 @@ from forerun.bench.pair import Pair
 from forerun.kernels import native
 from forerun.measure import run as timing
 from forerun.measure.run import Work
+from tests.bench.fake_openai import Handler, chunk, faking, usage
 from tests.bench.test_decode import PARAMS, TWO, FakeEngine
 
 pytestmark = [
@@ -412,9 +411,8 @@ def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
             found = []
             for name in reversed([name for name, left in self.left.items() if left]):
                 new, self.left[name] = self.left[name][:2], self.left[name][2:]
-                found.append(
-                    SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=new)])
-                )
+                output = SimpleNamespace(token_ids=new)
+                found.append(SimpleNamespace(request_id=name, outputs=[output]))
             return found
 
     package: Any = ModuleType("vllm")
@@ -424,12 +422,8 @@ def test_steps_of_vllm(script, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters.RequestOutputKind = SimpleNamespace(DELTA=1)
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
-    for name in (
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-    ):
-        monkeypatch.setenv(name, "")
+    for name in ("CPU_KVCACHE_SPACE", "CPU_OMP_THREADS_BIND", "ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(f"VLLM_{name}", "")
     options = dict(model="m", format="bfloat16", draft="", lookup=True, device="cpu")
     worker = script("with_vllm").Vllm(options | {"context": 64, "requests": 2})
     for depth in (0, 0, 3):
@@ -535,59 +529,32 @@ def test_gguf_refuses_what_it_does_not_know(script, tmp_path: Path, pair: Pair) 
     assert place != script("worker").converted("f", str(source), "int8.gguf")
 
 
-class Completions(BaseHTTPRequestHandler):
-    """A server of one model that streams three chunks; `has_ids` adds their token ids."""
-
-    has_ids = True
-    asked: ClassVar[list[dict[str, Any]]] = []
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        answers = {"/v1/models": {"data": [{"id": "m"}]}, "/version": {"version": "7"}}
-        self.send_response(200 if self.path in answers else 404)
-        self.end_headers()
-        self.wfile.write(json.dumps(answers.get(self.path, {})).encode())
-
-    def do_POST(self) -> None:
-        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200)
-        self.end_headers()
-        for ids in ([1], [2, 3], [4, 5, 6]):
-            own = {"token_ids": ids} if self.has_ids else {}
-            self.event({"choices": [{"index": 0, "text": "x", **own}]})
-        self.event({"choices": [], "usage": {"completion_tokens": 6}})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def event(self, data: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
-
-
 @pytest.mark.parametrize("has_ids", [True, False])
-def test_a_server(has_ids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Completions, "has_ids", has_ids)
-    Completions.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    where = f"http://127.0.0.1:{server.server_port}/v1/"
-    options = {"where": where, "drafting": False, "threads": 1}
-    worker = Worker("server", sys.executable, "with_server.py", "", options, 60)
-    try:
-        worker.load()
-        assert worker.ready == Capabilities("7", 1 << 20, 0, False)
-        outcome = worker.run(0, [[5, 6], [7]], 6)
-        assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if has_ids else None)
-        assert outcome.speed > 0
-        assert sorted(body["prompt"] for body in Completions.asked) == [[5, 6], [7]]
-        sent = Completions.asked[0]
-        assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 6, True)
-        with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
-            worker.run(0, [[5]], 9)
-    finally:
-        worker.close()
-        server.shutdown()
-        server.server_close()
+def test_a_server(has_ids: bool) -> None:
+    """Three chunks of six tokens, with their ids if the server gives them."""
+
+    def stream(handler: Handler, body: dict[str, Any]) -> None:
+        ids = ([1], [2, 3], [4, 5, 6])
+        chunks = [chunk("x", token_ids=each) if has_ids else chunk("x") for each in ids]
+        handler.stream(*chunks, usage(6), "[DONE]")
+
+    version = {"/version": (200, '{"version": "7"}')}
+    with faking(stream, models=["m"], pages=version) as fake:
+        options = {"where": f"{fake.url}/v1/", "drafting": False, "threads": 1}
+        worker = Worker("server", sys.executable, "with_server.py", "", options, 60)
+        try:
+            worker.load()
+            assert worker.ready == Capabilities("7", 1 << 20, 0, False)
+            outcome = worker.run(0, [[5, 6], [7]], 6)
+            assert outcome.outputs == ([[1, 2, 3, 4, 5, 6]] * 2 if has_ids else None)
+            assert outcome.speed > 0
+            assert sorted(body["prompt"] for body in fake.asked) == [[5, 6], [7]]
+            sent = fake.asked[0]
+            assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 6, True)
+            with pytest.raises(PeerError, match="made 6 tokens where 9 were asked for"):
+                worker.run(0, [[5]], 9)
+        finally:
+            worker.close()
 
 
 def test_workers_have_bounded_threads_and_none_of_our_packages(monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +12,12 @@ from forerun.check import certificate, engine_checks, oracle
 from forerun.check.certificate import LOSSLESS, Scope, certify, rule_checks
 from forerun.check.engine_checks import EngineChecks, Schedule, Text, draft_probs
 from forerun.check.oracle import ENUMERABLE, Children, enumerate_rule
-from forerun.cli import main as cli
 from forerun.errors import ConfigError
 from forerun.types import Draft, Proposal
 from forerun.verify import RULES
 from tests import tiny
 from tests.check.faults import FAULTS
+from tests.cli.test_main import run
 
 ROUNDS, SEEDS = oracle.NUM_ROUNDS, oracle.SEEDS
 
@@ -223,33 +222,30 @@ def test_deadlines_share_the_time_left_among_the_checks_of_a_part(monkeypatch):
     assert certificate._deadline(remaining, 100.0, 10.0) < 110.0
 
 
-def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["forerun", "check", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
+@pytest.fixture
+def check(monkeypatch, capsys):
+    return lambda *words: run(monkeypatch, capsys, "check", *map(str, words))
 
 
 SMALL = ("--texts", 1, "--tokens", 8, "--samples", 50, "--draft", "suffix")
 
 
-def test_command_line(pair, monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--rule", "match", "--verbose")
+def test_command_line(pair, check):
+    code, out, err = check(pair[0], *SMALL, "--rule", "match", "--verbose")
     assert code == 0 and out.startswith("certified: ")
     assert "FAILED" not in out and len(err.splitlines()) == 5
     assert len(out.split("all checks:\n")[1].splitlines()) == 6
-    code, out, err = run(monkeypatch, capsys, pair[0], *SMALL, "--rule", "match", "--json")
+    code, out, err = check(pair[0], *SMALL, "--rule", "match", "--json")
     assert code == 0 and json.loads(out)["passed"] is True and not err
 
 
-def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
+def test_command_line_fails_with_a_fault(pair, check):
     words = (pair[0], *SMALL, "--rule", "token", "--inject", "lenient")
-    code, out, _ = run(monkeypatch, capsys, *words)
+    code, out, _ = check(*words)
     lines = [line for line in out.splitlines() if line]
     assert code == 1 and lines[0].startswith("NOT certified: ") and "as expected" in lines[1]
     assert lines[2].startswith("FAILED  rules: token: ") and "all checks" not in out
-    code, out, _ = run(monkeypatch, capsys, *words, "--json")
+    code, out, _ = check(*words, "--json")
     assert code == 1 and json.loads(out)["failed"] >= 1
 
 
@@ -262,8 +258,8 @@ def test_command_line_fails_with_a_fault(pair, monkeypatch, capsys):
         (("no/such/model",), "no/such/model"),
     ],
 )
-def test_command_line_bad_input(pair, arguments, message, monkeypatch, capsys):
+def test_command_line_bad_input(pair, check, arguments, message):
     model = [pair[0]] if arguments[0].startswith("--") else []
-    code, out, err = run(monkeypatch, capsys, *model, *arguments)
+    code, out, err = check(*model, *arguments)
     assert code == 2 and message in err and out == ""
     assert len([line for line in err.splitlines() if line.startswith("forerun:")]) == 1

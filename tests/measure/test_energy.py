@@ -12,19 +12,10 @@ from forerun.cli import doctor
 from forerun.measure import energy
 from forerun.measure.energy import INSTALL, Energy, JoulesClock, Meter, cost_per_million
 from tests import tiny
+from tests.train.conftest import Clock
 
 RANGE = 65_532_610_987  # microjoules, of a real server
 TICK = 0.001  # seconds between two updates of a counter
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def zone(root: Path, at: str, name: str, microjoules: int, size: int = RANGE) -> Path:
@@ -54,7 +45,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -74,13 +65,13 @@ def test_packages_and_dram_are_counted_once(server: Path, clock: Clock) -> None:
     assert meter.method == "rapl"
     assert meter.devices == ["dram-0", "dram-1", "package-0", "package-1"]
     assert len(meter.absent) == 1 and meter.absent[0].startswith("GPU: there is no CUDA device")
-    with meter.window() as window:
-        for directory in server.iterdir():
-            name = (directory / "name").read_text().strip()
-            counted = "mmio" not in directory.name and name.startswith(("package", "dram"))
-            add(directory, 30 if counted else 300)
-        clock.now += 10
-    spent = window.energy
+    first = meter.read()
+    for directory in server.iterdir():
+        name = (directory / "name").read_text().strip()
+        counted = "mmio" not in directory.name and name.startswith(("package", "dram"))
+        add(directory, 30 if counted else 300)
+    clock.now += 10
+    spent = meter.since(first)
     assert spent.joules == pytest.approx(dict.fromkeys(meter.devices, 30.0))
     assert (spent.total, spent.seconds, spent.reason) == (pytest.approx(120), 10, "")
     assert spent.per_token(60) == pytest.approx(2) and spent.per_token(0) is None
@@ -93,30 +84,30 @@ def test_a_counter_that_wraps(tmp_path: Path, clock: Clock) -> None:
     first = meter.read()
     add(directory, 10)
     clock.now += 60
-    assert meter.between(first, meter.read()).total == pytest.approx(10)
+    assert meter.since(first).total == pytest.approx(10)
     clock.now += 10
-    spent = meter.between(first, meter.read())
+    spent = meter.since(first)
     assert spent.joules == {"package-0": None} and "wrap more than once" in spent.reason
 
 
-def test_short_and_interrupted_windows(server: Path, clock: Clock) -> None:
+def test_short_windows(server: Path, clock: Clock) -> None:
     meter = Meter(server, clock)
-    with meter.window() as window:
-        clock.now += 1.9
-    assert window.energy.joules == dict.fromkeys(meter.devices) and window.energy.total is None
-    assert "too short" in window.energy.reason
-    with pytest.raises(KeyboardInterrupt), meter.window() as window:
-        clock.now += 2.1
-        raise KeyboardInterrupt
-    assert window.energy.total == 0 and not window.energy.reason
+    first = meter.read()
+    clock.now += 1.9
+    spent = meter.since(first)
+    assert spent.joules == dict.fromkeys(meter.devices) and spent.total is None
+    assert "too short" in spent.reason
+    clock.now += 0.2
+    assert meter.since(first).total == 0 and not meter.since(first).reason
 
 
 def test_a_counter_that_fails_spoils_its_window(server: Path, clock: Clock) -> None:
     meter = Meter(server, clock)
-    with meter.window() as window:
-        clock.now += 3
-        (server / "intel-rapl:1" / "energy_uj").unlink()
-    assert window.energy.total is None and "cannot be read" in window.energy.reason
+    first = meter.read()
+    clock.now += 3
+    (server / "intel-rapl:1" / "energy_uj").unlink()
+    spent = meter.since(first)
+    assert spent.total is None and "cannot be read" in spent.reason
     partly = Energy(3.0, {"package-0": 5.0, "dram-0": None})
     assert partly.total is None and partly.per_token(4) is None
 
@@ -176,14 +167,16 @@ def test_cuda_devices(server: Path, clock: Clock, monkeypatch: pytest.MonkeyPatc
     cuda(monkeypatch, millijoules)
     meter = Meter(server, clock)
     assert meter.method == "nvml-counter, rapl" and not meter.absent
-    with meter.window() as window:
-        millijoules["GPU-b"] += 700_000
-        clock.now += 1000
-    assert (window.energy.joules["cuda:0"], window.energy.joules["cuda:1"]) == (700, 0)
-    with meter.window() as window:
-        millijoules["GPU-b"] = 0
-        clock.now += 10
-    assert window.energy.joules["cuda:0"] is None and "went back" in window.energy.reason
+    first = meter.read()
+    millijoules["GPU-b"] += 700_000
+    clock.now += 1000
+    spent = meter.since(first)
+    assert (spent.joules["cuda:0"], spent.joules["cuda:1"]) == (700, 0)
+    first = meter.read()
+    millijoules["GPU-b"] = 0
+    clock.now += 10
+    spent = meter.since(first)
+    assert spent.joules["cuda:0"] is None and "went back" in spent.reason
     del millijoules["GPU-b"]
     assert Meter(server).absent == ["GPU: NVML: Not Supported"]
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -212,7 +205,7 @@ class Machine:
 
     def __init__(self, root: Path, start: int = 0, size: int = RANGE) -> None:
         self.zone = zone(root, "intel-rapl:0", "package-0", start, size)
-        self.seconds = Clock()
+        self.seconds = Clock(100.0)
         self.uncounted = self.due = 0.0
         self.clock = JoulesClock(Meter(root, self.seconds), self.seconds)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from forerun.cli.progress import Tell, nothing
 from forerun.train.data import Corpus, Document, Passage
@@ -14,8 +16,9 @@ from forerun.train.evaluate import Evaluator
 from forerun.train.loop import Trainer
 from forerun.train.options import SmallLMOptions, Training
 from forerun.train.recipes import SmallLM
+from forerun.train.recipes.base import Forecast
 from forerun.train.stream import TrainingTexts
-from forerun.train.target import Target
+from forerun.train.target import Batch, Target
 from forerun.train.time_limit import TimeLimit
 from tests import tiny
 
@@ -28,6 +31,7 @@ TEXTS = [
     f'{{"name":"alpha {i}","sizes":[{i},{i * i},{i * 7}],"colour":"green grey"}}' for i in range(12)
 ]
 Make = Callable[..., Trainer]
+ALL = slice(None)
 
 
 class Clock:
@@ -65,6 +69,30 @@ def with_template(directory: Path, template: str, model: Path | None = None) -> 
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"chat_template": template}))
     return str(directory)
+
+
+def check_forecast(
+    forecast: Forecast,
+    batch: Batch,
+    place: tuple[int, int, int],
+    logits: Tensor,
+    known: Tensor | slice = ALL,
+    close: float = 1e-5,
+) -> Tensor:
+    """Compare a forecast for the (k + 1)th token drafted after a root, `place` = (text, root, k),
+    with the drafter's logits over the tokens that it knows. Returns its distribution. [V]"""
+    i, root, k = place
+    q = torch.zeros(batch.vocab)
+    if batch.temperature:
+        q[known] = (logits / batch.temperature).softmax(-1)
+    else:
+        q[known] = (logits == logits.max()).float()
+    p, token = batch.probs.log_probs[i, root + k].exp(), int(batch.tokens[i, root + k + 1])
+    overlap = torch.minimum(p, q).sum().item()
+    assert forecast.overlap[place].item() == pytest.approx(overlap, abs=close)
+    accepted = min(1.0, float(q[token] / p[token])) if p[token] else float(q[token] > 0)
+    assert forecast.acceptance[place].item() == pytest.approx(accepted, abs=10 * close)
+    return q
 
 
 @pytest.fixture(scope="session")

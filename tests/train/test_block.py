@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from forerun.train.recipes import block as recipe_module
 from forerun.train.recipes.block import block_states, mask_token, spread
 from forerun.train.target import Batch, Target
 from forerun.verify import Noise
+from tests.train.conftest import check_forecast
 
 OPTIONS = BlockOptions(
     block_size=3, block_layers=1, markov_rank=8, kl=1.0, tv=0.0, decay=0.5, confidence=0.7
@@ -30,9 +32,8 @@ TEXTS = [Example(tuple(range(3, 25)), 1), Example(tuple(range(40, 9, -2)), 7)]
 def aimed(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target with the hidden states that this recipe reads."""
     monkeypatch.setattr(target, "aux_hidden_layers", (1, 2, 3))
-    assert (
-        target.head.requires_grad is False
-    )  # read here: tensors that are made while drafting cannot be learnt from
+    # read here: tensors that are made while drafting cannot be learnt from
+    assert target.head.requires_grad is False
     yield target
 
 
@@ -70,10 +71,8 @@ def proposed(
         for k, (made, said) in enumerate(zip(grown.outputs, grown.logits, strict=True)):
             if root + k < len(tokens):
                 previous = batch.tokens[row, root + k]
-                trust = (
-                    float(head.confidence_logit(made, previous)) if head.config.confidence else 0.0
-                )
-                found.append((head.over_target_vocab(head.add_markov_bias(said, previous)), trust))
+                logits = head.over_target_vocab(head.add_markov_bias(said, previous))
+                found.append((logits, float(head.confidence_logit(made, previous))))
     return found
 
 
@@ -95,54 +94,27 @@ def test_blocks_are_what_the_proposer_drafts(
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
             for k, (logits, _) in enumerate(proposed(head, aimed, batch, row, anchor)):
-                mine = head.over_target_vocab(
-                    head.add_markov_bias(
-                        head.compute_logits(made[row, a, k]), batch.tokens[row, anchor + k]
-                    )
-                )
+                own, previous = head.compute_logits(made[row, a, k]), batch.tokens[row, anchor + k]
+                mine = head.over_target_vocab(head.add_markov_bias(own, previous))
                 assert torch.allclose(mine, logits, rtol=1e-3, atol=1e-3)
 
 
-def test_the_loss_is_that_of_each_anchor_and_slot(aimed: Target, corpus: Corpus) -> None:
-    """Slot k after token i, given the text, against the target's distribution at i + k."""
-    head, batch = head_of(aimed, corpus), aimed.batch(TEXTS)
-    total, weight = 0.0, 0.0
-    for row, text in enumerate(TEXTS):
-        for i in range(max(text.prompt_length - 1, 1), len(text.tokens) - 1):
-            for k, (logits, trust) in enumerate(proposed(head, aimed, batch, row, i)):
-                if i + k < len(text.tokens) - 1:
-                    p, q = batch.probs.log_probs[row, i + k].exp(), logits.softmax(-1)
-                    loss = float((p * (p.log() - q.log())).sum())
-                    stands, sure = (
-                        float(torch.minimum(p, q).sum()),
-                        torch.tensor(trust).sigmoid().item(),
-                    )
-                    loss -= (
-                        0.7
-                        * (
-                            stands * torch.tensor(sure).log()
-                            + (1 - stands) * torch.tensor(1 - sure).log()
-                        ).item()
-                    )
-                    total, weight = total + 0.5**k * loss, weight + 0.5**k
-    loss = RECIPE.loss(head, batch)
-    assert loss.item() == pytest.approx(total / weight, rel=1e-3)
-    loss.backward()
-    for name, parameter in head.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-        assert parameter.grad.abs().sum() > 0, name
-
-
-def test_a_head_with_a_smaller_vocabulary_learns_normalised_distributions(
-    aimed: Target, corpus: Corpus
+@pytest.mark.parametrize("draft_vocab", [None, 100])
+def test_the_loss_is_that_of_each_anchor_and_slot(
+    draft_vocab: int | None, aimed: Target, corpus: Corpus
 ) -> None:
-    """Its rows begin as the target's; confidence follows from the distribution before it is
-    normalised."""
-    head, batch = head_of(aimed, corpus, replace(OPTIONS, draft_vocab=100)), aimed.batch(TEXTS)
-    fresh = Block(replace(OPTIONS, draft_vocab=100)).build(aimed, corpus)
-    assert isinstance(fresh, BlockHead)
-    ids = head.tokens()
-    assert ids is not None and torch.equal(fresh.lm_head.weight, aimed.head[ids])
+    """Slot k after token i, given the text, against the target's distribution at i + k.
+
+    A smaller vocabulary learns normalised distributions; its rows begin as the target's, and
+    confidence follows from the distribution before it is normalised.
+    """
+    recipe = Block(replace(OPTIONS, draft_vocab=draft_vocab))
+    head, batch = head_of(aimed, corpus, recipe.options), aimed.batch(TEXTS)
+    ids = torch.arange(aimed.vocab)
+    if draft_vocab:
+        fresh: Any = recipe.build(aimed, corpus)
+        ids = fresh.tokens()
+        assert torch.equal(fresh.lm_head.weight, aimed.head[ids])
     total, weight = 0.0, 0.0
     for row, text in enumerate(TEXTS):
         for i in range(max(text.prompt_length - 1, 1), len(text.tokens) - 1):
@@ -154,9 +126,12 @@ def test_a_head_with_a_smaller_vocabulary_learns_normalised_distributions(
                     loss = (among * (among.log() - q.log())).sum()
                     loss -= 0.7 * (stands * sure.log() + (1 - stands) * (1 - sure).log())
                     total, weight = total + 0.5**k * float(loss), weight + 0.5**k
-    assert weight and Block(replace(OPTIONS, draft_vocab=100)).loss(
-        head, batch
-    ).item() == pytest.approx(total / weight, rel=1e-3)
+    found = recipe.loss(head, batch)
+    assert found.item() == pytest.approx(total / weight, rel=1e-3)
+    found.backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(
@@ -166,10 +141,8 @@ def test_a_head_begins_with_the_norm_of_the_target_and_no_bias(
     head = RECIPE.build(aimed, corpus)
     assert isinstance(head, BlockHead)
     made, previous = torch.randn(3, 32), torch.tensor([5, 6, 7])
-    assert torch.equal(
-        head.over_target_vocab(head.add_markov_bias(head.compute_logits(made), previous)),
-        aimed.view.head(made),
-    )
+    logits = head.add_markov_bias(head.compute_logits(made), previous)
+    assert torch.equal(head.over_target_vocab(logits), aimed.view.head(made))
     assert torch.allclose(head.norm(made), aimed.view.normalise(made), rtol=1e-2, atol=1e-2)
 
 
@@ -204,26 +177,15 @@ def test_the_forecast_is_that_of_each_drafted_token(
             if root + k >= len(TEXTS[i].tokens) - 1:
                 assert forecast.acceptance[i, root, k] == 0
                 continue
-            q = logits.softmax(-1) if not temperature else (logits / temperature).softmax(-1)
-            if not temperature:
-                q = torch.nn.functional.one_hot(q.argmax(), len(q)).float()
-            p, token = batch.probs.log_probs[i, root + k].exp(), batch.tokens[i, root + k + 1]
-            assert forecast.overlap[i, root, k].item() == pytest.approx(
-                torch.minimum(p, q).sum().item(), abs=1e-4
-            )
-            expected = min(1.0, float(q[token] / p[token])) if p[token] else float(q[token] > 0)
-            assert forecast.acceptance[i, root, k].item() == pytest.approx(expected, abs=1e-3)
+            q = check_forecast(forecast, batch, (i, root, k), logits, close=1e-4)
             if k == 0 and temperature:
-                assert forecast.token_log_probs[i, root].item() == pytest.approx(
-                    float(q[token].log()), abs=1e-3
-                )
+                expected = float(q[batch.tokens[i, root + 1]].log())
+                assert forecast.token_log_probs[i, root].item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_states_are_evenly_spaced() -> None:
-    assert spread(6, 3) == (1, 3, 6)
-    assert (
-        spread(36, 5) == (1, 10, 19, 27, 36) and spread(24, 1) == (24,) and spread(2, 5) == (1, 2)
-    )
+    assert spread(6, 3) == (1, 3, 6) and spread(36, 5) == (1, 10, 19, 27, 36)
+    assert spread(24, 1) == (24,) and spread(2, 5) == (1, 2)
     assert all(len(spread(layers, layers)) == layers for layers in range(1, 40))
 
 

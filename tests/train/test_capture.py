@@ -73,11 +73,15 @@ def test_temperature_vocabulary_and_likeliest_tokens(
 
 def test_continuations_follow_from_prompt_and_seed(target: Target) -> None:
     prompts = [TEXTS[0].tokens[:9], TEXTS[1].tokens[:5]]
-    one, other = target.continue_prompts(prompts, [4, 5], 0.8)
+
+    def continued(prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]) -> list[Example]:
+        return [example_of(text) for text in target.continue_prompts(prompts, seeds, 0.8)]
+
+    one, other = continued(prompts, [4, 5])
     assert one.prompt_length == 9 and one.tokens[:9] == prompts[0] and other.prompt_length == 5
     assert all(len(e.tokens) == SMALL["tokens"] or e.tokens[-1] == 2 for e in (one, other))
-    assert target.continue_prompts(prompts[::-1], [5, 4], 0.8) == [other, one]
-    assert target.continue_prompts(prompts, [4, 6], 0.8)[1] != other
+    assert continued(prompts[::-1], [5, 4]) == [other, one]
+    assert continued(prompts, [4, 6])[1] != other
 
 
 def with_llm(**options: object) -> Target:

@@ -72,6 +72,19 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def described(out: Path) -> tuple[dict[str, Any], str]:
+    """The report and the card of a drafter."""
+    return json.loads((out / "training.json").read_text()), (out / "README.md").read_text()
+
+
+def royal_data(tmp_path: Path) -> str:
+    """Texts in the words of the tokenizers in GGUF files."""
+    texts = [f"the king and the ring in the inn, number {i * 37}" * 2 for i in range(12)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return str(path)
+
+
 def test_from_data_to_a_drafter(train: Verb, data: Path, tmp_path: Path) -> None:
     """A complete model with a report and a card, and no other file."""
     out = tmp_path / "drafter"
@@ -82,10 +95,7 @@ def test_from_data_to_a_drafter(train: Verb, data: Path, tmp_path: Path) -> None
     assert "step 6 of 6, loss" in err and "after 3 steps" in err and "\x1b" not in err
     assert names(tmp_path) == ["data.jsonl", "drafter"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {*names(out)}
-    report, readme = (
-        json.loads((out / "training.json").read_text()),
-        (out / "README.md").read_text(),
-    )
+    report, readme = described(out)
     assert len(report["losses"]) == report["steps"] == 6 and report["recipe"]["layers"] == 1
     cases = [(m["temperature"], m["depth"]) for m in report["measured"]]
     assert cases == [(t, d) for t in (0, 0.8) for d in (1, 2, 3)]
@@ -109,10 +119,7 @@ def test_tasks_and_speed(train: Verb, bare: Verb, tmp_path: Path, monkeypatch: A
     out, measuring = tmp_path / "d", ("--tasks", "all", "--speed-rounds", "1", "--depth", "1")
     code, text, err = train("--layers", "1", "--out", str(out), *measuring, "--steps", "0")
     assert code == 0, err
-    report, readme = (
-        json.loads((out / "training.json").read_text()),
-        (out / "README.md").read_text(),
-    )
+    report, readme = described(out)
     tasks = list(dict.fromkeys(m["task"] for m in report["measured"]))
     assert tasks == ["held-out", "edit", "chat"] and report["left_out"] == {"edit": 1}
     assert "edit: 1 prompts were too long" in text and "edit: 1 prompts were too long" in readme
@@ -133,8 +140,8 @@ def test_a_time_limit_that_is_over_after_the_set_up(train: Verb, tmp_path: Path)
     code, text, err = train("--layers", "1", "--out", str(out), "--tasks", "chat", *limit)
     assert code == 0, err
     line = "Not measured for lack of time: 12 of 12 accepted lengths, 1 of 1 rounds of speed"
-    assert line in text.splitlines() and line in (out / "README.md").read_text()
-    report = json.loads((out / "training.json").read_text())
+    report, readme = described(out)
+    assert line in text.splitlines() and line in readme
     assert report["steps"] == 0 and report["measured"] == [] and len(report["evaluations"]) == 1
 
 
@@ -159,10 +166,8 @@ def test_a_quantised_target(recipe: str, bare: Verb, data: Path, tmp_path: Path)
 def test_a_gguf_target(recipe: str, bare: Verb, tmp_path: Path) -> None:
     """What is written drafts for the file and changes no text."""
     path = gguf_files.written("llama", "q4_1", tokenizer="gpt2").path
-    data, out = tmp_path / "data.jsonl", tmp_path / "drafter"
-    texts = [f"the king and the ring in the inn, number {i * 37}" * 2 for i in range(12)]
-    data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    words = ("--target", str(path), "--recipe", recipe, "--data", str(data), "--out", str(out))
+    data, out = royal_data(tmp_path), str(tmp_path / "drafter")
+    words = ("--target", str(path), "--recipe", recipe, "--data", data, "--out", out)
     code, _, err = bare(*words, *RECIPES[recipe], *FLAGS, "--steps", "2", "--depth", "1")
     assert code == 0, err
     draft = "model" if recipe == "small-lm" else recipe
@@ -192,10 +197,8 @@ def test_a_module_is_stored_in_the_file_of_its_target(
         target = tmp_path / "target"
         copy.deepcopy(written.model).float().save_pretrained(target)
         write_tokenizer(written.path, target)
-    data, module, out = tmp_path / "data.jsonl", tmp_path / "module", tmp_path / "both.gguf"
-    texts = [f"the king and the ring in the inn, number {i * 37}" * 2 for i in range(12)]
-    data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    words = ("--target", str(target), "--recipe", "mtp", "--data", str(data), "--out", str(module))
+    data, module, out = royal_data(tmp_path), tmp_path / "module", tmp_path / "both.gguf"
+    words = ("--target", str(target), "--recipe", "mtp", "--data", data, "--out", str(module))
     code, _, err = bare(*words, *RECIPES["mtp"], *FLAGS, "--steps", "3", "--depth", "1")
     assert code == 0, err
     words = ("drafters", "embed", str(module), str(written.path), "--out", str(out))
@@ -203,13 +206,8 @@ def test_a_module_is_stored_in_the_file_of_its_target(
     assert code == 0 and f"--model {out}" in text, err
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     params = SamplingParams.pure(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
-    found = []
-    for path, draft in (
-        (written.path, "auto"),
-        (written.path, f"mtp:{module}"),
-        (out, "auto"),
-        (out, "mtp"),
-    ):
+    found, place = [], written.path
+    for path, draft in ((place, "auto"), (place, f"mtp:{module}"), (out, "auto"), (out, "mtp")):
         llm = LLM(path, draft=draft, kv_tokens=1024)
         found.append((llm.draft, llm.generate("the inn", params, depth=2)[0]))
     assert [name for name, _ in found] == ["suffix", "mtp", "suffix+mtp", "mtp"]
@@ -255,9 +253,8 @@ def test_ctrl_c_and_resume(train: Verb, bare: Verb, tmp_path: Path, monkeypatch:
     code, text, err = bare(*resumed, "--layers", "1", "--json")
     halves = json.loads(text)
     assert (code, err) == (0, "")
-    assert all(
-        halves[part] == whole[part] for part in ("losses", "evaluations", "measured", "data")
-    )
+    for part in ("losses", "evaluations", "measured", "data"):
+        assert halves[part] == whole[part]
     assert names(tmp_path) == ["data.jsonl", "halves", "whole"]
 
 

@@ -80,11 +80,8 @@ def test_what_is_held_out_depends_on_the_document_alone() -> None:
     fewer_train, fewer_held = split(everything[::2], 0.1)
     assert {d.digest for d in fewer_held} <= {d.digest for d in held}
     assert {d.digest for d in fewer_train} <= {d.digest for d in train}
-    assert (
-        [len(part) for part in split(documents(2), 0.0001)]
-        == [1, 1]
-        == [len(p) for p in split(documents(2), 0.99)]
-    )
+    for share in (0.0001, 0.99):
+        assert [len(part) for part in split(documents(2), share)] == [1, 1]
     with pytest.raises(ForerunError, match="one document only"):
         split(documents(1), 0.5)
 
@@ -95,11 +92,8 @@ def test_texts_are_cut_to_windows(tokenizer: Tokenizer) -> None:
     text = "alpha green " * 40
     ids = tuple(tokenizer.encode(text))
     corpus = Corpus([Document("d", "0", (Passage("", text),))], tokenizer, 50, 20)
-    assert (
-        sum((e.tokens for e in corpus.examples), ())
-        == ids[: sum(len(e.tokens) for e in corpus.examples)]
-    )
-    assert len(ids) - sum(len(e.tokens) for e in corpus.examples) < 16
+    kept = sum((e.tokens for e in corpus.examples), ())
+    assert kept == ids[: len(kept)] and len(ids) - len(kept) < 16
     assert all(e.prompt_length == 1 and len(e.tokens) <= 50 for e in corpus.examples)
     assert corpus.prompts[0] == ids[:20] and len(corpus.prompts) >= len(ids) // 50
 
@@ -130,10 +124,8 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
     for i, (template, end) in enumerate(templates):
         directory = with_template(tmp_path / str(i), template)
         tokenizer = Tokenizer(Path(directory))
-        ids = [
-            *tokenizer.encode("false null", special=False),
-            *(tokenizer.vocabulary()[token] for token in end),
-        ]
+        ids = tokenizer.encode("false null", special=False)
+        ids += [tokenizer.vocabulary()[token] for token in end]
         (example,) = Corpus([Document("d", "0", (passage,))], tokenizer, 60, 20).examples
         assert list(example.tokens[example.prompt_length :]) == ids
         size = len(example.tokens) - len(end)
@@ -145,25 +137,19 @@ def test_an_answer_ends_as_the_template_ends_it(tmp_path: Path) -> None:
 def test_texts_with_tokens_that_the_model_has_not_are_left_out(tokenizer: Tokenizer) -> None:
     texts = ["true false " * 20, "alpha green " * 20]
     corpus = Corpus([Document(t, t, (Passage("", t),)) for t in texts], tokenizer, 50, 20)
-    before, vocab = (
-        len(corpus.examples) + len(corpus.prompts),
-        max(max(e.tokens) for e in corpus.examples),
-    )
+    before = len(corpus.examples) + len(corpus.prompts)
+    vocab = max(max(e.tokens) for e in corpus.examples)
     left_out = corpus.drop_unknown_tokens(vocab)
-    assert (
-        left_out == before - len(corpus.examples) - len(corpus.prompts) > 0
-        and corpus.drop_unknown_tokens(vocab) == 0
-    )
+    assert left_out == before - len(corpus.examples) - len(corpus.prompts) > 0
+    assert corpus.drop_unknown_tokens(vocab) == 0
     assert corpus.examples and all(max(e.tokens) < vocab for e in corpus.examples)
 
 
 def test_the_order_is_every_number_once_an_epoch_and_follows_from_the_seed() -> None:
     order = EpochOrder(7, 3)
     numbers = [order[n] for n in range(21)]
-    assert (
-        all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
-        and numbers[:7] != numbers[7:14]
-    )
+    assert all(sorted(numbers[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
+    assert numbers[:7] != numbers[7:14]
     assert [EpochOrder(7, 3)[n] for n in reversed(range(21))] == numbers[::-1]
     assert [EpochOrder(7, 4)[n] for n in range(21)] != numbers
 

@@ -33,6 +33,7 @@ from forerun.train.target import Batch, Target
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import gguf_heads
+from tests.train.conftest import check_forecast
 from tests.train.test_recipes import AHEAD, TEXTS, built, restored  # noqa: F401
 
 SOME: dict[str, Any] = AHEAD | {"unroll": 3, "thin": 1}
@@ -156,18 +157,10 @@ def test_the_forecast_is_that_of_each_drafted_token(
     with torch.no_grad():
         forecast = recipe.forecast(head, batch, 3)
         steps = [head.logits(hidden) for _, hidden in unroll(head, batch, 3)]
-    known, unknown = head.tokens().tolist(), 0
+    known, unknown = head.tokens(), 0
     for i, root, k in ((0, 1, 0), (0, 4, 2), (0, 9, 1), (1, 7, 1), (1, 12, 2)):
-        logits, at, token = steps[k][i, root - 1], root + k, int(batch.tokens[i, root + k + 1])
-        q = torch.zeros(batch.vocab)
-        greedy = (logits == logits.max()).float()
-        q[known] = (logits / temperature).softmax(-1) if temperature else greedy
-        p = batch.probs.log_probs[i, at].exp()
-        overlap = torch.minimum(p, q).sum().item()
-        assert forecast.overlap[i, root, k].item() == pytest.approx(overlap, abs=1e-5)
-        expected = min(1.0, float(q[token] / p[token])) if p[token] else float(q[token] > 0)
-        assert forecast.acceptance[i, root, k].item() == pytest.approx(expected, abs=1e-4)
-        unknown += token not in known
+        check_forecast(forecast, batch, (i, root, k), steps[k][i, root - 1], known)
+        unknown += int(batch.tokens[i, root + k + 1]) not in known.tolist()
     assert unknown and not forecast.overlap[:, 0].any(), "no state precedes the first token"
 
 

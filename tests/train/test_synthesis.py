@@ -34,6 +34,7 @@ from forerun.train.target import Batch, Target, split_batch
 from tests import tiny
 from tests.cli.test_main import run
 from tests.train.conftest import SMALL, TEXTS, Notes, with_template
+from tests.train.test_capture import same
 from tests.train.test_cli import interrupt_at
 
 SIZES: dict[str, Any] = SMALL | {"tokens": 80, "write": 20}
@@ -178,8 +179,7 @@ class TestWriting:
         for example, captured in found:
             full = batch([example], vocab=target.vocab)
             (again,) = split_batch(full, [example], target.aux_hidden_layers)
-            mine, expected = captured.tensors(), again.tensors()
-            assert all(mine[key].equal(expected[key]) for key in expected)
+            assert same(captured, again)
 
     def test_incomplete_and_long_questions_are_left_out(
         self, chat: Target, talker: Target, monkeypatch: pytest.MonkeyPatch
@@ -250,9 +250,8 @@ class TestVerb:
             assert json.loads(text)[part] == report[part]
 
     def test_beside_data(self, verb: Verb, data: Path, tmp_path: Path) -> None:
-        code, text, err = verb(
-            "--out", str(tmp_path / "d"), "--data", str(data), "--write", "8", "--json"
-        )
+        words = ("--out", str(tmp_path / "d"), "--data", str(data), "--write", "8", "--json")
+        code, text, err = verb(*words)
         assert code == 0, err
         found = json.loads(text)["data"]
         sources = [(source["name"], source["documents"]) for source in found["sources"]]

@@ -11,7 +11,6 @@ from typing import Any
 
 import worker
 
-GIGABYTE = 1 << 30
 LONGEST_LOOKUP = 4  # tokens that vLLM looks for in the text
 
 
