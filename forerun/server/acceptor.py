@@ -94,7 +94,6 @@ class Timer:
             self.handle = asyncio.get_running_loop().call_later(seconds, self._run, call)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self.handle is not None:
             self.handle.cancel()
             self.handle = None
@@ -128,7 +127,6 @@ class PendingConnection:
         return self.received.startswith(HEALTH)
 
     def has_gone(self) -> bool:
-        """Return True if the client has closed the connection."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):

@@ -295,7 +295,9 @@ class EngineService:
     def cancel(self, handle: RequestHandle) -> None:
         """Abort the jobs of a handle that have not ended, and discard their events."""
         for job in self._active(handle):
-            self._drop(job)
+            del self.jobs[job]
+            job.cancelled = True
+            self._commands.put(partial(self._abort, job))
         handle.close()
 
     def end_all(self) -> None:
@@ -506,11 +508,6 @@ class EngineService:
 
     def _active(self, handle: RequestHandle) -> list[Job]:
         return [job for job in handle.jobs if job in self.jobs]
-
-    def _drop(self, job: Job) -> None:
-        del self.jobs[job]
-        job.cancelled = True
-        self._commands.put(partial(self._abort, job))
 
     def _set_paused(self, handle: RequestHandle, paused: bool) -> None:
         """Pause the jobs of a handle whose client does not read, or resume them."""
