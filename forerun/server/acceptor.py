@@ -31,6 +31,7 @@ HEALTH = b"GET /health "  # served before all other requests
 INVALID = "this is no HTTP/1.1 request"
 FULL = "this server has as many connections as it takes (--max-connections)"
 LATE = "the headers did not come within {:g} s (--header-timeout)"
+NO_DESCRIPTOR = "no file descriptor is left for another connection: raise the limit with ulimit -n"
 # After a refusal the connection stays open for reading: a reset would lose the error message.
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 1 << 20
@@ -203,9 +204,7 @@ class Acceptor:
 
     def _free_descriptor(self) -> None:
         """Close the oldest connection; if there is none, accept again later."""
-        log.error(
-            "no file descriptor is left for another connection: raise the limit with ulimit -n"
-        )
+        log.error(NO_DESCRIPTOR)
         if self._waiting:
             self._close(next(iter(self._waiting)))
             return

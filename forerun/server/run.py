@@ -40,6 +40,7 @@ from forerun.server.acceptor import (
     LATE,
     LINGER_BYTES,
     LINGER_SECONDS,
+    NO_DESCRIPTOR,
     Acceptor,
     Timer,
     headers_length,
@@ -233,15 +234,11 @@ class Connection(HttpToolsProtocol):
             if oldest is None:
                 self._refuse(503, FULL)
                 return
-            oldest.drop()
+            oldest.transport.abort()
+            self.pool.waiting.pop(oldest)
+            self.connections.discard(oldest)
         self._start_waiting()
         self.proceed()
-
-    def drop(self) -> None:
-        """Close the connection at once to make room for another."""
-        self.transport.abort()
-        self.pool.waiting.pop(self, None)
-        self.connections.discard(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the buffers, timers and entries of the connection."""
@@ -623,8 +620,6 @@ class Server(uvicorn.Server):
 def _handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an exception that no task and no callback handles."""
     if is_out_of_descriptors(context.get("exception")):
-        log.error(
-            "no file descriptor is left for another connection: raise the limit with ulimit -n"
-        )
+        log.error(NO_DESCRIPTOR)
     else:
         loop.default_exception_handler(context)
