@@ -27,60 +27,24 @@ from forerun.sampling.params import SamplingParams
 from tests import quantise, tiny
 
 PATIENCE = 10.0  # seconds that one may take
-NUMBERS: list[Any] = [
-    0,
-    -1,
-    1,
-    2,
-    3,
-    7,
-    2**31,
-    2**63,
-    10**30,
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-    1e-308,
-    float("nan"),
-    float("inf"),
-]
-TEXTS: list[Any] = [
-    "",
-    "x",
-    "\ud800",
-    "\x1b[2J\nx",
-    "a" * 100_000,
-    "../../etc/passwd",
-    "llama",
-    "{{ 7 * 7 }}",
-    "{% for",
-]
-OTHERS: list[Any] = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [1] * 1000,
-    ["a", 1, None],
-    {"a": {"b": []}},
-    {"": ""},
-    list(range(300)),
-]
-VALUES = NUMBERS + TEXTS + OTHERS
+INTEGERS: list[Any] = [0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**30, 10**400]
+FLOATS: list[Any] = [0.5, -0.0, 1e308, 1e-308, float("nan"), float("inf")]
+TEXTS: list[Any] = ["", "x", "\ud800", "\x1b[2J\nx", "a" * 100_000, "../../etc/passwd", "llama"]
+TEXTS += ["{{ 7 * 7 }}", "{% for"]
+OTHERS: list[Any] = [None, True, False, [], {}, [[]], [1] * 1000, ["a", 1, None]]
+OTHERS += [{"a": {"b": []}}, {"": ""}, list(range(300))]
+VALUES = INTEGERS + FLOATS + TEXTS + OTHERS
 RAW = [
     b"", b"\0", b"{", b"[]", b"null", b"\xff\xfe{}", b"[" * 200_000, b'{"a":' * 100_000, b"1" * 5000, b'{"a":1,"a":2}',
     b'"\\ud800"', b"{}" * 3, b"NaN", b'{"model_type":"llama","model_type":"gpt2"}', b"version https://git-lfs\n",
 ]  # fmt: skip
-JSON = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "model.safetensors.index.json",
-)
+JSON = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+JSON += ["model.safetensors.index.json"]
+PLACES = ["../../etc/passwd", "/etc/passwd", "/dev/zero", ".", "", "\0", "a/../../b"]
+PLACES += ["model.safetensors"]
+ADVICE = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id"]
+ADVICE += ["do_sample"]
+OPTIONS: Any = {"dtype": "float32", "max_rows": 2, "kv_tokens": 64, "context": 48, "threads": 1}
 TEMPLATES = [
     "{% for m in messages %}", "{{", "{{ raise_exception('no') }}", "{{ messages[0].content }}", "(" * 50_000,
     "{{ " + "(" * 20_000, "\xff", "{% include '/etc/passwd' %}", "{{ ''.__class__.__mro__ }}", "{{ 'x' * 10 ** 12 }}",
@@ -90,14 +54,9 @@ TEMPLATES = [
 def bases() -> list[Path]:
     """Models that are whole: families, with and without a tokenizer, in shards, quantised in each
     way."""
-    quantised = [_quantised(layout) for layout in ("gptq", "awq", "packed")]
-    return [
-        tiny.worded(),
-        tiny.worded(),
-        _sharded(),
-        *map(tiny.family, ("gpt2", "gemma3", "phi3", "smollm3")),
-        *quantised,
-    ]
+    families = map(tiny.family, ("gpt2", "gemma3", "phi3", "smollm3"))
+    quantised = map(_quantised, ("gptq", "awq", "packed"))
+    return [tiny.worded(), tiny.worded(), _sharded(), *families, *quantised]
 
 
 @cache
@@ -114,31 +73,24 @@ def _sharded() -> Path:
     return directory
 
 
+NOTHING_LEFT = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
+
+
 def spoil(directory: Path, chance: random.Random) -> str:
     """Spoil one thing in a directory; says which. What was spoiled before may leave nothing to
     do."""
-    how = chance.choice(
-        [_value, _value, _value, _bytes, _bytes, _header, _header, _special, _raw, _added]
-    )
+    kinds = [_value, _value, _value, _bytes, _bytes, _header, _header, _special, _raw, _added]
+    how = chance.choice(kinds)
     try:
         file = chance.choice(_files(directory, "*"))
         return f"{how.__name__[1:]} of {how(directory, file, chance)}"
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OSError,
-        RecursionError,
-        struct.error,
-    ):
+    except (*NOTHING_LEFT, struct.error):
         return "nothing"
 
 
 def _files(directory: Path, pattern: str) -> list[Path]:
-    return sorted(
-        path for path in directory.glob(pattern) if path.is_file() and not path.is_symlink()
-    )
+    found = directory.glob(pattern)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 
 def _value(directory: Path, file: Path, chance: random.Random) -> str:
@@ -154,9 +106,9 @@ def _value(directory: Path, file: Path, chance: random.Random) -> str:
 
 
 def _places(raw: Any) -> Iterator[tuple[Any, Any]]:
-    items = (
-        raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
-    )
+    items: Any = raw.items() if isinstance(raw, dict) else ()
+    if isinstance(raw, list):
+        items = enumerate(raw)
     for key, value in items:
         yield raw, key
         yield from _places(value)
@@ -167,9 +119,8 @@ def _bytes(directory: Path, file: Path, chance: random.Random) -> str:
     data = bytearray(file.read_bytes())
     how = chance.choice(["flip", "cut", "insert", "twice"])
     if how == "flip":
-        for at in chance.choices(
-            range(min(len(data), chance.choice((64, 4096, len(data))))), k=chance.choice((1, 2, 9))
-        ):
+        beginning = range(min(len(data), chance.choice((64, 4096, len(data)))))
+        for at in chance.choices(beginning, k=chance.choice((1, 2, 9))):
             data[at] ^= 1 << chance.randrange(8)
     elif how == "cut":
         del data[chance.randrange(len(data)) :]
@@ -191,19 +142,19 @@ def _header(directory: Path, file: Path, chance: random.Random) -> str:
     names = [name for name in header if name != "__metadata__"]
     one, other = chance.choice(names), chance.choice(names)
     entry = header[one]
+    sizes = [0, 1, 3, 2**40, -1, 2**64, 1.5]
+    dtypes = ["F64", "F16", "I8", "BOOL", "F8_E4M3", "F4", "U64", "C64", "X", 3]
+    offsets = [0, -1, 2**63, 2**64, 8, "x", None]
+
+    def shape() -> list[Any]:
+        return [chance.choice([*sizes, *entry["shape"]])] * chance.randrange(4)
+
     changes: dict[str, Callable[[], Any]] = {
-        "shape": lambda: entry.update(
-            shape=[chance.choice([0, 1, 3, 2**40, -1, 2**64, 1.5, *entry["shape"]])]
-            * chance.randrange(4)
-        ),
+        "shape": lambda: entry.update(shape=shape()),
         "turned": lambda: entry.update(shape=entry["shape"][::-1]),
-        "dtype": lambda: entry.update(
-            dtype=chance.choice(["F64", "F16", "I8", "BOOL", "F8_E4M3", "F4", "U64", "C64", "X", 3])
-        ),
+        "dtype": lambda: entry.update(dtype=chance.choice(dtypes)),
         "overlap": lambda: entry.update(data_offsets=header[other]["data_offsets"]),
-        "offsets": lambda: entry.update(
-            data_offsets=[chance.choice([0, -1, 2**63, 2**64, 8, "x", None]) for _ in range(2)]
-        ),
+        "offsets": lambda: entry.update(data_offsets=[chance.choice(offsets) for _ in range(2)]),
         "gone": lambda: header.pop(one),
         "renamed": lambda: header.update({chance.choice(TEXTS): header.pop(one)}),
         "metadata": lambda: header.update(__metadata__=chance.choice(VALUES)),
@@ -227,17 +178,15 @@ def _special(directory: Path, file: Path, chance: random.Random) -> str:
         file.mkdir()
     elif kind != "gone":
         (directory / "secret").write_text("root:x:0:0:root:/root:/bin/bash\n")
-        file.symlink_to(
-            {"loop": file, "zero": Path("/dev/zero"), "text": directory / "secret"}[kind]
-        )
+        places = {"loop": file, "zero": Path("/dev/zero"), "text": directory / "secret"}
+        file.symlink_to(places[kind])
     return f"{file.name}: {kind}"
 
 
 def _raw(directory: Path, file: Path, chance: random.Random) -> str:
     """A whole file is something else."""
-    file = directory / chance.choice(
-        [*JSON, file.name, "chat_template.jinja", "special_tokens_map.json"]
-    )
+    others = [file.name, "chat_template.jinja", "special_tokens_map.json"]
+    file = directory / chance.choice([*JSON, *others])
     file.unlink(missing_ok=True)  # never through a link
     file.write_bytes(content := chance.choice(RAW))
     return f"{file.name}: {content[:40]!r}"
@@ -252,46 +201,21 @@ def _added(directory: Path, file: Path, chance: random.Random) -> str:
     if what == "template":
         (directory / "chat_template.jinja").write_text(chance.choice(TEMPLATES))
     elif what == "index":
-        name = chance.choice(
-            [
-                "../../etc/passwd",
-                "/etc/passwd",
-                "/dev/zero",
-                ".",
-                "",
-                "\0",
-                "a/../../b",
-                "model.safetensors",
-            ]
-        )
-        (directory / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": name}})
-        )
+        index = json.dumps({"weight_map": {"a": chance.choice(PLACES)}})
+        (directory / "model.safetensors.index.json").write_text(index)
     elif what == "advice":
-        names = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "eos_token_id",
-            "do_sample",
-        )
-        settings = {"do_sample": True} | {
-            name: chance.choice(VALUES) for name in chance.sample(names, 3)
-        }
+        settings = {"do_sample": True}
+        settings |= {name: chance.choice(VALUES) for name in chance.sample(ADVICE, 3)}
         (directory / "generation_config.json").write_text(json.dumps(settings))
     elif what == "code":
         (directory / "evil.py").write_text("raise SystemExit('code of a model was run')\n")
         auto = {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil"}
-        (directory / "tokenizer_config.json").write_text(
-            json.dumps({"auto_map": auto, "tokenizer_class": "Evil"})
-        )
+        config = json.dumps({"auto_map": auto, "tokenizer_class": "Evil"})
+        (directory / "tokenizer_config.json").write_text(config)
     else:
         raw = json.loads((directory / "config.json").read_text())
-        raw["quantization_config"] = chance.choice(
-            [*OTHERS, {"quant_method": chance.choice(["gptq", "awq", "fp8", 7])}]
-        )
+        method = {"quant_method": chance.choice(["gptq", "awq", "fp8", 7])}
+        raw["quantization_config"] = chance.choice([*OTHERS, method])
         (directory / "config.json").write_text(json.dumps(raw))
     return what
 
@@ -299,16 +223,7 @@ def _added(directory: Path, file: Path, chance: random.Random) -> str:
 def use(directory: Path, kernels: str = "torch") -> str:
     """Load a model and say something with it: "fine", or the one line that says why not."""
     try:
-        llm = LLM(
-            directory,
-            kernels=kernels,
-            dtype="float32",
-            max_rows=2,
-            kv_tokens=64,
-            context=48,
-            threads=1,
-            draft="off",
-        )
+        llm = LLM(directory, kernels=kernels, draft="off", **OPTIONS)
         if llm.tokenizer:
             for prompt in ("a word", [{"role": "user", "content": "a word"}]):
                 try:
@@ -340,12 +255,10 @@ def attack(count: int, seed: int, folder: Path) -> Counter[str]:
         try:
             outcome = use(directory, chance.choice(("torch", "torch", "auto")))
         except BaseException as error:
-            raise AssertionError(
-                f"{i} ({what}): {type(error).__name__}: {str(error)[:300]}"
-            ) from error
-        assert time.monotonic() - begun < PATIENCE, (
-            f"{i} ({what}) took {time.monotonic() - begun:.1f} seconds"
-        )
+            message = f"{i} ({what}): {type(error).__name__}: {str(error)[:300]}"
+            raise AssertionError(message) from error
+        seconds = time.monotonic() - begun
+        assert seconds < PATIENCE, f"{i} ({what}) took {seconds:.1f} seconds"
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
         assert grown < 700, f"{i} ({what}) took {grown} MB"
         outcomes["fine" if outcome == "fine" else "refused"] += 1

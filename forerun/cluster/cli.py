@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from forerun.errors import ConfigError
+from forerun.server.cli import require_packages
+from forerun.server.listen import listen
 
 
 def deploy(
@@ -20,11 +20,8 @@ def deploy(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
 ) -> None:
     """Serve models by replicas on Ray Serve, behind one address."""
-    for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", "ray"):
-        if not find_spec(name):
-            raise ConfigError(f"a cluster needs {name}: pip install 'forerun[cluster]'")
+    require_packages("a cluster", "cluster", "ray")
     from forerun.cluster.plan import divide_machine, read_plan, summary
-    from forerun.server.listen import listen
 
     plan = divide_machine(read_plan(file))
     if check:

@@ -57,7 +57,7 @@ CHECK_SECONDS = 1.0  # between two checks of all replicas
 NICENESS = 5  # of replicas: the ingress of a busy machine goes first
 APPLICATION = "forerun-"  # Ray Serve's names of the models begin with it
 QUIET = {"enable_access_log": False, "log_level": "ERROR"}
-MANAGEMENT = {f"/api/{action}" for _, action in ollama.ACTIONS}  # refused, whatever they name
+MANAGEMENT = {f"/api/{action}" for action in ollama.ACTIONS}  # refused, whatever they name
 LISTS = {"/v1/models": "data", "/api/tags": "models", "/api/ps": "models"}
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 HEALTH: Scope = dict(
@@ -356,7 +356,7 @@ def run(plan: Plan, listener: socket.socket, verbose: bool) -> int:
     start_logging(verbose, sys.stderr.isatty())
     limits.raise_descriptor_limit()
     share_arenas()
-    keys = auth.ApiKeys.of(settings)
+    keys = auth.ApiKeys(settings)
     if not listen.is_loopback(settings.host) and not keys:
         log.warning("%s is open to all: set api_key", settings.host)
     num_cpus = sum((model.engine.threads or 1) * model.replicas.max for model in plan.models)

@@ -31,6 +31,7 @@ HEALTH = b"GET /health "  # served before all other requests
 INVALID = "this is no HTTP/1.1 request"
 FULL = "this server has as many connections as it takes (--max-connections)"
 LATE = "the headers did not come within {:g} s (--header-timeout)"
+NO_DESCRIPTOR = "no file descriptor is left for another connection: raise the limit with ulimit -n"
 # After a refusal the connection stays open for reading: a reset would lose the error message.
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 1 << 20
@@ -94,7 +95,6 @@ class Timer:
             self.handle = asyncio.get_running_loop().call_later(seconds, self._run, call)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self.handle is not None:
             self.handle.cancel()
             self.handle = None
@@ -128,7 +128,6 @@ class PendingConnection:
         return self.received.startswith(HEALTH)
 
     def has_gone(self) -> bool:
-        """Return True if the client has closed the connection."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -205,9 +204,7 @@ class Acceptor:
 
     def _free_descriptor(self) -> None:
         """Close the oldest connection; if there is none, accept again later."""
-        log.error(
-            "no file descriptor is left for another connection: raise the limit with ulimit -n"
-        )
+        log.error(NO_DESCRIPTOR)
         if self._waiting:
             self._close(next(iter(self._waiting)))
             return

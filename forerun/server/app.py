@@ -95,7 +95,7 @@ def make_app(llm: LLM, settings: Settings, keys: ApiKeys | None = None) -> FastA
         The application. `app.state.service` is its `EngineService`, `app.state.server` its
         `ServerState`.
     """
-    keys = ApiKeys.of(settings) if keys is None else keys
+    keys = ApiKeys(settings) if keys is None else keys
     name = served_name(llm, settings)
     llm.engine.stretch = STRETCH
     service = EngineService(llm, settings.max_queue, settings.max_unread, settings.write_timeout)
@@ -168,7 +168,6 @@ def public_name(llm: LLM) -> str:
 
 
 def served_name(llm: LLM, settings: Settings) -> str:
-    """Return the name of the model in the API."""
     return settings.served_name or title(public_name(llm))
 
 
@@ -191,7 +190,6 @@ class HeadAsGet:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self.app(scope, receive, send)

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.errors import ConfigError
 from forerun.server import errors, fields
 from forerun.server.errors import ApiError
-from forerun.server.limits import BodyLimiter
+from forerun.server.limits import SHOWN, BodyLimiter
 from forerun.server.listen import is_address, is_loopback
 from forerun.server.settings import Settings, clean_key
 from forerun.types import SALT
@@ -37,7 +36,6 @@ FORM = "application/x-www-form-urlencoded"
 BROWSER_HEADERS = {"origin", "sec-fetch-site", "sec-fetch-mode"}
 ANY = "*"
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out of Origin
-SHOWN = 100  # characters of a client's header in an error message
 
 
 # ------------------------------------------------------------ keys and tenants
@@ -82,30 +80,26 @@ class ApiKeys:
     belong to clients, who cannot read metrics of all tenants.
     """
 
-    def __init__(self, keys: Sequence[str], file: Path | None, host: str, shared: bool) -> None:
-        """Read the keys. Raises ConfigError."""
+    def __init__(self, settings: Settings) -> None:
+        """Read the keys of the settings and of FORERUN_API_KEY. Raises ConfigError."""
         self._callers: dict[bytes, Caller] = {}
+        keys = list(settings.api_key)
+        variable = os.environ.get("FORERUN_API_KEY", "")
+        if variable.strip():
+            keys.append(clean_key(variable))
         for key in keys:
             digest = _digest(key)
             self._callers[digest] = Caller(f"key {digest.hex()}", operator=True)
-        for name, key in read_keys(file) if file else ():
+        file = Path(settings.api_keys)
+        for name, key in read_keys(file) if settings.api_keys else ():
             if _digest(key) in self._callers:
                 raise ConfigError(
                     f"{file}: the key of {name} is given twice: one key is one tenant"
                 )
             self._callers[_digest(key)] = Caller(name, operator=False)
-        self._without_keys = Caller("" if shared or is_loopback(host) else None)
-        self._shared = shared
-
-    @classmethod
-    def of(cls, settings: Settings) -> ApiKeys:
-        """Return the keys of the settings and of FORERUN_API_KEY. Raises ConfigError."""
-        keys = list(settings.api_key)
-        variable = os.environ.get("FORERUN_API_KEY", "")
-        if variable.strip():
-            keys.append(clean_key(variable))
-        file = Path(settings.api_keys) if settings.api_keys else None
-        return cls(keys, file, settings.host, settings.share_memory)
+        self._shared = settings.share_memory
+        one_tenant = self._shared or is_loopback(settings.host)
+        self._without_keys = Caller("" if one_tenant else None)
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -187,12 +181,11 @@ class HostPolicy:
             message = f"this server does not answer to {host[:SHOWN]!r}"
             advice = "if that is its name, start it with --allowed-hosts NAME"
             return ApiError(421, f"{message}: {advice}")
-        allowed = origin is None or _same_host(origin, host) or {origin, ANY} & set(self.origins)
-        if origin is not None and not allowed:
-            message = f"pages of {origin[:SHOWN]!r} may not ask this server"
-            advice = "if they should, start it with --allowed-origins ORIGIN"
-            return ApiError(403, f"{message}: {advice}")
-        return None
+        if origin is None or _same_host(origin, host) or {origin, ANY} & set(self.origins):
+            return None
+        message = f"pages of {origin[:SHOWN]!r} may not ask this server"
+        advice = "if they should, start it with --allowed-origins ORIGIN"
+        return ApiError(403, f"{message}: {advice}")
 
     def _is_own(self, value: str) -> bool:
         host = host_of(value)
@@ -220,7 +213,6 @@ def _same_host(origin: str, host: str) -> bool:
 
 
 def add_access_control(app: Starlette, settings: Settings, keys: ApiKeys) -> None:
-    """Add the access control of these settings to an application."""
     app.add_middleware(
         AccessControl, keys=keys, hosts=HostPolicy(settings), bodies=BodyLimiter(settings)
     )
@@ -252,7 +244,6 @@ class AccessControl:
         self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request or pass it on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

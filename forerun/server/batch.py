@@ -149,7 +149,6 @@ async def run_requests(llm: LLM, requests: list[Json], target: Path, tell: Tell)
 
 
 async def _answer(state: ServerState, request: Json) -> Json:
-    """Return one line of output, with the response that the server would have sent."""
     request_id = secrets.token_hex(8)
     url = request.get("url")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,9 @@ from forerun.config import Config
 from forerun.errors import ConfigError
 from forerun.models.hub import find_model
 from forerun.server.listen import listen
-from forerun.server.settings import Settings, read_file
+from forerun.server.settings import RANGES, Settings, read_file
 
 LISTS = dict.fromkeys(("api_key", "allowed_hosts", "allowed_origins"), list[str])
-LIMITS = (
-    *("max_queue", "max_body", "max_bodies", "max_unread", "max_connections", "max_prompt"),
-    *("timeout", "header_timeout", "body_timeout", "write_timeout", "shutdown_timeout"),
-)
 BYTES = {name: getattr(Settings(), name) for name in ("max_body", "max_bodies", "max_unread")}
 SERVER = Group(
     "server",
@@ -27,7 +24,7 @@ SERVER = Group(
     "Server",
     LISTS,
     defaults={name: f"{size}, which is {size >> 20} MiB" for name, size in BYTES.items()},
-    rare=LIMITS,
+    rare=tuple(name for name, *_ in RANGES if name != "port"),
     rare_panel="Server limits",
 )
 FILE = Annotated[
@@ -48,10 +45,10 @@ def serve(
     options = engine | config
     chosen = Settings(**(settings | server))
     find_model(Config.of(**options).model)
-    _require_extra()
+    require_packages("the server", "serve")
     from forerun.server.auth import ApiKeys
 
-    ApiKeys.of(chosen)  # reports an unreadable file of keys before the model loads
+    ApiKeys(chosen)  # reports an unreadable file of keys before the model loads
     listener = listen(chosen)
     from forerun.server.run import run
 
@@ -70,17 +67,14 @@ def batch(
 ) -> None:
     """Answer a file of requests; after an interruption, the same command continues."""
     find_model(Config.of(**config).model)
-    _require_extra()
+    require_packages("the server", "serve")
     from forerun.server.batch import run
 
     run(source, target, config)
 
 
-def _require_extra() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"the server needs {error.name}: pip install 'forerun[serve]'") from None
+def require_packages(user: str, extra: str, *more: str) -> None:
+    """Raise ConfigError if a package of the server, or one of `more`, is not installed."""
+    for name in ("fastapi", "httptools", "prometheus_client", "uvicorn", *more):
+        if find_spec(name) is None:
+            raise ConfigError(f"{user} needs {name}: pip install 'forerun[{extra}]'")

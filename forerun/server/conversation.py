@@ -38,24 +38,11 @@ from forerun.server.protocol import (
 
 Json = dict[str, Any]
 # Arguments of `apply_chat_template` that the server sets or that would replace the template.
-RESERVED_VARIABLES = frozenset(
-    [
-        "self",
-        "messages",
-        "conversation",
-        "tools",
-        "tokenize",
-        "add_generation_prompt",
-        "chat_template",
-        "documents",
-        "continue_final_message",
-        "return_dict",
-        "return_tensors",
-        "tokenizer_kwargs",
-        "padding",
-        "truncation",
-    ]
-)
+RESERVED_VARIABLES = {
+    *("self", "messages", "conversation", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
+    *("return_dict", "return_tensors", "padding", "truncation"),
+}
 THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")  # of templates of reasoning models
 
 
@@ -237,14 +224,6 @@ def _arguments_schema(tool: Tool) -> Json:
     return schema | {"type": "object"}
 
 
-def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Json]]:
-    """Return the text of a whole answer without calls, and the calls in OpenAI's format."""
-    parser = ToolCallParser(tools)
-    before, calls = parser.add(text)
-    rest, more = parser.end()
-    return before + rest, calls + more
-
-
 class ToolCallParser:
     """Separates the tool calls of an answer from its text while the answer arrives in pieces.
 
@@ -272,15 +251,11 @@ class ToolCallParser:
         self._text: list[str] = []
         self._calls: list[Json] = []
 
-    def add(self, piece: str) -> tuple[str, list[Json]]:
-        """Read the next piece and return the text and the calls that are final now."""
-        return self._read(piece, is_last=False)
+    def read(self, piece: str, is_last: bool) -> tuple[str, list[Json]]:
+        """Read the next piece and return the text and the calls (OpenAI's format) that are final.
 
-    def end(self) -> tuple[str, list[Json]]:
-        """Return the text and the calls that were not final before the answer ended."""
-        return self._read("", is_last=True)
-
-    def _read(self, piece: str, is_last: bool) -> tuple[str, list[Json]]:
+        With the last piece, all that was not final before is.
+        """
         self._buffer = self._buffer[self._position :] + piece
         self._position = 0
         self._is_last = is_last

@@ -153,7 +153,6 @@ class EmbeddingBatch:
 
     @property
     def done(self) -> bool:
-        """True once all texts are processed."""
         return self.position >= max(len(text) for text in self.texts)
 
     def step(self) -> None:
@@ -185,7 +184,6 @@ class EmbeddingBatch:
 
 
 def chunk_size(llm: LLM) -> int:
-    """Return the number of tokens in one forward pass."""
     return min(CHUNK, llm.config.chunk)
 
 

@@ -111,7 +111,6 @@ def logged_body(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def response(error: Exception, path: str = "") -> JSONResponse:
-    """Build the response for an error of a request for `path`."""
     status, content = body(error)
     if path.startswith("/api/"):
         content = {"error": content["error"]["message"]}

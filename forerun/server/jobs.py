@@ -121,11 +121,6 @@ class RequestHandle:
             job.arrived = time.perf_counter()
             job.context = context
 
-    @property
-    def full(self) -> bool:
-        """Return True if more than `capacity` bytes of events are unread."""
-        return 0 < self.capacity < self.unread
-
     def put(self, job: Job, item: Event | BaseException | None) -> None:
         """Add an event of a job, the error that ended it, or None at its end."""
         self.unread += event_bytes(item)
@@ -158,7 +153,10 @@ class RequestHandle:
         while remaining:
             # The timeout must not enclose `yield`, where it would cancel the consumer's code.
             async with asyncio.timeout_at(self.deadline):
-                job, item = await self._get()
+                job, item = await self._queue.get()
+                self.unread -= event_bytes(item)
+                if self.paused and self.unread <= self.capacity // 2 and self._on_resume:
+                    self._on_resume(self)
             if self.deadline is not None and asyncio.get_running_loop().time() > self.deadline:
                 raise TimeoutError
             if isinstance(item, BaseException):
@@ -167,13 +165,6 @@ class RequestHandle:
                 remaining -= 1
             else:
                 yield job, item
-
-    async def _get(self) -> tuple[Job, Event | BaseException | None]:
-        job, item = await self._queue.get()
-        self.unread -= event_bytes(item)
-        if self.paused and self.unread <= self.capacity // 2 and self._on_resume is not None:
-            self._on_resume(self)
-        return job, item
 
 
 class JobObserver:
@@ -295,7 +286,9 @@ class EngineService:
     def cancel(self, handle: RequestHandle) -> None:
         """Abort the jobs of a handle that have not ended, and discard their events."""
         for job in self._active(handle):
-            self._drop(job)
+            del self.jobs[job]
+            job.cancelled = True
+            self._commands.put(partial(self._abort, job))
         handle.close()
 
     def end_all(self) -> None:
@@ -486,7 +479,7 @@ class EngineService:
             handle = self.jobs.get(job)
             if handle is not None:
                 handle.put(job, event)
-                if handle.full and not handle.paused:
+                if 0 < handle.capacity < handle.unread and not handle.paused:
                     self._set_paused(handle, paused=True)
             if event.finish_reason is not None:
                 self._finish(job, None)
@@ -506,11 +499,6 @@ class EngineService:
 
     def _active(self, handle: RequestHandle) -> list[Job]:
         return [job for job in handle.jobs if job in self.jobs]
-
-    def _drop(self, job: Job) -> None:
-        del self.jobs[job]
-        job.cancelled = True
-        self._commands.put(partial(self._abort, job))
 
     def _set_paused(self, handle: RequestHandle, paused: bool) -> None:
         """Pause the jobs of a handle whose client does not read, or resume them."""

@@ -123,7 +123,6 @@ class LargeResponse(Response):
         self.headers["content-length"] = str(sum(map(len, self.parts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )

@@ -220,7 +220,6 @@ class LimitedRoute(APIRoute):
     """A route that accepts only JSON bodies and parses them through `LimitedRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler."""
         handler = super().get_route_handler()
 
         async def limited(request: Request) -> Response:
@@ -292,7 +291,6 @@ class ThrottledThreads:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
 from forerun.errors import ConfigError
-
-if TYPE_CHECKING:
-    from forerun.server.settings import Settings
+from forerun.server.settings import Settings
 
 
 def is_address(host: str) -> bool:

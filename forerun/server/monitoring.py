@@ -84,7 +84,6 @@ class JsonLines(logging.Formatter):
     """Formats one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         entry: dict[str, Any] = {"time": self.formatTime(record), "level": record.levelname.lower()}
         entry |= {"message": shorten_middle(record.getMessage())} | getattr(record, "facts", {})
         if record.exc_info:
@@ -99,11 +98,9 @@ class PlainLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s: %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record."""
         return shorten_middle(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the message of a record with its facts."""
         facts: dict[str, Any] = getattr(record, "facts", {})
         parts = [f"{name}={value}" for name, value in facts.items() if value is not None]
         return " ".join([super().formatMessage(record), *parts])
@@ -226,7 +223,6 @@ class Metrics(JobObserver):
         self.length.observe(count)
 
     def on_end(self, job: Job, error: BaseException | None) -> None:
-        """Record the statistics of a job."""
         request = job.request
         reason = (request and request.finish_reason) or "?"
         if error:
@@ -263,7 +259,6 @@ class RequestLog(JobObserver):
         self.model = model
 
     def on_end(self, job: Job, error: BaseException | None) -> None:
-        """Log a job that has ended."""
         job.context.run(self._write, job, error)
 
     def _write(self, job: Job, error: BaseException | None) -> None:

@@ -49,31 +49,12 @@ from forerun.server.streaming import Formatter, respond, with_ignored
 from forerun.types import Event
 from forerun.utils import json_line
 
-ACTIONS = (
-    ("POST", "pull"),
-    ("POST", "push"),
-    ("POST", "create"),
-    ("POST", "copy"),
-    ("DELETE", "delete"),
-)
-OPTIONS = (  # names in `options`, besides those in the table of foreign fields
-    [
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "stop",
-        "min_tokens",
-        "max_tokens",
-        "ignore_eos",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "speculative",
-        "cache_salt",
-    ]
-)
+ACTIONS = {"pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE"}
+OPTIONS = [  # names in `options`, besides those in the table of foreign fields
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("min_tokens", "max_tokens", "ignore_eos", "speculative", "cache_salt"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+]
 UNSUPPORTED = {  # of /api/generate
     "suffix": "this server cannot fill gaps",
     "template": "the model's own is used; give raw and a prompt that has the layout",
@@ -417,13 +398,12 @@ def mount(app: FastAPI, state: ServerState, embedder: Embedder, card: ModelCard)
     _mount_generation(app, state)
     _mount_embeddings(app, state, embedder)
     _mount_models(app, state, card)
-    for method, name in ACTIONS:
-        path = f"/api/{name}"
+    for action, method in ACTIONS.items():
+        path = f"/api/{action}"
         app.add_api_route(path, _refuse_action, methods=[method], include_in_schema=False)
 
 
 async def _refuse_action() -> None:
-    """Refuse to manage models: this server serves one model."""
     advice = "for another, start forerun serve MODEL"
     raise ApiError(501, f"this server serves the model that it was started with: {advice}")
 

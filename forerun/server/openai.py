@@ -23,12 +23,7 @@ from forerun.server.auth import CLIENT, tenant_of
 from forerun.server.conversation import chat_prompt, fields_without_effect, text_of
 from forerun.server.errors import ApiError
 from forerun.server.jobs import Job
-from forerun.server.large_responses import (
-    LOGPROB_BYTES,
-    LONG_LOGPROB_BYTES,
-    choice_size,
-    prompt_logprobs_size,
-)
+from forerun.server.large_responses import LOGPROB_BYTES, LONG_LOGPROB_BYTES, prompt_logprobs_size
 from forerun.server.outputs import (
     Json,
     Output,
@@ -58,18 +53,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's documented default of /v1/completions
 ECHO_CHUNK = 16  # prompt tokens in one chunk of a stream that echoes their log-probabilities
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 SAMPLING_FIELDS = [
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
+    *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
 ]
 
 
@@ -119,7 +104,6 @@ def _check_prompt_logprobs(request: OpenAIRequest) -> None:
 def _prepare_completion(
     state: ServerState, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> tuple[Completions, list[Job]]:
-    """Return the formatter and the jobs of a completion."""
     llm = state.service.llm
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     # With max_tokens=0 nothing is generated, and the prompt is scored.
@@ -303,6 +287,7 @@ class Choices(Formatter):
         super().__init__(bool(body.stream), body.ignored)
         llm = state.service.llm
         self.body = body
+        self.token_ids = bool(body.return_token_ids)
         self.n = n
         self.stream_options = body.stream_options or StreamOptions()
         self.tokenizer = llm.tokenizer
@@ -316,11 +301,7 @@ class Choices(Formatter):
         }
 
     def estimate_size(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
-        token_ids = bool(self.body.return_token_ids)
-        size = sum(
-            choice_size(order, count, self.logprob_bytes, token_ids)
-            for order, count in zip(orders, lengths, strict=True)
-        )
+        size = super().estimate_size(orders, lengths)
         if self.body.prompt_logprobs is not None:
             size += sum(prompt_logprobs_size(order, LONG_LOGPROB_BYTES) for order in orders)
         return size
@@ -350,11 +331,9 @@ class Choices(Formatter):
         return sse(errors.logged_body(error)[1])
 
     def chunk(self, choices: list[Json], **more: Any) -> str:
-        """Return one chunk of a streamed response."""
         return sse({**self.head, "object": self.chunk_name, "choices": choices, **more})
 
     def choice(self, output: Output, index: int) -> Json:
-        """Return one choice of a full response."""
         raise NotImplementedError
 
     def delta(self, output: Output, index: int, event: Event) -> Json:
@@ -362,7 +341,7 @@ class Choices(Formatter):
         raise NotImplementedError
 
     def _with_token_ids(self, choice: Json, token_ids: list[int]) -> Json:
-        return choice | {"token_ids": token_ids} if self.body.return_token_ids else choice
+        return choice | {"token_ids": token_ids} if self.token_ids else choice
 
     def _prompt_logprobs(self, output: Output) -> list[Json | None]:
         top = self.body.prompt_logprobs or 0
@@ -392,7 +371,9 @@ class Completions(Choices):
     ) -> None:
         super().__init__(state, body, n, seed)
         self.prompts = prompts
-        self.top = body.logprobs or 0
+        self._logprobs = partial(
+            completion_logprobs, tokenizer=self.tokenizer, top=body.logprobs or 0
+        )
         tokenizer = self.tokenizer if body.echo else None
         self.echoes = [tokenizer.decode(prompt) if tokenizer else "" for prompt in prompts]
         self.echo_pieces: list[list[str]] = []
@@ -462,11 +443,6 @@ class Completions(Choices):
             )
         return self._with_token_ids(choice, event.token_ids)
 
-    def _logprobs(
-        self, tokens: Sequence[int], entries: Sequence[Any], pieces: Sequence[str], offset: int = 0
-    ) -> Json:
-        return completion_logprobs(tokens, entries, pieces, offset, self.tokenizer, self.top)
-
 
 def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> list[str]:
     """Return the text that each token of a prompt completes."""
@@ -501,7 +477,7 @@ class Chat(Choices):
         """
         if not self.tools:
             return output.text, []
-        text, calls = conversation.parse_tool_calls(output.text, self.tools)
+        text, calls = conversation.ToolCallParser(self.tools).read(output.text, is_last=True)
         return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
     def choice(self, output: Output, index: int) -> Json:
@@ -551,12 +527,8 @@ class Chat(Choices):
 
     def _parse(self, index: int, event: Event) -> tuple[str, list[Json]]:
         """Return the text and the calls of a streamed choice that are final with this event."""
-        parser = self._parsers[index]
-        text, calls = parser.add(event.text)
-        if event.finish_reason is not None:
-            rest, more = parser.end()
-            text += rest
-            calls += more
+        is_last = event.finish_reason is not None
+        text, calls = self._parsers[index].read(event.text, is_last)
         if self.body.parallel_tool_calls is False:
             calls = calls[: max(1 - self._num_calls[index], 0)]
         return text, calls

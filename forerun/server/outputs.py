@@ -31,7 +31,6 @@ class Output:
     finish_reason: str | None = None
 
     def add(self, event: Event) -> None:
-        """Append the tokens of an event."""
         self.characters += len(event.text)
         self.token_ids += event.token_ids
         self.pieces += event.pieces
@@ -52,7 +51,6 @@ class Output:
 
     @property
     def has_logprobs(self) -> bool:
-        """True if the request asks for log-probabilities."""
         return self.job.params.logprobs is not None
 
 
@@ -119,7 +117,8 @@ def completion_logprobs(
     tokens: Sequence[int],
     entries: Sequence[TokenLogprobs | None],
     pieces: Sequence[str],
-    offset: int,
+    offset: int = 0,
+    *,
     tokenizer: Tokenizer | None,
     top: int,
 ) -> Json:
@@ -174,9 +173,11 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
     """Return log-probabilities in the format of chats."""
 
     def token_entry(token: int, logprob: float) -> Json:
-        text = token_text(tokenizer, token)
-        data = _token_bytes(tokenizer, token) if tokenizer else text.encode()
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        return {
+            "token": token_text(tokenizer, token),
+            "logprob": _finite(logprob),
+            "bytes": list(_token_bytes(tokenizer, token)),
+        }
 
     content = []
     for entry in entries:
@@ -185,19 +186,15 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None)
     return {"content": content, "refusal": None}
 
 
+@lru_cache(maxsize=CACHED_TOKENS)
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
     """Return the text of a token, with replacement characters for incomplete bytes."""
-    return _token_text(tokenizer, token) if tokenizer else str(token)
+    return tokenizer.spell(token) if tokenizer else str(token)
 
 
 @lru_cache(maxsize=CACHED_TOKENS)
-def _token_text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.spell(token)
-
-
-@lru_cache(maxsize=CACHED_TOKENS)
-def _token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    return tokenizer.token_bytes(token)
+def _token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes:
+    return tokenizer.token_bytes(token) if tokenizer else str(token).encode()
 
 
 def _finite(logprob: float) -> float:

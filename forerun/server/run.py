@@ -40,6 +40,7 @@ from forerun.server.acceptor import (
     LATE,
     LINGER_BYTES,
     LINGER_SECONDS,
+    NO_DESCRIPTOR,
     Acceptor,
     Timer,
     headers_length,
@@ -66,6 +67,8 @@ BODY_SLICE = 16 << 10  # bytes of a chunked body that are parsed in one turn
 READ_AHEAD = 64 << 10  # bytes that are kept before they are parsed; then reading pauses
 LARGE_WRITE = 64 << 10  # bytes; streams write less, and are not counted in the pool
 HEADER_SECONDS, BODY_SECONDS = 0.002, 0.001  # for parsing, in one iteration of the event loop
+SWITCH_SECONDS = 0.001  # after which the engine's thread yields the interpreter to the event loop
+BACKLOG = 2048  # connections that wait to be accepted
 UPGRADE = re.compile(rb"\r\n(upgrade[ \t]*:)", re.IGNORECASE)  # the parser would skip the body
 
 
@@ -157,7 +160,6 @@ class ConnectionPool:
             largest.transport.abort()
 
     def discard_unread(self, connection: Connection) -> None:
-        """Stop counting a connection."""
         self._unread.discard(connection)
 
 
@@ -232,15 +234,11 @@ class Connection(HttpToolsProtocol):
             if oldest is None:
                 self._refuse(503, FULL)
                 return
-            oldest.drop()
+            oldest.transport.abort()
+            self.pool.waiting.pop(oldest)
+            self.connections.discard(oldest)
         self._start_waiting()
         self.proceed()
-
-    def drop(self) -> None:
-        """Close the connection at once to make room for another."""
-        self.transport.abort()
-        self.pool.waiting.pop(self, None)
-        self.connections.discard(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the buffers, timers and entries of the connection."""
@@ -370,7 +368,6 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """End a request."""
         super().on_message_complete()
         self.phase = Phase.COMPLETE if self.answering else Phase.HEADERS
 
@@ -460,19 +457,13 @@ class Connection(HttpToolsProtocol):
         self.request_timer.start(LINGER_SECONDS, self.transport.abort)
 
 
-log = logging.getLogger("forerun.server")
-SWITCH_SECONDS = 0.001  # after which the engine's thread yields the interpreter to the event loop
-BACKLOG = 2048  # connections that wait to be accepted
+# ------------------------------------------------------------ the server
 
 
 class Service(Protocol):
-    """The object behind an application: an engine's service, or the ingress of a cluster.
+    """The object behind an application: an engine's service, or the ingress of a cluster."""
 
-    Attributes:
-        draining: new requests are refused since the server shuts down.
-    """
-
-    draining: bool
+    draining: bool  # new requests are refused since the server shuts down
 
     @property
     def jobs(self) -> Collection[Any]:
@@ -501,7 +492,7 @@ def run(options: dict[str, Any], settings: Settings, listener: socket.socket, ve
         raise
     if warning:
         log.warning("%s", warning)
-    if not is_loopback(settings.host) and not ApiKeys.of(settings):
+    if not is_loopback(settings.host) and not ApiKeys(settings):
         log.warning(
             "everybody who reaches %s may use this server: give --api-key or --api-keys",
             settings.host,
@@ -576,7 +567,6 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then accept connections."""
         asyncio.get_running_loop().set_exception_handler(_handle_exception)
         await super().startup([])
         make = partial(Connection, self.pool, self.config, self.server_state, self.lifespan.state)
@@ -587,7 +577,6 @@ class Server(uvicorn.Server):
             self.acceptors.append(acceptor)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and shut the application down."""
         for acceptor in self.acceptors:
             acceptor.close()
         await super().shutdown(sockets)
@@ -631,8 +620,6 @@ class Server(uvicorn.Server):
 def _handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an exception that no task and no callback handles."""
     if is_out_of_descriptors(context.get("exception")):
-        log.error(
-            "no file descriptor is left for another connection: raise the limit with ulimit -n"
-        )
+        log.error(NO_DESCRIPTOR)
     else:
         loop.default_exception_handler(context)

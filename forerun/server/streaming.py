@@ -27,12 +27,14 @@ class Formatter:
         streams: whether the response is a stream.
         ignored: fields of the request that have no effect.
         terminator: the end of every stream, also of failed ones.
+        token_ids: whether choices list their token ids.
         logprob_bytes: size of one log-probability, where they are written.
     """
 
     media_type = "text/event-stream"
     headers: ClassVar[dict[str, str]] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     terminator = ""
+    token_ids = False
     logprob_bytes = 0
 
     def __init__(self, streams: bool, ignored: Sequence[str]) -> None:
@@ -42,7 +44,7 @@ class Formatter:
     def estimate_size(self, orders: Sequence[Job], lengths: Sequence[int]) -> int:
         """Estimate the bytes of the response with this number of tokens for each order."""
         return sum(
-            choice_size(order, count, self.logprob_bytes, token_ids=False)
+            choice_size(order, count, self.logprob_bytes, self.token_ids)
             for order, count in zip(orders, lengths, strict=True)
         )
 

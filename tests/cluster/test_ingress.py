@@ -10,19 +10,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.cluster.deployed import NEEDS_RAY
-
-pytestmark = NEEDS_RAY
 pytest.importorskip("ray")
 
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from ray.exceptions import RayActorError  # noqa: E402
-from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
-from forerun.cluster import serving  # noqa: E402
-from forerun.cluster.plan import make_plan  # noqa: E402
-from forerun.cluster.serving import HEALTH, RETRIES, Ingress, Replica, merge_metrics  # noqa: E402
-from forerun.server.auth import ApiKeys  # noqa: E402
+from forerun.cluster import serving
+from forerun.cluster.plan import make_plan
+from forerun.cluster.serving import HEALTH, RETRIES, Ingress, Replica, merge_metrics
+from forerun.server.auth import ApiKeys
 
 TWO = {"models": [{"name": "small"}, {"name": "large:latest", "replicas": {"min": 0}}]}
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -60,6 +57,8 @@ class FakeHandle:
         return self
 
     async def results_async(self, timeout_s: float, return_exceptions: bool) -> Any:
+        if self.pages is None:
+            raise RuntimeError("Ray is gone")
         if not self.pages:
             raise DeploymentUnavailableError("model")
         return self.pages
@@ -93,6 +92,19 @@ def answering(*parts: str, start: Mapping[str, Any] = START, dies: bool = False)
     return answer
 
 
+def ingress_of(handles: Mapping[str, Any], plan: Mapping[str, Any] = TWO) -> Ingress:
+    made = make_plan(plan)
+    return Ingress(made, handles, ApiKeys(made.settings))
+
+
+async def request(
+    ingress: Ingress, path: str, method: str = "GET", **options: Any
+) -> httpx2.Response:
+    transport = httpx2.ASGITransport(app=ingress.gate)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.request(method, path, **options)
+
+
 def ask(
     handles: Mapping[str, FakeHandle],
     path: str = "/v1/completions",
@@ -104,18 +116,15 @@ def ask(
     **body: Any,
 ) -> httpx2.Response:
     """The answer of an ingress with these handles: to a POST if there is a body, else to a GET."""
-    made = make_plan(plan)
-    ingress = Ingress(made, handles, ApiKeys.of(made.settings))
+    ingress = ingress_of(handles, plan)
     ingress.draining = draining
-    transport = httpx2.ASGITransport(app=ingress.gate)
     content = json.dumps(body).encode() if body else content
+    method = "POST" if content else "GET"
 
     async def send() -> httpx2.Response:
         if path == "/health":
             await ingress.check_replicas()
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            method = "POST" if content else "GET"
-            return await client.request(method, path, content=content, headers=headers)
+        return await request(ingress, path, method, content=content, headers=headers)
 
     return asyncio.run(send())
 
@@ -194,7 +203,7 @@ def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
         finally:
             ended.append(1)
 
-    made, found = make_plan(TWO), handles(never)
+    found = handles(never)
     received: Any = [{"type": "http.request", "body": b'{"prompt": "x"}'}]
 
     async def receive() -> Any:
@@ -204,7 +213,7 @@ def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
         pass
 
     async def leave() -> None:
-        ingress = Ingress(made, found, ApiKeys.of(made.settings))
+        ingress = ingress_of(found)
         scope = HEALTH | {"method": "POST", "path": "/v1/completions", "root_path": ""}
         async with asyncio.timeout(10):
             await ingress.gate(scope, receive, send)
@@ -265,17 +274,14 @@ def test_a_server_that_shuts_down_refuses(path: str) -> None:
 
 def test_health_is_no_question_to_a_replica() -> None:
     """A replica that works or hangs would answer late: the last check is what counts."""
-    made = make_plan(TWO)
     found = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
-    ingress = Ingress(made, found, ApiKeys.of(made.settings))
+    ingress = ingress_of(found)
 
     async def both() -> list[int]:
-        transport = httpx2.ASGITransport(app=ingress.gate)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            codes = [(await client.get("/health")).status_code]
-            await ingress.check_replicas()
-            del found["small"].pages
-            return [*codes, (await client.get("/health")).status_code]
+        first = await request(ingress, "/health")
+        await ingress.check_replicas()
+        del found["small"].pages
+        return [first.status_code, (await request(ingress, "/health")).status_code]
 
     assert asyncio.run(both()) == [503, 200]
 
@@ -283,30 +289,20 @@ def test_health_is_no_question_to_a_replica() -> None:
 def test_health_fails_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that ended with an error of Ray would have left the last answer for ever."""
     monkeypatch.setattr(serving, "CHECK_SECONDS", 0.0)
-    made = make_plan(TWO)
     found: dict[str, Any] = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
-    ingress = Ingress(made, found, ApiKeys.of(made.settings))
+    ingress = ingress_of(found)
 
     async def ask_after(pages: Any) -> int:
         found["small"].pages = pages
         for _ in range(3):
             await asyncio.sleep(0)
-        transport = httpx2.ASGITransport(app=ingress.gate)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return (await client.get("/health")).status_code
+        return (await request(ingress, "/health")).status_code
 
     async def live() -> list[int]:
         async with ingress.gate.router.lifespan_context(ingress.gate):
             return [await ask_after(pages) for pages in ([("a", "ok")], None, [("a", "ok")])]
 
-    monkeypatch.setattr(FakeHandle, "results_async", answered)
     assert asyncio.run(live()) == [200, 503, 200]
-
-
-async def answered(handle: FakeHandle, timeout_s: float, return_exceptions: bool) -> Any:
-    if handle.pages is None:
-        raise RuntimeError("Ray is gone")
-    return handle.pages
 
 
 def test_a_replica_learns_the_address_and_the_id_of_a_request() -> None:

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.deployed import NEEDS_RAY
-
-pytestmark = NEEDS_RAY
 pytest.importorskip("ray")
 
-from forerun.cluster.router import (  # noqa: E402
+from forerun.cluster.router import (
     MAX_LEAD,
     AffinityRouter,
     affinity_key,

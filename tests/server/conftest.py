@@ -60,8 +60,4 @@ def front(request: pytest.FixtureRequest) -> Iterator[Front]:
 
 @pytest.fixture(scope="session")
 def client(front: Front) -> openai.OpenAI:
-    return client_of(front)
-
-
-def client_of(front: Front) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0)

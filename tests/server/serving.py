@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import pytest
 
 from forerun.llm import LLM
 from forerun.server.app import make_app
@@ -24,6 +25,20 @@ from forerun.types import Event
 
 PATIENCE = 30.0  # seconds until a test fails that waits for something
 ASKED = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {  # short requests, without the model that Ollama's API needs
+    "/v1/completions": {"prompt": "x = ", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "hi"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+    "/api/chat": {"messages": HI, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "x", "options": {"num_predict": 2}},
+    "/api/embed": {"input": "x"},
+    "/api/embeddings": {"prompt": "x"},
+    "/api/show": {},
+}
 IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M)
 
 
@@ -107,6 +122,22 @@ def held(service: EngineService) -> Iterator[None]:
         yield
     finally:
         go.set()
+
+
+def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Make the engine fail once, after this number of steps."""
+    engine = llm.engine
+    step = engine.step
+    steps: list[int] = []
+
+    def fails() -> list[Event]:
+        steps.append(1)
+        if len(steps) == after + 1:
+            raise RuntimeError("on purpose")
+        return step()
+
+    monkeypatch.setattr(engine.multi_step, "seconds", 0.0)  # it would need too few steps
+    monkeypatch.setattr(engine, "step", fails)
 
 
 @contextmanager

@@ -16,19 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import attack  # noqa: E402
 import attack_corpus  # noqa: E402
 
-SHORT = [
-    "--json",
-    "--warm-up",
-    "--once",
-    "--seconds",
-    "1.5",
-    "--scale",
-    "0.01",
-    "--patience",
-    "0.5",
-    "--attackers",
-    "6",
-]
+SHORT = ["--json", "--warm-up", "--once", "--seconds", "1.5", "--scale", "0.01"]
+SHORT += ["--patience", "0.5", "--attackers", "6"]
 
 
 def test_the_corpus_is_not_refused_by_size_alone() -> None:
@@ -48,11 +37,8 @@ def test_other_clients_notice_no_attack() -> None:
     names = attack_corpus.NAMES
     script = str(ROOT / "scripts" / "attack.py")
     command = [sys.executable, script, *SHORT, "--model", str(tiny.spoken())]
-    for name in names:
-        command += ["--only", name]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
+    command += [word for name in names for word in ("--only", name)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert {attack.partition(":")[0] for attack in report["attacks"]} == set(names)

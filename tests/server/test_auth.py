@@ -13,14 +13,11 @@ from typing import Any
 
 import httpx2
 import pytest
-
-pytest.importorskip("fastapi")
-
 from starlette.datastructures import Headers
 
 from forerun.errors import ConfigError
 from forerun.llm import LLM
-from forerun.server.auth import CALLER, ApiKeys, Caller, HostPolicy, read_keys, tenant_of
+from forerun.server.auth import CALLER, ApiKeys, Caller, HostPolicy, tenant_of
 from forerun.server.listen import is_loopback
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving, sse
@@ -228,12 +225,8 @@ def test_a_bad_file_of_keys_is_one_line_without_a_key(
     if text is not None:
         file.write_bytes(text)
     with pytest.raises(ConfigError, match=says) as error:
-        ApiKeys([], file, "127.0.0.1", False)
+        ApiKeys(Settings(api_keys=str(file)))
     assert "\n" not in str(error.value) and "xxx" not in str(error.value)
-
-
-def test_keys_of_a_file(keys: Path) -> None:
-    assert read_keys(keys) == [("alice", "key-of-alice"), ("mallory", "key-of-mallory")]
 
 
 # ------------------------------------------------------------ hosts and origins

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import ollama
-import openai
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -25,7 +24,7 @@ from forerun.llm import LLM
 from forerun.sampling.grammar import Grammar
 from forerun.server import conversation, limits
 from forerun.server import ollama as ollama_api
-from forerun.server.conversation import template_messages
+from forerun.server.conversation import ToolCallParser, template_messages
 from forerun.server.errors import ApiError
 from forerun.server.ollama import Ollama, OllamaChat
 from forerun.server.openai import Chat, prepare_chat
@@ -249,38 +248,6 @@ def test_absent_arguments_are_an_empty_object(path: str, arguments: Any) -> None
     assert values["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("generated", [*ARGUMENTS, "one\u2028two"])
-def test_openais_client_sends_back_what_it_was_given(client: openai.OpenAI, generated: str) -> None:
-    text = f'<tool_call>{{"name": "w", "arguments": {generated}}}</tool_call>'
-    form = {"response_format": {"type": "choice", "choice": [text]}}
-    asked: Json = {"tools": TOOLS[CHAT], "model": "tiny", "max_tokens": 120}
-    messages: list[Any] = [HI]
-    for stream in (False, True):
-        if stream:
-            with client.chat.completions.stream(messages=messages, extra_body=form, **asked) as s:
-                answer = s.get_final_completion()
-        else:
-            answer = client.chat.completions.create(messages=messages, extra_body=form, **asked)
-        message = answer.choices[0].message.model_dump()
-        messages += [message, *results(CHAT, message), HI]
-    assert client.chat.completions.create(messages=messages, **asked | {"max_tokens": 2}).choices
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_ollamas_client_reads_every_line_and_sends_it_back(front: Front, stream: bool) -> None:
-    """It splits lines at Unicode's line ends, and raised where a text held one."""
-    client = ollama.Client(host=front.url)
-    asked: Json = {"model": "tiny", "format": {"const": "one\u2028two\x85"}}
-    answers: Any = client.chat(messages=[HI], stream=stream, options={"num_predict": 60}, **asked)
-    parts = list(answers) if stream else [answers]
-    text = "".join(part.message.content or "" for part in parts)
-    assert json.loads(text) == "one\u2028two\x85"
-    messages = [HI, ollama.Message(role="assistant", content=text, thinking="Hm."), HI]
-    more: Json = {"tools": TOOLS[OLLAMA], "options": {"num_predict": 2}}
-    assert client.chat(messages=messages, model="tiny", **more).message
-
-
 # What clients add
 
 
@@ -499,7 +466,7 @@ KNOWN = [tool("w"), tool("v")]
 
 def found(text: str, known: list[Tool] = KNOWN) -> tuple[str, list[tuple[str, Any]]]:
     """The text that is left, and the calls as (name, arguments)."""
-    rest, calls = conversation.parse_tool_calls(text, known)
+    rest, calls = ToolCallParser(known).read(text, is_last=True)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
     return rest, [
         (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
@@ -507,21 +474,12 @@ def found(text: str, known: list[Tool] = KNOWN) -> tuple[str, list[tuple[str, An
 
 
 def streamed(pieces: list[str], known: list[Tool] = KNOWN) -> tuple[str, list[tuple[str, Any]]]:
-    reader = conversation.ToolCallParser(known)
-    parts = [*(reader.add(piece) for piece in pieces), reader.end()]
+    parser = ToolCallParser(known)
+    parts = [*(parser.read(piece, is_last=False) for piece in pieces), parser.read("", True)]
     calls = [call["function"] for _, calls in parts for call in calls]
     return "".join(text for text, _ in parts), [
         (call["name"], json.loads(call["arguments"])) for call in calls
     ]
-
-
-def test_blocks_that_are_no_calls_stay_text() -> None:
-    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    other = '<tool_call>{"name": "g"}</tool_call>'
-    text, (only,) = conversation.parse_tool_calls(f"{other}\n{call}", [tool("f")])
-    assert text == f"{other}\n" and only["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert conversation.parse_tool_calls(f" {call}\n{call}", [tool("f")])[0] == ""
-    assert conversation.parse_tool_calls(other, [tool("f")]) == (other, [])
 
 
 C1 = ("w", {"c": 1})
@@ -543,9 +501,12 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {  # text, text wit
     "tag alone in prose": (f"Use {OPEN} tags: {TAGGED}", f"Use {OPEN} tags: ", [C1]),
     "text around and between": (f"a {TAGGED} b {TAGGED} c", "a  b  c", [C1, C1]),
     "prose after a call not closed": (f"{OPEN}{CALL_TEXT} I wait.", " I wait.", [C1]),
+    "unknown tool": (OTHER, OTHER, []),
+    "unknown tool first": (f"{OTHER}\n{TAGGED}", f"{OTHER}\n", [C1]),
     "unknown tool in between": (f"{TAGGED}{OTHER}{TAGGED}", OTHER, [C1, C1]),
     "several within tags": (f"{OPEN}\n{CALL_TEXT}\n{CALL_TEXT}\n</tool_call>", "", [C1, C1]),
     "list within tags": (f"{OPEN}[{CALL_TEXT}, {CALL_TEXT}]</tool_call>", "", [C1, C1]),
+    "line end between calls": (f" {TAGGED}\n{TAGGED}", "", [C1, C1]),
     "line ends and spaces": (f"{OPEN}\n\n {CALL_TEXT} \n</tool_call>\n", "", [C1]),
     "line end in a string": (CALL_TEXT.replace("1", '"a\nb"'), "", [("w", {"c": "a\nb"})]),
     "object before text": (f"{CALL_TEXT} and that is all", " and that is all", [C1]),
@@ -646,7 +607,7 @@ def expected(text: str) -> tuple[str, list[str]]:
 @example(["{", '"name": "w"', "}", ",", "x"])
 def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
     text = "".join(pieces)
-    rest, calls = conversation.parse_tool_calls(text, [tool("w")])
+    rest, calls = ToolCallParser([tool("w")]).read(text, is_last=True)
     assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
 
 
@@ -660,20 +621,14 @@ def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -
 
 def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
     """And a call as soon as it is whole: nobody waits for the end of the answer."""
-    reader = conversation.ToolCallParser(KNOWN)
-    assert reader.add("Use <tool_call>{") == ("Use ", [])
-    assert reader.add("name} here <to") == ("<tool_call>{name} here ", [])
-    assert reader.add("ol> and ") == ("<tool> and ", [])
-    text, (call,) = reader.add(f"<tool_call>{CALL_TEXT}")
+    parser = ToolCallParser(KNOWN)
+    assert parser.read("Use <tool_call>{", False) == ("Use ", [])
+    assert parser.read("name} here <to", False) == ("<tool_call>{name} here ", [])
+    assert parser.read("ol> and ", False) == ("<tool> and ", [])
+    text, (call,) = parser.read(f"<tool_call>{CALL_TEXT}", False)
     assert text == "" and call["function"]["name"] == "w"
-    assert reader.add("</tool_call>") == ("", []) and reader.add(" x") == (" x", [])
-    assert reader.end() == ("", [])
-
-
-@given(PIECES)
-def test_calls_that_are_handed_out_can_come_back(pieces: list[str]) -> None:
-    for call in conversation.parse_tool_calls("".join(pieces), KNOWN)[1]:
-        assert isinstance(limits.parse(call["function"]["arguments"].encode()), dict)
+    assert parser.read("</tool_call>", False) == ("", [])
+    assert parser.read(" x", False) == (" x", []) and parser.read("", True) == ("", [])
 
 
 NOWHERE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"']

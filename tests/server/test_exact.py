@@ -100,22 +100,6 @@ def test_a_drawn_seed_is_reported_and_repeats(server: Serving) -> None:
         assert tokens[0] != tokens[1]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_every_endpoint_reports_its_seed(server: Serving, path: str) -> None:
-    body: dict[str, Any] = {"input": "Write.", "max_output_tokens": 10}
-    if path == "/v1/chat/completions":
-        body = {"messages": [{"role": "user", "content": "Write."}], "max_tokens": 10}
-
-    def text(answer: dict[str, Any]) -> object:
-        if "output" in answer:
-            return answer["output"][0]["content"]
-        return answer["choices"][0]["message"]
-
-    first = server.answer(path, body)
-    again = server.answer(path, body | {"seed": first["seed"], "speculative": False})
-    assert text(first) == text(again)
-
-
 def test_negative_and_large_seeds(server: Serving) -> None:
     for seed in (-1, 0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)):
         first = server.answer(COMPLETIONS, ASKED | {"seed": seed})

@@ -7,13 +7,11 @@ import gc
 import itertools
 import json
 import os
-import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -24,7 +22,7 @@ from pydantic import ValidationError
 from forerun.server import limits
 from forerun.server.errors import ApiError
 from forerun.server.jobs import EngineService
-from forerun.server.limits import DIGITS, ENTRIES, OBJECTS, VALUES
+from forerun.server.limits import DIGITS, VALUES
 from forerun.server.protocol import (
     Body,
     ChatRequest,
@@ -34,23 +32,13 @@ from forerun.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from tests.server.serving import PATIENCE, Front, Serving, sse
+from tests.server.serving import BODIES, HI, PATIENCE, Front, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 JSON_TYPE = "application/json"
 JSON = {"content-type": JSON_TYPE}
-HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-BARE_TOOL = {"type": "function", "function": {"name": "f"}}
-GOOD: dict[str, dict[str, Any]] = {
-    COMPLETION: {"prompt": "x = ", "max_tokens": 2},
-    CHAT: {"messages": HI, "max_tokens": 2},
-    RESPONSE: {"input": "hi", "max_output_tokens": 2},
-    EMBEDDINGS: {"input": "hi"},
-    TOKENIZE: {"prompt": "x"},
-    DETOKENIZE: {"tokens": [5]},
-}
 MODELS: dict[str, type[Body]] = {
     COMPLETION: CompletionRequest,
     CHAT: ChatRequest,
@@ -59,45 +47,12 @@ MODELS: dict[str, type[Body]] = {
     TOKENIZE: TokenizeRequest,
     DETOKENIZE: DetokenizeRequest,
 }
+GOOD = {path: BODIES[path] for path in MODELS}
 
 
-@dataclass(frozen=True)
-class Raw:
-    """Text that json.dumps would not write, put into a body as it is."""
-
-    text: str
-
-
-NAN, HUGE, SURROGATE = Raw("NaN"), Raw("1e999"), Raw('"\\ud800"')
-DEEP = Raw("[" * 10_000 + "]" * 10_000)
-NOT_JSON = [
-    NAN,
-    Raw("-Infinity"),
-    HUGE,
-    DEEP,
-    Raw('{"a":' * 10_000 + "1" + "}" * 10_000),
-    SURROGATE,
-]
+NAN, SURROGATE = float("nan"), "\ud800"
 WRONG_TYPES = ["1", "", 1, 1.5, True, [], [1], [None], ["a"], {}, {"a": 1}]
 LONG = 10**400
-
-
-def dump(value: Any) -> str:
-    """Return JSON, with raw pieces as they are."""
-    pieces: list[str] = []
-
-    def swap(item: Any) -> Any:
-        if isinstance(item, Raw):
-            pieces.append(item.text)
-            return f"\0{len(pieces) - 1}\0"
-        if isinstance(item, dict):
-            return {key: swap(v) for key, v in item.items()}
-        return [swap(v) for v in item] if isinstance(item, list) else item
-
-    text = json.dumps(swap(value))
-    for i, piece in enumerate(pieces):
-        text = text.replace(f'"\\u0000{i}\\u0000"', piece)
-    return text
 
 
 def refused(
@@ -108,6 +63,7 @@ def refused(
     status = response.status_code
     assert 400 <= status < 500 and status != 429, (content[:150], response.text[:300])
     assert response.headers["x-request-id"] and set(response.json()) == {"error"}
+    assert "connection" not in response.headers, "the client may ask on"
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) <= 500
@@ -133,7 +89,6 @@ def nothing_fails(serve: Serving) -> Iterator[None]:
 # Generated requests
 
 
-POST = [*GOOD, "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"]
 GET = ["/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/server_info"]
 GET += ["/metrics", "/api/tags", "/api/ps", "/api/version"]
 EXAMPLES = int(os.environ.get("FORERUN_FUZZ", "12"))  # of each operation, valid and invalid
@@ -150,13 +105,13 @@ def schema(front: Front) -> Any:
 
 def test_every_operation_is_tried(schema: Any) -> None:
     found = {(o.ok().method.upper(), o.ok().path) for o in schema.get_all_operations()}
-    assert found == {("POST", path) for path in POST} | {("GET", path) for path in GET}
+    assert found == {("POST", path) for path in BODIES} | {("GET", path) for path in GET}
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("method", "path", "valid"),
-    [*itertools.product(["POST"], POST, [True, False]), *(("GET", path, True) for path in GET)],
+    [*itertools.product(["POST"], BODIES, [True, False]), *(("GET", path, True) for path in GET)],
 )
 def test_no_generated_request_makes_the_server_fail(
     schema: Any, front: Front, method: str, path: str, valid: bool
@@ -204,14 +159,6 @@ def test_no_generated_request_makes_the_server_fail(
 
 
 @pytest.mark.parametrize("path", MODELS)
-def test_what_is_not_json_is_refused_in_every_field(serve: Serving, path: str) -> None:
-    for i, name in enumerate(MODELS[path].model_fields):
-        for j, value in enumerate(NOT_JSON):
-            place = (value, [value], {"a": value})[(i + j) % 3]  # each, of other fields
-            refused(serve, path, dump(GOOD[path] | {name: place}).encode(), name)
-
-
-@pytest.mark.parametrize("path", MODELS)
 def test_values_of_a_wrong_type_are_refused(serve: Serving, path: str) -> None:
     """The models are strict, and the error names the field without pydantic's alternatives."""
     for name, value in itertools.product(MODELS[path].model_fields, WRONG_TYPES):
@@ -236,7 +183,6 @@ SCHEMAS: list[Any] = [
     {"type": "number", "multipleOf": 0},
     {"type": "number", "maximum": NAN},
     {"const": SURROGATE},
-    {"a": DEEP},
     {"description": "x" * (1 << 17)},
 ]
 REGEXES = ["", "(", "a{1000000000}", "(" * 5000 + ")" * 5000, "a" * (1 << 17), SURROGATE]
@@ -361,7 +307,7 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
 @pytest.mark.parametrize(("path", "name"), [(p, n) for p, f in OUT_OF_RANGE.items() for n in f])
 def test_values_out_of_range_are_refused(serve: Serving, path: str, name: str) -> None:
     for value in OUT_OF_RANGE[path][name]:
-        refused(serve, path, dump(GOOD[path] | {name: value}).encode(), name)
+        refused(serve, path, json.dumps(GOOD[path] | {name: value}).encode(), name)
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -371,40 +317,12 @@ def test_bodies_of_another_shape_are_refused(serve: Serving, path: str) -> None:
         refused(serve, path, content)
     for more in ("}", ",}", ', "\\ud800": 1}', ', "a\\nb": 1}', ', "": 1}'):
         refused(serve, path, (text[:-1] + more + ("}" if more == "}" else "")).encode())
-    refused(serve, path, text.encode("utf-16")[:-1])
+    for content in (text.encode("utf-16")[:-1], text.encode()[:-1], text.encode() + b"\xff"):
+        refused(serve, path, content)
     refused(serve, path, b"\xef\xbb\xbf{")
     refused(serve, path, text.replace('"', "'").encode())
     refused(serve, path, json.dumps(dict.fromkeys(GOOD[path])).encode())
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
-        refused(serve, path, text.encode(), kind=kind)
-
-
-@pytest.mark.parametrize("path", (COMPLETION, CHAT, RESPONSE))
-def test_damaged_bodies_are_refused(serve: Serving, path: str) -> None:
-    """Good bodies that are cut short, invalid UTF-8, or have an unknown field at some depth."""
-    rng = random.Random(path)
-    parts = {"content": [{"type": "text", "text": "x"}]}
-    rich: dict[str, dict[str, Any]] = {
-        COMPLETION: {"speculative": {"depth": 2}, "stream_options": {"include_usage": True}},
-        CHAT: {"messages": [*HI, HI[0] | parts], "tools": [BARE_TOOL]},
-        RESPONSE: {"input": [HI[0] | parts], "text": {"format": {"type": "text"}}},
-    }
-    text = json.dumps(GOOD[path] | rich[path])
-    for _ in range(14):
-        refused(serve, path, text[: rng.randrange(1, len(text))].encode())
-        data = bytearray(text.encode())
-        data.insert(rng.randrange(1, len(data)), rng.choice((0xFF, 0xC0, 0x80, 0x00)))
-        refused(serve, path, bytes(data))
-        body = json.loads(text)
-        objects = [body]
-        for item in objects:  # grows while it is walked
-            for value in item.values():
-                objects += [
-                    v for v in (value if isinstance(value, list) else [value]) if type(v) is dict
-                ]
-        name = rng.choice(("x", "Prompt", "max-tokens", "__class__", "\N{ROCKET}", "a.b", "0"))
-        rng.choice(objects)[name] = rng.choice([None, 0, "x" * 1000, [[[]]], 1e308, NAN, SURROGATE])
-        refused(serve, path, dump(body).encode())
+    refused(serve, path, text.encode(), kind="")
 
 
 @pytest.mark.parametrize(
@@ -429,38 +347,14 @@ def test_errors_do_not_grow_with_the_request(model: type[Body], value: dict[str,
     assert isinstance(error.value, ApiError) or error.value.error_count() < 10
 
 
-@pytest.mark.parametrize("value", [SURROGATE, NAN, HUGE], ids=lambda value: value.text)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_a_response_repeats_can_be_written_as_json(
-    serve: Serving, value: Raw, stream: bool
+def test_requests_beyond_every_limit_are_refused_before_any_work(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON has neither lone surrogates nor infinity: no failure after the work is done."""
-    parameters = {"type": "object", "description": value}
-    for extra in (
-        {"metadata": {"a": value}},
-        {"tools": [{"type": "function", "name": "f", "parameters": parameters}]},
-        {"text": {"format": {"type": "text", "schema": {"a": value}}}},
-    ):
-        body = dump(GOOD[RESPONSE] | {"stream": stream} | extra)
-        assert serve.http.post(RESPONSE, content=body, headers=JSON).status_code == 400
-
-
-def test_requests_beyond_every_limit_are_not_to_be_retried(serve: Serving) -> None:
     """429 means: try again. What can never be taken is a 400."""
-    for more in ({"n": 1000}, {"prompt": ["a"] * 500}, {"prompt": ["a"] * 20, "n": 20}):
+    monkeypatch.setattr(serve.service.llm.tokenizer, "encode", None)
+    many_prompts = {"prompt": ["a"] * 500, "documents": ["def f(x):\n    return x\n" * 500]}
+    for more in ({"n": 1000}, many_prompts, {"prompt": ["a"] * 20, "n": 20}):
         refused(serve, COMPLETION, json.dumps(GOOD[COMPLETION] | more).encode())
-
-
-def test_a_body_over_the_limit_is_413(serve: Serving) -> None:
-    body = b'{"prompt": "' + b"a" * (8 << 20) + b'"}'
-
-    def pieces() -> Iterator[bytes]:  # without a content-length
-        for start in range(0, len(body), 1 << 20):
-            yield body[start : start + (1 << 20)]
-
-    for content in (body, pieces()):
-        response = serve.http.post(COMPLETION, content=content, headers=JSON)
-        assert response.status_code == 413 and "max-body" in response.json()["error"]["message"]
 
 
 def test_unknown_paths_and_methods_have_openais_errors(serve: Serving) -> None:
@@ -689,12 +583,7 @@ def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None
     ("content", "message"),
     [
         (many("1", VALUES + 1, '{"prompt": ['), f"values, this server takes {VALUES}"),
-        (many("{}", OBJECTS + 1, '{"prompt": ['), f"objects, this server takes {OBJECTS}"),
-        (body(metadata=dictionary(ENTRIES + 1)), f"has {ENTRIES + 1} entries"),
-        (body(metadata={"a": dictionary(ENTRIES + 1)}), f"{ENTRIES + 1} entries"),
         (body(metadata=dictionary(65)), "metadata"),
-        (b'{"prompt": "a", "metadata": ' + b'{"a":' * 101 + b"1" + b"}" * 102, "deep"),
-        (b'{"prompt": "a", "seed": ' + b"1" * (DIGITS + 1) + b"}", f"{DIGITS + 1} digits"),
         (b'{"prompt": "a", "top_p": 0.' + b"1" * DIGITS + b"}", "digits"),
         (body(stop="a" * 257), "at most 256 characters"),
         (body(stop_token_ids=[5] * 1025), "at most 1024 items"),
@@ -708,14 +597,6 @@ def test_a_bound_is_named_in_one_short_line(serve: Serving, content: bytes, mess
     assert message in said and "1" * 100 not in said and "a" * 100 not in said
 
 
-def test_characters_within_strings_are_no_structure(serve: Serving) -> None:
-    """Brackets, commas and quotation marks of a program are text, escaped or not."""
-    program = ('x = {"a": [[1, 2], "b\\\\"], \'c\': "\\"{[,:"}\n' * 400)[:15_000]
-    assert serve.answer(TOKENIZE, {"prompt": program})["count"] > 0
-    text = {"prompt": "[{,:" * 6000 + '\\" \\' + '"' * 9000}
-    assert "lists and objects" not in serve.http.post(TOKENIZE, json=text).text
-
-
 def test_a_slot_is_reserved_before_any_work(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -723,14 +604,8 @@ def test_a_slot_is_reserved_before_any_work(
     monkeypatch.setattr(serve.service, "reserved", serve.service.limit)
     monkeypatch.setattr(serve.service.llm.tokenizer, "encode", None)
     monkeypatch.setattr(serve.service.llm.tokenizer, "chat", None)
-    bodies = GOOD | {
-        "/api/chat": {"model": "tiny", "messages": HI},
-        "/api/generate": {"model": "tiny", "prompt": "a"},
-        "/api/embed": {"model": "tiny", "input": "a"},
-        "/api/embeddings": {"model": "tiny", "prompt": "a"},
-    }
-    for path, good in bodies.items():
-        response = serve.http.post(path, json=good)
+    for path in BODIES.keys() - {"/api/show"}:
+        response = serve.http.post(path, json={"model": "tiny"} | BODIES[path])
         assert response.status_code == 429 and response.headers["retry-after"], path
 
 

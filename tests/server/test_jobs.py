@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-
 from forerun.errors import BusyError, ForerunError, LostError, RequestError
 from forerun.llm import LLM
 from forerun.sampling import filters

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from forerun.server import batch, large_responses
+from forerun.server import large_responses
 from forerun.server.errors import ApiError
 from forerun.server.jobs import Job
 from forerun.server.large_responses import (
@@ -171,17 +170,3 @@ def test_a_text_of_long_tokens_ends_at_the_limit(
     response = serve.http.post(COMPLETIONS, json=asked | {"max_tokens": 1500})
     assert response.status_code == 400 and "longer than usual" in response.text
     assert serve.answer(COMPLETIONS, asked | {"max_tokens": 20})
-
-
-def test_batches_have_the_same_limit(
-    spare: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(large_responses, "MAX_BYTES", 1 << 16)
-    bodies = [PROMPT | {"n": n, "echo": True, "max_tokens": 1} for n in (8, 200)]
-    requests = [{"custom_id": str(i), "url": COMPLETIONS, "body": b} for i, b in enumerate(bodies)]
-    target = tmp_path / "out.jsonl"
-    asyncio.run(batch.run_requests(spare, requests, target, lambda *_: None))
-    lines = map(json.loads, target.read_text().splitlines())
-    found = {line["custom_id"]: line["response"] for line in lines}
-    assert found["0"]["status_code"] == 200 and len(found["0"]["body"]["choices"]) == 8
-    assert found["1"]["status_code"] == 400 and "MiB" in found["1"]["body"]["error"]["message"]

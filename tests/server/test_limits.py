@@ -18,8 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("fastapi")
-
 from forerun.llm import LLM
 from forerun.server import errors, limits
 from forerun.server.errors import ApiError

@@ -11,12 +11,9 @@ import pty
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
-
-pytest.importorskip("fastapi")
 
 from forerun import LLM
 from forerun.server import monitoring
@@ -35,7 +32,6 @@ from forerun.server.settings import Settings
 from tests import tiny
 from tests.forked import Process
 
-ROOT = Path(__file__).parents[2]
 FACTS = {"model": "tiny", "draft": "suffix", "depth": "auto", "rule": "match"}
 URL = "http://127.0.0.1:8000"
 

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from tests import tiny
-from tests.server.conftest import client_of
-from tests.server.serving import Front, Serving, sse
+from tests.server.serving import Front, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
@@ -629,48 +628,3 @@ def test_tool_calls_of_a_response(client: openai.OpenAI, choice: Any) -> None:
     added = events[2].item
     assert added.type == "function_call" and added.arguments == "" and added.status == "in_progress"
     assert events[3].delta == events[4].arguments == call.arguments
-
-
-def test_the_output_of_a_response_goes_back_in(client: openai.OpenAI) -> None:
-    """As agents do: everything that a response put out is part of the next input."""
-    asked = {"max_output_tokens": 80, "tools": FLAT, "tool_choice": "required", **RESPONSE}
-    first = client.responses.create(**asked).output
-    text = client.responses.create(max_output_tokens=5, **RESPONSE).output
-    items = [item.model_dump(exclude_none=True) for item in (*text, *first)]
-    output = {"type": "function_call_output", "call_id": first[0].call_id, "output": "rain"}
-    lengths = []
-    for more in (items[:1], items, [*items, output]):
-        answer = client.responses.create(input=more, model="tiny", max_output_tokens=4, tools=FLAT)
-        lengths.append(answer.usage.input_tokens)
-    assert lengths[0] < lengths[1] < lengths[2]
-
-
-def test_a_stream_that_fails_ends_with_an_error_event(
-    serve: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client must see an error, not an end."""
-    client = client_of(serve)
-    step = serve.service.llm.engine.step
-    steps: list[int] = []
-
-    def fails_later() -> list[Any]:
-        steps.append(1)
-        if len(steps) == 4:
-            raise MemoryError("on purpose")
-        return step()
-
-    before = len(serve.logged)
-    engine = serve.service.llm.engine
-    monkeypatch.setattr(engine.multi_step, "seconds", 0.0)  # it would need too few steps
-    monkeypatch.setattr(engine, "step", fails_later)
-    asked = {"input": "Write.", "model": "tiny", "max_output_tokens": 60}
-    plain = {"extra_body": {"speculative": False}}
-    events = list(client.responses.create(stream=True, **asked, **plain))
-    assert events[-1].type == "error" and "failed" in events[-1].message
-    steps.clear()
-    chat = {"messages": CHAT, "stream": True, "model": "tiny", "max_tokens": 60}
-    with pytest.raises(openai.APIError, match="failed"):
-        list(client.chat.completions.create(**chat))
-    monkeypatch.undo()
-    del serve.logged[before:]  # the failure of the engine is logged, as it should be
-    assert serve.complete()["choices"][0]["text"]

@@ -19,7 +19,18 @@ from forerun.errors import ConfigError
 from forerun.llm import LLM
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
-from tests.server.serving import ASKED, Serving, connected, held, post, serving, slow, sse, until
+from tests.server.serving import (
+    ASKED,
+    Serving,
+    connected,
+    failing,
+    held,
+    post,
+    serving,
+    slow,
+    sse,
+    until,
+)
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LONG = {"prompt": "x = 1\n", "max_tokens": 900, "ignore_eos": True, "speculative": False}
@@ -352,26 +363,12 @@ def test_many_lost_clients_leave_no_page_behind(own: Serving) -> None:
 # ------------------------------------------------------------ failures
 
 
-def failing(s: Serving, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Make the engine fail once, after so many steps."""
-    engine = s.service.llm.engine
-    step, calls = engine.step, []
-
-    def fails() -> list[Any]:
-        calls.append(1)
-        if len(calls) == after + 1:
-            raise RuntimeError("on purpose")
-        return step()
-
-    monkeypatch.setattr(engine, "step", fails)
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_a_failed_step_ends_the_requests_in_it(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     expected = own.complete(seed=1)["choices"][0]["text"]
-    failing(own, monkeypatch, after=3)
+    failing(own.service.llm, monkeypatch, after=3)
     response = own.http.post(path, json=BODIES[path])
     assert error_of(response, 503)["type"] == "server_error" and response.headers["retry-after"]
     assert "RuntimeError" in response.text and "on purpose" not in response.text
@@ -384,52 +381,38 @@ def test_a_failed_step_ends_the_requests_in_it(
     assert not [r for r in own.logged if r.name != "forerun.server"], "it is logged once"
 
 
+GENERATE = {"model": "tiny", "prompt": "x = 1", "options": {"num_predict": 200, "ignore_eos": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        *((path, BODIES[path], "data: [DONE]\n\n") for path in (COMPLETIONS, CHATS)),
+        (RESPONSES, BODIES[RESPONSES], ""),
+        ("/api/generate", GENERATE, ""),
+    ],
+)
 def test_a_failed_step_is_the_last_event_of_a_stream(
-    own: Serving, monkeypatch: pytest.MonkeyPatch
+    own: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: str
 ) -> None:
-    failing(own, monkeypatch, after=3)
-    text = own.http.post(COMPLETIONS, json=LONG | {"stream": True}).text
-    *_, last, done, end = text.split("\n\n")
-    error = json.loads(last.removeprefix("data: "))["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (done, end) == ("data: [DONE]", "")
+    """The client must see an error, not an end."""
+    failing(own.service.llm, monkeypatch, after=3)
+    text = own.http.post(path, json=body | {"stream": True}).text
+    assert text.endswith(end)
+    last = text.removesuffix(end).splitlines()[-1 if path == "/api/generate" else -2]
+    error = json.loads(last.removeprefix("data: "))
+    if path == "/api/generate":
+        assert set(error) == {"error"}
+        error = {"message": error["error"]}
+    elif path == RESPONSES:
+        assert error.pop("type") == "error" and error.pop("sequence_number") > 2
+        assert set(error) == {"message", "param", "code"}
+    else:
+        error = error["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+    assert "failed" in error["message"]
     own.rest()
     assert own.complete()["choices"][0]["text"]
-
-
-def test_an_unexpected_error_of_admission_concerns_one_request(
-    own: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = own.service.llm.engine
-    add = engine.add
-
-    def fails(tokens: list[int], *arguments: Any, **options: Any) -> Any:
-        if len(tokens) == 3:
-            raise ValueError("unexpected")
-        return add(tokens, *arguments, **options)
-
-    with slow(own.service, 0.003), ThreadPoolExecutor(1) as pool:
-        other = pool.submit(own.http.post, COMPLETIONS, json=LONG | {"max_tokens": 100})
-        until(lambda: engine.requests, "the other one runs")
-        monkeypatch.setattr(engine, "add", fails)
-        error_of(own.http.post(COMPLETIONS, json={"prompt": [5, 6, 7]}), 503)
-        assert other.result().status_code == 200
-    own.rest()
-
-
-def test_an_engine_that_cannot_restart_is_unhealthy(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(spare) as s:
-        monkeypatch.setattr(spare.engine, "reset", lambda: 1 / 0)
-        failing(s, monkeypatch, after=3)
-        try:
-            error_of(s.http.post(COMPLETIONS, json=LONG), 503)
-            until(lambda: s.http.get("/health").status_code == 503, "it is unhealthy", patience=4)
-            error_of(s.http.post(COMPLETIONS, json=ASKED), 503)
-        finally:
-            monkeypatch.undo()
-            spare.engine.reset()
 
 
 # ------------------------------------------------------------ threads

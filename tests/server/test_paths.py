@@ -14,27 +14,14 @@ from forerun.llm import LLM
 from forerun.server.app import served_name
 from forerun.server.settings import Settings
 from tests import tiny
-from tests.server.serving import Serving, serving
+from tests.server.serving import BODIES, Serving, serving
 
-CHAT = [{"role": "user", "content": "hi"}]
 SCHEMA = {"$ref": "file:///etc/passwd"}
-BODIES = {
-    "/v1/completions": {"prompt": "x", "max_tokens": 4, "trace": True},
-    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
-    "/v1/responses": {"input": "x", "max_output_tokens": 4},
-    "/v1/embeddings": {"input": "x"},
-    "/tokenize": {"prompt": "x"},
-    "/detokenize": {"tokens": [5]},
-    "/api/chat": {"messages": CHAT, "options": {"num_predict": 4}},
-    "/api/generate": {"prompt": "x", "options": {"num_predict": 4}},
-    "/api/embed": {"input": "x"},
-    "/api/embeddings": {"prompt": "x"},
-    "/api/show": {},
-}
 WRONG = (
     {"model": "/etc/passwd"},
     {"model": "../secret-place"},
     {"speculative": {"draft": "model:/nowhere"}},
+    {"trace": True},
     {"chat_template_kwargs": {"x": "{{"}},
     {"response_format": {"type": "grammar"}},
     {"response_format": {"type": "json_schema", "schema": SCHEMA}},
@@ -70,7 +57,8 @@ def placed(place: Path) -> Iterator[Serving]:
 def responses(s: Serving) -> Iterator[tuple[str, str]]:
     """Yield requests to every endpoint, right and wrong ones, with everything that comes back."""
     for path, operations in s.http.get("/openapi.json").json()["paths"].items():
-        bodies = [{}, *({"model": "served"} | BODIES.get(path, {}) | more for more in ({}, *WRONG))]
+        good = {"model": "served"} | BODIES.get(path, {})
+        bodies = [{}, *(good | more for more in ({}, *WRONG))]
         for method in operations:
             for body in bodies if method == "post" else [None]:
                 response = s.http.request(method, path, json=body)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-
 from forerun.cli import main as cli
 from forerun.config import Config
 from forerun.errors import ConfigError
@@ -108,19 +106,24 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str | bytes, says: str) ->
             read_file(path)
 
 
-def test_flags_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, Any], Settings, bool]:
+    """Return the options, the settings and `verbose` with which these words start a server."""
     taken: list[Any] = []
     monkeypatch.setattr(run, "run", lambda *arguments: taken.append(arguments) or 0)
-    file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "./a"\n')
-    model = str(tiny.spoken())
-    flags = [model, "--config", str(file), "--port", "0", "--depth", "2"]
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", *flags])
+    monkeypatch.setattr("forerun.server.cli.listen", lambda settings: None)
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *words])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
-    ((options, settings, listener, _),) = taken
-    listener.close()
     assert exit_.value.code == 0
-    assert options == {"model": model, "draft": "ngram", "depth": "2"}
+    ((options, settings, _, verbose),) = taken
+    return options, settings, verbose
+
+
+def test_flags_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, 'port = 9000\nmax-queue = 3\ndraft = "ngram"\nmodel = "./a"\n')
+    flags = ("--config", str(file), "--port", "0", "--depth", "2")
+    options, settings, _ = started(monkeypatch, *flags)
+    assert options == {"model": str(tiny.spoken()), "draft": "ngram", "depth": "2"}
     assert (settings.port, settings.max_queue) == (0, 3)
 
 
@@ -162,17 +165,6 @@ def test_every_limit_is_in_the_table_of_limits() -> None:
 def test_serve_takes_the_names_of_other_servers(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[dict[str, Any], Settings, bool]] = []
-
-    def start(options: dict[str, Any], settings: Settings, listener: Any, verbose: bool) -> int:
-        started.append((options, settings, verbose))
-        return 0
-
-    monkeypatch.setattr("forerun.server.run.run", start)
-    monkeypatch.setattr("forerun.server.cli.listen", lambda settings: None)
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *words])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 0
     options = {"model": str(tiny.spoken()), "context": 64, "max_rows": 2}
-    assert started == [(options, Settings(port=0, served_name="x"), "-v" in words)]
+    expected = (options, Settings(port=0, served_name="x"), "-v" in words)
+    assert started(monkeypatch, *words) == expected
