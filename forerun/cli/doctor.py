@@ -51,7 +51,7 @@ class DoctorFinding:
 
 
 def examine() -> dict[str, DoctorFinding]:
-    """Run all probes, named by what they examine; one that fails yields a finding with the error."""
+    """Run all probes, by name; one that fails yields a finding with the error."""
     version = platform.python_version()
     probes: dict[str, Callable[[], DoctorFinding]] = {
         "forerun": _forerun,

@@ -99,7 +99,8 @@ class CapturedPasses:
 
     Attributes:
         failed: recording failed once, and everything runs unrecorded since; the log says why.
-        own_attention, own_layers: as in `CudaGraphs`; false once a pass with Triton's kernels failed.
+        own_attention, own_layers: as in `CudaGraphs`; false once a pass with Triton's kernels
+            failed.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, graphs: CudaGraphs) -> None:

@@ -223,14 +223,6 @@ def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_aske
     assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= most
 
 
-def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
-    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048", "-t", "0"]
-    one = forerun("generate", MODEL[1], "x = 1", *flags)
-    other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
-    assert one[0] == other[0] == 0
-    assert json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]
-
-
 def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
     """One syntax: only those whose arguments are files take it by the flag alone."""
 
