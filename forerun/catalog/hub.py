@@ -132,7 +132,6 @@ def read_bytes(
                 if len(content) >= skip + size:
                     break
         return bytes(content[skip : skip + size])
-    raise AssertionError
 
 
 def read_object(name: str, file: str, commit: str = "main") -> Json:

@@ -177,7 +177,6 @@ def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, s
     places = [(str(path), path, "bundled") for path in sorted(BUNDLED.glob("*"))]
     places += [(name, path, "hub") for name, path in cached_repositories()]
     places += [(str(path), path, "directory") for folder in folders for path in _below(folder)]
-    places += [(str(path), path, "directory") for folder in folders for path in _head_files(folder)]
     seen = set()
     for name, path, origin in places:
         if path.resolve() in seen:
@@ -195,27 +194,18 @@ def _heads(folders: Sequence[Path], notes: list[str]) -> Iterator[tuple[Facts, s
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield directories with a config.json."""
-    return (directory for directory, files in _walk(folder) if "config.json" in files)
-
-
-def _head_files(folder: Path) -> Iterator[Path]:
-    """Yield GGUF files that llama.cpp's naming rule says are heads."""
-    for directory, files in _walk(folder):
-        for file in sorted(files):
-            if is_gguf(file) and any(mark in file.lower() for mark in HEAD_FILES):
-                yield directory / file
-
-
-def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield directories and the names of their files; hidden directories and links to folders are
-    left out."""
+    """Yield directories with a config.json, and GGUF files that llama.cpp's naming rule says are
+    heads; hidden directories and links to folders are left out."""
     for count, (place, names, files) in enumerate(os.walk(folder)):
         directory = Path(place)
         is_deep = len(directory.relative_to(folder).parts) >= MAX_DEPTH or count > MAX_FOLDERS
         kept = (n for n in names if not n.startswith(".") and n not in SKIPPED_FOLDERS)
         names[:] = [] if is_deep else sorted(kept)
-        yield directory, files
+        if "config.json" in files:
+            yield directory
+        for file in sorted(files):
+            if is_gguf(file) and any(mark in file.lower() for mark in HEAD_FILES):
+                yield directory / file
 
 
 def _smaller_models(
@@ -390,7 +380,6 @@ def _answer(query: dict[str, Any]) -> list[hub.Repository] | str:
             ]
     except LoadError as error:
         return str(error)
-    raise AssertionError
 
 
 def _rate(repository: hub.Repository, target: str) -> Candidate | None:

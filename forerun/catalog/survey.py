@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,6 @@ class Survey:
     draft: str = ""
     drafter: str = ""
     vocabulary: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
     def can_draft_for(self, target: Survey) -> bool:
         """Return True if it runs, has the target's vocabulary and is much smaller."""

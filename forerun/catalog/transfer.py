@@ -131,7 +131,6 @@ def download(drafter: Facts) -> Path:
         )
     with hub_errors(f"{drafter.name} cannot be downloaded"):
         return Path(snapshot_download(drafter.name, allow_patterns=sorted(files)))
-    raise AssertionError
 
 
 # Upload.

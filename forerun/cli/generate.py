@@ -16,6 +16,7 @@ from forerun.cli.flags import (
     with_flags,
     with_model,
 )
+from forerun.cli.models import print_notes
 from forerun.cli.terminal import Clock, as_dict, load, sampling_params, say, show, summary
 from forerun.errors import LoadError, RequestError
 from forerun.models.hub import find_model
@@ -173,11 +174,8 @@ def _that_fits(llm: LLM, prompt: list[int], params: SamplingParams) -> SamplingP
     most = llm.room - len(prompt)
     if params.max_tokens is None or not 0 < most < params.max_tokens:
         return params
-    print(
-        f"note: --max-tokens {params.max_tokens} is cut to {most}: the prompt takes"
-        f" {len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)",
-        file=sys.stderr,
-    )
+    room = f"{len(prompt)} of the {llm.room} tokens there is room for (--context, --kv-tokens)"
+    print_notes([f"--max-tokens {params.max_tokens} is cut to {most}: the prompt takes {room}"])
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 

@@ -17,6 +17,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from forerun.cli.conversation import unfinished
+from forerun.cli.models import print_notes
 
 PROMPT, MORE, HINT = ">>> ", "... ", "Send a message (/? for help)"
 HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
@@ -77,9 +78,6 @@ def _history() -> History:
         # Only the user may read the history.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600))
     except OSError as error:
-        print(
-            f"note: what you type is not kept: {path} cannot be written: {error.strerror}",
-            file=sys.stderr,
-        )
+        print_notes([f"what you type is not kept: {path} cannot be written: {error.strerror}"])
         return InMemoryHistory()
     return _File(path)

@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -50,17 +51,7 @@ app.add_typer(drafters, name="drafters")
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it by name
 
-app.command(
-    epilog=examples(
-        "forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64",
-        "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'",
-        "forerun generate -m model.gguf -c 4096 -n 200 --temp 0.8 -p 'Why is the sky blue?'",
-        "git diff | forerun generate --system 'Describe this change in one line.'",
-    )
-)(generate)
 
-
-@app.command(epilog=examples("forerun doctor", "forerun doctor --json"))
 def doctor(as_json: Json = False) -> None:
     """Report what forerun finds on this machine and what makes it slow."""
     with waiting(as_json):
@@ -70,58 +61,42 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print_json(as_dict(findings))
         return
-    for finding in findings:
-        print(f"{finding.name:<15}{finding.text}")
+    for name, finding in findings.items():
+        print(f"{name:<15}{finding.text}")
         if finding.advice:
             print(f"{'':<15}-> {finding.advice}")
 
 
-app.command(
-    epilog=examples(
-        "forerun chat",
-        "forerun chat ollama:llama3.2:1b --system 'Answer briefly.'",
-    )
-)(chat)
-app.command(
-    epilog=examples(
-        "forerun check",
-        "forerun check Qwen/Qwen3-0.6B --draft suffix --json",
-    )
-)(check)
-app.command(
-    epilog=examples(
+COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {  # in the order of --help, with examples
+    generate: (
+        "forerun generate 'Why is the sky blue?' --temperature 0.8 --seed 1 --max-tokens 64",
+        "forerun generate Qwen/Qwen3-0.6B 'Why is the sky blue?'",
+        "forerun generate -m model.gguf -c 4096 -n 200 --temp 0.8 -p 'Why is the sky blue?'",
+        "git diff | forerun generate --system 'Describe this change in one line.'",
+    ),
+    doctor: ("forerun doctor", "forerun doctor --json"),
+    chat: ("forerun chat", "forerun chat ollama:llama3.2:1b --system 'Answer briefly.'"),
+    check: ("forerun check", "forerun check Qwen/Qwen3-0.6B --draft suffix --json"),
+    train: (
         "forerun train --max-minutes 10 --out drafter",
         "forerun train --data prompts.jsonl --target Qwen/Qwen3-0.6B --on-policy 1 --out drafter",
-    )
-)(train)
-app.command(
-    epilog=examples(
-        "forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl"
-    )
-)(tune)
-app.command(
-    epilog=examples(
+    ),
+    tune: ("forerun tune Qwen/Qwen3-0.6B --drafts suffix,model:my-draft --prompts tasks.jsonl",),
+    serve: (
         "forerun serve",
         "forerun serve Qwen/Qwen3-0.6B --draft suffix --port 8000 --context 8192",
         "forerun serve --config server.toml",
-    )
-)(serve)
-app.command(
-    epilog=examples(
-        "forerun deploy examples/cluster.toml",
-        "forerun deploy cluster.toml --check",
-    )
-)(deploy)
-app.command(epilog=examples("forerun models", "forerun models /data/gguf --json"))(models)
-app.command(
-    epilog=examples(
+    ),
+    deploy: ("forerun deploy examples/cluster.toml", "forerun deploy cluster.toml --check"),
+    models: ("forerun models", "forerun models /data/gguf --json"),
+    index: (
         "forerun index src/ docs/ --out my-index",
         "forerun index answers.jsonl --out my-index",
-    )
-)(index)
-app.command(epilog=examples("forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B"))(
-    batch
-)
+    ),
+    batch: ("forerun batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B",),
+}
+for command, lines in COMMANDS.items():
+    app.command(epilog=examples(*lines))(command)
 
 
 @functools.cache
@@ -181,9 +156,7 @@ def main() -> None:
         code = _say(f"{reason} (see {command} --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", 130)
-    except (
-        BrokenPipeError
-    ):  # the reader has closed the pipe, as in `forerun generate ... | head -1`
+    except BrokenPipeError:  # its reader is gone, as in `forerun generate ... | head -1`
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)

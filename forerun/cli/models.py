@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +42,7 @@ def models(
     found, notes = list_local_models(directories or ())
     rows = survey(found)
     if as_json:
-        print_json({"models": [row.as_dict() for row in rows], "notes": notes})
+        print_json({"models": [asdict(row) for row in rows], "notes": notes})
         return
     print_notes(notes)
     if not rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 LINES = 10  # maximum number of lines per count in a pipe
@@ -130,26 +131,25 @@ def _giving_way(console: Any, stderr: Any, end: Callable[[], None]) -> Any:
     return GivingWay(console, stderr)
 
 
+@dataclass
 class Part(Tell):
-    """Progress of one of several equal parts of a whole."""
+    """Progress of one of several equal parts of a whole: of number `index`, from 0.
 
-    def __init__(self, whole: Tell, index: int, parts: int, label: str = "") -> None:
-        """Create part number `index`, from 0; `label` is put before each activity."""
-        self._whole, self._index, self._parts, self._label, self._share = (
-            whole,
-            index,
-            parts,
-            label,
-            0.0,
-        )
+    `label` is put before each activity."""
+
+    whole: Tell
+    index: int
+    parts: int
+    label: str = ""
+    share: float = 0.0
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
         if done is not None and total:
-            self._share = done / total
-        self._whole(self._label + what, self._index + self._share, self._parts)
+            self.share = done / total
+        self.whole(self.label + what, self.index + self.share, self.parts)
 
     def note(self, what: str) -> None:
-        self._whole.note(what)
+        self.whole.note(what)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from forerun.kernels import experts
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
 from forerun.models.decoder import Decoder
-from forerun.models.sharding import ShardedDecoder
 from forerun.runtime.padded_pass import PaddedPass, PassShape, shape_of
 from forerun.runtime.program import ChainStart
 from forerun.runtime.recorded_recurrence import RecordedRecurrence, Steps, has_kernel, steps_of
@@ -43,34 +42,24 @@ WARM_UP = 2  # passes before one is recorded: kernels are loaded and memory is f
 T = TypeVar("T")
 
 
-class Graphs(Protocol):
-    """Records the operations of a function on a device.
+class CudaGraphs:
+    """Records CUDA graphs, which share one pool of memory.
 
     Attributes:
         own_attention: use the attention of `kernels/triton` where it can compute a model's.
         own_layers: compute whole passes with `kernels/triton`, where it can.
     """
 
-    own_attention: bool
-    own_layers: bool
-
-    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Run a function once; return its result and what computes it again, in place, from the
-        tensors that the function read."""
-
-
-class CudaGraphs:
-    """Records CUDA graphs, which share one pool of memory."""
-
     def __init__(self, own_attention: bool = False, own_layers: bool = False) -> None:
-        """`own_attention` and `own_layers` as in `Graphs`; they have not run on a GPU yet, so they
-        are not the default."""
         self.own_attention = own_attention
         self.own_layers = own_layers
         self._pool: Any = None
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Warm up on a stream of its own, then capture."""
+        """Warm up on a stream of its own, then capture.
+
+        Returns the function's result and what computes it again, in place, from the tensors that
+        the function read."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -110,10 +99,11 @@ class CapturedPasses:
 
     Attributes:
         failed: recording failed once, and everything runs unrecorded since; the log says why.
-        own_attention, own_layers: as in `Graphs`; false once a pass with Triton's kernels failed.
+        own_attention, own_layers: as in `CudaGraphs`; false once a pass with Triton's kernels
+            failed.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, graphs: Graphs) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, graphs: CudaGraphs) -> None:
         self.decoder, self.cache, self.graphs = decoder, cache, graphs
         self._passes: dict[tuple[PassShape, tuple[int, ...], Steps | None], CapturedPass] = {}
         self.failed = False
@@ -130,12 +120,6 @@ class CapturedPasses:
             return KernelDecoder(self.decoder)
         log.warning("Triton's kernels do not compute the layers of this model: torch does")
         return None
-
-    @staticmethod
-    def supports(decoder: Decoder) -> bool:
-        """Return True if a decoder's passes can be recorded: parts of a model wait for each
-        other."""
-        return not isinstance(decoder, ShardedDecoder)
 
     def takes(self, shape: PassShape) -> bool:
         """Return True if passes of this shape are recorded: all experts for many tokens would take
@@ -310,7 +294,9 @@ class CapturedPass(PaddedPass):
         self.decoder, self.layers, self.own_layers = decoder, layers, own_layers
         self._compute_experts = compute_experts
 
-    def record(self, graphs: Graphs, segments: Sequence[Segment], tokens: Tensor | None) -> None:
+    def record(
+        self, graphs: CudaGraphs, segments: Sequence[Segment], tokens: Tensor | None
+    ) -> None:
         """Record the pass, with these segments."""
         if self.recurrence is not None:
             self.recurrence.prepare(segments, self.cache.length, at_once=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.kernels.device_matrix import DeviceMatrix
-from forerun.kernels.experts import ExpertMlps, without_padding
+from forerun.kernels.experts import without_padding
 from forerun.kernels.triton import experts, fused, linear
 from forerun.kernels.triton.attention import Walk, attend
 from forerun.models.config import ModelConfig
@@ -24,7 +24,6 @@ from forerun.models.parameters import ExpertWeights, LayerWeights, LinearWeights
 from forerun.runtime.captured import can_walk
 from forerun.types import Forward
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Fields of a configuration that may have any value; all others must have their defaults, so that a
 # field which is added later is refused until it is listed here.
 FREE_FIELDS = {
@@ -59,63 +58,28 @@ class _Product:
         return linear.join_parts(self.parts(x), self.bias, x.dtype)
 
 
-@dataclass(slots=True)
 class _Mixture:
-    """The experts of a layer; see `ExpertWeights`."""
+    """The experts of a layer as the kernels read them."""
 
-    router: _Product
-    mlps: ExpertMlps
-    choice_bias: Tensor | None
-    expert_scale: Tensor | None
-    shared_gate: _Product | None
-
-    @classmethod
-    def of(cls, e: ExpertWeights, decoder: Decoder) -> _Mixture:
-        mlps = decoder.expert_mlps(e)
-        mlps = replace(mlps, up=experts.packed(mlps.up), down=experts.packed(mlps.down))
-        return cls(
-            _Product.of(e.router),
-            mlps,
-            e.choice_bias,
-            e.expert_scale,
-            None if e.shared_gate is None else _Product.of(e.shared_gate),
-        )
+    def __init__(self, weights: ExpertWeights, decoder: Decoder) -> None:
+        mlps = decoder.expert_mlps(weights)
+        self.weights = weights
+        self.mlps = replace(mlps, up=experts.packed(mlps.up), down=experts.packed(mlps.down))
+        self.router = _Product.of(weights.router)
+        gate = weights.shared_gate
+        self.shared_gate = None if gate is None else _Product.of(gate)
 
 
-@dataclass(slots=True)
 class _Layer:
-    """A layer's products and the weights of its norms; see `LayerWeights`."""
+    """A layer's weights, and its products as the kernels read them."""
 
-    attention_norm: Tensor
-    qkv: _Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: _Product
-    sink_logits: Tensor | None
-    attention_out_norm: Tensor | None
-    mlp_norm: Tensor
-    up: _Product | None
-    down: _Product | None
-    mlp_out_norm: Tensor | None
-    mixture: _Mixture | None
-
-    @classmethod
-    def of(cls, layer: LayerWeights, decoder: Decoder) -> _Layer:
-        assert layer.attention_norm is not None and layer.mlp_norm is not None
-        return cls(
-            layer.attention_norm.weight,
-            _Product.of(layer.qkv),
-            _weight(layer.q_norm),
-            _weight(layer.k_norm),
-            _Product.of(layer.out),
-            layer.sink_logits,
-            _weight(layer.attention_out_norm),
-            layer.mlp_norm.weight,
-            None if layer.up is None else _Product.of(layer.up),
-            None if layer.down is None else _Product.of(layer.down),
-            _weight(layer.mlp_out_norm),
-            None if layer.experts is None else _Mixture.of(layer.experts, decoder),
-        )
+    def __init__(self, weights: LayerWeights, decoder: Decoder) -> None:
+        self.weights = weights
+        self.qkv, self.out = _Product.of(weights.qkv), _Product.of(weights.out)
+        self.up = None if weights.up is None else _Product.of(weights.up)
+        self.down = None if weights.down is None else _Product.of(weights.down)
+        e = weights.experts
+        self.mixture = None if e is None else _Mixture(e, decoder)
 
 
 class KernelDecoder:
@@ -128,7 +92,7 @@ class KernelDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         layers = decoder.weights.layers
-        self._layers = {i: _Layer.of(layers[i], decoder) for i in decoder.layer_ids}
+        self._layers = {i: _Layer(layers[i], decoder) for i in decoder.layer_ids}
         self._head = _Product.of(decoder.weights.head)
 
     @staticmethod
@@ -137,7 +101,7 @@ class KernelDecoder:
         c = decoder.config
         return (
             _has_defaults(c)
-            and decoder.dtype in DTYPES
+            and decoder.dtype in experts.DTYPES
             and c.qk_norm in ("", "head")
             and c.activation in fused.ACTIVATIONS
             and c.hidden <= fused.MAX_WIDTH
@@ -169,19 +133,19 @@ class KernelDecoder:
         is_padding = walk.position < 0
         rows = torch.where(is_padding, -1, rows)  # of padding nothing is stored
         layer_ids = list(self._layers)
-        norms = [self._layers[i].attention_norm for i in layer_ids]
-        x, normed = fused.add_norm(x, None, norms[0], c.norm_eps)
+        norms = [w.layers[i].attention_norm for i in layer_ids]
+        x, normed = fused.add_norm(x, None, _weight(norms[0]), c.norm_eps)
         features = {}
         for i, next_norm in zip(layer_ids, [*norms[1:], None], strict=True):
             layer = self._layers[i]
             if i in aux_hidden_layers:
                 features[i] = x
             heads = self._attend(normed, i, positions, rows, walk, cache)
-            out_norm, mlp_out_norm = layer.attention_out_norm, layer.mlp_out_norm
+            own = layer.weights
             parts, bias = layer.out.parts(heads), layer.out.bias
-            x, normed = self._add(x, parts, bias, out_norm, layer.mlp_norm)
+            x, normed = self._add(x, parts, bias, own.attention_out_norm, own.mlp_norm)
             parts, bias = self._mlp(normed, layer, is_padding)
-            x, normed = self._add(x, parts, bias, mlp_out_norm, next_norm)
+            x, normed = self._add(x, parts, bias, own.mlp_out_norm, next_norm)
         if c.layers in aux_hidden_layers:
             features[c.layers] = x
         _, normed = fused.add_norm(x[want], None, w.norm.weight, c.norm_eps)
@@ -207,8 +171,8 @@ class KernelDecoder:
             keys,
             values,
             bias=layer.qkv.bias,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            q_norm=_weight(layer.weights.q_norm),
+            k_norm=_weight(layer.weights.k_norm),
             eps=c.norm_eps,
         )
         kind, softcap = c.visible_keys(i), c.attention_softcap
@@ -222,7 +186,7 @@ class KernelDecoder:
             kind.window,
             sinks=kind.sinks,
             chunk=kind.chunk,
-            sink_logits=layer.sink_logits,
+            sink_logits=layer.weights.sink_logits,
         )
         return seen.flatten(1)
 
@@ -253,7 +217,8 @@ class KernelDecoder:
         assert kind is not None
         assert isinstance(mlps.up, DeviceMatrix) and isinstance(mlps.down, DeviceMatrix)
         logits = mixture.router(normed).float()
-        choice, weights = route(logits, kind, mixture.choice_bias, mixture.expert_scale)
+        own = mixture.weights
+        choice, weights = route(logits, kind, own.choice_bias, own.expert_scale)
         tiles = experts.assign_tiles(without_padding(choice, is_padding[:, None]), kind.count)
         up = experts.products(normed, mlps.up, kind.count, tiles, halves=mlps.halves)
         inner = fused.gate(up, mlps.kind, normed.dtype)
@@ -265,18 +230,18 @@ class KernelDecoder:
         x: Tensor,
         parts: Tensor,
         bias: Tensor | None,
-        branch_norm: Tensor | None,
-        weight: Tensor | None,
+        branch_norm: Norm | None,
+        norm: Norm | None,
     ) -> tuple[Tensor, Tensor]:
         """Add a branch, which its last product left in parts, to the residual stream, and normalise
         it."""
         return fused.add_norm(
             x,
             parts,
-            weight,
+            _weight(norm),
             self.decoder.config.norm_eps,
             bias=bias,
-            branch_norm=branch_norm,
+            branch_norm=_weight(branch_norm),
             scale=self.decoder.config.residual_scale,
         )
 

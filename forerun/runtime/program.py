@@ -324,15 +324,10 @@ class Program:
         cache: KVCache,
         vocab: int,
         token_ids: np.ndarray | None = None,
-        inputs: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> list[list[int]]:
-        """Draft a chain behind each start; this program is a forward pass of one token each.
-
-        inputs: initial rows of buffers, one for each start."""
+        """Draft a chain behind each start; this program is a forward pass of one token each."""
         chains = _ChainBatch(starts, with_confidence=False)
         buffers, scratch = self.buffers.fit(len(starts), len(starts))
-        for buffer, rows in inputs.items():
-            self.buffers.arrays[buffer][: len(starts)] = rows[chains.order]
         forwards = _ChainForwards(chains, cache)
         batch = forwards.fill(buffers, scratch, cache)
         structure = chains.structure(vocab, token_ids)

@@ -344,18 +344,13 @@ class DecoderRecorder:
             activation=native.ACTIVATIONS[r.gate],
             gate_first=int(r.gate_first),
             tiled_norm=int(not r.norm_groups),
-            norm=CNorm() if w.norm is None else self._rms(w.norm),
+            norm=self._norm(w.norm, "rms"),
             skip=None if w.skip is None else self._own(w.skip),
             value_heads=r.value_heads,
             value_size=r.value_size,
             value_at=value_at,
             scale=_factor(r.gate_scale),
         )
-
-    def _rms(self, norm: Norm) -> CNorm:
-        """Return a norm by the root of the mean square, whatever the model's other norms are."""
-        eps = self.config.norm_eps if norm.eps is None else norm.eps
-        return CNorm(self._own(norm.weight), None, eps, native.NORMS["rms"])
 
     def _heads(self, i: int) -> dict[str, int]:
         """Return the fields of attention operations that say where a layer's keys are."""
@@ -636,13 +631,13 @@ class DecoderRecorder:
         scale = c.residual_scale
         return mix_op(BRANCH, X, c.hidden, combine=native.ADD, after=norm, scale=scale)
 
-    def _norm(self, norm: Norm | None) -> CNorm:
+    def _norm(self, norm: Norm | None, kind: str = "") -> CNorm:
+        """Return the structure of a norm, by default of the kind of the model's norms."""
         if norm is None:
             return CNorm()
         bias = None if norm.bias is None else self._own(norm.bias)
-        kind = native.NORMS[self.config.norm]
         eps = self.config.norm_eps if norm.eps is None else norm.eps
-        return CNorm(self._own(norm.weight), bias, eps, kind)
+        return CNorm(self._own(norm.weight), bias, eps, native.NORMS[kind or self.config.norm])
 
     def _own(self, tensor: Tensor) -> int:
         """Keep a tensor alive as long as the decoder; return its address."""

@@ -14,7 +14,8 @@ from forerun.devices import upload
 from forerun.errors import ConfigError
 from forerun.models.config import TRANSFORMERS
 from forerun.models.decoder import Decoder
-from forerun.runtime.captured import CapturedPasses, Graphs
+from forerun.models.sharding import ShardedDecoder
+from forerun.runtime.captured import CapturedPasses, CudaGraphs
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.types import Forward
@@ -33,7 +34,7 @@ class Runner:
         tokens: int,
         page: int,
         slots: int,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         """Allocate a cache of `tokens` tokens in pages of `page` for `slots` requests.
 
@@ -63,7 +64,8 @@ class Runner:
             device=decoder.device,
             native=isinstance(decoder, NativeDecoder),
         )
-        if self.graphs and isinstance(decoder, Decoder) and CapturedPasses.supports(decoder):
+        # the parts of a sharded model wait for each other, so their passes cannot be recorded
+        if self.graphs and isinstance(decoder, Decoder) and not isinstance(decoder, ShardedDecoder):
             self.captured = CapturedPasses(decoder, self.cache, self.graphs)
 
     def make_room(self, tokens: int) -> None:

@@ -362,15 +362,7 @@ def _check(decoder: TransformersDecoder, expected: Tensor) -> None:
     cache claims to be longer. Raises UnsupportedModuleError."""
     vocab = decoder.config.vocab
     prompt, tree, other = ([token % vocab for token in part] for part in (PROMPT, TREE, OTHER))
-    cache = TransformersCache(
-        decoder.shapes,
-        tokens=32,
-        page=16,
-        slots=2,
-        context=16,
-        dtype=decoder.cache_dtype,
-        device=decoder.device,
-    )
+    cache = decoder.make_cache(tokens=32, page=16, slots=2)
     for slot in range(2):
         cache.pages.grow(slot, 16)
     chain = list(range(-1, len(prompt) - 1))

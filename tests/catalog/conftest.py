@@ -6,17 +6,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from tests.catalog.hub import FakeHub, empty_home, point_at, serving
+from tests.catalog.hub import FakeHub, serving
+from tests.models.homes import bare_home
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return empty_home(tmp_path, monkeypatch)
+    """A home without models as working directory, with a cache for measurements."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "kept"))
+    return bare_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A Hub at which huggingface_hub is pointed, as HF_ENDPOINT does before its import."""
     with serving() as (fake, url):
-        point_at(url, home, monkeypatch)
+        files = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
         yield fake

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-
-import pytest
-
-from tests.models.homes import bare_home
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Shapes = Mapping[str, Sequence[int]]
@@ -28,9 +25,7 @@ def safetensors(shapes: Shapes, dtype: str = "F16") -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
-        size = 2
-        for n in shape:
-            size *= n
+        size = (2 if "F16" in dtype else 4) * math.prod(shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     header = json.dumps(entries).encode()
@@ -76,7 +71,7 @@ class FakeHub:
         if name in self.listings:
             return self.listings[name]
         siblings = [
-            {"rfilename": file, "size": len(content), "blobId": hashlib.sha1(content).hexdigest()}
+            {"rfilename": file, "size": len(content), "blobId": digest_of(content)}
             for file, content in self.files[name].items()
         ]
         tags = [
@@ -100,6 +95,10 @@ class FakeHub:
             if tagged and all(word in name.lower() for word in words):
                 found.append(described)
         return found
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
 
 
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
@@ -143,12 +142,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.missing("Repo")
             elif rest[:1] == ["tree"]:
                 entries = [
-                    {
-                        "type": "file",
-                        "path": file,
-                        "size": len(content),
-                        "oid": hashlib.sha1(content).hexdigest(),
-                    }
+                    {"type": "file", "path": file, "size": len(content), "oid": digest_of(content)}
                     for file, content in hub.files[name].items()
                 ]
                 self.reply(json.dumps(entries).encode())
@@ -171,8 +165,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 headers["Content_Range"] = f"bytes {begin}-{int(begin) + len(content) - 1}/{whole}"
             if self.command != "HEAD":
                 hub.sent[file] = hub.sent.get(file, 0) + len(content)
-            digest = hashlib.sha1(hub.files[name][file]).hexdigest()
-            self.reply(content, status, X_Repo_Commit=COMMIT, ETag=f'"{digest}"', **headers)
+            tag = f'"{digest_of(hub.files[name][file])}"'
+            self.reply(content, status, X_Repo_Commit=COMMIT, ETag=tag, **headers)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -182,13 +176,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.reply(b"{}", hub.status)
             elif path == "/api/repos/create":
                 hub.made.append(json.loads(body))
-                self.reply(
-                    json.dumps(
-                        {
-                            "url": f"{address(self)}/{hub.made[-1]['organization']}/{hub.made[-1]['name']}"
-                        }
-                    ).encode()
-                )
+                made = hub.made[-1]
+                url = f"{address(self)}/{made['organization']}/{made['name']}"
+                self.reply(json.dumps({"url": url}).encode())
             elif path == "/api/validate-yaml":
                 self.reply(b'{"errors": [], "warnings": []}')
             elif "/preupload/" in path:
@@ -205,11 +195,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     for line in lines
                     if line["key"] == "file"
                 }
-                result = {
-                    "commitUrl": f"{address(self)}/{name}/commit/{COMMIT}",
-                    "commitOid": COMMIT,
-                    "pullRequestUrl": None,
-                }
+                url = f"{address(self)}/{name}/commit/{COMMIT}"
+                result = {"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None}
                 self.reply(json.dumps(result).encode())
             else:
                 self.missing("Entry")
@@ -237,26 +224,17 @@ def serving() -> Iterator[tuple[FakeHub, str]]:
         server.server_close()
 
 
-def point_at(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point huggingface_hub in this process at an address, as HF_ENDPOINT does before its
-    import."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
-
-
-def empty_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set up a home without models as working directory, with a cache for measurements."""
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("FORERUN_CACHE", str(home / "kept"))
-    return bare_home(home, monkeypatch)
+def directory(
+    path: Path, config: dict[str, Any], shapes: Shapes | None = None, card: str = "", **files: str
+) -> Path:
+    """A model or drafter on disk; `files` are further texts, "." being written as "__"."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(safetensors(shapes or eagle_shapes()))
+    (path / "README.md").write_text(card)
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
 
 
 def target_config(**changed: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from forerun.errors import LoadError
 from tests import tiny
 from tests.draft import published
 from tests.draft.heads import PLAIN, WINDOWS
-from tests.draft.published import Published
 
 Save, Load = Callable[[Path], None], Callable[[Path, TargetView], object]
 
@@ -32,16 +31,12 @@ def eagle(path: Path, **changes: Any) -> None:
     save_head(tiny.eagle(tiny.eagle_config("llama", **settings)), path, "some/target")
 
 
-def _eagle1(path: Path) -> None:
-    published.eagle1_of_vllm(own_head=True)[1].write(path)
-
-
 def block(path: Path, **changes: Any) -> None:
     save_block(tiny.block(tiny.block_config("llama", **changes)), path, "some/target")
 
 
-def as_published(path: Path, raw: dict[str, Any], **meant: Any) -> None:
-    published.block(raw, **PLAIN, **meant)[1].write(path)
+def zlab(path: Path) -> None:
+    published.block(published.ZLAB, **PLAIN, sample_from_anchor=False)[1].write(path)
 
 
 def mtp(path: Path) -> None:
@@ -51,10 +46,6 @@ def mtp(path: Path) -> None:
 def medusa(path: Path) -> None:
     path.mkdir()
     save_heads(tiny.medusa("llama"), path, torch.float32)
-
-
-def _write(made: Published, path: Path) -> None:
-    made.write(path)
 
 
 KINDS: dict[str, tuple[Save, Load]] = {
@@ -68,25 +59,25 @@ KINDS: dict[str, tuple[Save, Load]] = {
         load_head,
     ),
     "eagle3 joined": (lambda path: eagle(path, join=True, fc_norm=True, draft_vocab=64), load_head),
-    "eagle with a head of its own": (_eagle1, load_eagle1_head),
+    "eagle with a head of its own": (
+        lambda path: published.eagle1_of_vllm(own_head=True)[1].write(path),
+        load_eagle1_head,
+    ),
     "block": (block, load_block),
     "block with its own embedding": (lambda path: block(path, own_embedding=True), load_block),
     "block with a gated head": (
         lambda path: block(path, markov=MarkovShape(5, "gated")),
         load_block,
     ),
-    "block of z-lab": (
-        lambda path: as_published(path, published.ZLAB, sample_from_anchor=False),
-        load_block,
-    ),
+    "block of z-lab": (zlab, load_block),
     "block with a window": (lambda path: block(path, layer=WINDOWS), load_block),
     "mtp": (mtp, lambda path, target: load_module(path, target).attach(target)),
     "mlp": (
-        lambda path: _write(published.ibm(), path),
+        lambda path: published.ibm().write(path),
         lambda path, target: load_mlp(path).attach(target),
     ),
     "medusa of its authors": (
-        lambda path: _write(published.medusa(), path),
+        lambda path: published.medusa().write(path),
         lambda path, target: load_heads(path).attach(target),
     ),
     "medusa": (medusa, lambda path, target: load_heads(path).attach(target)),
@@ -99,6 +90,9 @@ CHANGES: list[dict[str, Any]] = [
     {"eagle_aux_hidden_state_layer_ids": [1, 1, 2], "aux_hidden_state_layer_ids": [1, 1]},
     {"num_nextn_predict_layers": 2},
     {"block_size": 0},
+    {"block_size": True},
+    {"num_heads": 5},
+    {"hidden_size": 99},
     {"n_predict": 65, "num_heads": 65},
     {"n_predict": 0, "num_heads": 4},
     {"emb_dim": 99},

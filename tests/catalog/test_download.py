@@ -21,14 +21,8 @@ NAME = "org/Big-8B-eagle3"
 
 def stocked(hub: FakeHub) -> None:
     hub.add("org/Big-8B", target_config(), tokenizer__json=b"{}")
-    hub.add(
-        NAME,
-        eagle_config(),
-        eagle_shapes(),
-        README__md=b"# Head",
-        evil__py=b"1",
-        pytorch_model__bin=b"2",
-    )
+    others = {"README.md": b"# Head", "evil.py": b"1", "pytorch_model.bin": b"2"}
+    hub.add(NAME, eagle_config(), eagle_shapes(), **others)
 
 
 def test_only_needed_files_are_downloaded_and_found_offline(
@@ -53,17 +47,11 @@ def test_only_needed_files_are_downloaded_and_found_offline(
 
 
 def test_pickled_weights_where_there_are_no_others(hub: FakeHub) -> None:
-    hub.add(
-        NAME,
-        {"architectures": ["LlamaForCausalLMEagle3"]},
-        pytorch_model__bin=b"22",
-        training_args__bin=b"1",
-    )
+    pickled = {"pytorch_model.bin": b"22", "training_args.bin": b"1"}
+    hub.add(NAME, {"architectures": ["LlamaForCausalLMEagle3"]}, **pickled)
     facts = facts_of(NAME)
-    assert (
-        files_to_download(facts.repository).keys() == {"config.json", "pytorch_model.bin"}
-        and facts.bytes == 2
-    )
+    assert files_to_download(facts.repository).keys() == {"config.json", "pytorch_model.bin"}
+    assert facts.bytes == 2
     assert facts_at(download(facts), NAME).kind.draft == "eagle3"
 
 
@@ -90,10 +78,8 @@ def test_missing_targets(hub: FakeHub) -> None:
     stocked(hub)
     hub.add("a/alone", eagle_config(None))
     hub.add("a/far", eagle_config("org/Gone"))
-    assert target_of(facts_of("a/alone"), None) == (
-        None,
-        "it names no target: give --for TARGET to check it against one",
-    )
+    why = "it names no target: give --for TARGET to check it against one"
+    assert target_of(facts_of("a/alone"), None) == (None, why)
     target, note = target_of(facts_of("a/far"), None)
     assert target is None and "not checked against org/Gone" in note
     with pytest.raises(LoadError, match="no such repository"):

@@ -34,11 +34,8 @@ def test_the_best_of_each_kind_of_text_comes_first(folder: Path) -> None:
     ]  # fmt: skip
     assert len(load()) == 5 and load("nobody") == []
     first = load("t")[0]
-    assert (first.machine, first.passes, first.times_plain) == (
-        "here",
-        9,
-        1.7,
-    ) and first.seconds > 0
+    assert (first.machine, first.passes, first.times_plain) == ("here", 9, 1.7)
+    assert first.seconds > 0
 
 
 def test_the_same_once_more_takes_its_place() -> None:

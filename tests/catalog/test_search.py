@@ -11,22 +11,10 @@ import pytest
 from forerun.catalog.measurements import Measurement, record
 from forerun.catalog.search import find_local
 from forerun.errors import RequestError
-from tests.catalog.hub import eagle_config, eagle_shapes, safetensors, target_config
+from tests.catalog.hub import directory, eagle_config, target_config
 from tests.little_gguf import little
 
 BIG = {"token_embd.weight": ("Q8_0", (3, 32)), "blk.0.ffn_up.weight": ("Q8_0", (3, 3200))}
-
-
-def directory(
-    path: Path, config: dict, shapes: dict | None = None, card: str = "", **files: str
-) -> Path:
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(safetensors(shapes or eagle_shapes()))
-    (path / "README.md").write_text(card)
-    for name, text in files.items():
-        (path / name.replace("__", ".")).write_text(text)
-    return path
 
 
 def names(found: list) -> list[str]:
@@ -47,10 +35,8 @@ def test_all_local_drafters(home: Path) -> None:
     assert found[0].draft == "eagle3:org/head" and found[1].domains == ("law",)
     (snapshot / "model.safetensors").write_bytes(b"cut")
     found, notes = find_local(folders=[home / "work"])
-    assert (
-        names(found) == ["mine", "SmolLM2-135M-Instruct"]
-        and "not a complete safetensors file" in notes[0]
-    )
+    assert names(found) == ["mine", "SmolLM2-135M-Instruct"]
+    assert "not a complete safetensors file" in notes[0]
 
 
 def test_for_a_target(home: Path) -> None:
@@ -89,13 +75,8 @@ def test_measurements_are_attached(home: Path) -> None:
         for t, d, n in ((0.0, 1, 1.5), (0.0, 4, 2.5), (0.8, 4, 9.0))
     ]
     results = [{"draft": "off", "times_plain": 1.0}, {"draft": "eagle3", "times_plain": 1.3}]
-    training = json.dumps(
-        {
-            "target": "org/Big-8B",
-            "measured": [*entries, {"task": 5}, None, "x"],
-            "speed": {"results": results},
-        }
-    )
+    report = {"target": "org/Big-8B", "measured": [*entries, {"task": 5}, None, "x"]}
+    training = json.dumps(report | {"speed": {"results": results}})
     one = directory(home / "work/one", eagle_config("org/Big-8B"), training__json=training)
     two = directory(home / "work/two", eagle_config("org/Big-8B"), training__json="[]")
     record(Measurement("org/Big-8B", str(two), "eagle3", "Code", 3.0, 1.9))

@@ -17,33 +17,18 @@ TARGET = "org/Big-8B"
 
 def stocked(hub: FakeHub) -> None:
     hub.add(TARGET, target_config())
-    hub.add(
-        "them/Big-8B-speculator.eagle3",
-        eagle_config(),
-        eagle_shapes(),
-        {"domains": ["Code"]},
-        ["speculators"],
-    )
-    hub.add(
-        "us/big-8b-eagle3",
-        {"architectures": ["LlamaForCausalLMEagle3"]},
-        card={"base_model": TARGET},
-    )
-    hub.add(
-        "z/Big-8B-DFlash-b16",
-        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
-    )
-    hub.add(
-        "odd/fast-draft", eagle_config(), card={"base_model": TARGET}, tags=["eagle3", "domain:law"]
-    )
-    hub.add(
-        "other/Big-8B-eagle3-chat",
-        eagle_config("org/Other-8B"),
-        card={"base_model": TARGET},
-        tags=["eagle3"],
-    )
-    hub.add("quant/Big-8B-GGUF", target_config(), card={"base_model": TARGET})
-    hub.add("merge/Big-8B-mtp-merge", target_config(), card={"base_model": TARGET})
+    for_target = {"base_model": TARGET}
+    plain_eagle = {"architectures": ["LlamaForCausalLMEagle3"]}
+    domino = {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}
+    verifier = "them/Big-8B-speculator.eagle3"
+    hub.add(verifier, eagle_config(), eagle_shapes(), {"domains": ["Code"]}, ["speculators"])
+    hub.add("us/big-8b-eagle3", plain_eagle, card=for_target)
+    hub.add("z/Big-8B-DFlash-b16", domino)
+    hub.add("odd/fast-draft", eagle_config(), card=for_target, tags=["eagle3", "domain:law"])
+    other = eagle_config("org/Other-8B")
+    hub.add("other/Big-8B-eagle3-chat", other, card=for_target, tags=["eagle3"])
+    hub.add("quant/Big-8B-GGUF", target_config(), card=for_target)
+    hub.add("merge/Big-8B-mtp-merge", target_config(), card=for_target)
 
 
 def test_what_is_found_and_why(hub: FakeHub) -> None:
@@ -55,16 +40,11 @@ def test_what_is_found_and_why(hub: FakeHub) -> None:
     ]  # fmt: skip
     linked, verifier, named, block = found
     assert verifier.reasons[0] == "its configuration names the target as its verifier"
-    assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3" and verifier.domains == (
-        "code",
-    )
-    assert linked.reasons[
-        1
-    ] == "its card names the target as its base model" and linked.domains == ("law",)
-    assert (
-        named.reasons[1] == "its name contains eagle3 and the target"
-        and named.draft == "eagle3:us/big-8b-eagle3"
-    )
+    assert verifier.draft == "eagle3:them/Big-8B-speculator.eagle3"
+    assert verifier.domains == ("code",) and linked.domains == ("law",)
+    assert linked.reasons[1] == "its card names the target as its base model"
+    assert named.reasons[1] == "its name contains eagle3 and the target"
+    assert named.draft == "eagle3:us/big-8b-eagle3"
     assert block.draft == "" and "descendant of DFlash" in block.as_dict()["reason"]
     assert "model.safetensors" not in hub.sent, "only configurations are read"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,14 @@ import pytest
 from forerun.catalog import survey as surveys
 from forerun.catalog.survey import Survey, survey
 from forerun.models.local import LocalModel, list_local_models, local_model_names
+from tests.catalog import hub
 from tests.little_gguf import little
-from tests.models.homes import HOST, bare_home, ollama_model
+from tests.models.homes import HOST, ollama_model
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 8, "max_position_embeddings": 512,
 }  # fmt: skip
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return bare_home(tmp_path, monkeypatch)
 
 
 def safetensors(
@@ -32,13 +27,7 @@ def safetensors(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(LLAMA | config))
     (directory / "tokenizer.json").write_text("{}")
-    size = rows * 8 * {"BF16": 2, "F32": 4, "I32": 4}[dtype]
-    header = json.dumps(
-        {tensor: {"dtype": dtype, "shape": [rows, 8], "data_offsets": [0, size]}}
-    ).encode()
-    (directory / "model.safetensors").write_bytes(
-        struct.pack("<Q", len(header)) + header + bytes(size)
-    )
+    (directory / "model.safetensors").write_bytes(hub.safetensors({tensor: (rows, 8)}, dtype))
     return directory
 
 
@@ -64,19 +53,13 @@ def test_a_gguf_file_in_numbers(home: Path) -> None:
     """The label of a file says little where most of its bytes are of another type."""
     tensors = {"token_embd.weight": ("Q8_0", (6, 256)), "blk.0.ffn_up.weight": ("Q4_K", (2, 256))}
     row = one(little(home / "m.gguf", tensors, general__file_type=15))
-    assert (row.format, row.family, row.parameters, row.context) == (
-        "Q4_K_M, 85% Q8_0",
-        "llama",
-        2048,
-        2048,
-    )
+    assert (row.format, row.family) == ("Q4_K_M, 85% Q8_0", "llama")
+    assert (row.parameters, row.context) == (2048, 2048)
     assert row.runs and row.bytes == (home / "m.gguf").stat().st_size and row.draft == "suffix"
     assert one(little(home / "m.gguf", tensors, general__file_type=7)).format == "Q8_0"
     assert one(little(home / "m.gguf", tensors, general__file_type=None)).format == "Q8_0"
-    assert (
-        one(little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)).format
-        == "Q4_K_M"
-    )
+    labelled = little(home / "m.gguf", {"a": ("Q4_K", (1, 256))}, general__file_type=15)
+    assert one(labelled).format == "Q4_K_M"
 
 
 def test_shards_count_together(home: Path) -> None:
@@ -139,32 +122,24 @@ def test_broken_files_are_rows(home: Path) -> None:
 
 def test_a_directory_in_numbers(home: Path) -> None:
     row = one(safetensors(home / "plain"))
-    assert (row.format, row.family, row.parameters, row.context) == (
-        "safetensors bfloat16",
-        "llama",
-        64,
-        512,
-    )
+    assert (row.format, row.family) == ("safetensors bfloat16", "llama")
+    assert (row.parameters, row.context) == (64, 512)
     assert row.runs
     four = {"quant_method": "gptq", "bits": 4}
     quantised = one(safetensors(home / "gptq", dtype="I32", quantization_config=four))
     assert quantised.format == "safetensors gptq 4 bits" and quantised.parameters is None
-    assert (
-        "MLX" in one(safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})).reason
-    )
+    mlx = safetensors(home / "mlx", quantization={"group_size": 64, "bits": 4})
+    assert "MLX" in one(mlx).reason
     nested = dict(model_type="mistral3", text_config=LLAMA)
     row = one(safetensors(home / "multimodal", **nested))
     assert row.runs and (row.family, row.context) == ("llama", 512)
     mixture = dict(num_local_experts=8, num_experts_per_tok=2, model_type="mixtral")
     assert one(safetensors(home / "mixtral", **mixture)).runs
     assert "family bert is not" in one(safetensors(home / "bert", model_type="bert")).reason
-    assert (
-        "a drafter for one"
-        in one(safetensors(home / "head", speculators_model_type="eagle3")).reason
-    )
-    assert (
-        "the llama configuration lacks" in one(safetensors(home / "lacks", hidden_size=None)).reason
-    )
+    head = safetensors(home / "head", speculators_model_type="eagle3")
+    assert "a drafter for one" in one(head).reason
+    lacks = safetensors(home / "lacks", hidden_size=None)
+    assert "the llama configuration lacks" in one(lacks).reason
 
 
 def test_too_large_for_the_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +195,9 @@ def test_a_drafter_is_no_model(kind: str, home: Path) -> None:
     load."""
     fields, tensor = DRAFTERS[kind]
     row = one(safetensors(home / "mine/drafter", tensor=tensor, **fields))
-    assert (
-        not row.runs
-        and not row.draft
-        and row.reason == "is no model but a drafter for one, which --draft takes"
-    )
+    assert not row.runs
+    assert not row.draft
+    assert row.reason == "is no model but a drafter for one, which --draft takes"
 
 
 def test_a_drafter_that_is_not_read_is_no_model_either(home: Path) -> None:

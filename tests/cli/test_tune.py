@@ -15,7 +15,7 @@ from forerun.config import Config
 from forerun.draft_spec import parse_draft
 from forerun.measure.rounds import Result
 from forerun.server.settings import read_file
-from tests.cli.test_main import MODEL, run
+from tests.cli.test_main import MODEL
 
 
 def result(draft: str, depth: int | str, low: float, times: float, high: float) -> Result:
@@ -92,38 +92,21 @@ def test_what_is_at_hand_needs_nothing_but_the_model() -> None:
 
 
 def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Pair, tmp_path: Path, forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "FORERUN_CACHE", str(tmp_path / "cache")
-    )  # what is measured here is nobody's
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     target, out = f"{pair.directory}/target", tmp_path / "tuned.toml"
     drafts = f"ngram,model:{pair.directory}/draft"
-    flags = [
-        "--drafts",
-        drafts,
-        "--depths",
-        "auto,2",
-        "--tokens",
-        "16",
-        "--seconds",
-        "0",
-        "--quantization",
-        "int8",
-    ]
-    code, text, err = run(
-        monkeypatch, capsys, "tune", target, *flags, "--threads", "1", "--out", str(out), "--json"
-    )
+    flags = ["--drafts", drafts, "--depths", "auto,2", "--tokens", "16", "--seconds", "0"]
+    flags += ["--quantization", "int8", "--threads", "1", "--out", str(out), "--json"]
+    code, text, err = forerun("tune", target, *flags)
     assert code == 0 and not err
     report = json.loads(text)
     arms = {(r["draft"].split(":")[0], r["depth"]) for r in report["short"]}
     assert arms == {("ngram", "auto"), ("ngram", 2), ("model", "auto"), ("model", 2)}
-    assert all(
-        r["same"] and r["quantization"] == "int8" for r in report["short"] + report["results"]
-    )
-    assert [r["times_plain"] for r in report["results"]] == sorted(
-        (r["times_plain"] for r in report["results"]), reverse=True
-    )
+    results = report["results"]
+    assert all(r["same"] and r["quantization"] == "int8" for r in report["short"] + results)
+    assert results == sorted(results, key=lambda r: -r["times_plain"])
     engine, server = read_file(out)
     assert not server and Config.of(**engine).draft == report["choice"]["draft"]
     assert (engine["model"], engine["quantization"], engine["threads"]) == (target, "int8", 1)
@@ -142,8 +125,6 @@ def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
         (["--tokens", "1"], "at least 2"),
     ],
 )
-def test_bad_flags_are_refused_in_one_line(
-    flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(monkeypatch, capsys, "tune", MODEL[1], *flags)
+def test_bad_flags_are_refused_in_one_line(flags: list[str], says: str, forerun) -> None:
+    code, out, err = forerun("tune", MODEL[1], *flags)
     assert code == 2 and not out and says in err and len(err.strip().splitlines()) == 1

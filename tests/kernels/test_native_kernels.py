@@ -16,7 +16,7 @@ RMS, LAYER = 1, 2
 
 
 class Bench:
-    """A program of one operation over buffers of random rows."""
+    """A program over buffers of random rows."""
 
     def __init__(self, widths: list[int], rows: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -26,10 +26,13 @@ class Bench:
         bytes_ = rows * max(int(native.loaded().forerun_scratch_row_bytes(w)) for w in widths)
         self.scratch = np.zeros(bytes_ + 64, np.uint8)
 
-    def run(self, op: native.COp, **batch: object) -> None:
+    def run(self, *ops: native.COp, **batch: object) -> None:
         program = native.CProgram(
-            ops=(native.COp * 1)(op), count=1, buffers=len(self.widths), widths=self.widths.ctypes.data,
-        )  # fmt: skip
+            ops=(native.COp * len(ops))(*ops),
+            count=len(ops),
+            buffers=len(self.widths),
+            widths=self.widths.ctypes.data,
+        )
         scratch = -(-self.scratch.ctypes.data // 64) * 64
         filled = native.CBatch(buffers=self.pointers.ctypes.data, scratch=scratch, **batch)
         native.loaded().forerun_run(program, filled)
@@ -48,13 +51,9 @@ def test_a_linear_layer_with_norm_bias_activation_and_residual(
         bench = Bench([inputs, outputs], 5, seed=inputs)
         x, before = bench.buffers[0].astype(np.float64), bench.buffers[1].astype(np.float64)
         weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-        gain, shift = (
-            np.random.rand(inputs).astype(np.float32),
-            np.random.rand(inputs).astype(np.float32),
-        )
-        norm = native.CNorm(
-            gain.ctypes.data, shift.ctypes.data if kind == LAYER else None, 1e-5, kind
-        )
+        gain, shift = np.random.rand(2, inputs).astype(np.float32)
+        own_shift = shift.ctypes.data if kind == LAYER else None
+        norm = native.CNorm(gain.ctypes.data, own_shift, 1e-5, kind)
         packed = PackedMatrix(weight, bias, "float32", gated=False)
         chosen = native.ACTIVATIONS[activation] if activation else 0
         curve = torch.tensor([0.7, 1.3, 0.5, -1e-6])
@@ -84,17 +83,9 @@ def test_a_gated_layer(inner: int) -> None:
     bench = Bench([40, inner + -inner % 16], 3, seed=inner)
     gate, up = torch.randn(inner, 40), torch.randn(inner, 40)
     packed = PackedMatrix(torch.cat((gate, up)), None, "float32", gated=True)
-    bench.run(
-        native.COp(
-            kind=native.LINEAR,
-            input=0,
-            output=1,
-            matrix=packed.matrix,
-            gated=1,
-            activation=native.ACTIVATIONS["silu"],
-        ),
-        tokens=3,
-    )
+    silu = native.ACTIVATIONS["silu"]
+    op = native.COp(kind=native.LINEAR, output=1, matrix=packed.matrix, gated=1, activation=silu)
+    bench.run(op, tokens=3)
     x = torch.from_numpy(bench.buffers[0].astype(np.float64))
     exact = torch.nn.functional.silu(x @ gate.double().T) * (x @ up.double().T)
     assert close(bench.buffers[1][:, :inner], exact.numpy(), 2e-5)
@@ -197,16 +188,10 @@ def test_rotation_writes_the_cache(rotary: int) -> None:
     exact = given.copy()
     for t, position in enumerate(positions):
         half = rotary // 2
-        c, s = (
-            (table[position].astype(np.float64) for table in (cosine, sine))
-            if rotary
-            else (1.0, 0.0)
-        )
-        a, b = given[t, :-kv_heads, :half].copy(), given[t, :-kv_heads, half:rotary].copy()
-        exact[t, :-kv_heads, :half], exact[t, :-kv_heads, half:rotary] = (
-            a * c - b * s,
-            b * c + a * s,
-        )
+        c, s = cosine[position, :half].astype(np.float64), sine[position, :half].astype(np.float64)
+        a, b = given[t, :-kv_heads, :half], given[t, :-kv_heads, half:rotary]
+        exact[t, :-kv_heads, :half] = a * c - b * s
+        exact[t, :-kv_heads, half:rotary] = b * c + a * s
     rotated = bench.buffers[0].reshape(exact.shape)
     assert close(rotated, exact, 1e-6)
     data[0, store], data[1, store] = (

@@ -34,7 +34,7 @@ FAMILIES = [*tiny.FAMILIES, *families.MODELS]
 
 
 class Again:
-    """A `Graphs` that runs the function again."""
+    """A stand-in for `CudaGraphs` that runs the function again."""
 
     own_attention = own_layers = False
 
@@ -43,7 +43,7 @@ class Again:
 
 
 class RecordedOperations(TorchDispatchMode):
-    """A `Graphs` that runs the same operations again, on the CPU."""
+    """A stand-in for `CudaGraphs` that runs the same operations again, on the CPU."""
 
     own_attention = own_layers = False
 
@@ -125,11 +125,9 @@ def test_recorded_passes_equal_unrecorded_ones(name: str) -> None:
     decoder = tiny.decoder(tiny.family(name))
     recorded, plain, graphs = pair(decoder)
     compare_passes((recorded, plain))
-    assert (
-        graphs.count <= (6 if decoder.config.recurrent is None else 12)
-        and recorded.captured is not None
-        and not recorded.captured.failed
-    )
+    assert graphs.count <= (6 if decoder.config.recurrent is None else 12)
+    assert recorded.captured is not None
+    assert not recorded.captured.failed
 
 
 @pytest.mark.cuda

@@ -27,7 +27,7 @@ from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime import program
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.packed import PackedMatrix
+from forerun.runtime.packed import Linear, PackedMatrix
 from forerun.runtime.program import release_buffers, visible_paths
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
@@ -99,12 +99,23 @@ def chain(tokens: list[int]) -> Segment:
     return Segment(1, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))))
 
 
-def one_at_a_time(model: NativeDecoder, tokens: list[int]) -> torch.Tensor:
+def in_chunks(model: NativeDecoder, tokens: list[int], size: int) -> torch.Tensor:
+    """The logits of a text that is read in passes of so many tokens."""
     kv, rows = cache(model), []
-    for token in tokens:
-        rows.append(model.forward([Segment(1, [token], [-1], [0])], kv).logits[0])
-        kv.commit(1, [0])
-    return torch.stack(rows)
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        rows.append(model.forward([chain(part)], kv).logits)
+        kv.commit(1, range(len(part)))
+    return torch.cat(rows)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root of a tree to a node."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,10 +125,8 @@ def test_float32_agrees_with_torch(name: str) -> None:
     )  # fmt: skip
     reference.cache.pages.grow(1, 60)
     kv, tokens = cache(model), ids(30)
-    mine, theirs = (
-        model.forward([chain(tokens)], kv).logits,
-        reference.forward([chain(tokens)]).logits,
-    )
+    text = [chain(tokens)]
+    mine, theirs = model.forward(text, kv).logits, reference.forward(text).logits
     assert (mine - theirs).abs().max() < 2e-4
     kv.commit(1, range(20))
     reference.cache.commit(1, range(20))
@@ -130,14 +139,9 @@ def test_float32_agrees_with_torch(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chunk_gives_the_bits_of_one_token_passes(name: str, form: str) -> None:
     model, tokens = decoder(name, form), ids(40)
-    single = one_at_a_time(model, tokens)
+    single = in_chunks(model, tokens, 1)
     for size in (40, 7):
-        kv, rows = cache(model), []
-        for start in range(0, 40, size):
-            part = tokens[start : start + size]
-            rows.append(model.forward([chain(part)], kv).logits)
-            kv.commit(1, range(len(part)))
-        assert torch.equal(torch.cat(rows), single)
+        assert torch.equal(in_chunks(model, tokens, size), single)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -151,16 +155,13 @@ def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
     tokens, parents = ids(12, 3), [-1, 0, 0, 1, 1, 2, 3, 6, 5, 7, 9, 2]
     other = Segment(0, ids(5, 4), list(range(-1, 4)), [4])
     logits = model.forward([other, Segment(1, tokens, parents, list(range(12)))], kv).logits[1:]
-    paths = {}
-    for node, parent in enumerate(parents):
-        paths[node] = [*paths.get(parent, []), node]
-        expected = one_at_a_time(model, prompt + [tokens[i] for i in paths[node]])[-1]
-        assert torch.equal(logits[node], expected)
-    kv.commit(1, paths[10])
+    for node in range(len(parents)):
+        path = [tokens[i] for i in path_to(node, parents)]
+        assert torch.equal(logits[node], in_chunks(model, prompt + path, 1)[-1])
+    kv.commit(1, path_to(10, parents))
     after = model.forward([chain(ids(3, 5))], kv).logits
-    assert torch.equal(
-        after, one_at_a_time(model, prompt + [tokens[i] for i in paths[10]] + ids(3, 5))[-3:]
-    )
+    kept = [tokens[i] for i in path_to(10, parents)]
+    assert torch.equal(after, in_chunks(model, prompt + kept + ids(3, 5), 1)[-3:])
 
 
 def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
@@ -171,18 +172,14 @@ def test_a_tree_whose_branches_take_turns_gives_the_bits_of_its_paths() -> None:
     model.forward([chain(prompt)], kv)
     kv.commit(1, range(64))
     # the root, a path of nine (1 to 9), one of four (10 to 13), two more so that those behind them,
-    # which take turns,
-    # are read together: one more of either path, one beside the fifth of the long one, one more of
-    # that
+    # which take turns, are read together: one more of either path, one beside the fifth of the long
+    # one, one more of that
     parents = [-1, *range(9), 0, 10, 11, 12, 0, 0, 9, 13, 4, 16]
     tokens = ids(len(parents), 3)
     logits = model.forward([Segment(1, tokens, parents, list(range(len(parents))))], kv).logits
     for node in range(len(parents)):
-        path, at = [node], parents[node]
-        while at >= 0:
-            path, at = [at, *path], parents[at]
-        expected = one_at_a_time(model, prompt + [tokens[i] for i in path])[-1]
-        assert torch.equal(logits[node], expected), node
+        path = [tokens[i] for i in path_to(node, parents)]
+        assert torch.equal(logits[node], in_chunks(model, prompt + path, 1)[-1]), node
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
@@ -216,29 +213,9 @@ def test_every_instruction_set_computes_the_same_thing(instructions: str, form: 
     try:
         logits = model.forward([chain(tokens)], cache(model)).logits
         assert (logits - expected).abs().max() < (1e-3 if form == "float32" else 0.6)
-        assert torch.equal(logits, one_at_a_time(model, tokens))
+        assert torch.equal(logits, in_chunks(model, tokens, 1))
     finally:
         native.start(2)
-
-
-def product(
-    weight: torch.Tensor, x: torch.Tensor, form: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [m, K] times weight [N, K] transposed by the kernels, as a program of one operation."""
-    packed = PackedMatrix(weight, bias, form, gated=False)
-    op = (native.COp * 1)(native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix))
-    widths = np.array([x.shape[1], weight.shape[0]], dtype=np.int32)
-    program = native.CProgram(ops=op, count=1, buffers=2, widths=widths.ctypes.data)
-    given, out = x.float().numpy().copy(), np.zeros((len(x), weight.shape[0]), np.float32)
-    pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
-    scratch = np.zeros(
-        len(x) * native.loaded().forerun_scratch_row_bytes(x.shape[1]) + 64, np.uint8
-    )
-    batch = native.CBatch(
-        tokens=len(x), buffers=pointers.ctypes.data, scratch=-(-scratch.ctypes.data // 64) * 64
-    )
-    native.loaded().forerun_run(program, batch)
-    return torch.from_numpy(out)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 64), (70, 200), (256, 513)])
@@ -248,14 +225,15 @@ def test_products_against_float64_and_row_by_row(form: str, shape: tuple[int, in
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     x = torch.randn(64, shape[1])
     x[:, 0] *= 100  # an outlier channel, as real models have
-    whole = product(weight, x, form, bias)
+    product = Linear(weight, form, bias)
+    whole = product(x)
     exact = x.double() @ weight.double().T + bias
     error = ((whole - exact).norm() / exact.norm()).item()
     assert error < {"float32": 1e-6, "bfloat16": 6e-3, "int8": 2.5e-2, "int4": 0.12}[form]
-    single = torch.cat([product(weight, row[None], form, bias) for row in x])
+    single = torch.cat([product(row[None]) for row in x])
     assert torch.equal(whole, single)
     for count in (2, 3, 5, 8, 9, 12, 13, 16, 25):
-        assert torch.equal(product(weight, x[:count], form, bias), single[:count])
+        assert torch.equal(product(x[:count]), single[:count])
 
 
 @pytest.mark.parametrize("form", ["float32", "int8"])
@@ -429,4 +407,4 @@ def test_outliers_do_not_drown_their_neighbours_in_int8() -> None:
     rest = weight.clone()
     rest[:, :64] = 0  # what the other groups contribute
     exact = x.double() @ rest.double().T
-    assert ((product(rest, x, "int8") - exact).norm() / exact.norm()).item() < 0.012
+    assert ((Linear(rest, "int8")(x) - exact).norm() / exact.norm()).item() < 0.012

@@ -4,7 +4,6 @@ plain text on such models."""
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,8 @@ from forerun.models.gguf.blocks import FORMS, stack_blocks
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix, pack_blocks
 from tests import gguf_files
-from tests.runtime.test_native import cache, chain, ids, one_at_a_time
+from tests.kernels.test_native_kernels import Bench
+from tests.runtime.test_native import cache, chain, ids, in_chunks, path_to
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -48,25 +48,16 @@ def test_chunks_and_trees_give_the_bits_of_one_token_passes(
     name: str, kinds: gguf_files.Kinds, instructions: str
 ) -> None:
     model, tokens = decoder(name, kinds), ids(22)
-    single = one_at_a_time(model, tokens)
+    single = in_chunks(model, tokens, 1)
     for size in (22, 7):
-        kv, rows = cache(model), []
-        for start in range(0, 22, size):
-            part = tokens[start : start + size]
-            rows.append(model.forward([chain(part)], kv).logits)
-            kv.commit(1, range(len(part)))
-        assert torch.equal(torch.cat(rows), single)
+        assert torch.equal(in_chunks(model, tokens, size), single)
     kv, more, parents = cache(model), ids(8, 3), [-1, 0, 0, 1, 2, 2, 5, 4]
     model.forward([chain(tokens[:9])], kv)
     kv.commit(1, range(9))
     logits = model.forward([Segment(1, more, parents, list(range(8)))], kv).logits
     for node in (3, 6, 7):
-        path, at = [node], parents[node]
-        while at >= 0:
-            path, at = [at, *path], parents[at]
-        assert torch.equal(
-            logits[node], one_at_a_time(model, tokens[:9] + [more[i] for i in path])[-1]
-        )
+        path = [more[i] for i in path_to(node, parents)]
+        assert torch.equal(logits[node], in_chunks(model, tokens[:9] + path, 1)[-1])
 
 
 # ---------------------------------------------------------------- products
@@ -94,24 +85,14 @@ def run(
     products: list[tuple[PackedMatrix, dict[str, object]]], x: torch.Tensor, outputs: int
 ) -> torch.Tensor:
     """The outputs [m, outputs] of products with x, one after the other."""
-    ops = (native.COp * len(products))(
-        *(
-            native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, **options)
-            for packed, options in products
-        )
-    )
-    widths = np.array([x.shape[1], outputs], dtype=np.int32)
-    program = native.CProgram(ops=ops, count=len(ops), buffers=2, widths=widths.ctypes.data)
-    given, out = x.numpy().copy(), np.zeros((len(x), outputs), np.float32)
-    pointers = np.array([given.ctypes.data, out.ctypes.data], dtype=np.uint64)
-    scratch = np.zeros(
-        len(x) * native.loaded().forerun_scratch_row_bytes(x.shape[1]) + 64, np.uint8
-    )
-    batch = native.CBatch(
-        tokens=len(x), buffers=pointers.ctypes.data, scratch=-(-scratch.ctypes.data // 64) * 64
-    )
-    native.loaded().forerun_run(program, batch)
-    return torch.from_numpy(out)
+    bench = Bench([x.shape[1], outputs], len(x), seed=0)
+    bench.buffers[0][:] = x.numpy()
+    ops = [
+        native.COp(kind=native.LINEAR, input=0, output=1, matrix=packed.matrix, **options)
+        for packed, options in products
+    ]
+    bench.run(*ops, tokens=len(x))
+    return torch.from_numpy(bench.buffers[1])
 
 
 def close(found: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> bool:

@@ -4,8 +4,7 @@ import os
 import select
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,21 +24,8 @@ from forerun.runtime.torch_runner import Runner
 from tests import tiny
 
 SIZES = dict(tokens=256, page=16, slots=2)
+EXACT: dict[str, Any] = dict(dtype="float64", kv_tokens=1024)
 TREE = Segment(0, [5, 9, 11, 7, 9], [-1, 0, 0, 1, 2], [0, 1, 2, 3, 4])
-
-
-def together(of: int, do: Callable[[int], Any]) -> list[Any]:
-    """Run `do(rank)` in threads that stand for processes, each with its own group."""
-    found: list[Any] = [None] * of
-    threads = [
-        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, do(rank)))
-        for rank in range(of)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def logits_of(runner: Runner) -> torch.Tensor:
@@ -75,7 +61,8 @@ def test_forward_passes_equal_those_of_one_process(name: str, of: int, tmp_path:
         )
         return logits_of(Runner(part, **SIZES)), part.weight_bytes
 
-    found = together(of, do)
+    with ThreadPoolExecutor(of) as pool:  # threads stand for processes, each with its own group
+        found = list(pool.map(do, range(of)))
     expected = logits_of(Runner(whole, **SIZES))
     for logits, _ in found:
         assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
@@ -104,14 +91,7 @@ def parted() -> LLM:
 
 def test_texts_equal_those_of_one_process(parted: LLM) -> None:
     """In batches, with draft trees, shared prefixes, and after a reset."""
-    single = LLM(
-        tiny.family("llama"),
-        kernels="torch",
-        dtype="float64",
-        kv_tokens=1024,
-        max_rows=4,
-        draft="off",
-    )
+    single = LLM(tiny.family("llama"), kernels="torch", draft="off", max_rows=4, **EXACT)
     prompts = [[3, 4, 5, 6] * 6, [7, 8, 9], [3, 4, 5, 6] * 6 + [11, 12]]
     for temperature in (0.0, 0.8):
         params = SamplingParams.pure(
@@ -127,13 +107,7 @@ def test_texts_equal_those_of_one_process(parted: LLM) -> None:
 
 def test_what_needs_the_whole_model_is_refused(parted: LLM) -> None:
     with pytest.raises(ConfigError, match="leave tensor_parallel out"):
-        LLM(
-            tiny.family("llama"),
-            tensor_parallel=2,
-            dtype="float64",
-            kv_tokens=1024,
-            draft="self:layers=2",
-        )
+        LLM(tiny.family("llama"), tensor_parallel=2, draft="self:layers=2", **EXACT)
     view = view_of(parted.decoder)  # what heads on its states would share
     for use in (
         lambda: view.embed(torch.tensor([1])),
@@ -145,7 +119,7 @@ def test_what_needs_the_whole_model_is_refused(parted: LLM) -> None:
 
 
 def test_a_worker_that_dies_is_one_line() -> None:
-    llm = LLM(tiny.family("llama"), tensor_parallel=2, dtype="float64", kv_tokens=1024, draft="off")
+    llm = LLM(tiny.family("llama"), tensor_parallel=2, draft="off", **EXACT)
     (other,) = llm.decoder.before_forward.__self__.processes  # type: ignore[union-attr]
     other.kill()
     other.wait()

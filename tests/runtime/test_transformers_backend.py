@@ -27,7 +27,6 @@ from forerun.draft.eagle.module import save_head
 from forerun.draft.medusa import MedusaHeads, save_heads
 from forerun.draft.proposer import view_of
 from forerun.errors import CapacityError, ConfigError, ForerunError, LoadError
-from forerun.kernels import reference as kernels
 from forerun.load import make_runner
 from forerun.models.config import load_config, make_config
 from forerun.models.local import LocalModel
@@ -178,17 +177,6 @@ def truth(kind: str, text: Sequence[int]) -> Tensor:
     return logits
 
 
-@torch.no_grad()
-def steps(kind: str, text: Sequence[int]) -> Tensor:
-    """The same in steps of one token with transformers' own cache."""
-    logits = []
-    cache = {decoder(kind).cache_argument: hf.DynamicCache(config=own(kind).config)}
-    for token in text:
-        out = own(kind)(torch.tensor([[token]]), use_cache=True, **cache)
-        logits.append(out.logits[0])
-    return torch.cat(logits)
-
-
 def some_text(seed: int, length: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(3, VOCAB) for _ in range(length)]
@@ -237,7 +225,7 @@ def test_one_token_steps_are_transformers_own(kind: str) -> None:
     for token in text:
         got.append(model.forward([chain(0, [token])]).logits)
         model.cache.commit(0, [0])
-    close(torch.cat(got), steps(kind, text))
+    close(torch.cat(got), truth(kind, text))
 
 
 @kinds
@@ -282,18 +270,6 @@ def test_pages_are_shared_and_rows_are_taken_back() -> None:
     model.cache.commit(1, [0, 1])
     model.cache.rewind(1, 16)
     close(model.forward([chain(1, [5, 6])]).logits, expected)
-
-
-def test_attention_with_sinks_is_a_softmax_with_one_more_logit() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 3, 4, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
-    mask, sinks = torch.ones(1, 3, 5, dtype=torch.bool).tril(2), torch.randn(4)
-    out = kernels.attention(q, k, v, mask, 0.3, None, sinks)
-    scores = torch.einsum("nhd,khd->hnk", q[0], k[0].repeat_interleave(2, 1)) * 0.3
-    weights = scores.masked_fill(~mask, -torch.inf).exp()
-    weights = weights / (weights.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
-    expected = torch.einsum("hnk,khd->nhd", weights, v[0].repeat_interleave(2, 1))
-    torch.testing.assert_close(out[0], expected)
 
 
 # ---------------------------------------------------------------- what drafters read

@@ -66,17 +66,17 @@ QK_NORMS = {"head": 0, "row": 1, "head_after_rope": 2, "plain_after_rope": 2}
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2, "logit_sigmoids": 3}
 
 
+def _each(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Return fields of a structure that all have the type `kind`."""
+    return [(name, kind) for name in names]
+
+
 class CMatrix(Structure):
     """Packed weight of a linear layer, with its scales and bias."""
 
     _fields_ = [
-        ("weight", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("format", c_int32),
-        ("inputs", c_int32),
-        ("outputs", c_int32),
-        ("padded", c_int32),
+        *_each(c_void_p, "weight", "scale", "bias"),
+        *_each(c_int32, "format", "inputs", "outputs", "padded"),
     ]
 
 
@@ -90,85 +90,29 @@ class COp(Structure):
     """One operation of a program."""
 
     _fields_ = [
-        ("kind", c_int32),
-        ("input", c_int32),
-        ("output", c_int32),
-        ("in_column", c_int32),
-        ("norm", CNorm),
-        ("key_norm", CNorm),
-        ("after", CNorm),
+        *_each(c_int32, "kind", "input", "output", "in_column"),
+        *_each(CNorm, "norm", "key_norm", "after"),
         ("matrix", CMatrix),
-        ("activation", c_int32),
-        ("gated", c_int32),
-        ("combine", c_int32),
-        ("wanted", c_int32),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
-        ("rotary", c_int32),
-        ("window", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("table", c_void_p),
-        ("positions", c_void_p),
-        ("column", c_int32),
-        ("sinks", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("qk_norm", c_int32),
-        ("value_norm", c_int32),
-        ("kv_width", c_int32),
-        ("sink_logits", c_void_p),
-        ("query_scale", c_void_p),
-        ("experts", c_int32),
-        ("slots", c_int32),
-        ("choice", c_int32),
-        ("choice_column", c_int32),
-        ("spread", c_int32),
-        ("count", c_int32),
-        ("in_stride", c_int32),
-        ("out_stride", c_int32),
-        ("scores", c_int32),
-        ("normalised", c_int32),
-        ("groups", c_int32),
-        ("used_groups", c_int32),
-        ("best", c_int32),
-        ("epsilon", c_float),
-        ("route_scale", c_float),
-        ("choice_bias", c_void_p),
-        ("expert_scale", c_void_p),
-        ("gate", c_int32),
-        *[
-            (name, c_int32)
-            for name in (
-                "channels",
-                "taps",
-                "key_heads",
-                "key_size",
-                "value_heads",
-                "value_size",
-                "query_at",
-                "key_at",
-                "value_at",
-                "delta",
-                "tiled",
-                "gate_first",
-                "tiled_norm",
-                "conv_in",
-                "weighted",
-            )
-        ],
-        ("state_at", c_int64),
-        ("half_at", c_int64),
-        ("history_at", c_int64),
-        ("conv_weight", c_void_p),
-        ("conv_bias", c_void_p),
-        ("decay_bias", c_void_p),
-        ("decay_rate", c_void_p),
-        ("skip", c_void_p),
-        ("xielu", c_void_p),
-        ("chunk", c_int32),
-        ("pad", c_int32),
+        *_each(c_int32, "activation", "gated", "combine", "wanted"),
+        *_each(c_void_p, "cosine", "sine"),
+        *_each(c_int32, "rotary", "window"),
+        *_each(c_float, "scale", "softcap"),
+        *_each(c_void_p, "table", "positions"),
+        *_each(c_int32, "column", "sinks", "heads", "kv_heads", "head_dim"),
+        *_each(c_int32, "qk_norm", "value_norm", "kv_width"),
+        *_each(c_void_p, "sink_logits", "query_scale"),
+        *_each(c_int32, "experts", "slots", "choice", "choice_column"),
+        *_each(c_int32, "spread", "count", "in_stride", "out_stride"),
+        *_each(c_int32, "scores", "normalised", "groups", "used_groups", "best"),
+        *_each(c_float, "epsilon", "route_scale"),
+        *_each(c_void_p, "choice_bias", "expert_scale"),
+        *_each(c_int32, "gate", "channels", "taps"),
+        *_each(c_int32, "key_heads", "key_size", "value_heads", "value_size"),
+        *_each(c_int32, "query_at", "key_at", "value_at"),
+        *_each(c_int32, "delta", "tiled", "gate_first", "tiled_norm", "conv_in", "weighted"),
+        *_each(c_int64, "state_at", "half_at", "history_at"),
+        *_each(c_void_p, "conv_weight", "conv_bias", "decay_bias", "decay_rate", "skip", "xielu"),
+        *_each(c_int32, "chunk", "pad"),
     ]
 
 
@@ -177,8 +121,7 @@ class CProgram(Structure):
 
     _fields_ = [
         ("ops", POINTER(COp)),
-        ("count", c_int32),
-        ("buffers", c_int32),
+        *_each(c_int32, "count", "buffers"),
         ("widths", c_void_p),
     ]
 
@@ -187,26 +130,11 @@ class CRecurrent(Structure):
     """Runs of a forward pass through recurrent layers, the tokens of one slot each."""
 
     _fields_ = [
-        ("runs", c_int32),
-        ("history_at", c_int32),
-        *[
-            (name, c_void_p)
-            for name in (
-                "first",
-                "count",
-                "known",
-                "offset",
-                "pending",
-                "parents_at",
-                "parents",
-                "state",
-                "old_half",
-                "new_half",
-                "marks_at",
-                "marks",
-                "mark_to",
-            )
-        ],
+        *_each(c_int32, "runs", "history_at"),
+        *_each(c_void_p, "first", "count", "known", "offset", "pending"),
+        *_each(c_void_p, "parents_at", "parents"),
+        *_each(c_void_p, "state", "old_half", "new_half"),
+        *_each(c_void_p, "marks_at", "marks", "mark_to"),
     ]
 
 
@@ -214,23 +142,12 @@ class CBatch(Structure):
     """Arrays of one forward pass."""
 
     _fields_ = [
-        ("tokens", c_int32),
-        ("wanted", c_int32),
-        ("ids", c_void_p),
-        ("positions", c_void_p),
-        ("store", c_void_p),
-        ("rows", c_void_p),
-        ("direct", c_void_p),
-        ("extra_at", c_void_p),
-        ("extra", c_void_p),
-        ("want", c_void_p),
-        ("buffers", c_void_p),
-        ("scratch", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *_each(c_int32, "tokens", "wanted"),
+        *_each(c_void_p, "ids", "positions", "store", "rows"),
+        *_each(c_void_p, "direct", "extra_at", "extra", "want"),
+        *_each(c_void_p, "buffers", "scratch", "keys", "values"),
         ("cache_rows", c_int64),
-        ("kv_format", c_int32),
-        ("pad", c_int32),
+        *_each(c_int32, "kv_format", "pad"),
         ("recurrent", POINTER(CRecurrent)),
     ]
 
@@ -239,28 +156,14 @@ class CChain(Structure):
     """Inputs and outputs of drafting chains of tokens."""
 
     _fields_ = [
-        ("levels", c_int32),
-        ("rows", c_int32),
-        ("logits", c_int32),
-        ("vocab", c_int32),
-        ("active", c_void_p),
-        ("sampling", c_void_p),
-        ("keys", c_void_p),
-        ("tokens", c_void_p),
-        ("ids", c_void_p),
-        ("num_ids", c_int32),
-        ("state", c_int32),
+        *_each(c_int32, "levels", "rows", "logits", "vocab"),
+        *_each(c_void_p, "active", "sampling", "keys", "tokens", "ids"),
+        *_each(c_int32, "num_ids", "state"),
         ("begin", POINTER(CProgram)),
         ("first", POINTER(CBatch)),
-        ("last", c_void_p),
-        ("first_keys", c_void_p),
-        ("hidden", c_void_p),
-        ("acceptance", c_void_p),
-        ("floors", c_void_p),
-        ("bins", c_void_p),
-        ("alternatives", c_void_p),
-        ("alternative_bins", c_void_p),
-        ("counts", c_void_p),
+        *_each(c_void_p, "last", "first_keys", "hidden"),
+        *_each(c_void_p, "acceptance", "floors", "bins"),
+        *_each(c_void_p, "alternatives", "alternative_bins", "counts"),
     ]
 
 
@@ -274,26 +177,11 @@ class CHead(Structure):
     """A draft head and its cache, for several rounds in one call."""
 
     _fields_ = [
-        ("begin", POINTER(CProgram)),
-        ("step", POINTER(CProgram)),
+        *_each(POINTER(CProgram), "begin", "step"),
         ("batch", POINTER(CBatch)),
-        ("line", c_void_p),
-        ("ids", c_void_p),
-        ("acceptance", c_void_p),
-        ("costs", c_void_p),
-        *[
-            (name, c_int32)
-            for name in (
-                "length",
-                "levels",
-                "siblings",
-                "num_ids",
-                "vocab",
-                "state",
-                "input",
-                "inputs",
-            )
-        ],
+        *_each(c_void_p, "line", "ids", "acceptance", "costs"),
+        *_each(c_int32, "length", "levels", "siblings", "num_ids"),
+        *_each(c_int32, "vocab", "state", "input", "inputs"),
         ("floor", c_float),
     ]
 
@@ -302,14 +190,12 @@ class CRound(Structure):
     """The result of one round of several in one call."""
 
     _fields_ = [
-        *[(name, c_int32) for name in ("nodes", "verified", "accepted", "appended")],
-        ("tokens", c_int32 * MOST_NODES),
-        ("parents", c_int32 * MOST_NODES),
-        ("path", c_int32 * MOST_NODES),
+        *_each(c_int32, "nodes", "verified", "accepted", "appended"),
+        *_each(c_int32 * MOST_NODES, "tokens", "parents", "path"),
         ("drawn", c_int32 * (MOST_NODES + 1)),
         ("bins", c_int8 * MOST_NODES),
         ("path_probs", c_double * MOST_NODES),
-        *[(name, c_double) for name in ("draft_seconds", "verify_seconds", "wall_seconds")],
+        *_each(c_double, "draft_seconds", "verify_seconds", "wall_seconds"),
     ]
 
 
@@ -331,24 +217,13 @@ class CRounds(Structure):
     _fields_ = [
         ("target", POINTER(CProgram)),
         ("batch", POINTER(CBatch)),
-        *[(name, c_void_p) for name in ("line", "text", "ends", "layouts", "states", "grams")],
+        *_each(c_void_p, "line", "text", "ends", "layouts", "states", "grams"),
         ("head", POINTER(CHead)),
         ("rounds", POINTER(CRound)),
         ("noise", c_uint64),
         ("sampling", CSampling),
-        *[
-            (name, c_int32)
-            for name in (
-                "count",
-                "limit",
-                "num_ends",
-                "layers",
-                "unread",
-                "most",
-                "logits",
-                "num_grams",
-            )
-        ],
+        *_each(c_int32, "count", "limit", "num_ends", "layers"),
+        *_each(c_int32, "unread", "most", "logits", "num_grams"),
         ("seconds", c_double),
     ]
 
@@ -363,14 +238,9 @@ class CGrowth(Structure):
     """Limits and sampling parameters of a draft tree that grows from a successor table."""
 
     _fields_ = [
-        ("before", c_int32),
-        ("root", c_int32),
-        ("levels", c_int32),
-        ("most", c_int32),
-        ("chain", c_int32),
+        *_each(c_int32, "before", "root", "levels", "most", "chain"),
         ("temperature", c_float),
-        ("keys", c_void_p),
-        ("acceptance", c_void_p),
+        *_each(c_void_p, "keys", "acceptance"),
     ]
 
 
@@ -378,11 +248,8 @@ class CTexts(Structure):
     """Token sequences with their suffix array, for retrieval."""
 
     _fields_ = [
-        ("tokens", c_void_p),
-        ("suffixes", c_void_p),
-        ("starts", c_void_p),
-        ("count", c_int64),
-        ("vocab", c_int64),
+        *_each(c_void_p, "tokens", "suffixes", "starts"),
+        *_each(c_int64, "count", "vocab"),
     ]
 
 

@@ -5,10 +5,10 @@ whether they can be used."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ def problem(device: torch.device) -> str | None:
     return f"on this device {', '.join(wrong)} disagree with torch" if wrong else None
 
 
+def _random(seed: int, device: torch.device, default: torch.dtype) -> Callable[..., Tensor]:
+    """Return a function that draws a tensor of a shape, normally distributed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = default) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return draw
+
+
+def _integers(device: torch.device) -> Callable[..., Tensor]:
+    """Return a function that makes a tensor of integers, by default int64."""
+    return functools.partial(torch.tensor, dtype=torch.int64, device=device)
+
+
 def disagreements(device: torch.device) -> list[str]:
     """Return the names of those kernels whose results in bfloat16 are not those of torch."""
     from forerun.kernels import reference
@@ -37,14 +52,7 @@ def disagreements(device: torch.device) -> list[str]:
     from forerun.kernels.triton import fused, linear
     from forerun.kernels.triton.attention import Walk, attend
 
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    def integers(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
+    numbers, integers = _random(0, device, torch.bfloat16), _integers(device)
     x, weight = numbers(17, 256), numbers(70, 256) / 16
     parts, norm = numbers(2, 3, 256, dtype=torch.float32), numbers(256, dtype=torch.float32)
     stream, angles, rows = numbers(3, 256), numbers(5, 1, 16), integers([6, 2, 0])
@@ -62,7 +70,7 @@ def disagreements(device: torch.device) -> list[str]:
     nibbles = (bits & 15).view(torch.int8)
     minima = DeviceMatrix.from_values("int4", nibbles, scale, minimum=scale, dtype=x.dtype)
     q, keys, values = numbers(1, 4, 32), numbers(8, 2, 32), numbers(8, 2, 32)
-    last, direct, first = (integers([n], torch.int32) for n in (2, 2, 0))
+    last, direct, first = (integers([n], dtype=torch.int32) for n in (2, 2, 0))
     walk = Walk(last, direct, rows[None, :2].contiguous(), rows[2:], first)
     results: dict[str, tuple[Tensor, Tensor]] = {
         "linear": (
@@ -106,10 +114,7 @@ def _results_of_experts(device: torch.device) -> dict[str, tuple[Tensor, Tensor]
     from forerun.kernels.experts import ExpertMlps, by_expert
     from forerun.kernels.triton import experts
 
-    generator = torch.Generator().manual_seed(2)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+    numbers = _random(2, device, torch.bfloat16)
 
     def activate(gates: Tensor, ups: Tensor) -> Tensor:
         return reference.gate(gates, ups, "silu")
@@ -141,15 +146,15 @@ def _results_of_rounds(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
     from forerun.kernels.triton.draw import draw_tokens
     from forerun.kernels.triton.walk import walk
 
-    def integers(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)).to(device)
+    integers = _integers(device)
+    logits = _random(1, device, torch.float32)(3, 300)
     by, streams = [Sampling(0.8, 20, 0.9), Sampling(1.0), Sampling()], [5, 6, 7]
     drawn = draw_tokens(logits, DrawParameters.upload(by, streams, 300, device))
     # a tree of five nodes: the target's tokens lead from node 0 to 2 and 4
     nodes, target = integers([9, 4, 5, 6, 8]), integers([5, 1, 8, 1, 7])
-    parents, first, count = (integers(each, torch.int32) for each in ([-1, 0, 0, 1, 2], [0], [5]))
+    parents, first, count = (
+        integers(each, dtype=torch.int32) for each in ([-1, 0, 0, 1, 2], [0], [5])
+    )
     walked = walk(nodes, parents, target, first, count, 5)
     tables = [TableTensors.empty(64, device) for _ in range(2)]
     seen = Predictions.of(nodes, target, target >= 0, torch.cat((logits, logits[:2])))
@@ -177,14 +182,7 @@ def _results_of_states(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]
     from forerun.kernels import reference
     from forerun.kernels.triton.recurrent import Heads, KernelWeights, Memory, Runs, recur
 
-    generator = torch.Generator().manual_seed(2)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    def integers(values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    numbers, integers = _random(2, device, torch.float32), _integers(device)
     channels, record, states = 64, 116, 2 * 16 * 16
     half = channels + 2 * record  # with the one earlier input of a convolution of two taps
     data = numbers(1, states + 2 * half) / 4

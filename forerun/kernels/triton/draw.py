@@ -206,13 +206,23 @@ def _descend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel(key, token):  # type: ignore[no-untyped-def]
-    """Return `rng.gumbel` of tokens in a stream."""
-    x = key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+def mix(x):  # type: ignore[no-untyped-def]
+    """Return `rng.mix` of uint64 numbers."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    uniform = ((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def element(key, index):  # type: ignore[no-untyped-def]
+    """Return element `index` of a stream of noise, or the key of a stream with one more counter."""
+    return mix(key + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def gumbel(key, token):  # type: ignore[no-untyped-def]
+    """Return `rng.gumbel` of tokens in a stream."""
+    uniform = ((element(key, token) >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(-tl.log(uniform))
 
 
@@ -244,7 +254,7 @@ def _draw(  # type: ignore[no-untyped-def]
         value = score.to(tl.float64)
         # Noise lies between -3.7 and 36.8, so lower scores cannot win against the likeliest's.
         if tl.max(score, 0) > -41.0:
-            value += _gumbel(tl.load(keys + row).to(tl.uint64, bitcast=True), i)
+            value += gumbel(tl.load(keys + row).to(tl.uint64, bitcast=True), i)
     top, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * BLOCKS + block, top)
     tl.store(places + row * BLOCKS + block, block * B + place)

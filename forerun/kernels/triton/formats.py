@@ -10,12 +10,8 @@ import triton.language as tl
 _DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def is_interpreted() -> bool:
-    """Return True if kernels run in Triton's interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def dot_type(dtype: torch.dtype) -> tl.dtype:
     """Return the format in which tensors of `dtype` are multiplied: the same, but float32 in the
     interpreter, whose products of bfloat16 multiply the raw bits."""
-    return tl.float32 if is_interpreted() else _DOTS[dtype]
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return tl.float32 if is_interpreted else _DOTS[dtype]

@@ -119,45 +119,6 @@ def recur(
         points = inputs.new_empty((count, heads.key_size, LANES))
     places = memory.half_at, memory.half, memory.records_at, memory.record
     segment_inputs = runs.slots, runs.old_halves, runs.new_halves, runs.counts, runs.pending
-    _launch_prepare(inputs, decays, weights, heads, memory, runs, q, places, segment_inputs)
-    _sweep[(segments, heads.value_heads, blocks)](
-        memory.data,
-        *segment_inputs,
-        runs.parents,
-        q,
-        weights.decay_rate if weights.skip is None else weights.skip,
-        out,
-        points,
-        memory.data.stride(0),
-        memory.state_at,
-        *places,
-        tokens,
-        int(is_tree),
-        inputs.shape[1] if heads.taps > 1 else 0,
-        KP=triton.next_power_of_2(heads.key_size),
-        BLOCKS=blocks,
-        LANES=LANES,
-        IS_TILED=heads.tiled,
-        HAS_SKIP=weights.skip is not None,
-        num_warps=sweep_warps(heads.key_size),
-        enable_fp_fusion=False,
-        **_sizes(heads),
-    )
-    return out
-
-
-def _launch_prepare(
-    inputs: Tensor,
-    decays: Tensor,
-    weights: KernelWeights,
-    heads: Heads,
-    memory: Memory,
-    runs: Runs,
-    q: Tensor,
-    places: tuple[int, ...],
-    segment_inputs: tuple[Tensor, ...],
-) -> None:
-    """Fill q [T, key heads, key size], and all but the changes of the tokens' records."""
     w = weights
     _prepare[(len(inputs), heads.key_heads + heads.value_heads)](
         inputs.contiguous(),
@@ -173,7 +134,7 @@ def _launch_prepare(
         q,
         memory.data.stride(0),
         *places,
-        runs.parents.shape[1],
+        tokens,
         *heads.first_channels,
         heads.key_size**-0.5,
         C=inputs.shape[1],
@@ -182,19 +143,42 @@ def _launch_prepare(
         HAS_STEP=w.decay_bias is not None,
         BLOCK=triton.next_power_of_2(max(heads.key_size, heads.value_size)),
         num_warps=1,
-        enable_fp_fusion=False,
-        **_sizes(heads),
+        **_common_options(heads),
     )
+    _sweep[(segments, heads.value_heads, blocks)](
+        memory.data,
+        *segment_inputs,
+        runs.parents,
+        q,
+        w.decay_rate if w.skip is None else w.skip,
+        out,
+        points,
+        memory.data.stride(0),
+        memory.state_at,
+        *places,
+        tokens,
+        int(is_tree),
+        inputs.shape[1] if heads.taps > 1 else 0,
+        KP=triton.next_power_of_2(heads.key_size),
+        BLOCKS=blocks,
+        LANES=LANES,
+        IS_TILED=heads.tiled,
+        HAS_SKIP=w.skip is not None,
+        num_warps=sweep_warps(heads.key_size),
+        **_common_options(heads),
+    )
+    return out
 
 
-def _sizes(heads: Heads) -> dict[str, int]:
-    """Return the constants that both kernels need."""
+def _common_options(heads: Heads) -> dict[str, int]:
+    """Return the constants and options that both kernels need."""
     return dict(
         KH=heads.key_heads,
         K=heads.key_size,
         VH=heads.value_heads,
         V=heads.value_size,
         IS_DELTA=heads.kind == "delta",
+        enable_fp_fusion=False,
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from forerun.kernels.successors import NEXT, NONE, WAYS, Predictions, TableTensors, TreeRoots, Trees
+from forerun.kernels.triton.draw import element, gumbel, mix
 
 MOST_TABLES = 2  # in which a tree looks
 
@@ -68,24 +69,10 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
     return grown
 
 
-@triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """Return `rng.mix` of uint64 numbers."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _element(key, index):  # type: ignore[no-untyped-def]
-    """Return element `index` of a stream of noise, or the key of a stream with one more counter."""
-    return _mix(key + (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _set_of(key, ENTRIES: tl.constexpr, WAYS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the first place of a key's set."""
-    mixed = _mix(key.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    mixed = mix(key.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
     return (mixed & (ENTRIES - 1)) // WAYS * WAYS
 
 
@@ -239,9 +226,8 @@ def _grow(  # type: ignore[no-untyped-def]
         is_there = is_own & (word >= 0) & (log > float("-inf")) & (depth < deepest)
         score = tl.where(is_there, log.to(tl.float64), float("-inf"))
         if heat > 0:
-            key = _element(stream, start + 1 + depth)
-            uniform = ((_element(key, word) >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-            score = tl.where(is_there, score / heat - tl.log(-tl.log(uniform)), float("-inf"))
+            own_noise = gumbel(element(stream, start + 1 + depth), word)
+            score = tl.where(is_there, score / heat + own_noise, float("-inf"))
             highest = tl.max(score, 0)
             weight = tl.exp(score - tl.where(highest > float("-inf"), highest, 0.0))
             total = tl.sum(weight, 0)
