@@ -22,7 +22,6 @@ from forerun.engine.engine import Engine
 from forerun.errors import StateError
 from forerun.models.decoder import Decoder, DecoderLayers, load_decoder
 from forerun.runtime import recorded_recurrence
-from forerun.runtime.captured import CapturedPasses
 from forerun.runtime.padded_pass import PassShape
 from forerun.runtime.recorded_recurrence import RecordedRecurrence, Steps, steps_of
 from forerun.runtime.torch_runner import Runner
@@ -270,9 +269,8 @@ def recorded_engine(
 
 
 def without_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models with experts be recorded as well, without these."""
+    """Compute nothing in the experts of a model."""
     monkeypatch.setattr(DecoderLayers, "_experts", lambda self, x, *_: torch.zeros_like(x))
-    monkeypatch.setattr(CapturedPasses, "supports", lambda decoder: True)
 
 
 def test_a_pass_that_was_not_committed_is_refused() -> None:
