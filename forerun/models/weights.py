@@ -496,6 +496,10 @@ class WeightLoader(ABC):
             return [(names[0], sum(rows))]
         return list(zip(names[: len(rows)], rows, strict=True))
 
+    def head_stem(self) -> str:
+        """Return the name of the output head, without its suffix."""
+        return str(self.names["head"])
+
     def tensor(
         self,
         part: str,
@@ -521,10 +525,6 @@ class WeightLoader(ABC):
     @abstractmethod
     def open(self, path: Path) -> None:
         """Open the files at `path` and choose the names of their tensors."""
-
-    @abstractmethod
-    def head_stem(self) -> str:
-        """Return the name of the output head, without its suffix."""
 
     @abstractmethod
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -26,6 +26,7 @@ from forerun.models.gguf.dense_architectures import (
     llama,
     partial_rope,
     rms_eps,
+    two_ropes,
 )
 from forerun.models.gguf.metadata import Metadata
 
@@ -110,13 +111,7 @@ def _gemma4(m: Metadata, c: Json) -> Json:
         use_double_wide_mlp=is_wide,
         hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 0),
         final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
-        rope_parameters={
-            "full_attention": m.proportional_rope(),
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": m.number("rope.freq_base_swa", 1e4),
-            },
-        },
+        rope_parameters=two_ropes(m.proportional_rope(), m.number("rope.freq_base_swa", 1e4)),
     )
     if not fields["attention_k_eq_v"] and wide[0] != local[0]:
         raise ValueError(f"{m.prefix}attention.head_count_kv, which differs between layers")
