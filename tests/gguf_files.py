@@ -244,51 +244,39 @@ def sizes(name: str, kinds: Kinds) -> dict[str, Any]:
 
 
 def _family_sizes(name: str, wide: bool) -> dict[str, Any]:
-    hidden, inner = (256, 256) if wide else (32, 64)
+    hidden, inner, expert = (256, 256, 256) if wide else (32, 64, 32)
+    fields = families.MODELS[name][1]
+    sizes = dict(
+        head_dim=64 if wide else fields.get("head_dim"), intermediate_size_mlp=inner if wide else 96, laurel_rank=expert,
+        moe_intermediate_size=expert, shared_intermediate_size=expert, shared_expert_intermediate_size=2 * expert,
+        moe_shared_expert_intermediate_size=2 * expert,
+    )  # fmt: skip
     changed: dict[str, Any] = dict(hidden_size=hidden, intermediate_size=inner)
-    expert = 256 if wide else 32
-    if name in ("ernie4_5_moe", "exaone_moe", "glm4_moe", "qwen2_moe", "qwen3_moe"):
-        changed["moe_intermediate_size"] = expert
-    if wide and "head_dim" in families.MODELS[name][1]:
-        changed["head_dim"] = 64
-    if name == "phi":
-        changed["intermediate_size"] = 4 * hidden  # which its converter assumes
-    if name == "starcoder2":
-        changed["sliding_window"] = 4096  # likewise
-    if name.startswith("granite4"):
-        changed["shared_intermediate_size"] = expert
-    if name == "qwen2_moe":
-        changed |= dict(shared_expert_intermediate_size=2 * expert, decoder_sparse_step=1)
-    if name == "qwen3_moe":
-        changed["mlp_only_layers"] = []
-    if name in ("exaone_moe", "glm4_moe"):
-        changed["routed_scaling_factor"] = 1.5
-    if name == "gemma4-moe":
-        changed["moe_intermediate_size"] = expert
+    changed |= {key: size for key, size in sizes.items() if key in fields}
     if name.startswith("gemma3n"):  # the converter fills up the rows of tokens without embeddings
-        inner = [1, 1, 1, 1] if wide else [2, 1, 2, 3]
+        inners = [1, 1, 1, 1] if wide else [2, 1, 2, 3]
         changed |= dict(
-            intermediate_size=[n * expert for n in inner], hidden_size_per_layer_input=expert, laurel_rank=expert,
+            intermediate_size=[n * expert for n in inners], hidden_size_per_layer_input=expert,
             vocab_size_per_layer_input=families.VOCAB, altup_correct_scale=True,
         )  # fmt: skip
-    if name.startswith("llama4"):
-        changed["intermediate_size_mlp"] = inner if wide else 96
-    if name == "llama4-two":
-        changed["num_local_experts"] = 128  # which tells that queries are not normalised
-    if name == "gemma4-small":
-        changed["hidden_size_per_layer_input"] = 32
     if name in LATENT:  # rows of all matrices are whole blocks
-        changed |= dict(moe_intermediate_size=expert, qk_nope_head_dim=64)
-        changed |= {} if name == "glm4_moe_lite" else dict(q_lora_rank=64)
-    if name == "ernie4_5_moe":
-        changed |= dict(moe_num_shared_experts=2, moe_layer_start_index=2)
-    if name in ("lfm2_moe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h-latent"):
-        changed["moe_intermediate_size"] = expert
-    if name in ("qwen3_5_moe", "qwen3_next"):
-        changed["shared_expert_intermediate_size"] = 2 * expert
-    if name in ("nemotron_h", "nemotron_h-latent"):
-        changed |= dict(moe_shared_expert_intermediate_size=2 * expert, n_group=1)
-    return changed
+        changed |= dict(qk_nope_head_dim=64) | (
+            {} if name == "glm4_moe_lite" else dict(q_lora_rank=64)
+        )
+    own: dict[str, dict[str, Any]] = {
+        "phi": dict(intermediate_size=4 * hidden),  # which its converter assumes
+        "starcoder2": dict(sliding_window=4096),  # likewise
+        "qwen2_moe": dict(decoder_sparse_step=1),
+        "qwen3_moe": dict(mlp_only_layers=[]),
+        "exaone_moe": dict(routed_scaling_factor=1.5),
+        "glm4_moe": dict(routed_scaling_factor=1.5),
+        "llama4-two": dict(num_local_experts=128),  # which tells that queries are not normalised
+        "gemma4-small": dict(hidden_size_per_layer_input=32),
+        "ernie4_5_moe": dict(moe_num_shared_experts=2, moe_layer_start_index=2),
+        "nemotron_h": dict(n_group=1),
+        "nemotron_h-latent": dict(n_group=1),
+    }
+    return changed | own.get(name, {})
 
 
 @functools.cache
@@ -458,39 +446,15 @@ def metadata(c: Any) -> dict[str, Any]:
     is_granite = c.model_type.startswith("granite")
     if c.model_type in own_heads or (c.model_type in FURTHER and not is_granite):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    found |= _scaling(rope) | _windows(c) | _multipliers(c) | _experts(c) | _gemma4(c)
+    found |= _scaling(rope)
     if c.model_type == "mistral4":  # which the converter leaves out
         del found["attention.temperature_scale"]
-    return found | _recurrent(c) | _latent(c) | _gemma3n(c)
-
-
-def _gemma3n(c: Any) -> dict[str, Any]:
-    if c.model_type != "gemma3n_text":
-        return {}
-    shares = torch.tensor(c.activation_sparsity_pattern, dtype=torch.float32)
-    return {
-        "attention.shared_kv_layers": c.num_kv_shared_layers, "altup.num_inputs": c.altup_num_inputs,
-        "altup.active_idx": c.altup_active_idx, "embedding_length_per_layer_input": c.hidden_size_per_layer_input,
-        "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
-        "final_logit_softcapping": c.final_logit_softcapping,
-    }  # fmt: skip
-
-
-def _latent(c: Any) -> dict[str, Any]:
-    """The keys of latent attention, which llama.cpp computes with one key-value head."""
-    if c.model_type not in LATENT:
-        return {}
-    found = {
-        "attention.head_count_kv": 1, "attention.kv_lora_rank": c.kv_lora_rank,
-        "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim, "attention.value_length": c.kv_lora_rank,
-        "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim,
-        "attention.value_length_mla": c.v_head_dim, "rope.dimension_count": c.qk_rope_head_dim,
-    }  # fmt: skip
-    if c.q_lora_rank:
-        found["attention.q_lora_rank"] = c.q_lora_rank
-    if c.rope_parameters.get("mscale_all_dim"):
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * c.rope_parameters["mscale_all_dim"]
-    return found
+    has_experts = c.model_type == "nemotron_h" and "moe" in c.layer_types
+    for key, field in KEYS.get(f"{c.model_type}_moe" if has_experts else c.model_type, {}).items():
+        value = field(c) if callable(field) else getattr(c, field)
+        if value is not None:
+            found[key] = value
+    return found | (_granite(c) if is_granite else {})
 
 
 def _flat(c: Any) -> Any:
@@ -505,189 +469,194 @@ def _flat(c: Any) -> Any:
     return SimpleNamespace(**fields)
 
 
-def _gemma4(c: Any) -> dict[str, Any]:
-    if c.model_type != "gemma4_text":
-        return {}
-    sliding = [kind == "sliding_attention" for kind in c.layer_types]
-    found: dict[str, Any] = {
-        "attention.shared_kv_layers": c.num_kv_shared_layers, "attention.sliding_window": c.sliding_window,
-        "embedding_length_per_layer_input": c.hidden_size_per_layer_input or 0,
-        "attention.sliding_window_pattern": sliding, "attention.key_length_swa": c.head_dim,
-        "attention.value_length_swa": c.head_dim, "rope.dimension_count_swa": c.head_dim,
-        "rope.freq_base_swa": float(c.rope_parameters["sliding_attention"]["rope_theta"]),
-        "final_logit_softcapping": c.final_logit_softcapping,
-    }  # fmt: skip
-    if c.num_global_key_value_heads is not None:
-        kv_heads = (c.num_global_key_value_heads, c.num_key_value_heads)
-        found["attention.head_count_kv"] = [kv_heads[is_local] for is_local in sliding]
-    if c.use_double_wide_mlp:
-        first = c.num_hidden_layers - c.num_kv_shared_layers
-        found["feed_forward_length"] = [
-            c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)
-        ]
-    if c.enable_moe_block:
-        found |= {
-            "expert_count": c.num_experts, "expert_used_count": c.top_k_experts,
-            "expert_feed_forward_length": c.moe_intermediate_size,
-        }  # fmt: skip
-    return found
-
-
-def _recurrent(c: Any) -> dict[str, Any]:
-    """The keys of recurrent layers, and which layers have keys and MLPs."""
-    layers = range(c.num_hidden_layers)
-    types = getattr(c, "layer_types", None) or ["full_attention"] * len(layers)
-    heads = [c.num_key_value_heads if types[i] == "full_attention" else 0 for i in layers]
-    if c.model_type.startswith("lfm2"):
-        return {"shortconv.l_cache": c.conv_L_cache, "attention.head_count_kv": heads}
-    if c.model_type.startswith(("qwen3_5", "qwen3_next")):
-        return {
-            "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim,
-            "ssm.group_count": c.linear_num_key_heads, "ssm.time_step_rank": c.linear_num_value_heads,
-            "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
-            "full_attention_interval": 2, "rope.dimension_sections": [1, 1, 0, 0],
-        }  # fmt: skip
-    if c.model_type == "nemotron_h":
-        has_mlp = "moe" if "moe" in types else "mlp"
-        inner = c.moe_intermediate_size if "moe" in types else c.intermediate_size
-        return {
-            "ssm.conv_kernel": c.conv_kernel, "ssm.state_size": c.ssm_state_size, "ssm.group_count": c.n_groups,
-            "ssm.time_step_rank": c.mamba_num_heads, "ssm.inner_size": c.mamba_num_heads * c.mamba_head_dim,
-            "attention.head_count_kv": heads, "feed_forward_length": [inner if t == has_mlp else 0 for t in types],
-        }  # fmt: skip
-    if c.model_type not in ("granitemoehybrid", "falcon_h1"):
-        return {}
-    if c.model_type == "granitemoehybrid" and "linear_attention" not in types:
-        return {}
-    found = {
-        "ssm.conv_kernel": c.mamba_d_conv, "ssm.state_size": c.mamba_d_state, "ssm.group_count": c.mamba_n_groups,
-        "ssm.time_step_rank": c.mamba_n_heads, "ssm.inner_size": c.mamba_n_heads * c.mamba_d_head,
-    }  # fmt: skip
-    if c.model_type == "granitemoehybrid":
-        found |= {"rope.scaling.finetuned": False, "attention.head_count_kv": heads}
-    return found
-
-
 FURTHER = {kind for kind, _ in families.MODELS.values()}
 
 
-def _multipliers(c: Any) -> dict[str, Any]:
-    """Constant factors, and what a Granite has although none of its layers is recurrent."""
-    if c.model_type in ("cohere", "cohere2"):
-        return {"logit_scale": c.logit_scale, "rope.scaling.type": "none"}
-    if c.model_type == "exaone_moe":
-        return {"rope.scaling.type": "none"}
-    if not c.model_type.startswith("granite"):
-        return {}
+def _granite(c: Any) -> dict[str, Any]:
+    """The keys of Granite 3 and 4, and what it has of recurrent layers although it has none."""
     found = {
         "attention.scale": c.attention_multiplier, "embedding_scale": c.embedding_multiplier,
         "residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling,
     }  # fmt: skip
-    if c.model_type == "granitemoehybrid":
-        found |= {"ssm.state_size": 8, "ssm.conv_kernel": 4, "rope.scaling.finetuned": True}
-        found["attention.head_count_kv"] = [c.num_key_value_heads] * c.num_hidden_layers
-        if not c.num_local_experts:
-            found |= {"feed_forward_length": c.shared_intermediate_size}
-    return found
-
-
-def _experts(c: Any) -> dict[str, Any]:
-    """The keys of a mixture of experts."""
-    if c.model_type in ("mixtral", "granitemoe", "granitemoehybrid", "gpt_oss", "minimax_m2"):
-        found = {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
-    elif c.model_type in ("olmoe", "qwen2_moe", "qwen3_moe"):
-        found = {"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok}
-    if c.model_type == "granitemoehybrid":
-        if not c.num_local_experts:
-            return {"expert_count": 0, "expert_used_count": 0}
-        return found | {"expert_shared_feed_forward_length": c.shared_intermediate_size}
-    if c.model_type in ("mixtral", "granitemoe", "olmoe"):
+    if c.model_type == "granite":
         return found
-    if c.model_type == "gpt_oss":
-        return found | {"expert_feed_forward_length": c.intermediate_size}
-    if c.model_type == "minimax_m2":
-        return found | {
-            "expert_feed_forward_length": c.intermediate_size, "expert_gating_func": 2,
-        }  # fmt: skip
-    if c.model_type == "qwen3_moe":
-        return found | {"expert_feed_forward_length": c.moe_intermediate_size}
-    if c.model_type == "qwen2_moe":
-        return found | {
-            "expert_feed_forward_length": c.moe_intermediate_size,
-            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
-        }  # fmt: skip
-    if c.model_type in ("qwen3_5_moe_text", "qwen3_next"):
-        return {
-            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size,
-            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
-        }  # fmt: skip
-    if c.model_type == "lfm2_moe":
-        return {
-            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_gating_func": 2,
-            "leading_dense_block_count": c.num_dense_layers,
-        }  # fmt: skip
-    if c.model_type == "nemotron_h" and "moe" in c.layer_types:
-        found = {
-            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
-            "expert_shared_feed_forward_length": c.moe_shared_expert_intermediate_size,
-            "expert_weights_norm": c.norm_topk_prob, "expert_weights_scale": c.routed_scaling_factor,
-            "expert_group_count": c.n_group,
-        }  # fmt: skip
-        return found | ({"moe_latent_size": c.moe_latent_size} if c.moe_latent_size else {})
-    if c.model_type == "glm4_moe":
-        return {
-            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
-            "leading_dense_block_count": c.first_k_dense_replace, "expert_gating_func": 2,
-            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
-            "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group,
-        }  # fmt: skip
-    if c.model_type == "exaone_moe":
-        return {
-            "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.num_shared_experts,
-            "expert_shared_feed_forward_length": c.num_shared_experts * c.moe_intermediate_size,
-            "leading_dense_block_count": c.mlp_layer_types.count("dense"), "expert_gating_func": 2,
-            "expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob,
-            "expert_group_count": c.n_group, "expert_group_used_count": c.topk_group, "nextn_predict_layers": 0,
-        }  # fmt: skip
-    if c.model_type in LATENT:
-        dense = [kind == "dense" for kind in getattr(c, "mlp_layer_types", None) or []]
-        found = {
-            "expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.n_shared_experts,
-            "leading_dense_block_count": sum(dense) if dense else c.first_k_dense_replace,
-            "expert_weights_scale": c.routed_scaling_factor, "expert_group_count": c.n_group,
-            "expert_group_used_count": c.topk_group,
-        }  # fmt: skip
-        if c.model_type == "deepseek_v3":  # others leave out how they score experts
-            found["expert_gating_func"] = 2
-        return found | ({"expert_weights_norm": True} if c.norm_topk_prob else {})
-    if c.model_type == "llama4_text":
-        return {
-            "expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok,
-            "expert_feed_forward_length": c.intermediate_size, "feed_forward_length": c.intermediate_size_mlp,
-            "interleave_moe_layer_step": c.interleave_moe_layer_step, "attention.chunk_size": c.attention_chunk_size,
-            "attention.temperature_scale": c.attn_scale if c.attn_temperature_tuning else 0.0,
-            "attention.temperature_length": c.floor_scale,
-        }  # fmt: skip
-    if c.model_type == "ernie4_5_moe":
-        return {
-            "expert_count": c.moe_num_experts, "expert_used_count": c.moe_k,
-            "interleave_moe_layer_step": c.moe_layer_interval, "leading_dense_block_count": c.moe_layer_start_index,
-            "expert_feed_forward_length": c.moe_intermediate_size, "expert_shared_count": c.moe_num_shared_experts,
-            "expert_shared_feed_forward_length": c.intermediate_size // c.num_key_value_heads,
-        }  # fmt: skip
-    if c.model_type == "hunyuan_v1_moe":
-        return {
-            "expert_count": c.num_experts, "expert_used_count": c.moe_topk, "expert_shared_count": 1,
-            "expert_feed_forward_length": c.intermediate_size,
-            "expert_shared_feed_forward_length": c.intermediate_size,
-        }  # fmt: skip
-    return {}
+    found |= {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
+    if c.model_type == "granitemoe":
+        return found
+    found |= {"rope.scaling.finetuned": True, "ssm.state_size": 8, "ssm.conv_kernel": 4}
+    found["attention.head_count_kv"] = [c.num_key_value_heads] * c.num_hidden_layers
+    if "linear_attention" in c.layer_types:
+        found |= {key: getattr(c, field) for key, field in _MAMBA.items() if isinstance(field, str)}
+        found["ssm.inner_size"] = c.mamba_n_heads * c.mamba_d_head
+        found |= {"rope.scaling.finetuned": False, "attention.head_count_kv": _own_heads(c)}
+    if not c.num_local_experts:
+        return found | {"expert_used_count": 0, "feed_forward_length": c.shared_intermediate_size}
+    return found | {"expert_shared_feed_forward_length": c.shared_intermediate_size}
+
+
+def _own_heads(c: Any) -> list[int]:
+    """The key-value heads of each layer, none of recurrent ones."""
+    return [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layer_types]
+
+
+def _slides(c: Any) -> list[bool]:
+    return [kind == "sliding_attention" for kind in c.layer_types]
+
+
+def _sizes_of_gemma4(c: Any) -> list[int] | int:
+    """The inner sizes of MLPs, which are double in layers that read the keys of others."""
+    if not c.use_double_wide_mlp:
+        return c.intermediate_size
+    first = c.num_hidden_layers - c.num_kv_shared_layers
+    return [c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)]
+
+
+def _heads_of_gemma4(c: Any) -> list[int] | int:
+    if c.num_global_key_value_heads is None:
+        return c.num_key_value_heads
+    kv_heads = (c.num_global_key_value_heads, c.num_key_value_heads)
+    return [kv_heads[is_local] for is_local in _slides(c)]
+
+
+def _sizes_of_nemotron(c: Any) -> list[int]:
+    has_experts = "moe" in c.layer_types
+    inner = c.moe_intermediate_size if has_experts else c.intermediate_size
+    return [inner if kind == ("moe" if has_experts else "mlp") else 0 for kind in c.layer_types]
+
+
+def _dense_layers(c: Any) -> int:
+    kinds = getattr(c, "mlp_layer_types", None) or []
+    return kinds.count("dense") or c.first_k_dense_replace
+
+
+def _cutoffs(c: Any) -> list[float]:
+    shares = torch.tensor(c.activation_sparsity_pattern, dtype=torch.float32)
+    return torch.distributions.Normal(0, 1).icdf(shares).tolist()
+
+
+# key -> the field of the configuration that it holds, or a function of the configuration; None is
+# left out
+Fields = Mapping[str, str | Callable[[Any], Any]]
+_WINDOW: Fields = {"attention.sliding_window": "sliding_window"}
+_PATTERN: Fields = {**_WINDOW, "attention.sliding_window_pattern": _slides}
+_TWO_ROPES: Fields = {
+    **_PATTERN, "rope.freq_base_swa": lambda c: float(c.rope_parameters["sliding_attention"]["rope_theta"]),
+}  # fmt: skip
+_CAP: Fields = {"final_logit_softcapping": "final_logit_softcapping"}
+_COHERE: Fields = {"logit_scale": "logit_scale", "rope.scaling.type": lambda c: "none"}
+_SIGMOID: Fields = {"expert_gating_func": lambda c: 2}
+_LOCAL: Fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_PLAIN_LOCAL: Fields = {**_LOCAL, "expert_feed_forward_length": "intermediate_size"}
+_COUNTED: Fields = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN: Fields = {**_COUNTED, "expert_feed_forward_length": "moe_intermediate_size"}
+_QWEN_SHARED: Fields = {
+    **_QWEN,
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_NORMED: Fields = {
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+}
+_GROUPS: Fields = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_ROUTED: Fields = {
+    "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+_LATENT: Fields = {
+    **_ROUTED, **_NORMED, **_GROUPS, "leading_dense_block_count": _dense_layers,
+    "expert_weights_norm": lambda c: c.norm_topk_prob or None,
+    "attention.head_count_kv": lambda c: 1,  # llama.cpp computes with one
+    "attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": lambda c: c.q_lora_rank or None,
+    "attention.key_length": lambda c: c.kv_lora_rank + c.qk_rope_head_dim, "attention.value_length": "kv_lora_rank",
+    "attention.key_length_mla": lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim,
+    "attention.value_length_mla": "v_head_dim", "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": lambda c: 0.1 * c.rope_parameters.get("mscale_all_dim", 0) or None,
+}  # fmt: skip
+_DELTA: Fields = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
+    "full_attention_interval": lambda c: 2, "rope.dimension_sections": lambda c: [1, 1, 0, 0],
+}  # fmt: skip
+_MAMBA: Fields = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": lambda c: c.mamba_n_heads * c.mamba_d_head,
+}  # fmt: skip
+_NEMOTRON: Fields = {
+    "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads", "ssm.inner_size": lambda c: c.mamba_num_heads * c.mamba_head_dim,
+    "attention.head_count_kv": _own_heads, "feed_forward_length": _sizes_of_nemotron,
+}  # fmt: skip
+_CONV: Fields = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": _own_heads}
+KEYS: dict[str, Fields] = {
+    "phi3": {"attention.sliding_window": lambda c: c.sliding_window or 0},
+    "gemma2": {**_WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+    "gemma3_text": _TWO_ROPES,
+    "gemma3n_text": {
+        **_TWO_ROPES, **_CAP, "attention.shared_kv_layers": "num_kv_shared_layers", "altup.num_inputs": "altup_num_inputs",
+        "altup.active_idx": "altup_active_idx", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "activation_sparsity_scale": _cutoffs,
+    },
+    "gemma4_text": {
+        **_TWO_ROPES, **_CAP, "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": lambda c: c.hidden_size_per_layer_input or 0,
+        "attention.key_length_swa": "head_dim", "attention.value_length_swa": "head_dim",
+        "rope.dimension_count_swa": "head_dim", "attention.head_count_kv": _heads_of_gemma4,
+        "feed_forward_length": _sizes_of_gemma4, "expert_count": lambda c: c.num_experts if c.enable_moe_block else None,
+        "expert_used_count": lambda c: c.top_k_experts if c.enable_moe_block else None,
+        "expert_feed_forward_length": lambda c: c.moe_intermediate_size if c.enable_moe_block else None,
+    },
+    "cohere": _COHERE,
+    "cohere2": {**_COHERE, **_WINDOW},
+    "exaone4": _PATTERN,
+    "olmo3": _PATTERN,
+    "mixtral": _LOCAL,
+    "olmoe": _COUNTED,
+    "gpt_oss": {**_WINDOW, **_PLAIN_LOCAL},
+    "minimax_m2": {**_PLAIN_LOCAL, **_SIGMOID},
+    "qwen2_moe": _QWEN_SHARED,
+    "qwen3_moe": _QWEN,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_QWEN_SHARED},
+    "qwen3_next": {**_DELTA, **_QWEN_SHARED},
+    "lfm2": _CONV,
+    "lfm2_moe": {**_CONV, **_QWEN, **_SIGMOID, "leading_dense_block_count": "num_dense_layers"},
+    "falcon_h1": _MAMBA,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": {
+        **_NEMOTRON, **_ROUTED, **_NORMED, "expert_group_count": "n_group", "moe_latent_size": "moe_latent_size",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    },
+    "glm4_moe": {
+        **_ROUTED, **_NORMED, **_GROUPS, **_SIGMOID, "leading_dense_block_count": "first_k_dense_replace",
+    },
+    "exaone_moe": {
+        **_PATTERN, **_QWEN, **_NORMED, **_GROUPS, **_SIGMOID, "expert_shared_count": "num_shared_experts",
+        "expert_shared_feed_forward_length": lambda c: c.num_shared_experts * c.moe_intermediate_size,
+        "leading_dense_block_count": lambda c: c.mlp_layer_types.count("dense"),
+        "rope.scaling.type": lambda c: "none", "nextn_predict_layers": lambda c: 0,
+    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, **_SIGMOID},  # others leave out how they score experts
+    "glm4_moe_lite": _LATENT,
+    "mistral4": _LATENT,
+    "llama4_text": {
+        **_PLAIN_LOCAL, "feed_forward_length": "intermediate_size_mlp",
+        "interleave_moe_layer_step": "interleave_moe_layer_step", "attention.chunk_size": "attention_chunk_size",
+        "attention.temperature_scale": lambda c: c.attn_scale if c.attn_temperature_tuning else 0.0,
+        "attention.temperature_length": "floor_scale",
+    },
+    "ernie4_5_moe": {
+        "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
+        "interleave_moe_layer_step": "moe_layer_interval", "leading_dense_block_count": "moe_layer_start_index",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": lambda c: c.intermediate_size // c.num_key_value_heads,
+    },
+    "hunyuan_v1_moe": {
+        "expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count": lambda c: 1,
+        "expert_feed_forward_length": "intermediate_size", "expert_shared_feed_forward_length": "intermediate_size",
+    },
+}  # fmt: skip
 
 
 def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
@@ -707,30 +676,6 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return found if kind in ("linear", "yarn") else {}
-
-
-def _windows(c: Any) -> dict[str, Any]:
-    if c.model_type == "phi3":
-        return {"attention.sliding_window": c.sliding_window or 0}
-    if c.model_type == "gemma2":
-        return {
-            "attention.sliding_window": c.sliding_window, "attn_logit_softcapping": c.attn_logit_softcapping,
-            "final_logit_softcapping": c.final_logit_softcapping,
-        }  # fmt: skip
-    if c.model_type in ("gpt_oss", "cohere2"):
-        return {"attention.sliding_window": c.sliding_window}
-    if c.model_type in ("exaone4", "exaone_moe", "olmo3"):
-        return {
-            "attention.sliding_window": c.sliding_window,
-            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
-        }  # fmt: skip
-    if c.model_type in ("gemma3_text", "gemma3n_text"):
-        local = float(c.rope_parameters["sliding_attention"]["rope_theta"])
-        return {
-            "attention.sliding_window": c.sliding_window, "rope.freq_base_swa": local,
-            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c.layer_types],
-        }  # fmt: skip
-    return {}
 
 
 def tensors(

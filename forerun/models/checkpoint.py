@@ -65,37 +65,25 @@ class Checkpoint:
             )
         self.taken.add(name)
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor as it is stored. Raises LoadError."""
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor as it is stored, or one entry of its first axis. Raises LoadError."""
         # a separate mapping is released with the tensor, so that read pages do not stay in memory
         try:
             with safe_open(self.where[name][0], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor
+                tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             why = one_line(str(error))
             raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
         return tensor
 
-    def part(self, name: str, index: int) -> Tensor:
-        """Return one entry of the first axis of a tensor of floats. Raises LoadError."""
-        try:
-            with safe_open(self.where[name][0], framework="pt") as file:
-                tensor: Tensor = file.get_slice(name)[index]
-        except (SafetensorError, OSError) as error:
-            why = one_line(str(error))
-            raise LoadError(f"{self.directory}: tensor {name} cannot be read: {why}") from None
-        return self.check_floats(name, tensor)
-
     def slices(self, name: str) -> Any:
         """Return a tensor whose rows are read on demand."""
         return self.where[name][1].get_slice(name)  # type: ignore[no-untyped-call]
 
-    def floats(self, name: str) -> Tensor:
-        """Return a tensor that is not quantized. Raises LoadError for integers and 8-bit floats."""
-        return self.check_floats(name, self.read(name))
-
-    def check_floats(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor. Raises LoadError for integers and 8-bit floats."""
+    def floats(self, name: str, index: int | None = None) -> Tensor:
+        """Read a tensor that is not quantized. Raises LoadError for integers and 8-bit floats."""
+        tensor = self.read(name, index)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise LoadError(
                 f"{self.directory}: tensor {name} is {tensor.dtype}, as in a quantized checkpoint, "

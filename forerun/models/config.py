@@ -37,6 +37,7 @@ MAX_END_IDS = 1 << 10
 MAX_SIZES = dict.fromkeys(
     ("vocab", "hidden", "heads", "kv_heads", "head_dim", "intermediate"), 1 << 31
 ) | {"layers": MAX_LAYERS, "context": MAX_CONTEXT}
+FACTOR_RANGE = 1e-6, 1e6
 FACTOR_RANGES = dict.fromkeys(
     (
         "attention_scale",
@@ -49,7 +50,7 @@ FACTOR_RANGES = dict.fromkeys(
         "attention_softcap",
         "logit_softcap",
     ),
-    (1e-6, 1e6),
+    FACTOR_RANGE,
 ) | {"norm_eps": (1e-20, 1.0)}  # float32 can take the square root of any of these
 TRANSFORMERS = "transformers"  # the `layout` of models that run on transformers' own modules
 MAX_EXPERTS = 1 << 12
@@ -417,8 +418,7 @@ def _check(config: ModelConfig, path: Path) -> None:
         if not is_unset and not (is_positive(value) and low <= value <= high):
             raise LoadError(f"{path}: {name} is {shown(value)}, not a number from {low} to {high}")
     for factor in chain.from_iterable(config.normed_residual):
-        if not is_positive(factor) or not 1e-6 <= factor <= 1e6:
-            raise LoadError(f"{path}: a factor of the residual stream is {shown(factor)}")
+        _check_factor("a factor of the residual stream", factor, path)
     for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "head_bias"):
         if not isinstance(getattr(config, name), bool):
             raise LoadError(f"{path}: {name} is {shown(getattr(config, name))}, not true or false")
@@ -460,6 +460,12 @@ def _check_integer(name: str, value: object, most: int, path: Path, least: int =
         raise LoadError(
             f"{path}: {name} is {shown(value)}, not a whole number from {least} to {most}"
         )
+
+
+def _check_factor(name: str, value: object, path: Path) -> None:
+    low, high = FACTOR_RANGE
+    if not is_positive(value) or not low <= value <= high:  # type: ignore[operator]
+        raise LoadError(f"{path}: {name} is {shown(value)}")
 
 
 def _check_heads(config: ModelConfig, path: Path) -> None:
@@ -526,8 +532,7 @@ def _check_recurrent(recurrent: RecurrentLayers, config: ModelConfig, path: Path
         raise LoadError(f"{path}: {recurrent.inner} channels in {recurrent.norm_groups} groups")
     scales = [recurrent.gate_scale, recurrent.decay_scale, recurrent.out_scale]
     for scale in (*scales, *recurrent.channel_scales):
-        if not is_positive(scale) or not 1e-6 <= scale <= 1e6:
-            raise LoadError(f"{path}: a factor of the recurrent layers is {shown(scale)}")
+        _check_factor("a factor of the recurrent layers", scale, path)
     if len(recurrent.layers) != config.layers:
         raise LoadError(f"{path}: not all of the {config.layers} layers are described")
     if config.attends and not any(config.attends):
@@ -550,8 +555,7 @@ def _check_experts(experts: Experts, layers: int, path: Path) -> None:
             f"{path}: {experts.used} of {experts.count} experts cannot come from "
             f"{experts.used_groups} of {experts.groups} groups"
         )
-    if not is_positive(experts.scale) or not 1e-6 <= experts.scale <= 1e6:
-        raise LoadError(f"{path}: the factor on experts is {shown(experts.scale)}")
+    _check_factor("the factor on experts", experts.scale, path)
     if len(experts.layers) != layers:
         raise LoadError(f"{path}: the experts of {len(experts.layers)} layers are described")
 

@@ -40,7 +40,7 @@ class DirectoryLoader(WeightLoader):
         self.prefix = next((p for p in PREFIXES if self.checkpoint.has(p + embed)), "model.")
 
     def head_stem(self) -> str:
-        head = str(self.names["head"])
+        head = super().head_stem()
         inner = f"language_model.{head}"
         return inner if self.checkpoint.has(f"{inner}.weight") else head
 
@@ -109,7 +109,7 @@ class DirectoryLoader(WeightLoader):
         checkpoint.claim(name, (count, *(shape[::-1] if transposed else shape)))
 
         def read(expert: int) -> Tensor:
-            matrix = checkpoint.part(name, expert)
+            matrix = checkpoint.floats(name, expert)
             return matrix.T if transposed else matrix
 
         interleaved = self.config.layout in INTERLEAVED_EXPERTS

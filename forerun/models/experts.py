@@ -34,13 +34,7 @@ class StackedRows:
 
     def read(self, first: int, count: int) -> Tensor:
         """Return some rows, [count, in], as they are stored. Raises LoadError."""
-        found = []
-        while count > 0:
-            part, at = divmod(first, self.rows)
-            own = self._part(part)[at : at + count]
-            found.append(own)
-            first, count = first + len(own), count - len(own)
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return _rows(lambda part, rows: self._part(part)[rows], self.rows, first, count)
 
     def _part(self, index: int) -> Tensor:
         if index not in self._kept:
@@ -59,6 +53,18 @@ class StackedRows:
             out[i * self.rows : (i + 1) * self.rows] = rows
         assert out is not None
         return out
+
+
+def _rows(read: Callable[[int, slice], Tensor], each: int, first: int, count: int) -> Tensor:
+    """Return rows [first, first + count) of a matrix of parts of `each` rows; `read` returns some
+    rows of a part."""
+    found = []
+    end = first + count
+    while first < end:
+        part, at = divmod(first, each)
+        found.append(read(part, slice(at, min(at + end - first, each))))
+        first += len(found[-1])
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def split_experts(
@@ -153,13 +159,7 @@ def mx_matrix(
         )
 
     def read(first: int, length: int) -> Tensor:
-        found = []
-        while length > 0:
-            expert, at = divmod(first, each)
-            own = blocks[expert, at : min(at + length, each)]
-            found.append(own)
-            first, length = first + len(own), length - len(own)
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return _rows(lambda expert, rows: blocks[expert, rows], each, first, length)
 
     entry: Any = MxEntry(where, Path(where), (count * each, inputs), read, scales.flatten(0, 1))
     if halves == 1:

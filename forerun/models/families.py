@@ -226,11 +226,8 @@ def qwen3(c: Json) -> Json:
 
 def _smollm3(c: Json) -> Json:
     fields = llama({"rope_theta": 2e6, "tie_word_embeddings": True} | c)
-    layers, interval = fields["layers"], c.get("no_rope_layer_interval", 4)
-    # despite its name, an entry of 1 in no_rope_layers means that the layer rotates
-    rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
-    rope_of = tuple(0 if r else None for r in rotates)
-    return fields | dict(rope_of=rope_of, windows=_layer_windows(c, layers))
+    rope_of = tuple(0 if own else None for own in rotating_layers(c, fields["layers"]))
+    return fields | dict(rope_of=rope_of, windows=_layer_windows(c, fields["layers"]))
 
 
 def _phi3(c: Json) -> Json:
@@ -679,6 +676,13 @@ def layer_types(layers: int, period: int) -> list[str]:
     """Return layer_types of a model in which every `period`-th layer has full attention."""
     full = [(i + 1) % period == 0 for i in range(layers)]
     return ["full_attention" if f else "sliding_attention" for f in full]
+
+
+def rotating_layers(c: Json, layers: int) -> list[Any]:
+    """Return for each layer whether it rotates, which an entry of 1 in no_rope_layers means,
+    despite its name."""
+    interval = c.get("no_rope_layer_interval", 4)
+    return c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
 
 
 def windows_of(types: Sequence[str], window: int) -> tuple[int | None, ...]:

@@ -31,6 +31,7 @@ from forerun.models.families import (
     query_growth,
     qwen2,
     qwen3,
+    rotating_layers,
     windows_of,
 )
 
@@ -235,10 +236,7 @@ def _llama4(c: Json) -> Json:
     queries grow. Weights of experts are factors on their inputs."""
     fields = llama({"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128} | c)
     layers, inner = fields["layers"], c["intermediate_size"]
-    interval, step = c.get("no_rope_layer_interval", 4), c.get("interleave_moe_layer_step", 1)
-    # despite its name, an entry of 1 in no_rope_layers means that the layer rotates
-    rotates = c.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
-    rotates = rotates[:layers]
+    step, rotates = c.get("interleave_moe_layer_step", 1), rotating_layers(c, layers)[:layers]
     chunk = c.get("attention_chunk_size", 8192)
     types = c.get("layer_types") or [
         "chunked_attention" if own and chunk is not None else "full_attention" for own in rotates

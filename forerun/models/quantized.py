@@ -227,15 +227,7 @@ def _keep_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> De
 
 def matrix_of(held: Integers, dtype: torch.dtype = torch.float32) -> DeviceMatrix:
     """Return the matrix of a GGUF file's integers; `dtype` as in `keep_packed`."""
-    return DeviceMatrix.from_values(
-        held.form,
-        held.values,
-        held.scale,
-        minimum=held.minimum,
-        block_scale=held.block_scale,
-        block_minimum=held.block_minimum,
-        dtype=dtype,
-    )
+    return DeviceMatrix.from_values(**held._asdict(), dtype=dtype)
 
 
 def unpacked_kind(matrix: Any) -> str:

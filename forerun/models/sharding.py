@@ -18,9 +18,8 @@ from torch import Tensor
 
 from forerun.errors import ConfigError, LostError, one_line
 from forerun.kernels import reference as kernels
-from forerun.kernels.experts import ComputeExperts, by_expert
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Attend, Decoder, Recur
+from forerun.models.decoder import Attend, Decoder
 from forerun.models.parameters import LinearWeights, Source
 from forerun.models.weights import load_weights
 from forerun.types import Forward
@@ -185,10 +184,8 @@ class ShardedDecoder(Decoder):
         ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        want: Tensor,
-        aux_hidden_layers: Sequence[int] = (),
-        recur: Recur | None = None,
-        experts: ComputeExperts = by_expert,
+        *others: Any,
+        **options: Any,
     ) -> Forward:
         """Run `Decoder.forward`. Raises LostError once another rank stops answering, and from then
         on at every call."""
@@ -197,9 +194,7 @@ class ShardedDecoder(Decoder):
         self._out_of_step = True
         self.before_forward(attend)
         try:
-            result = super().forward(
-                ids, positions, attend, want, aux_hidden_layers, recur, experts
-            )
+            result = super().forward(ids, positions, attend, *others, **options)
         except RuntimeError as error:
             why = one_line(str(error))
             raise LostError(

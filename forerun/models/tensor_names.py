@@ -36,8 +36,6 @@ SANDWICH_NAMES: Names = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-
-
 DELTA_NAMES: Names = {
     "recurrent_out": "linear_attn.out_proj",
     "convolution": "linear_attn.conv1d",
@@ -45,8 +43,6 @@ DELTA_NAMES: Names = {
     "decay_bias": "linear_attn.dt_bias",
     "recurrent_norm": "linear_attn.norm",
 }
-
-
 NEMOTRON_NAMES: Names = {
     "embed": "embeddings",
     "norm": "norm_f",
@@ -82,12 +78,17 @@ def _mamba_names(module: str) -> Names:
     }
 
 
-def _shared_names(stem: str) -> Names:
-    """Return the names of a dense MLP that runs beside the experts."""
-    return {
-        "shared_up": [f"mlp.{stem}.gate_proj", f"mlp.{stem}.up_proj"],
-        "shared_down": f"mlp.{stem}.down_proj",
-    }
+def _expert_names(shared: str, **others: str) -> Names:
+    """Return the names of experts with a dense MLP beside them, which is called `shared`."""
+    return (
+        LLAMA_NAMES
+        | EXPERT_NAMES
+        | {
+            "shared_up": [f"mlp.{shared}.gate_proj", f"mlp.{shared}.up_proj"],
+            "shared_down": f"mlp.{shared}.down_proj",
+        }
+        | others
+    )
 
 
 NAMES: dict[str, Names] = {
@@ -135,10 +136,7 @@ NAMES: dict[str, Names] = {
     | {"norm": "final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
     "hunyuan": LLAMA_NAMES
     | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
-    "qwen_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_expert")
-    | {"shared_gate": "mlp.shared_expert_gate"},
+    "qwen_moe": _expert_names("shared_expert", shared_gate="mlp.shared_expert_gate"),
     "mixtral": LLAMA_NAMES | W_EXPERT_NAMES,
     "minimax": LLAMA_NAMES
     | W_EXPERT_NAMES
@@ -150,19 +148,10 @@ NAMES: dict[str, Names] = {
         "recurrent_out": "self_attn.out_proj",
         "recurrent_norm": "self_attn.norm",
     },
-    "glm4_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
-    | {"choice_bias": "mlp.gate.e_score_correction_bias"},
-    "exaone_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
-    | {"choice_bias": "mlp.e_score_correction_bias"},
-    "deepseek": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
+    "glm4_moe": _expert_names("shared_experts", choice_bias="mlp.gate.e_score_correction_bias"),
+    "exaone_moe": _expert_names("shared_experts", choice_bias="mlp.e_score_correction_bias"),
+    "deepseek": _expert_names("shared_experts", choice_bias="mlp.gate.e_score_correction_bias")
     | {
-        "choice_bias": "mlp.gate.e_score_correction_bias",
         "query": "self_attn.q_proj",
         "query_down": "self_attn.q_a_proj",
         "query_norm": "self_attn.q_a_layernorm",
@@ -171,10 +160,9 @@ NAMES: dict[str, Names] = {
         "latent_norm": "self_attn.kv_a_layernorm",
         "latent_up": "self_attn.kv_b_proj",
     },
-    "ernie_moe": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_experts")
-    | {"choice_bias": "mlp.moe_statics.e_score_correction_bias"},
+    "ernie_moe": _expert_names(
+        "shared_experts", choice_bias="mlp.moe_statics.e_score_correction_bias"
+    ),
     "granite_moe": LLAMA_NAMES
     | {
         "router": "block_sparse_moe.router.layer",
@@ -186,21 +174,15 @@ NAMES: dict[str, Names] = {
         "shared_down": "shared_mlp.output_linear",
     }
     | _mamba_names("mamba"),
-    "qwen3_5": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_expert")
+    "qwen3_5": _expert_names("shared_expert", shared_gate="mlp.shared_expert_gate")
     | DELTA_NAMES
     | {
-        "shared_gate": "mlp.shared_expert_gate",
         "recurrent_input": ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"],
         "recurrent_decay": ["linear_attn.in_proj_a", "linear_attn.in_proj_b"],
     },
-    "qwen3_next": LLAMA_NAMES
-    | EXPERT_NAMES
-    | _shared_names("shared_expert")
+    "qwen3_next": _expert_names("shared_expert", shared_gate="mlp.shared_expert_gate")
     | DELTA_NAMES
     | {
-        "shared_gate": "mlp.shared_expert_gate",
         "recurrent_input": "linear_attn.in_proj_qkvz",
         "recurrent_decay": "linear_attn.in_proj_ba",
     },
@@ -280,9 +262,7 @@ NAMES["mistral4"] = NAMES["deepseek"] | {
     "expert_up": "mlp.experts.gate_up_proj",
     "expert_down": "mlp.experts.down_proj",
 }
-NAMES["hunyuan_moe"] = (
-    NAMES["hunyuan"] | EXPERT_NAMES | _shared_names("shared_mlp") | {"router": "mlp.gate.wg"}
-)
+NAMES["hunyuan_moe"] = _expert_names("shared_mlp", router="mlp.gate.wg") | NAMES["hunyuan"]
 # matrices of experts are stored as [E, in, out]; those of gpt-oss have gates in even columns
 TRANSPOSED_EXPERTS = ("gpt_oss", "llama4")
 INTERLEAVED_EXPERTS = ("gpt_oss",)

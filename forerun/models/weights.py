@@ -8,7 +8,7 @@ demand, since a packed copy may be cached."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,15 @@ class WeightLoader(ABC):
         if c.latent is not None:
             queries = c.heads * c.latent.value
         elif attends and c.output_gate:
-            qkv, output_gate = self.gated_qkv(i, queries, keys)
+            # gates stand behind each head's queries
+            own, gates = torch.arange(2 * queries).view(c.heads, 2, -1).transpose(0, 1).flatten(1)
+            rows = [2 * queries, keys, keys]
+            qkv = self.selected("qkv", i, rows, c.hidden, [own, None, None])
+            output_gate = self.selected("qkv", i, rows[:1], c.hidden, [gates], "output_gate")
         elif attends:
             rows = [queries, keys, keys] if is_own else [queries]
             qkv = self.linear("qkv", i, rows, c.hidden, c.qkv_bias, (c.heads, kv_heads))
         q_size, k_size = (queries, keys) if c.qk_norm == "row" else (head_dim, head_dim)
-        sinks = self.tensor("sink_logits", i, "", (c.heads,)) if c.attention_sinks else None
         return LayerWeights(
             attention_norm=self.norm("attention_norm", i) if mixes and c.pre_norm else None,
             qkv=qkv,
@@ -137,7 +140,7 @@ class WeightLoader(ABC):
             k_norm=self.qk_norm("k_norm", i, k_size) if attends and is_own else None,
             attention_out_norm=self.norm("attention_out_norm", i) if c.sandwich else None,
             mlp_out_norm=self.norm("mlp_out_norm", i) if c.sandwich else None,
-            sink_logits=None if sinks is None else self.to(sinks, torch.float32),
+            sink_logits=self.vector("sink_logits", i, c.heads) if c.attention_sinks else None,
             experts=self.experts(i) if c.has_experts(i) else None,
             latent=self.latent(i) if c.latent is not None else None,
             recurrent=self.recurrent(i) if c.is_recurrent(i) else None,
@@ -150,39 +153,25 @@ class WeightLoader(ABC):
         )
 
     def selected(
-        self, part: str, layer: int, rows: int, inner: int, order: Tensor, name: str = ""
+        self,
+        part: str,
+        layer: int,
+        rows: list[int],
+        inner: int,
+        orders: list[Tensor | None],
+        name: str = "",
     ) -> Any:
-        """Load some rows of a tensor of `rows` rows as a linear layer called `name`."""
-        ((stem, _),) = self.stems(part, layer, [rows])
-        read = self.matrix(stem, (rows, inner), False, False)
-        shape = (len(order), inner)
-        source = self.source(f"{layer}.{name or part}", shape, lambda: select_rows(read(), order))
-        return self.make_linear(name or part, source, None)
+        """Load a linear layer called `name` from some rows of the tensors of `part`.
 
-    def gated_qkv(self, i: int, queries: int, keys: int) -> tuple[Any, Any]:
-        """Load queries, keys and values, and the gates that stand behind each head's queries."""
-        hidden, heads = self.config.hidden, self.config.heads
-        stems = [stem for stem, _ in self.stems("qkv", i, [2 * queries, keys, keys])]
-        if len(stems) == 1:
-            raise LoadError(f"{stems[0]} is fused, which is not supported for this family")
-        sizes = [2 * queries, keys, keys]
-        read_q, *others = (
-            self.matrix(stem, (rows, hidden), False, False)
-            for stem, rows in zip(stems, sizes, strict=True)
-        )
-        own, gates = torch.arange(2 * queries).view(heads, 2, -1).transpose(0, 1).flatten(1)
-
-        def read() -> Matrix:
-            parts = [select_rows(read_q(), own), *(reader() for reader in others)]
-            stacked: Matrix = stack(parts)
-            return stacked
-
-        shape = (queries + 2 * keys, hidden)
-        qkv = self.make_linear("qkv", self.source(f"{i}.qkv", shape, read), None)
-        gate = self.source(
-            f"{i}.output_gate", (queries, hidden), lambda: select_rows(read_q(), gates)
-        )
-        return qkv, self.make_linear("output_gate", gate, None)
+        rows: of each tensor. orders: the rows to take of each; None for all."""
+        stems = self.stems(part, layer, rows)
+        if len(stems) < len(rows):
+            raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
+        readers = [self.matrix(stem, (count, inner), False, False) for stem, count in stems]
+        counts = [n if order is None else len(order) for n, order in zip(rows, orders, strict=True)]
+        name = name or part
+        source = self.source(f"{layer}.{name}", (sum(counts), inner), stacked(readers, orders))
+        return self.make_linear(name, source, None)
 
     def latent(self, i: int) -> LatentWeights:
         """Load the latent attention of layer `i`."""
@@ -195,12 +184,12 @@ class WeightLoader(ABC):
         plain = per_head[:, : a.plain].flatten()
         rotary = per_head[:, a.plain :][:, pairs].flatten()
         inner, part = (a.query_rank, "query_up") if a.query_rank else (c.hidden, "query")
-        rows = per_head.numel()
+        rows = [per_head.numel()]
         down_order = torch.cat((a.rank + pairs, torch.arange(a.rank)))
         found = LatentWeights(
-            query_plain=self.selected(part, i, rows, inner, plain, "query_plain"),
-            query_rotary=self.selected(part, i, rows, inner, rotary, "query_rotary"),
-            down=self.selected("latent_down", i, a.rank + a.rotary, c.hidden, down_order),
+            query_plain=self.selected(part, i, rows, inner, [plain], "query_plain"),
+            query_rotary=self.selected(part, i, rows, inner, [rotary], "query_rotary"),
+            down=self.selected("latent_down", i, [a.rank + a.rotary], c.hidden, [down_order]),
             norm=replace(self.norm("latent_norm", i, a.rank), eps=FIXED_EPS),
             key_up=self.heads_of_latent(i, keys=True),
             value_up=self.heads_of_latent(i, keys=False),
@@ -217,7 +206,7 @@ class WeightLoader(ABC):
         rows = torch.arange(c.heads * (a.plain + a.value)).view(c.heads, -1)
         if not keys:
             order = rows[:, a.plain :].flatten()
-            return self.selected("latent_up", i, rows.numel(), a.rank, order, "value_up")
+            return self.selected("latent_up", i, [rows.numel()], a.rank, [order], "value_up")
         ((stem, _),) = self.stems("latent_up", i, [rows.numel()])
         read = self.matrix(stem, (rows.numel(), a.rank), False, False)
 
@@ -234,76 +223,55 @@ class WeightLoader(ABC):
         """Load the recurrent part of layer `i`."""
         c, r = self.config, self.config.recurrent
         assert r is not None
-        if r.kind == "lightning":
-            return self.lightning(i)
-
-        def vector(part: str) -> Tensor:
-            return self.to(self.tensor(part, i, "", (r.value_heads,)), torch.float32)
-
         heads, inner, hidden = r.value_heads, r.inner, c.hidden
-        convolution = self.convolution(i, r.channels, r.taps) * self.channel_scales()
         out = self.linear("recurrent_out", i, [hidden], inner, False)
-        bias = None
-        if r.conv_bias:
-            bias = self.to(self.tensor("convolution", i, "bias", (r.channels,)), torch.float32)
-        decay: Any = None
+        norm = None
+        if r.norm:
+            size = inner if r.norm_groups else r.value_size
+            norm = Norm(self.vector("recurrent_norm", i, size, "weight"))
+        if r.kind == "lightning":
+            return self.lightning(i, out, norm)
+        taps = self.tensor("convolution", i, "weight", (r.channels, 1, r.taps))[:, 0]
+        convolution = self.to(taps, torch.float32) * self.channel_scales()
+        bias = self.vector("convolution", i, r.channels, "bias") if r.conv_bias else None
         if r.kind == "conv":
             source = self.linear("recurrent_input", i, [3 * inner], hidden, r.conv_bias)
             return RecurrentWeights(source, out, convolution, bias)
         if r.kind == "mamba":  # gates, channels and decays are one matrix
-            rows = inner + r.channels + heads
-            order = torch.arange(rows)
-            part = "recurrent_input"
-            channels = order[inner : inner + r.channels]
-            ordered = torch.cat((channels, order[:inner]))
-            source = self.selected(part, i, rows, hidden, ordered)
-            decay = self.selected(part, i, rows, hidden, order[-heads:], "recurrent_decay")
+            part, rows = "recurrent_input", [inner + r.channels + heads]
+            gates, channels, decays = torch.split(torch.arange(rows[0]), [inner, r.channels, heads])
+            source = self.selected(part, i, rows, hidden, [torch.cat((channels, gates))])
+            decay = self.selected(part, i, rows, hidden, [decays], "recurrent_decay")
         else:
             source = self.delta_part("recurrent_input", i, [r.channels, inner])
             decay = self.delta_part("recurrent_decay", i, [heads, heads])
-        norm = None
-        if r.norm:
-            weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
-            norm = Norm(self.to(weight, torch.float32))
         return RecurrentWeights(
             input=source,
             out=out,
             conv_weight=convolution,
             conv_bias=bias,
             decay=decay,
-            decay_bias=vector("decay_bias"),
-            decay_rate=self.decay_rate(vector("decay_rate")),
-            skip=vector("skip") if r.kind == "mamba" else None,
+            decay_bias=self.vector("decay_bias", i, heads),
+            decay_rate=self.decay_rate(self.vector("decay_rate", i, heads)),
+            skip=self.vector("skip", i, heads) if r.kind == "mamba" else None,
             norm=norm,
         )
 
-    def lightning(self, i: int) -> RecurrentWeights:
+    def lightning(self, i: int, out: Any, norm: Norm | None) -> RecurrentWeights:
         """Load the lightning attention of layer `i`, whose decays depend on head and layer only.
 
         Queries, keys and values, which are stored head by head, are put one after the other."""
         c, r = self.config, self.config.recurrent
-        assert r is not None
-        sizes = [r.channels, r.inner]
-        stems = [stem for stem, _ in self.stems("recurrent_input", i, sizes)]
-        read_heads, read_gates = (
-            self.matrix(stem, (rows, c.hidden), False, False)
-            for stem, rows in zip(stems, sizes, strict=True)
-        )
+        assert r is not None and norm is not None
         order = torch.arange(r.channels).view(r.value_heads, 3, -1).transpose(0, 1).flatten()
-
-        def read() -> Matrix:
-            stacked: Matrix = stack([select_rows(read_heads(), order), read_gates()])
-            return stacked
-
-        source = self.source(f"{i}.recurrent_input", (sum(sizes), c.hidden), read)
-        weight = self.tensor("recurrent_norm", i, "weight", (self.norm_size(),))
+        sizes = [r.channels, r.inner]
         heads = torch.arange(1, r.value_heads + 1, dtype=torch.float64)
         slopes = 2.0 ** (-8 * heads / r.value_heads) * (1 - i / (c.layers - 1 + 1e-5) + 1e-5)
         return RecurrentWeights(
-            input=self.make_linear("recurrent_input", source, None),
-            out=self.linear("recurrent_out", i, [c.hidden], r.inner, False),
+            input=self.selected("recurrent_input", i, sizes, c.hidden, [order, None]),
+            out=out,
             decay_rate=self.to(-slopes, torch.float32),
-            norm=Norm(self.to(weight, torch.float32), eps=FIXED_EPS),
+            norm=replace(norm, eps=FIXED_EPS),
         )
 
     def channel_scales(self) -> Tensor:
@@ -316,12 +284,6 @@ class WeightLoader(ABC):
             for part, scale in zip(parts, r.channel_scales, strict=True):
                 part.fill_(scale)
         return scales
-
-    def norm_size(self) -> int:
-        """Return the number of weights of the norm behind a recurrent layer."""
-        r = self.config.recurrent
-        assert r is not None
-        return r.inner if r.norm_groups else r.value_size
 
     def delta_part(self, part: str, i: int, sizes: list[int]) -> Any:
         """Load the inputs of a layer with the delta rule, or of its decays, as one linear layer.
@@ -338,9 +300,8 @@ class WeightLoader(ABC):
         each = [r.key_size, r.key_size, values, values] if is_input else [share, share]
         rows = torch.arange(sum(sizes)).view(r.key_heads, -1)
         parts = [own.flatten() for own in torch.split(rows, each, dim=1)]
-        return self.selected(
-            part, i, sum(sizes), c.hidden, torch.cat(parts if is_input else parts[::-1])
-        )
+        order = torch.cat(parts if is_input else parts[::-1])
+        return self.selected(part, i, [sum(sizes)], c.hidden, [order])
 
     def experts(self, i: int) -> ExpertWeights:
         """Load the mixture of experts of layer `i`."""
@@ -348,10 +309,7 @@ class WeightLoader(ABC):
         assert e is not None
         halves = 2 if c.gated else 1
 
-        def vector(part: str) -> Tensor:
-            return self.to(self.tensor(part, i, "", (e.count,)), torch.float32)
-
-        def stacked(part: str, halves: int, rows: int, inputs: int) -> Any:
+        def of_experts(part: str, halves: int, rows: int, inputs: int) -> Any:
             read = self.expert_matrix(part, i, halves, rows, inputs)
             shape = (halves * e.count * rows, inputs)
             bias = self.expert_bias(part, i, halves, rows) if e.bias else None
@@ -361,8 +319,8 @@ class WeightLoader(ABC):
         width = e.latent or c.hidden
         found = ExpertWeights(
             router=self.linear("router", i, [e.count], c.hidden, e.router_bias),
-            up=stacked("expert_up", halves, e.intermediate, width),
-            down=stacked("expert_down", 1, width, e.intermediate),
+            up=of_experts("expert_up", halves, e.intermediate, width),
+            down=of_experts("expert_down", 1, width, e.intermediate),
             choice_bias=self.choice_bias(i, e.count) if e.choice_bias else None,
             shared_gate=self.linear("shared_gate", i, [1], c.hidden, False)
             if e.shared_gate
@@ -372,9 +330,9 @@ class WeightLoader(ABC):
             found.latent_in = self.linear("latent_in", i, [e.latent], c.hidden, c.mlp_bias)
             found.latent_out = self.linear("latent_out", i, [c.hidden], e.latent, c.mlp_bias)
         if e.separate_norms:
-            scale = self.to(self.tensor("router_scale", i, "", (c.hidden,)), torch.float32)
+            scale = self.vector("router_scale", i, c.hidden)
             found.router_norm = Norm(scale * c.hidden**-0.5)
-            found.expert_scale = vector("expert_scale")
+            found.expert_scale = self.vector("expert_scale", i, e.count)
             found.norm = self.norm("expert_norm", i)
             found.out_norm = self.norm("expert_out_norm", i)
             found.shared_out_norm = self.norm("shared_out_norm", i)
@@ -498,40 +456,23 @@ class WeightLoader(ABC):
         values_from_keys = self.config.values_from_keys
         if part == "qkv" and len(rows) > 2 and values_from_keys and values_from_keys[layer or 0]:
             stems[2] = stems[1]
-        shapes = [(count, inner) for _, count in stems]
-        readers = [
-            self.matrix(stem, shape, bias, transposed)
-            for (stem, _), shape in zip(stems, shapes, strict=True)
-        ]
-        orders = self.row_orders(rows, heads)  # as long as the tensors are known to be
-        if orders is not None and len(readers) != len(rows):
-            raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
-
-        def read() -> Matrix:
-            parts = [reader() for reader in readers]
-            if orders is not None:
-                parts = [select_rows(p, o) for p, o in zip(parts, orders, strict=True)]
-            stacked: Matrix = stack(parts)
-            return stacked
-
+        readers = [self.matrix(stem, (count, inner), bias, transposed) for stem, count in stems]
+        orders: list[Tensor | None] = [None] * len(stems)
+        if heads and self.rotates_pairs and self.config.ropes:
+            if len(stems) != len(rows):
+                raise LoadError(f"{stems[0][0]} is fused, which is not supported for this family")
+            for at, (count, n) in enumerate(zip(rows, heads, strict=False)):
+                orders[at] = unpermuted(count, n, self.config.ropes[0].dim)
         out = sum(rows)
         offsets = None
         if bias:
-            offsets = self.tensor(part, layer, "bias", (out,), rows)
-            if orders is not None:
-                pieces = zip(torch.split(offsets, rows), orders, strict=True)
-                offsets = torch.cat([piece[order] for piece, order in pieces])
-            offsets = self.to(offsets)
+            held = self.tensor(part, layer, "bias", (out,), rows)
+            pieces = torch.split(held, [count for _, count in stems])
+            ordered = zip(pieces, orders, strict=True)
+            offsets = self.to(torch.cat([p if o is None else p[o] for p, o in ordered]))
         name = part if layer is None else f"{layer}.{part}"
-        return self.make_linear(part, self.source(name, (out, inner), read), offsets)
-
-    def row_orders(self, rows: list[int], heads: tuple[int, ...]) -> list[Tensor] | None:
-        """Return the order of the rows of each part of a stacked matrix; None if all stay."""
-        if not (heads and self.rotates_pairs and self.config.ropes):
-            return None
-        rotary = self.config.ropes[0].dim
-        found = [unpermuted(count, n, rotary) for count, n in zip(rows, heads, strict=False)]
-        return found + [torch.arange(count) for count in rows[len(found) :]]
+        source = self.source(name, (out, inner), stacked(readers, orders))
+        return self.make_linear(part, source, offsets)
 
     def source(self, name: str, shape: tuple[int, int], read: Callable[[], Matrix]) -> Source:
         return Source(name, shape, read, self.dtype, self.device)
@@ -541,17 +482,23 @@ class WeightLoader(ABC):
 
     def stem(self, name: str, layer: int | None = None) -> str:
         """Return the name of a tensor of the model or of a layer, without its suffix."""
-        prefix = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
-        return f"{prefix}{self.names.get(name, name)}"
+        return f"{self.prefix_of(layer)}{self.names.get(name, name)}"
+
+    def prefix_of(self, layer: int | None) -> str:
+        """Return how the names of the tensors of a layer begin, or of those of no layer."""
+        return self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
 
     def stems(self, part: str, layer: int | None, rows: list[int]) -> list[tuple[str, int]]:
         """Return (name without suffix, rows) of the checkpoint tensors that make up a part."""
-        stems = self.names[part]
-        prefix = self.prefix + ("" if layer is None else str(self.names["layer"]).format(i=layer))
+        stems, prefix = self.names[part], self.prefix_of(layer)
         names = [f"{prefix}{stem}" for stem in ([stems] if isinstance(stems, str) else stems)]
         if len(names) == 1:
             return [(names[0], sum(rows))]
         return list(zip(names[: len(rows)], rows, strict=True))
+
+    def head_stem(self) -> str:
+        """Return the name of the output head, without its suffix."""
+        return str(self.names["head"])
 
     def tensor(
         self,
@@ -569,20 +516,15 @@ class WeightLoader(ABC):
         found = [self.floats(f"{stem}{dot}", (size, *shape[1:])) for stem, size in stems]
         return torch.cat(found) if len(found) > 1 else found[0]
 
-    def convolution(self, i: int, channels: int, taps: int) -> Tensor:
-        """Read the weight of a causal convolution, [C, taps] float32."""
-        found = self.tensor("convolution", i, "weight", (channels, 1, taps))
-        return self.to(found[:, 0], torch.float32)
+    def vector(self, part: str, i: int, size: int, suffix: str = "") -> Tensor:
+        """Read a tensor of layer `i` as float32 [size]."""
+        return self.to(self.tensor(part, i, suffix, (size,)), torch.float32)
 
     # The methods below read the container.
 
     @abstractmethod
     def open(self, path: Path) -> None:
         """Open the files at `path` and choose the names of their tensors."""
-
-    @abstractmethod
-    def head_stem(self) -> str:
-        """Return the name of the output head, without its suffix."""
 
     @abstractmethod
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -625,6 +567,20 @@ class WeightLoader(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Raise LoadError if the checkpoint has tensors that were not used."""
+
+
+def stacked(
+    readers: Sequence[Callable[[], Matrix]], orders: Sequence[Tensor | None]
+) -> Callable[[], Matrix]:
+    """Return a function that reads matrices, takes these rows of each (None: all), and stacks
+    them along the outputs."""
+
+    def read() -> Matrix:
+        matrices = zip([reader() for reader in readers], orders, strict=True)
+        found: Matrix = stack([m if rows is None else select_rows(m, rows) for m, rows in matrices])
+        return found
+
+    return read
 
 
 def load_weights(

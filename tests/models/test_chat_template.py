@@ -19,12 +19,6 @@ from forerun.errors import LoadError, RequestError
 from forerun.models.chat_template import ChatTemplate, directory_template
 from forerun.models.tokenizer import Tokenizer as Text
 
-CHATML = """{%- for message in messages %}
-{%- if loop.first and message.role != 'system' %}{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}
-{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
 LLAMA3 = """{{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
 {%- if not date_string is defined %}
@@ -115,14 +109,6 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = m
     {%- endif %}
 {%- endfor %}
 """
-PHI3 = """{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>
-' + message['content'] + '<|end|>
-'}}{% elif message['role'] == 'user' %}{{'<|user|>
-' + message['content'] + '<|end|>
-'}}{% elif message['role'] == 'assistant' and message.content %}{{'<|assistant|>
-' + message['content'] + '<|end|>
-'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
-' }}{% else %}{{ eos_token }}{% endif %}"""
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
@@ -186,11 +172,9 @@ ODDS = """  {# a comment #}
 {{ tools | string }}{{ dict.fromkeys(['a', 'b'], 0) }}{{ [1] | tojson(indent=2) }}{{ "a-b".split("-") | last | upper }}
 {{ 7 // 2 }}{{ "%s" | format(3) }}"""
 TEMPLATES = {
-    "chatml": CHATML,
     "llama3": LLAMA3,
     "gemma": GEMMA,
     "mistral": MISTRAL,
-    "phi3": PHI3,
     "qwen3": QWEN3,
     "odds": ODDS,
 }
@@ -374,6 +358,6 @@ def test_objects_reach_a_template_as_plain_values() -> None:
 
 
 def test_an_empty_conversation(tmp_path: Path) -> None:
-    tokenizer = Text(write(tmp_path, {**PLAIN, "chat_template": CHATML}))
+    tokenizer = Text(write(tmp_path, {**PLAIN, "chat_template": "A"}))
     with pytest.raises(RequestError, match="no message"):
         tokenizer.chat([])

@@ -1,11 +1,13 @@
-"""Families beside those of test_parity.py: every term of theirs agrees with transformers, on torch
-and on the native kernels, for prompts, single tokens and draft trees."""
+"""Parity with transformers for every family and rope scaling, however a text is cut into passes, on
+torch and on the native kernels.
+
+Whole prompts, odd chunks and single tokens; draft trees in fragmented pages, beside other requests
+and after commits; the bits of a row, whatever else is in a pass; what checkpoints and configurations
+of some families have; what is refused."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,92 +17,46 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from forerun.cache.attention import MAX_BATCHED
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.models.config import load_config, make_config
-from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
-from tests import families, tiny
+from tests import families
 from tests.models.test_parity import (
+    KERNELS,
+    SIMPLE,
+    Case,
     Session,
     check_bits_of_single_tokens,
     crooked_path,
+    decoder,
+    directory,
     grown_tree,
+    load,
+    logits_of,
     near,
     path_to,
+    simple_cases,
     text_of,
-    truth,
 )
 
 compiled = pytest.mark.skipif(native.library() is None, reason="not compiled")
-RECURRENT = [name for name in families.MODELS if name.startswith(families.RECURRENT)]
 names = pytest.mark.parametrize("name", families.MODELS)
-KERNELS = ["torch"] if native.library() is None else ["torch", "native"]
-CPU = torch.device("cpu")
+cases = pytest.mark.parametrize("case", [*SIMPLE, *map(Case, families.MODELS)], ids=str)
 
 
-@functools.cache
-def directory(name: str) -> Path:
-    # the norm of a small output amplifies rounding: transformers' own float32 is off by 5e-4 with
-    # larger weights
-    return tiny.family(name, gain=0.6 if name in RECURRENT else 1.0)
-
-
-@functools.cache
-def reference(name: str) -> Any:
-    return hf.AutoModelForCausalLM.from_pretrained(
-        directory(name), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def logits_of(name: str, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """transformers' logits after every token of each text.
-
-    Of a recurrent model token by token, since its forms for several tokens round differently, and
-    once for what texts have in common at their beginnings."""
-    if name not in RECURRENT:
-        return truth(reference(name), texts)
-    rows: dict[tuple[int, ...], Tensor] = {}
-
-    def read(cache: Any, at: int, following: list[tuple[int, ...]]) -> None:
-        """Read what follows the first `at` tokens, which `following` share and `cache` holds."""
-        for token in sorted({text[at] for text in following if len(text) > at}):
-            branch = [text for text in following if len(text) > at and text[at] == token]
-            own = copy.deepcopy(cache)
-            with torch.no_grad():
-                out = reference(name)(torch.tensor([[token]]), cache=own, use_cache=True)
-            rows[branch[0][: at + 1]] = out.logits[0]
-            read(own, at + 1, branch)
-
-    config = reference(name).config
-    empty = MiniMaxCache() if name == "minimax_text" else hf.DynamicCache(config=config)
-    read(empty, 0, [tuple(text) for text in texts])
-    return [torch.cat([rows[tuple(text[: end + 1])] for end in range(len(text))]) for text in texts]
-
-
-def load(path: Path, kernels: str) -> Decoder | NativeDecoder:
-    if kernels == "torch":
-        return load_decoder(path, torch.float32, CPU, 256)
-    native.start(2)
-    return NativeDecoder(load_config(path), path, "float32", 256)
-
-
-@functools.cache
-def decoder(name: str, kernels: str) -> Any:
-    return load(directory(name), kernels)
-
-
-@names
-def test_prompts_chunks_and_single_tokens(name: str) -> None:
-    """Two texts at once, cut differently; windows of 8 tokens and rope scaled from 16 on."""
-    texts = [text_of(40, 1), text_of(37, 2)]
-    expected = logits_of(name, texts)
+@cases
+def test_prompts_chunks_and_single_tokens(case: Case) -> None:
+    """Two texts at once, cut differently, and one of them whole; windows of 7 to 9 tokens and ropes
+    scaled from 16 on. Chunks are both shorter and longer than what is padded together."""
+    texts = [text_of(case.prefix + 16, 1), text_of(case.prefix + 13, 2)]
+    expected = logits_of(case.name, texts)
     for kernels in KERNELS:
-        session = Session(decoder(name, kernels))
-        found: list[list[torch.Tensor]] = [[], []]
-        for sizes in ((23, 5), (1, 19), (1, 1), (1, 1), (9, 1), (5, 10)):
+        session = Session(decoder(case.name, kernels, case.context))
+        found: list[list[Tensor]] = [[], []]
+        for sizes in (case.prefix - 1, 5), (1, case.prefix - 5), (1, 1), (1, 1), (9, 1), (5, 10):
             segments = []
             for slot, size in enumerate(sizes):
                 at = len(session.texts[slot])
@@ -110,26 +66,52 @@ def test_prompts_chunks_and_single_tokens(name: str) -> None:
                 found[slot].append(rows)
         for each, rows in zip(found, expected, strict=True):
             near(torch.cat(each), rows)
+        near(session.read(2, texts[0]), expected[0])
 
 
-@names
-def test_trees_and_commits(name: str) -> None:
-    trees, text, texts = [grown_tree(10, seed) for seed in (6, 7)], text_of(21, 3), []
-    for tokens, parents in trees:
-        paths = [path_to(parents, node) for node in range(len(tokens))]
-        texts.append([[*text, *(tokens[i] for i in path)] for path in paths])
-        text = [*text, *(tokens[i] for i in crooked_path(parents))]
-    expected = [
-        torch.stack([rows[-1] for rows in logits_of(name, of_one_tree)]) for of_one_tree in texts
-    ]
-    for kernels in KERNELS:
-        session = Session(decoder(name, kernels))
-        session.read(0, text_of(21, 3))
-        for (tokens, parents), rows in zip(trees, expected, strict=True):
-            (found,) = session.forward(session.segment(0, tokens, parents))
-            near(found, rows)
-            session.commit(0, tokens, crooked_path(parents))
-        assert session.texts[0] == text
+def check_trees(case: Case, kernels: Sequence[str]) -> None:
+    """Two trees one after the other in each of two slots, the first beside a chunk in a third; what
+    a commit keeps must read like plain text."""
+    begun = [text_of(case.prefix - slot, 12 + slot) for slot in (0, 1)]
+    chunk, known = text_of(case.prefix - 2, 5), case.prefix - 4 - MAX_BATCHED
+    trees = [[grown_tree(8, 20), grown_tree(6, 21)], [grown_tree(6, 22), grown_tree(9, 23)]]
+    texts, wanted = [*begun], [chunk]
+    for turn in trees:
+        for slot, (tokens, parents) in enumerate(turn):
+            paths = [path_to(parents, node) for node in range(len(tokens))]
+            wanted += [[*texts[slot], *(tokens[i] for i in path)] for path in paths]
+            texts[slot] = [*texts[slot], *(tokens[i] for i in crooked_path(parents))]
+    wanted += [[*text, 7] for text in texts]
+    expected = logits_of(case.name, wanted)
+    for each in kernels:
+        session = Session(decoder(case.name, each, case.context))
+        for slot, text in enumerate((*begun, chunk[:known])):
+            session.read(slot, text)
+        left = iter([rows[-1] for rows in expected[1:]])
+        for number, turn in enumerate(trees):
+            segments = [session.segment(slot, *tree) for slot, tree in enumerate(turn)]
+            segments += [session.segment(2, chunk[known:])] if number == 0 else []
+            found = session.forward(*segments)
+            if number == 0:
+                near(found[2], expected[0][known:])
+            for slot, (tokens, parents) in enumerate(turn):
+                near(found[slot], torch.stack([next(left) for _ in tokens]))
+                session.commit(slot, tokens, crooked_path(parents))
+        assert session.texts[:2] == texts
+        for slot in (0, 1):
+            near(session.read(slot, [7])[0], next(left))
+
+
+@cases
+def test_trees_beside_a_chunk_and_commits(case: Case) -> None:
+    check_trees(case, KERNELS)
+
+
+@pytest.mark.cuda
+@simple_cases
+def test_parity_on_cuda(case: Case) -> None:
+    """Only the order of summation differs from the CPU's."""
+    check_trees(case, ["cuda"])
 
 
 @pytest.mark.one_in(5)  # each family and each form, in turn

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import resource
-import struct
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +28,10 @@ from forerun.models.gguf.container import TYPES, open_gguf
 from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from tests import gguf_files, tiny
-from tests.cli.test_main import run
 from tests.gguf_broken import ARRAY, SIZES, STRING, Container, Walk, array, number, spoiled, text
+from tests.models import checks
+from tests.models.checks import CPU
 
-CPU = torch.device("cpu")
 SMALL = Container(
     pairs=[
         (b"general.architecture", STRING, text("llama")),
@@ -43,20 +42,9 @@ SMALL = Container(
 )
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.gguf"
-
-
 def refused(path: Path, *words: str) -> None:
     """Opening raises LoadError, in one line that names the file and holds all of `words`."""
-    with pytest.raises(LoadError) as caught:
-        open_gguf(path)
-    message = str(caught.value)
-    assert "\n" not in message and str(path.parent) in message
-    assert len(message) < 400 + 2 * len(str(path))
-    for word in words:
-        assert word in message
+    checks.refused(lambda: open_gguf(path), path, str(path.parent), *words)
 
 
 def written(path: Path, data: Container | bytes) -> Path:
@@ -386,22 +374,3 @@ def test_no_broken_file_does_anything_but_say_so(tokenizer: str, path: Path) -> 
         file.unlink()
     assert not leaks, "\n".join(leaks)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 * 1024
-
-
-def test_what_the_command_line_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 2 and one line on stderr."""
-    data, files = original("llama"), []
-    parts = Walk(data).container()
-    for broken in (
-        data[:5000],
-        struct.pack("<4sI", b"GGUF", 1) + data[8:],
-        parts.with_pair("general.architecture", STRING, text("x\ny" * 999)),
-        parts.with_pair("tokenizer.ggml.scores", ARRAY, array(6, [0.5])),
-        parts.with_info(3, offset=0),
-    ):
-        files.append(written(tmp_path / f"{len(files)}.gguf", broken))
-        code, out, err = run(monkeypatch, capsys, "generate", "--model", str(files[-1]), "x")
-        assert (code, out, len(err.strip().splitlines())) == (2, "", 1), err
-        assert files[-1].name in err

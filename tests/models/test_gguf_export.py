@@ -24,8 +24,8 @@ from forerun.models.hub import default_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.train.recipes.small_lm import load_module, prune
 from tests import gguf_files, tiny
+from tests.models.checks import ids, off
 from tests.models.test_gguf_families import HAS_EXPERTS
-from tests.models.test_gguf_weights import ids, off
 
 FILES = [(name, "Q8_0") for name in gguf_files.NAMES] + [
     ("llama", "q4_k_m"),

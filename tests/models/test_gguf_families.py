@@ -2,7 +2,7 @@
 
 Protects: what metadata says of each architecture, and what it leaves out; names of tensors where
 they differ; which rows rotate as neighbours; experts of one type and of several, their biases and
-shared ones; that a chunk gives the bits of single tokens; broken fields, in one line."""
+shared ones; broken fields, in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import transformers as hf
 from torch import Tensor
 
 from forerun.errors import LoadError
-from forerun.kernels import native, reference
 from forerun.models.config import ModelConfig, load_config, make_config
 from forerun.models.decoder import Decoder, load_decoder
 from forerun.models.gguf.architectures import ARCHITECTURES
@@ -28,11 +27,10 @@ from forerun.models.gguf.config import skim, unsupported_reason
 from forerun.models.gguf.dense_architectures import XIELU
 from forerun.models.mixed_families import FAMILIES
 from forerun.models.rope import rope_tables
-from forerun.models.weights import LinearWeights
 from forerun.runtime.native import NativeDecoder
-from tests import gguf_files, tiny
-from tests.models.test_gguf_weights import CPU, KERNELS, Double, ids, logits, off, truth
-from tests.models.test_parity import check_bits_of_single_tokens, near
+from tests import families, gguf_files, tiny
+from tests.models.checks import CPU, Double, Rounded, compiled, ids, logits, off, refused, truth
+from tests.models.test_parity import near
 
 GAIN, SMALL_GAIN = 0.5, 0.3  # with recurrent layers, whose norms amplify rounding
 # a type or mix for each family, in turn. Append new families to families.MODELS, so that the others
@@ -40,32 +38,15 @@ GAIN, SMALL_GAIN = 0.5, 0.3  # with recurrent layers, whose norms amplify roundi
 # many activations are halfway between two integers
 KINDS = ("Q8_0", "Q4_0", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 MIXED = ("experts", "mxfp4_moe")
-HAS_EXPERTS = {name for name in gguf_files.FURTHER_NAMES if "moe" in name} | {
-    "gpt_oss",
-    "granite4",
-    "granite4-hybrid",
-    "deepseek_v2",
-    "deepseek_v3",
-    "llama4",
-    "llama4-two",
-    "minimax_m2",
-    "mistral4",
-    "mixtral",
-    "nemotron_h",
-    "nemotron_h-latent",
-    "qwen3_next",
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+HAS_EXPERTS = {
+    name for name, (_, fields) in families.MODELS.items() if any(map(fields.get, COUNTS))
 }
 QUANTIZED = [
     (name, MIXED[i % 2] if name in HAS_EXPERTS else KINDS[i % len(KINDS)])
     for i, name in enumerate(gguf_files.FURTHER_NAMES)
 ]
 names = pytest.mark.parametrize("name", gguf_files.FURTHER_NAMES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> None:
-    if native.library() is not None:
-        native.start(2)
 
 
 def written(name: str, kinds: gguf_files.Kinds) -> gguf_files.Written:
@@ -181,7 +162,7 @@ def test_the_page_about_models_lists_all_of_them() -> None:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize("kinds", ["F32", "F16"])
 @names
 def test_floats_give_the_logits_of_transformers(name: str, kinds: str, kernels: str) -> None:
@@ -201,54 +182,13 @@ def test_quantized_files_give_the_logits_of_their_numbers(name: str, kinds: str)
     near(logits(load_float32(file.path), text), own_truth(file.model, text))
 
 
-class Rounded(Decoder):
-    """The decoder on torch whose products, but for those of routers, round activations as native
-    ones do: to int8, by groups of 64."""
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        linear = mock.patch.object(reference, "linear", rounded)
-        with linear, mock.patch.object(torch, "einsum", rounded_heads):
-            return super().forward(*args, **options)
-
-    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
-        layers = self.weights.layers
-        experts = [layer.experts for layer in layers if layer.experts is not None]
-        recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
-        exact = [matrix for e in experts for matrix in (e.router, e.shared_gate)]
-        exact += [r.decay for r in recurrent]
-        altup = [layer.altup for layer in layers if layer.altup is not None]
-        exact += [matrix for a in altup for matrix in (a.router, a.predict, a.correct)]
-        if any(linear is matrix for matrix in exact):
-            return torch.nn.functional.linear(x, linear.weight, linear.bias)
-        return reference.linear(x, linear.weight, linear.bias)
-
-
-def rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(in_groups(x), weight, bias)
-
-
-def rounded_heads(equation: str, x: Tensor, weight: Tensor) -> Tensor:
-    """The products of latent attention, where each head has a matrix of its own."""
-    is_of_heads = equation.startswith("th")
-    return EINSUM(equation, in_groups(x) if is_of_heads else x, weight)
-
-
-EINSUM = torch.einsum
-
-
-def in_groups(x: Tensor) -> Tensor:
-    groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
-    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    return ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
-
-
 @functools.cache
 def kept(name: str, kinds: gguf_files.Kinds) -> NativeDecoder:
     return native_decoder(written(name, kinds).path)
 
 
 @pytest.mark.one_in(2)
-@KERNELS
+@compiled
 @pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
 def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str) -> None:
     """As in test_gguf_weights.py, where the rounding of one activation may go either way."""
@@ -258,13 +198,6 @@ def test_native_kernels_round_activations_and_nothing_else(name: str, kinds: str
     assert sorted(each)[4] < 1e-6
 
 
-@pytest.mark.one_in(2)
-@KERNELS
-@pytest.mark.parametrize(("name", "kinds"), QUANTIZED)
-def test_a_chunk_gives_the_bits_of_single_tokens(name: str, kinds: str) -> None:
-    check_bits_of_single_tokens(kept(name, kinds), ids(20), ids(6), 7, (0, 3, 6))
-
-
 # ---------------------------------------------------------------- experts in any form
 
 
@@ -272,7 +205,7 @@ ALL = [kind for kind in gguf_files.TYPES if kind not in ("F32", "F16")]
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=KERNELS)])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
 @pytest.mark.parametrize("kind", ALL)
 def test_experts_of_every_type(kind: str, kernels: str, tmp_path: Path) -> None:
     """One layer, gates and ups of two types; what no native format holds is rounded to bfloat16."""
@@ -415,30 +348,19 @@ def sized(name: str) -> Any:
         ("deepseek_v2", "rope.dimension_count", ..., "deepseek2.rope.dimension_count"),
         ("deepseek_v2", "rope.dimension_count", 0, "rotary of the latent attention"),
         ("deepseek_v2", "expert_weights_norm", True, "expert_weights_norm"),
-        ("deepseek_v2", "expert_count", ..., "deepseek2.expert_count"),
         ("deepseek_v3", "expert_gating_func", 3, "expert_gating_func"),
         ("deepseek_v3", "expert_gating_func", 1, "expert_weights_norm"),
         ("deepseek_v3", "expert_group_count", 3, "3 groups"),
         ("deepseek_v3", "leading_dense_block_count", [1, 2], "leading_dense_block_count, which"),
-        ("deepseek_v3", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
         ("deepseek_v3", "rope.scaling.yarn_log_multiplier", float("nan"), "attention_scale"),
         ("deepseek_v3", "rope.scaling.factor", 0.0, "the factor of its rope"),
         ("deepseek_v3", "attention.temperature_scale", 0.1, "scaled attention temperatures"),
-        ("mistral4", "attention.kv_lora_rank", ..., "mistral4.attention.kv_lora_rank"),
         ("mistral4", "attention.temperature_scale", -0.1, "llama_4_scaling_beta"),
         ("mistral4", "attention.temperature_length", 8192, "which is not 16"),
-        ("mistral4", "attention.key_length_mla", 32, "rope.dimension_count (32 of 32 channels)"),
         ("mistral4", "expert_gating_func", 2, "expert_gating_func"),
-        ("mistral4", "expert_group_count", 3, "3 groups"),
-        ("mistral4", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
         ("exaone_moe", "attention.sliding_window", ..., "exaone-moe.attention.sliding_window"),
         ("exaone_moe", "attention.sliding_window", 0, "attention.sliding_window (0)"),
-        ("exaone_moe", "attention.sliding_window_pattern", [True, False], "layer_types"),
-        ("exaone_moe", "expert_count", ..., "exaone-moe.expert_count"),
         ("exaone_moe", "expert_gating_func", 1, "expert_gating_func"),
-        ("exaone_moe", "expert_group_count", 3, "3 groups"),
-        ("exaone_moe", "expert_shared_count", 5, "shexp"),
-        ("exaone_moe", "leading_dense_block_count", 0, "blk.0.ffn_gate_shexp.weight"),
         ("gemma3n", "activation_sparsity_scale", ..., "gemma3n.activation_sparsity_scale"),
         ("gemma3n", "activation_sparsity_scale", [1.0, 2.0], "of 2 layers"),
         ("gemma3n", "activation_sparsity_scale", [float("nan")] * 4, "activation_sparsity_scale"),
@@ -457,9 +379,7 @@ def sized(name: str) -> Any:
         ("llama4", "interleave_moe_layer_step", ..., "llama4.interleave_moe_layer_step"),
         ("llama4", "interleave_moe_layer_step", 0, "interleave_moe_layer_step (0)"),
         ("llama4", "interleave_moe_layer_step", 1, "blk.0.ffn_gate_shexp.weight"),
-        ("llama4", "expert_count", ..., "llama4.expert_count"),
         ("llama4", "expert_count", 0, "number of experts"),
-        ("llama4", "expert_used_count", 5, "number of experts of a token"),
         ("llama4", "expert_gating_func", 1, "expert_gating_func"),
         ("llama4", "attention.sliding_window", 0, "attention.sliding_window (0)"),
         ("llama4", "attention.chunk_size", 0, "the chunk is 0"),
@@ -474,15 +394,11 @@ def sized(name: str) -> Any:
 def test_broken_fields_are_refused_in_one_line(
     name: str, key: str, value: Any, words: str, tmp_path: Path
 ) -> None:
-    (model_type, _) = gguf_files.families.MODELS[name]
+    (model_type, _) = families.MODELS[name]
     architecture = gguf_files.ARCHITECTURES.get(model_type, model_type)
     key = key if key.startswith("xielu.") else f"{architecture}.{key}"
     path = make(tmp_path / "model.gguf", name, {key: value})
-    with pytest.raises(LoadError) as caught:
-        load_float32(path)
-    message = str(caught.value)
-    assert "\n" not in message and str(path) in message and words in message
-    assert len(message) < 300 + len(str(path))
+    refused(lambda: load_float32(path), path, str(path), words, longest=300)
 
 
 def test_a_single_parameter_of_an_activation_is_that_of_all_layers(tmp_path: Path) -> None:
@@ -513,28 +429,33 @@ def test_tensors_of_parts_that_forerun_has_not_are_named(
 
     monkeypatch.setattr(gguf_files, "tensors", more)
     path = make(tmp_path / "model.gguf", name, {})
-    with pytest.raises(LoadError, match=r"model\.gguf") as caught:
-        load_float32(path)
-    assert extra in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: load_float32(path), path, str(path), extra)
     if ".ssm_" in tensor:
         assert extra in unsupported_reason(skim(path))
 
 
+def write_older(
+    path: Path, model: Any, kinds: str, gain: float, part: str, older: str, **changes: Any
+) -> None:
+    """Write a file in which a part of each layer has an older name and is one tensor."""
+
+    def renamed(key: str, value: Tensor, config: Any) -> Any:
+        if key.endswith(f"{part}.weight"):
+            yield f"blk.{key.split('.')[2]}.{older}.weight", value
+        else:
+            yield from others(key, value, config)
+
+    others = gguf_files._published_others
+    with mock.patch.object(gguf_files, "_published_others", renamed):
+        gguf_files.write(path, model, kinds, gain, **changes)
+    assert f"blk.0.{older}.weight" in skim(path).tensors
+
+
 def test_inputs_of_qwen3_next_in_one_tensor(tmp_path: Path) -> None:
     """As older files have them, for each key head its query, key, values and gates."""
-
-    def older(key: str, value: Tensor, config: Any) -> Any:
-        key = key.replace("model.layers.", "blk.").replace("linear_attn.in_proj_qkvz", "ssm_in")
-        if ".ssm_in." in key:
-            yield key, value
-        else:
-            yield from others(key.replace("blk.", "model.layers."), value, config)
-
-    others, path, text = gguf_files._published_others, tmp_path / "model.gguf", ids(12)
+    path, text = tmp_path / "model.gguf", ids(12)
     model = tiny.hf_model("qwen3_next", **gguf_files.sizes("qwen3_next", "Q8_0"))
-    with mock.patch.object(gguf_files, "_published_others", older):
-        gguf_files.write(path, model, "Q8_0", SMALL_GAIN)
-    assert "blk.0.ssm_in.weight" in skim(path).tensors
+    write_older(path, model, "Q8_0", SMALL_GAIN, "linear_attn.in_proj_qkvz", "ssm_in")
     model.set_experts_implementation("eager")
     near(logits(load_float32(path), text), own_truth(model, text))
 
@@ -543,22 +464,12 @@ def test_inputs_of_qwen3_next_in_one_tensor(tmp_path: Path) -> None:
 def test_heads_of_latent_attention_in_one_tensor(kinds: str, tmp_path: Path) -> None:
     """As older files have them, without the keys that tell a head's sizes from those of the
     cache."""
-
-    def older(key: str, value: Tensor, config: Any) -> Any:
-        layer = f"blk.{key.split('.')[2]}" if ".layers." in key else ""
-        if key.endswith("kv_b_proj.weight"):
-            yield f"{layer}.attn_kv_b.weight", value
-        else:
-            yield from others(key, value, config)
-
-    others, path, text = gguf_files._published_others, tmp_path / "model.gguf", ids(12)
+    path, text = tmp_path / "model.gguf", ids(12)
     model = tiny.hf_model("deepseek_v2", **gguf_files.sizes("deepseek_v2", kinds))
     sizes = {"key_length_mla": ..., "value_length_mla": ..., "key_length": 96, "value_length": 32}
     changes = {f"deepseek2.attention.{key}": value for key, value in sizes.items()}
     changes["deepseek2.attention.head_count_kv"] = 4
-    with mock.patch.object(gguf_files, "_published_others", older):
-        gguf_files.write(path, model, kinds, GAIN, changes=changes)
-    assert "blk.0.attn_kv_b.weight" in skim(path).tensors
+    write_older(path, model, kinds, GAIN, "kv_b_proj", "attn_kv_b", changes=changes)
     near(logits(load_float32(path), text), eager_truth(model, text))
 
 
@@ -612,7 +523,7 @@ def test_listing_finds_nothing_to_refuse(name: str) -> None:
 @pytest.mark.parametrize(
     ("gates", "sizes"), [("Q8_0", dict(hidden_size=48)), ("Q4_0", dict(moe_intermediate_size=16))]
 )
-@KERNELS
+@compiled
 def test_experts_that_are_no_blocks_are_refused_on_the_native_kernels(
     gates: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:

@@ -9,12 +9,12 @@ import hashlib
 import importlib.util
 import json
 import random
-import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
@@ -27,7 +27,9 @@ from forerun.models.gguf.tokenizer import (
     find_pretokenizer,
     special_tokens,
 )
-from forerun.models.tokenizer import TextStream, Tokenizer
+from forerun.models.tokenizer import Tokenizer
+from tests.gguf_files import finish, set_key
+from tests.models.test_tokenizer import shown
 
 PREFIX = "tokenizer.ggml."
 KEYS = {
@@ -321,28 +323,11 @@ def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: Path, metadata: Mapping[str, Any]) -> Path:
     """A GGUF file with nothing but metadata."""
-    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(metadata))
+    writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
-        data += _text(key) + _value(value)
-    path.write_bytes(data + bytes(64))
+        set_key(writer, key, value.tolist() if isinstance(value, np.ndarray) else value)
+    finish(writer)
     return path
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, bool):
-        return struct.pack("<IB", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
-    kind = 6 if value.dtype == np.float32 else 5
-    return struct.pack("<IIQ", 9, kind, len(value)) + value.tobytes()
-
-
-def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
 TEMPLATE = (
@@ -368,20 +353,9 @@ def test_streams_show_the_decoded_whole(tokenizer: Tokenizer) -> None:
     for text in fixture()["texts"]["few"][::7]:
         ids = tokenizer.encode(text, special=False, parse=False)
         for cut in (0, 1, 5):
-            prompt, output = ids[:cut], ids[cut:]
-            before = tokenizer.decode(prompt)
-            if (
-                not output
-                or before.endswith("\ufffd")
-                or not tokenizer.decode(ids).startswith(before)
-            ):
-                continue
-            stream = TextStream(tokenizer, prompt, ())
-            shown = ""
-            for i, token in enumerate(output, start=1):
-                stream.append(token)
-                shown += stream.take(i == len(output))
-            assert shown == tokenizer.decode(ids)[len(before) :]
+            before, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+            if ids[cut:] and not before.endswith("\ufffd") and whole.startswith(before):
+                assert shown(tokenizer, ids[:cut], ids[cut:]) == whole[len(before) :]
 
 
 def test_vocabulary_and_one_token_more(tokenizer: Tokenizer) -> None:

@@ -14,91 +14,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from forerun.cache.attention import Segment
 from forerun.config import Config
-from forerun.errors import LoadError
-from forerun.kernels import native
 from forerun.kernels.reference import rotate
 from forerun.load import make_runner
 from forerun.models.config import load_config
-from forerun.models.decoder import Decoder, load_decoder
+from forerun.models.decoder import load_decoder
 from forerun.models.gguf.blocks import FORMS, unpermuted
-from forerun.models.parameters import LinearWeights
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
-from forerun.runtime.torch_runner import Runner
-from tests import gguf_files, tiny
+from tests import gguf_files
+from tests.models.checks import CPU, Rounded, compiled, ids, logits, off, read, refused, truth
 
-CPU = torch.device("cpu")
-KERNELS = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 GROUPED = tuple(
     kind for kind, form in FORMS.items() if form not in ("float32", "float16", "bfloat16")
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> None:
-    if native.library() is not None:
-        native.start(2)
-
-
-class Double(TorchFunctionMode):
-    """transformers computes norms, softmax and rotations in float32 whatever the weights are: here
-    in float64."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        wide = {torch.float32: torch.float64}
-        function = Tensor.double if function is Tensor.float else function
-        swapped = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
-        named = {
-            k: wide.get(v, v) if isinstance(v, torch.dtype) else v
-            for k, v in (kwargs or {}).items()
-        }
-        return function(*swapped, **named)
-
-
-def ids(count: int) -> list[int]:
-    return torch.randint(
-        3, tiny.VOCAB, (count,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
-
-
-def truth(model: Any, text: list[int]) -> Tensor:
-    """transformers' logits in float64 after each token."""
-    with torch.no_grad(), Double():
-        return model(torch.tensor([text]), use_cache=False).logits[0]
-
-
-def logits(decoder: Decoder | NativeDecoder, text: list[int]) -> Tensor:
-    runner = Runner(decoder, tokens=128, page=4, slots=1)
-    assert runner.cache.pages.grow(0, len(text))
-    chain = list(range(-1, len(text) - 1))
-    return runner.forward([Segment(0, text, chain, list(range(len(text))))]).logits
-
-
-def off(found: Tensor, expected: Tensor) -> float:
-    """The root mean square of the difference, relative to that of what is expected."""
-    return float((found.double() - expected).norm() / expected.norm())
-
-
 def agrees(name: str, kinds: gguf_files.Kinds) -> None:
     """The decoder on torch in float64 says what transformers says."""
-    written, long = (
-        gguf_files.written(name, kinds),
-        name == "phi3-longrope",
-    )  # its long factors: from 64 tokens on
-    text = ids(80 if long else 24)
+    written = gguf_files.written(name, kinds)
+    text = ids(80 if name == "phi3-longrope" else 24)  # its long factors: from 64 tokens on
     found = logits(load_decoder(written.path, torch.float64, CPU, 128), text)
     # frequencies in float32: their divisors are in the file, and transformers computes longrope's
     # anew, here in float64
-    assert off(found, truth(written.model, text)) < (
-        1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9
-    )
+    slack = 1e-5 if name in ("llama-llama3", "phi3-longrope") else 1e-9
+    assert off(found, truth(written.model, text)) < slack
 
 
 @pytest.mark.one_in(2)
@@ -144,7 +85,7 @@ def test_neighbours_that_rotate_become_halves(width: int, turns: int) -> None:
 # ---------------------------------------------------------------- what the native kernels hold
 
 
-@KERNELS
+@compiled
 @pytest.mark.parametrize("kind", FORMS)
 def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
     """Also with the rows of each head in another order, and rows of two tensors on top of each
@@ -174,18 +115,6 @@ def test_native_formats_hold_the_numbers_of_each_type(kind: str) -> None:
 # ---------------------------------------------------------------- what the native kernels say
 
 
-class Rounded(Decoder):
-    """The decoder on torch whose linear layers read activations as native products do: int8, by
-    groups of 64."""
-
-    def _linear(self, x: Tensor, linear: LinearWeights) -> Tensor:
-        pad = -x.shape[-1] % 64
-        groups = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (-1, 64))
-        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-        rounded = ((groups / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
-        return super()._linear(rounded, linear)
-
-
 @functools.cache
 def kept(path: Path) -> NativeDecoder:
     return NativeDecoder(load_config(path), path, "float32", 128, keep=True)
@@ -202,7 +131,7 @@ NATIVE += [
 
 
 @pytest.mark.one_in(2)
-@KERNELS
+@compiled
 @pytest.mark.parametrize("name, kinds", NATIVE, ids=str)
 def test_native_kernels_round_activations_and_nothing_else(
     name: str, kinds: gguf_files.Kinds
@@ -226,7 +155,7 @@ def test_native_kernels_round_activations_and_nothing_else(
 # none
 
 
-@KERNELS
+@compiled
 @pytest.mark.parametrize(
     "options",
     [dict(quantization="int8"), dict(quantization="int4"), dict(dtype="float32"), {}],
@@ -247,9 +176,7 @@ def test_every_precision_can_be_asked_for(name: str, kinds: str, options: dict[s
         assert forms == [asked]
     elif not options:
         assert "bfloat16" not in forms and "int8" not in forms
-    runner.cache.pages.grow(0, len(text))
-    found = runner.forward([Segment(0, text, list(range(-1, 11)), list(range(12)))]).logits
-    assert off(found, truth(written.model, text)) < {
+    assert off(read(runner, text), truth(written.model, text)) < {
         "int4": 1.2,
         "float32": 1e-5,
         "float64": 1e-9,
@@ -268,15 +195,12 @@ def broken_scales(kind: str, bits: int, path: Path) -> Path:
 
 
 @pytest.mark.one_in(3)
-@KERNELS
+@compiled
 @pytest.mark.parametrize("bits", [0x7C00, 0xFFFF], ids=hex)
 @pytest.mark.parametrize("kind", gguf_files.HALVES)
 def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int, tmp_path: Path) -> None:
     path = broken_scales(kind, bits, tmp_path / "broken.gguf")
     for load in (lambda: NativeDecoder(load_config(path), path, "bfloat16", 64, keep=True),
-                 lambda: load_decoder(path, torch.float32, CPU, 64)):  # fmt: skip
-        with pytest.raises(
-            LoadError, match=r"tensor blk\.1\.ffn_down\.weight has scales that are not finite"
-        ) as caught:
-            load()
-        assert "\n" not in str(caught.value)
+                 lambda: load_decoder(path, torch.float32, CPU, 64),
+                 lambda: load_decoder(path, torch.float32, CPU, 64, packing="stored")):  # fmt: skip
+        refused(load, path, "tensor blk.1.ffn_down.weight has scales that are not finite")

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from forerun import load
-from forerun.cache.attention import Segment
 from forerun.errors import CapacityError, LoadError, RequestError
 from forerun.kernels import native
 from forerun.llm import LLM
@@ -28,9 +27,9 @@ from forerun.models.config import load_config, note
 from forerun.models.packed_cache import MAGIC, TRAILER
 from forerun.models.tokenizer import Tokenizer as Text
 from forerun.runtime.native import NativeDecoder
-from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from tests import hostile, tiny
+from tests.models.checks import compiled, logits
 
 SETTINGS: dict[str, Any] = dict(
     kernels="torch", dtype="float32", kv_tokens=64, max_rows=2, draft="off", threads=1
@@ -209,16 +208,6 @@ def test_a_file_that_is_far_too_long(copy: Callable[[Path], Path]) -> None:
 
 # ---------------------------------------------------------------- the cache of packed weights
 
-compiled = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
-
-
-def said(decoder: NativeDecoder) -> torch.Tensor:
-    runner = Runner(decoder, tokens=32, page=8, slots=1)
-    runner.cache.pages.grow(0, 9)
-    return runner.forward(
-        [Segment(0, list(range(3, 12)), list(range(-1, 8)), list(range(9)))]
-    ).logits
-
 
 @pytest.fixture
 def cached(
@@ -231,7 +220,7 @@ def cached(
     path = tiny.family("llama")
 
     def say() -> torch.Tensor:
-        return said(NativeDecoder(load_config(path), path, "int8", 64, False))
+        return logits(NativeDecoder(load_config(path), path, "int8", 64, False), [*range(3, 12)])
 
     say()
     (file,) = (tmp_path / "cache" / "packed").iterdir()

@@ -11,12 +11,7 @@ from forerun.models import hub
 from forerun.models.files import choose_gguf, first_shard, gguf_models, tag_of, title
 from forerun.models.hub import find_model
 from tests.little_gguf import little
-from tests.models.homes import bare_home, plain_model
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return bare_home(tmp_path, monkeypatch)
+from tests.models.homes import plain_model
 
 
 @pytest.fixture

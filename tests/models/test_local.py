@@ -23,12 +23,7 @@ from forerun.models.local import (
     local_model_names,
 )
 from tests.little_gguf import little
-from tests.models.homes import HOST, bare_home, hub_file, ollama_model, plain_model
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return bare_home(tmp_path, monkeypatch)
+from tests.models.homes import HOST, hub_file, ollama_model, plain_model
 
 
 def refused(name: str | None, words: str) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.cache.attention import Segment
 from forerun.kernels import native
 from forerun.models import packed_cache
 from forerun.models.checkpoint import Checkpoint
@@ -23,8 +22,8 @@ from forerun.models.config import load_config
 from forerun.models.packed_cache import cache_folder, model_digest
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.packed import PackedMatrix
-from forerun.runtime.torch_runner import Runner
 from tests import quantise, tiny
+from tests.models.checks import logits
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason()
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that takes small models too."""
-    native.start(2)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
@@ -48,14 +46,6 @@ def load(directory: Path, form: str = "int8", keep: bool = False) -> NativeDecod
     return NativeDecoder(load_config(directory), directory, form, 64, keep)
 
 
-def logits(decoder: NativeDecoder) -> torch.Tensor:
-    runner = Runner(decoder, tokens=64, page=8, slots=1)
-    runner.cache.pages.grow(0, 30)
-    return runner.forward(
-        [Segment(0, list(range(3, 33)), list(range(-1, 29)), list(range(30)))]
-    ).logits
-
-
 def packed(decoder: NativeDecoder) -> list[PackedMatrix]:
     w = decoder.weights
     return [m for x in w.layers for m in (x.qkv, x.out, x.up, x.down)] + [w.head]  # type: ignore[list-item]
@@ -69,7 +59,7 @@ def same(one: NativeDecoder, other: NativeDecoder) -> None:
             and (a.scale == b.scale).all()
             and (a.bias is b.bias is None or (a.bias == b.bias).all())
         )
-    assert torch.equal(logits(one), logits(other))
+    assert torch.equal(*(logits(each, list(range(3, 33))) for each in (one, other)))
 
 
 def plain(directory: Path, form: str = "int8", keep: bool = False) -> NativeDecoder:
@@ -141,9 +131,6 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("FORERUN_CACHE")
     assert cache_folder() == tmp_path / ".cache" / "forerun"
-
-
-# ---------------------------------------------------------------- files that are not whole
 
 
 # ---------------------------------------------------------------- places that cannot be written

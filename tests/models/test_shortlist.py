@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,16 @@ from forerun.kernels import native
 from forerun.kernels.draw import gumbel_argmax
 from forerun.models.config import load_config
 from forerun.models.decoder import load_decoder
-from forerun.models.shortlist import Shortlist, ids_of, maps_of, read_shortlist, spread
+from forerun.models.shortlist import Shortlist, ids_of, maps_of, read_shortlist
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.program import ChainStart
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import Sampling
 from tests import tiny
+from tests.models.checks import compiled, logits
 
 IDS = torch.tensor(tiny.LISTED)
 TOKENS = [5, 6, 7, 8, 9, 3, 1]
-without = pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
 
 
 def test_a_list_comes_back(tmp_path: Path) -> None:
@@ -39,14 +40,6 @@ def test_a_list_comes_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["list"]
     d2t, t2d = maps_of(IDS, 64)
     assert ids_of(d2t, len(IDS), 64).tolist() == IDS.tolist() == t2d.nonzero()[:, 0].tolist()
-
-
-def test_logits_are_spread_over_the_vocabulary() -> None:
-    logits = torch.randn(2, 3, len(IDS))
-    full = spread(logits, IDS, 64)
-    assert torch.equal(full[..., IDS], logits) and int((full == -torch.inf).sum()) == 2 * 3 * (
-        64 - len(IDS)
-    )
 
 
 D2T, T2D = maps_of(IDS, 64)
@@ -99,11 +92,8 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def logits_of(decoder: object) -> Tensor:
-    runner = Runner(decoder, tokens=64, page=16, slots=1)  # type: ignore[arg-type]
-    runner.cache.pages.grow(0, len(TOKENS))
-    chain = list(range(-1, len(TOKENS) - 1))
-    return runner.forward([Segment(0, TOKENS, chain, [2, len(TOKENS) - 1])]).logits
+def last(decoder: Any) -> Tensor:
+    return logits(decoder, TOKENS, [2, len(TOKENS) - 1])
 
 
 def check(whole: Tensor, some: Tensor, atol: float) -> None:
@@ -120,14 +110,14 @@ def test_some_rows_say_what_the_whole_head_says_of_them(family: str) -> None:
     load: Callable[..., object] = lambda said: load_decoder(  # noqa: E731
         tiny.family(family), torch.float64, torch.device("cpu"), 64, said
     )
-    check(logits_of(load(None)), logits_of(load(IDS)), 1e-12)
+    check(last(load(None)), last(load(IDS)), 1e-12)
 
 
 FILES = ["llama/F32", "llama/BF16", "llama/q4_1", "llama/Q5_0", "llama/Q8_0", "qwen2/q4_k_m"]
 
 
 @pytest.mark.one_in(3)
-@without
+@compiled
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", *FILES])
 def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) -> None:
@@ -137,10 +127,10 @@ def test_so_they_do_on_native_kernels_to_the_last_bit(family: str, form: str) ->
         NativeDecoder(load_config(path), path, form, 64, keep=form == "bfloat16", shortlist=said)
         for said in (None, IDS)
     )
-    check(logits_of(whole), logits_of(some), 0)
+    check(last(whole), last(some), 0)
 
 
-@without
+@compiled
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_chains_have_the_noise_of_the_vocabularys_tokens(temperature: float) -> None:
     """One native call says what pass after pass would, where most of what the model likes is not

@@ -26,6 +26,7 @@ from forerun.models.gguf.dense_architectures import (
     llama,
     partial_rope,
     rms_eps,
+    two_ropes,
 )
 from forerun.models.gguf.metadata import Metadata
 
@@ -110,25 +111,14 @@ def _gemma4(m: Metadata, c: Json) -> Json:
         use_double_wide_mlp=is_wide,
         hidden_size_per_layer_input=m.count("embedding_length_per_layer_input", 0),
         final_logit_softcapping=m.number("final_logit_softcapping", 30.0),
-        rope_parameters={
-            "full_attention": m.proportional_rope(),
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": m.number("rope.freq_base_swa", 1e4),
-            },
-        },
+        rope_parameters=two_ropes(m.proportional_rope(), m.number("rope.freq_base_swa", 1e4)),
     )
     if not fields["attention_k_eq_v"] and wide[0] != local[0]:
         raise ValueError(f"{m.prefix}attention.head_count_kv, which differs between layers")
     if not m.get("expert_count"):
         return fields
-    count, used = m.experts(SOFTMAX)
-    return fields | dict(
-        enable_moe_block=True,
-        num_experts=count,
-        top_k_experts=used,
-        moe_intermediate_size=m.expert_size(),
-    )
+    experts = m.experts(SOFTMAX, used="top_k_experts", size="moe_intermediate_size")
+    return fields | experts | dict(enable_moe_block=True)
 
 
 def _granite(m: Metadata, c: Json) -> Json:
@@ -147,10 +137,7 @@ def _granite(m: Metadata, c: Json) -> Json:
             return fields
         experts = dict(num_local_experts=0, shared_intermediate_size=c["intermediate_size"])
     else:
-        count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
-        experts = dict(
-            num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
-        )
+        experts = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN, count="num_local_experts")
         shared = m.get("expert_shared_feed_forward_length")
         if not shared and is_plain:
             return fields | experts | dict(model_type="granitemoe")
@@ -171,59 +158,57 @@ def _mixtral(m: Metadata, c: Json) -> Json:
     """Llama and Mistral, or Mixtral, which shares their architecture."""
     if not m.get("expert_count"):
         return llama(m, c)
-    count, used = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN)
-    return llama(m, c, "mixtral") | dict(
-        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
+    experts = m.experts(SOFTMAX, SOFTMAX_OF_CHOSEN, count="num_local_experts")
+    return llama(m, c, "mixtral") | experts
+
+
+def _qwen_experts(m: Metadata, c: Json, normalised: bool) -> Json:
+    """Return the keys of experts as Qwen has them; `normalised` is what norm_topk_prob is if the
+    file does not say."""
+    shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
+    fields = m.experts(SOFTMAX, size="moe_intermediate_size", normalised=None)
+    return fields | dict(
+        shared_expert_intermediate_size=shared,
+        norm_topk_prob=m.flag("expert_weights_norm", normalised),
     )
 
 
 def _qwen_moe(m: Metadata, c: Json, family: str) -> Json:
-    count, used = m.experts(SOFTMAX, normalised=None)
-    shared = m.get("expert_shared_feed_forward_length") or c["intermediate_size"]
-    return llama(m, c, family) | dict(
-        num_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
-        shared_expert_intermediate_size=shared if family == "qwen2_moe" else None,
-        norm_topk_prob=m.flag("expert_weights_norm", family == "qwen3_moe"),
-    )
+    return llama(m, c, family) | _qwen_experts(m, c, family == "qwen3_moe")
 
 
 def _olmoe(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SOFTMAX, normalised=None)
-    return llama(m, c, "olmoe") | dict(
-        num_experts=count,
-        num_experts_per_tok=used,
-        intermediate_size=m.expert_size(),
-        norm_topk_prob=m.flag("expert_weights_norm", False),
-    )
+    fields = llama(m, c, "olmoe") | m.experts(SOFTMAX, normalised=None)
+    return fields | dict(norm_topk_prob=m.flag("expert_weights_norm", False))
 
 
 def _gpt_oss(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SOFTMAX_OF_CHOSEN)
-    fields = llama(m, c, "gpt_oss")
+    fields = llama(m, c, "gpt_oss") | m.experts(SOFTMAX_OF_CHOSEN, count="num_local_experts")
     return fields | dict(
         rope_parameters=fields["rope_parameters"] | {"truncate": False},
-        num_local_experts=count,
-        num_experts_per_tok=used,
-        intermediate_size=m.expert_size(),
         sliding_window=m.get("attention.sliding_window", 128),
         layer_types=m.layer_types(c["num_hidden_layers"], 2),
     )
 
 
-def _grouped_experts(m: Metadata, gating: int, normalised: bool | None) -> Json:
-    """Return the keys of experts as DeepSeek has them; the arguments are those of
-    `Metadata.experts`."""
-    count, used = m.experts(gating, normalised=normalised, scaled=True)
-    return dict(
-        n_routed_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
+def _grouped_experts(
+    m: Metadata, gating: int, normalised: bool | None, norm_topk_prob: bool = False
+) -> Json:
+    """Return the keys of experts as DeepSeek has them.
+
+    gating, normalised: as in `Metadata.experts`. norm_topk_prob: if the file does not say."""
+    fields = m.experts(
+        gating,
+        count="n_routed_experts",
+        size="moe_intermediate_size",
+        normalised=normalised,
+        scaled=True,
+    )
+    return fields | dict(
         n_shared_experts=m.count("expert_shared_count", 0),
         first_k_dense_replace=m.count("leading_dense_block_count", 0),
         routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
-        norm_topk_prob=m.flag("expert_weights_norm", False),
+        norm_topk_prob=m.flag("expert_weights_norm", norm_topk_prob),
         n_group=m.count("expert_group_count", 1) or 1,
         topk_group=m.count("expert_group_used_count", 1) or 1,
     )
@@ -235,11 +220,11 @@ def _glm4_moe(m: Metadata, c: Json) -> Json:
 
 
 def _ernie_moe(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SOFTMAX)
-    return llama(m, c, "ernie4_5_moe") | dict(
-        moe_num_experts=count,
-        moe_k=used,
-        moe_intermediate_size=m.expert_size(),
+    experts = m.experts(
+        SOFTMAX, count="moe_num_experts", used="moe_k", size="moe_intermediate_size"
+    )
+    fields = llama(m, c, "ernie4_5_moe") | experts
+    return fields | dict(
         moe_num_shared_experts=m.count("expert_shared_count", 0),
         moe_layer_start_index=m.count("leading_dense_block_count", 0),
         moe_layer_interval=m.count("interleave_moe_layer_step", 1),
@@ -261,17 +246,12 @@ def _exaone_moe(m: Metadata, c: Json) -> Json:
 
 
 def _hunyuan_moe(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SOFTMAX)
-    return llama(m, c, "hunyuan_v1_moe") | dict(
-        num_experts=count, moe_topk=used, intermediate_size=m.expert_size()
-    )
+    return llama(m, c, "hunyuan_v1_moe") | m.experts(SOFTMAX, used="moe_topk")
 
 
 def _minimax_m2(m: Metadata, c: Json) -> Json:
-    count, used = m.experts(SIGMOID)
-    return partial_rope(m, c, "minimax_m2") | dict(
-        num_local_experts=count, num_experts_per_tok=used, intermediate_size=m.expert_size()
-    )
+    experts = m.experts(SIGMOID, count="num_local_experts")
+    return partial_rope(m, c, "minimax_m2") | experts
 
 
 def _llama4(m: Metadata, c: Json) -> Json:
@@ -280,19 +260,17 @@ def _llama4(m: Metadata, c: Json) -> Json:
     normalise queries and keys."""
     if m.get("attention.sliding_window") == 0:
         raise ValueError(f"{m.prefix}attention.sliding_window (0), which is not supported")
-    count, used = m.experts(SIGMOID, normalised=False)
+    experts = m.experts(SIGMOID, count="num_local_experts", normalised=False)
     step, layers = m.integer("interleave_moe_layer_step"), c["num_hidden_layers"]
     if not 0 < step <= layers:
         raise ValueError(f"{m.prefix}interleave_moe_layer_step ({step})")
     growth = m.number("attention.temperature_scale", 0.1)
-    return llama(m, c, "llama4_text") | dict(
-        intermediate_size=m.expert_size(),
+    fields = llama(m, c, "llama4_text") | experts
+    return fields | dict(
         intermediate_size_mlp=c["intermediate_size"],
-        num_local_experts=count,
-        num_experts_per_tok=used,
         interleave_moe_layer_step=step,
         attention_chunk_size=m.count("attention.chunk_size", 8192),
-        use_qk_norm=count != 128,
+        use_qk_norm=experts["num_local_experts"] != 128,
         attn_temperature_tuning=growth != 0,
         attn_scale=growth,
         floor_scale=m.count("attention.temperature_length", 8192),
@@ -432,17 +410,10 @@ def _nemotron_h(m: Metadata, c: Json) -> Json:
     )
     if "moe" not in mixers:
         return fields
-    count, used = m.experts(SIGMOID, normalised=None, scaled=True)
+    fields |= _grouped_experts(m, SIGMOID, None, norm_topk_prob=True)
     return fields | dict(
-        n_routed_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
         moe_shared_expert_intermediate_size=m.integer("expert_shared_feed_forward_length"),
         moe_latent_size=m.get("moe_latent_size"),
-        routed_scaling_factor=m.number("expert_weights_scale", 0.0) or 1.0,
-        norm_topk_prob=m.flag("expert_weights_norm", True),
-        n_group=m.count("expert_group_count", 1) or 1,
-        topk_group=m.count("expert_group_used_count", 1) or 1,
     )
 
 
@@ -460,16 +431,7 @@ def _qwen_delta(m: Metadata, c: Json, family: str) -> Json:
     )
     if family == "qwen3_5_text":
         return fields
-    count, used = m.experts(SOFTMAX, normalised=None)
-    return fields | dict(
-        num_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
-        shared_expert_intermediate_size=m.get("expert_shared_feed_forward_length")
-        or c["intermediate_size"],
-        norm_topk_prob=m.flag("expert_weights_norm", True),
-        mlp_only_layers=[],
-    )
+    return fields | _qwen_experts(m, c, True) | dict(mlp_only_layers=[])
 
 
 def _lfm2(m: Metadata, c: Json, family: str) -> Json:
@@ -482,11 +444,8 @@ def _lfm2(m: Metadata, c: Json, family: str) -> Json:
     )
     if family == "lfm2":
         return fields
-    count, used = m.experts(SIGMOID)
+    fields |= m.experts(SIGMOID, size="moe_intermediate_size")
     return fields | dict(
-        num_experts=count,
-        num_experts_per_tok=used,
-        moe_intermediate_size=m.expert_size(),
         num_dense_layers=m.count("leading_dense_block_count", 0),
         use_expert_bias=any(".exp_probs_b." in name for name in m.gguf.tensors),
     )

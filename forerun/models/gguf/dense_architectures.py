@@ -56,6 +56,12 @@ def partial_rope(m: Metadata, c: Json, family: str) -> Json:
     return fields | dict(partial_rotary_factor=share)
 
 
+def two_ropes(full: Json, local_theta: float) -> Json:
+    """Return rope_parameters of a family whose layers with windows rotate by another base."""
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    return {"full_attention": full, "sliding_attention": local}
+
+
 def _layer_norm(m: Metadata, c: Json, family: str, key: str = "layer_norm_eps") -> Json:
     """Return the keys of a family with layer norms; `key` is its name of their epsilon."""
     eps = m.number("attention.layer_norm_epsilon", 1e-5)
@@ -118,10 +124,7 @@ def gemma3(m: Metadata, c: Json) -> Json:
     return _gemma(m, c, layers_of_27b=62) | dict(
         model_type="gemma3_text",
         layer_types=m.layer_types(c["num_hidden_layers"], 6),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
+        rope_parameters=two_ropes(full, local),
     )
 
 
@@ -159,10 +162,7 @@ def _olmo2(m: Metadata, c: Json) -> Json:
     return llama(m, c, "olmo3") | dict(
         sliding_window=window,
         layer_types=m.layer_types(c["num_hidden_layers"], 4),
-        rope_parameters={
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
+        rope_parameters=two_ropes(full, local),
     )
 
 

@@ -118,12 +118,19 @@ class Metadata:
         return bool(value)
 
     def experts(
-        self, *gating: int, normalised: bool | None = True, scaled: bool = False
-    ) -> tuple[int, int]:
-        """Return the number of experts and of those that a token uses.
+        self,
+        *gating: int,
+        count: str = "num_experts",
+        used: str = "num_experts_per_tok",
+        size: str = "intermediate_size",
+        normalised: bool | None = True,
+        scaled: bool = False,
+    ) -> Json:
+        """Return the number of experts, of those that a token uses, and their inner size.
 
         Args:
             gating: the values of expert_gating_func that mean what the family computes.
+            count, used, size: the names of the three in config.json.
             normalised: of expert_weights_norm, what the family computes; None if it reads the key.
             scaled: the family reads the factor on the weights and the groups of experts.
 
@@ -138,7 +145,11 @@ class Metadata:
             value = self.get(key)
             if isinstance(value, np.ndarray) or value not in known:
                 raise ValueError(f"{self.prefix}{key} ({shown(value)}), which is not supported")
-        return self.integer("expert_count"), self.integer("expert_used_count")
+        return {
+            count: self.integer("expert_count"),
+            used: self.integer("expert_used_count"),
+            size: self.expert_size(),
+        }
 
     def rope(self, head_dim: int) -> Json:
         """Return rope_parameters; scalings are in keys, in a tensor of divisors (Llama 3), or in

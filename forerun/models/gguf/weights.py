@@ -243,9 +243,6 @@ class GgufLoader(WeightLoader):
     def xielu_parameters(self, i: int) -> Tensor:
         return torch.tensor([self.config.raw["xielu"][name][i] for name in XIELU])
 
-    def head_stem(self) -> str:
-        return str(self.names["head"])
-
     def embedding(self) -> Callable[[], Matrix]:
         shape = (self.config.vocab, self.config.hidden)
         return self.matrix(str(self.names["embed"]), shape, False, False)
