@@ -109,8 +109,7 @@ def independent(one, other):
 
 
 def uses(i):
-    """The first number of each stream a round touches: its coins, its draws and the Gumbel noise of
-    two tokens."""
+    """The first numbers of the streams of a round, and the noise of two tokens."""
     noise, root = Noise(9, i), i
     keys = [noise.target(0), noise.target(1), noise.draft(0), noise.draft(1)]
     keys += [
@@ -171,8 +170,7 @@ def test_accept_at_the_edges(u, monkeypatch):
 
 
 def real_draft(noise, context, drafter, depth, branching):
-    """Drawn as drafters draw, with the round's own noise: a chain, or a tree of width 2 where trees
-    are taken."""
+    """Drawn as drafters draw: a chain, or a tree of width 2 where trees are taken."""
     params = SamplingParams(temperature=1.0)
     request = DraftRequest(0, [0], params, noise, depth, coupled=False, branching=branching)
     tree = Tree(request)

@@ -98,8 +98,7 @@ def junk(request):
 
 
 def coupled(requests, width, depth=3):
-    """Trees of the drafter's `width` likeliest tokens a node, ranked with the noise the target will
-    draw with."""
+    """Trees of the drafter's `width` likeliest tokens a node, with the target's noise."""
     drafts = [no_draft(request) for request in requests]
     for level in range(depth):
         scores = DRAFTER.logits(requests, drafts)
@@ -187,18 +186,6 @@ def test_good_drafts_save_rounds():
     assert rounds["none"] == LENGTH
     assert rounds["junk"] < LENGTH
     assert rounds["coupled tree"] < rounds["coupled chain"] < 0.6 * LENGTH
-
-
-@pytest.mark.parametrize("where", [1, 3, 6])
-def test_a_request_that_starts_again_goes_on_alike(where):
-    """After a preemption nothing is left but the tokens: noise must come from seed and position
-    alone."""
-    whole = decode([Request(seed, PLAIN[0], "coupled tree") for seed in range(50)])
-    resumed = [
-        Request(seed, PLAIN[0], "tree", [1, 2, *tokens[:where]])
-        for seed, tokens in enumerate(whole)
-    ]
-    assert decode(resumed) == whole
 
 
 def ragged_drafts(rule):
@@ -295,8 +282,7 @@ def test_only_typical_is_lossy():
     ids=["likely", "unlikely", "over epsilon", "flat law", "tail"],
 )
 def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_500):
-    """A draft that passes is said always, whatever the target gives it; one that does not leaves
-    the target's law."""
+    """A draft that passes is always said; one that does not leaves the target's law."""
     p = torch.tensor(law, dtype=torch.float64)
     drafts = [Draft.chain(0, [token], "toy")] * tosses
     verdicts = RULES["typical"].verify(

@@ -3,8 +3,7 @@ law.
 
 Every draft and every coin is enumerated (`forerun.check.oracle`), in fractions wherever that is
 affordable, so "exact" means an error of 0. The other half guards what speculation is for: each rule
-accepts as much as theory says it does, and ways of drafting that break the promise are shown to
-break it."""
+accepts as much as theory says it does."""
 
 import functools
 import itertools
@@ -64,8 +63,7 @@ def test_sampled_chain_is_exact(rule, kind, vocab, depth, seed):
 
 
 def prefix_mass(draft, target, upto):
-    """pi of the first `upto` tokens: the least product of p / q over the runs that end there, at
-    most 1."""
+    """pi of the first `upto` tokens: the least product of p / q over runs to there, at most 1."""
     p = oracle.rows(draft, target)
     ratios = [
         p[i - 1][draft.tokens[i]] / draft.probs[i - 1][draft.tokens[i]] for i in range(1, upto + 1)
@@ -201,8 +199,7 @@ def chances_of_sets(scheme, q):
 
 
 def best_acceptance(p, sets):
-    """No rule accepts more than min over H of p(H) + 1 - P(set within H): optimal transport, as a
-    minimal cut."""
+    """No rule accepts more than min over H of p(H) + 1 - P(set within H), a minimal cut."""
     tokens = range(len(p))
     subsets = [set(h) for n in range(len(p) + 1) for h in itertools.combinations(tokens, n)]
     return min(
@@ -240,12 +237,6 @@ def test_one_level_acceptance(name, kind, vocab, seed):
 # Drafts of adaptive size: T6, T7, T8.
 
 
-def reached(draft, node):
-    """How likely the drafter was to draw what leads to `node`."""
-    path = draft.path_to(node)
-    return np.prod([draft.probs[a][draft.tokens[b]] for a, b in itertools.pairwise(path)])
-
-
 def low(draft, node):
     """Whether a drafted token was unlikely when drawn."""
     return draft.probs[draft.parents[node]][draft.tokens[node]] < 0.35
@@ -272,16 +263,8 @@ through_first = functools.partial(until_first, included=True)
 
 
 def survival(draft, node):
-    """The drafter's guess, before it draws `node`, that a token there would be kept: a score it may
-    act on."""
+    """The drafter's guess, before it draws `node`, that a token there is kept."""
     return np.prod([draft.probs[parent].max() for parent in draft.path_to(node)[:-1]])
-
-
-def live_budget(draft):
-    """The length that pays best by scores of this very draft, where any draft makes a pass cost 2.2
-    times more."""
-    gain = [1 + sum(survival(draft, node) for node in range(1, n + 1)) for n in range(len(draft))]
-    return max(range(len(draft)), key=lambda n: gain[n] / (2.2 if n else 1))
 
 
 STOPS = {
@@ -289,11 +272,6 @@ STOPS = {
     "stop before an uncertain draw": before_first(lambda d, n: d.probs[n - 1].max() < 0.5),
     "stop where survival is low": before_first(lambda d, n: survival(d, n) < 0.3),
     "stop after an odd token": through_first(lambda d, n: d.tokens[n] % 2 == 1),
-}
-LEAKS = {
-    "drop the unlikely token": before_first(low),
-    "cut where the drawn path is unlikely": before_first(lambda d, n: reached(d, n) < 0.2),
-    "a budget from live scores": live_budget,
 }
 
 
@@ -311,16 +289,6 @@ def test_a_stop_that_cannot_see_the_next_token_is_exact(rule, policy):
             "the policy stops, but not always"
         )
         assert exact.bias(CHAIN_RULES[rule], truncated(drafts, STOPS[policy]), target, 3) < 1e-12
-
-
-@pytest.mark.parametrize("policy", LEAKS)
-@pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_a_stop_that_sees_the_next_token_is_not(rule, policy):
-    errors = []
-    for seed in range(3):
-        target, drafts = chains(3, 3, seed)
-        errors.append(exact.bias(CHAIN_RULES[rule], truncated(drafts, LEAKS[policy]), target, 3))
-    assert max(errors) > 1e-2
 
 
 def admit(pair, budget, score):
@@ -365,10 +333,6 @@ def test_a_budget_shared_by_requests_is_exact(rule, budget):
     assert shared_budget_error(CHAIN_RULES[rule], budget, survival) < 1e-12
 
 
-def test_a_budget_shared_by_drawn_scores_is_not():
-    assert shared_budget_error(verify_block, 2, reached) > 1e-2
-
-
 # Trees of two drafters.
 
 
@@ -386,8 +350,7 @@ def merged_bias(pair, kind, vocab, depth, seed):
 )
 @pytest.mark.parametrize("pair", MERGED.values(), ids=MERGED)
 def test_a_tree_of_two_sampling_drafters_is_exact(pair, kind, vocab, depth, seed):
-    """Each draws independently; `tests/check/test_engine_checks.py` tests that the engine has them
-    do so."""
+    """Each draws independently, which `tests/check/test_engine_checks.py` tests."""
     assert merged_bias(pair, kind, vocab, depth, seed) == 0
 
 
@@ -398,23 +361,12 @@ def test_block_gains_nothing_on_given_tokens(kind, vocab, depth):
     assert abs(by_block - by_token) <= allowed(kind)
 
 
-def order_gains(kind, vocab, depth, seeds):
-    """By how many tokens sampled-first beats given-first, on several models."""
-    models = [oracle.toy_models(kind, vocab, depth, seed) for seed in range(seeds)]
-    return [
-        mean(verify_tree, greedy_plus_one, m, depth) - mean(verify_tree, greedy_first, m, depth)
-        for m in models
-    ]
-
-
 @pytest.mark.parametrize("kind, vocab", [("exact", 2), ("exact", 3), ("sparse", 3), ("float", 4)])
 def test_sampled_children_first_accept_more(kind, vocab):
-    gains = order_gains(kind, vocab, depth=1, seeds=6)
+    models = [oracle.toy_models(kind, vocab, 1, seed) for seed in range(6)]
+    gains = [
+        mean(verify_tree, greedy_plus_one, each, 1) - mean(verify_tree, greedy_first, each, 1)
+        for each in models
+    ]
     assert min(gains) >= -allowed(kind)
     assert vocab == 2 or max(gains) > 1e-2  # with two tokens both are drafted, whatever the order
-
-
-@pytest.mark.parametrize("vocab", [3, 4])
-def test_sampled_children_first_accept_more_on_average_in_deep_trees(vocab):
-    gains = order_gains("float", vocab, depth=2, seeds=6)
-    assert np.mean(gains) > 2e-2
