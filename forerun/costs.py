@@ -235,8 +235,7 @@ class CostModel:
         return max(self._least_pass(), self._row * rows) if self._row else 0.0
 
     def _row_of_prompts(self) -> float:
-        """Return the least that a token costs in passes of prompts that are bound by computation; 0
-        if there are none."""
+        """Return a token's least cost in passes of prompts bound by computation; 0 without any."""
         return self._prefills.least_share(BOUND_BY_ROWS * self._least_pass())
 
     def _least_pass(self) -> float:
@@ -492,11 +491,6 @@ MAX_DEPTH = 64
 Cost = Callable[[int], float]  # rows of a forward pass -> its cost
 
 
-def constant_cost(rows: int) -> float:
-    """Return the cost of a pass where further rows are free."""
-    return 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """The parameters of the formulas.
@@ -508,7 +502,7 @@ class Speculation:
             per level than there are siblings: the likeliest paths. Empty for chains.
         draft_cost: of drafting one level, for all requests together.
         fixed_cost: of drafting at any depth, for all requests together.
-        verify_cost: maps the rows of a pass to its cost.
+        verify_cost: maps the rows of a pass to its cost; by default further rows are free.
         foreseen: probability that an asynchronous drafter anticipated the verdict; None for a
             drafter that waits for it.
         requests: number of concurrent requests.
@@ -521,7 +515,7 @@ class Speculation:
     siblings: Sequence[float] = ()
     draft_cost: float = 0.0
     fixed_cost: float = 0.0
-    verify_cost: Cost = field(default=constant_cost)
+    verify_cost: Cost = field(default_factory=lambda: cost_by_slope(0.0))
     foreseen: float | None = None
     requests: int = 1
 

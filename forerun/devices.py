@@ -45,8 +45,7 @@ def zeros(
 
 
 class SideStream:
-    """A queue of work of its own on a GPU, for a thread that works beside another; does nothing on
-    a CPU."""
+    """A GPU queue for a thread that works beside another; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

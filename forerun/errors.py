@@ -48,8 +48,7 @@ class Interrupted(ForerunError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the known name closest to `name`, or all of them, or the
-    first of very many."""
+    """Return the end of an error message: the known name closest to `name`, or known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
     if close:

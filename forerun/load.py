@@ -319,8 +319,7 @@ def check_cache(tokens: int, token_bytes: int, free: int, count: int = 1) -> Non
 
 
 def _check_tables(config: Config, shape: ModelConfig, directory: Path, context: int) -> None:
-    """Raise CapacityError if the tables of so many positions do not fit memory: a configuration may
-    name any number."""
+    """Raise CapacityError if tables of `context` positions do not fit memory."""
     position_bytes = ROPE_BYTES * sum(rope.dim for rope in shape.ropes)
     needed = context * (position_bytes + SLOT_BYTES * config.max_rows)
     if needed > free_ram() // 2:
@@ -345,8 +344,7 @@ def fit_kv_tokens(config: Config, context: int, token_bytes: int, memory: int) -
 
 
 def cache_needs(config: Config, directory: Path) -> tuple[int, int]:
-    """Return the bytes of one token's keys and values, and the longest context, of a model that is
-    not loaded yet."""
+    """Return a token's bytes of keys and values, and the longest context, of a model on disk."""
     shape = load_shape(config, directory)
     form = pick_backend_form(config, pick_device(config.device), shape, drafter=False)
     return KVCache.token_bytes(shape, cache_dtype(*form)), served_context(config, shape)
@@ -381,20 +379,20 @@ def load_tokenizer(directory: Path, check: bool = False) -> Tokenizer | None:
 
     `check` tells if it does not fit the model. Raises LoadError.
     """
-    tokenizer = _tokenizer(directory)
-    if tokenizer and check and (fault := tokenizer.check(load_config(directory).vocab)):
-        note(fault)
-    return tokenizer
-
-
-def _tokenizer(directory: Path) -> Tokenizer | None:
     if directory.is_file():
         kind = open_gguf(directory).metadata.get("tokenizer.ggml.model")
-        tokenizer = None if kind in (None, *NO_TOKENIZER) else Tokenizer(directory)
+        exists = kind not in (None, *NO_TOKENIZER)
+    else:
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        exists = any((directory / name).is_file() for name in names)
+    if not exists:
+        return None
+    tokenizer = Tokenizer(directory)
+    if directory.is_file():
         give_back()  # building one takes several times what it keeps
-        return tokenizer
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return Tokenizer(directory) if any((directory / name).is_file() for name in names) else None
+    if check and (fault := tokenizer.check(load_config(directory).vocab)):
+        note(fault)
+    return tokenizer
 
 
 def tokens_by_id(tokenizer: Tokenizer, vocab: int) -> dict[int, str]:

@@ -20,11 +20,6 @@ def error(one: StringProbs, other: StringProbs) -> Probability:
     return max(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other})
 
 
-def tv(one: StringProbs, other: StringProbs) -> Probability:
-    """Return the total variation distance of two distributions."""
-    return sum(abs(one.get(s, 0) - other.get(s, 0)) for s in {*one, *other}) / 2
-
-
 def bias(rule: RatioRule, drafts: Proposals, target: Table, depth: int) -> Probability:
     """Return the error of a round's distribution: 0, or float64 rounding, for an exact rule."""
     return error(

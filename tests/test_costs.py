@@ -113,16 +113,14 @@ def test_a_size_leans_on_those_below_until_it_has_settled() -> None:
 
 
 def test_more_is_not_believed_to_cost_less_before_it_has_settled() -> None:
-    """Else what is measured once, and so believed in part, would pay where nothing is ever
-    accepted."""
+    """Else a single measurement, believed in part, would pay without any acceptance."""
     curve = settled(0.02, {1: 1.0})
     curve.add(2, 1.0)
     assert curve.at(2) == 1.0
 
 
 def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
-    """Else a plain pass that was first measured in a bad moment would never be chosen, nor
-    measured, again."""
+    """Else a plain pass first measured in a bad moment would never be measured again."""
     curve = settled(0.02, {2: 1.0})
     for _ in range(2):
         curve.add(1, 5.0)
@@ -130,8 +128,7 @@ def test_less_is_not_believed_to_cost_more_than_what_has_settled() -> None:
 
 
 def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> None:
-    """Everything takes twice as long from now on, and only one size is measured in that time: all
-    are twice as dear."""
+    """Everything takes twice as long from now on, and only one size is measured then."""
     costs = CostModel()
     for _ in range(20):
         costs.add_forward(1, 1.0)
@@ -141,11 +138,9 @@ def test_a_slow_spell_of_the_machine_does_not_make_the_size_it_met_dear() -> Non
         costs.add_forward(5, 3.0)
     assert 1.5 < costs.forward(5) / costs.forward(1) < 2.0  # 3 if the pace were not known
     passes, drafts = costs.seconds()
-    assert (
-        passes[5] == pytest.approx(3.0, rel=0.05)
-        and 1.5 < passes[1] < 2.0
-        and 0.3 < drafts["model"][4] < 0.4
-    )
+    assert passes[5] == pytest.approx(3.0, rel=0.05)
+    assert 1.5 < passes[1] < 2.0
+    assert 0.3 < drafts["model"][4] < 0.4
 
 
 def test_ratios_hold_while_the_speed_drifts() -> None:
@@ -161,11 +156,9 @@ def test_a_busy_server_sees_thousands_of_sizes_once_each() -> None:
     costs = CostModel()
     for size in random.Random(0).sample(range(1, 3000), 2999):
         costs.add_forward(size, 1 + 0.01 * size)
-    assert (
-        0.9 * 21 < costs.forward(2000) < 1.1 * 21
-        and len(costs.seconds()[0]) < 100
-        and costs.forward(1) == pytest.approx(FIRST_SHARE * 1.01, rel=0.05)
-    )
+    assert 0.9 * 21 < costs.forward(2000) < 1.1 * 21
+    assert len(costs.seconds()[0]) < 100
+    assert costs.forward(1) == pytest.approx(FIRST_SHARE * 1.01, rel=0.05)
 
 
 def test_drafting_for_many_at_once_is_another_matter_than_for_one() -> None:
@@ -189,11 +182,9 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
 
 def test_nothing_measured_is_no_error() -> None:
     costs = CostModel()
-    assert (
-        not costs.known(4, 1)
-        and costs.forward(3) == 1.0
-        and costs.draft("model", 2) == pytest.approx(0.2)
-    )
+    assert not costs.known(4, 1)
+    assert costs.forward(3) == 1.0
+    assert costs.draft("model", 2) == pytest.approx(0.2)
     costs.add_forward(5, 1.0)
     assert not costs.known(4, 1) and costs.known(5, 1) and not costs.known(9, 2)
     costs.add_forward(8, 1.0)  # no size was seen twice
@@ -202,8 +193,7 @@ def test_nothing_measured_is_no_error() -> None:
 
 
 def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
-    """Long prompts say what a token of them takes; then that is taken out of drafts behind a
-    few."""
+    """Long prompts show what reading a token takes, which is taken out of drafts."""
     costs = CostModel()
     costs.add_forward(1, 1.0)
     for _ in range(10):
@@ -212,10 +202,8 @@ def test_what_is_read_before_a_draft_is_no_cost_of_drafting() -> None:
     assert costs.catch_up("model", 50) == pytest.approx(0.5, rel=0.01)
     for _ in range(10):
         costs.add_draft("model", 2, 0.25, lag=5)
-    assert (
-        costs.draft("model", 2) == pytest.approx(0.2, rel=0.01)
-        and costs.catch_up("suffix", 50) == 0.0
-    )
+    assert costs.draft("model", 2) == pytest.approx(0.2, rel=0.01)
+    assert costs.catch_up("suffix", 50) == 0.0
     other = CostModel()
     other.load_state(json.loads(json.dumps(costs.state())))
     assert other.catch_up("model", 50) == pytest.approx(

@@ -88,11 +88,8 @@ def wrong(words: list[str]) -> str:
             return rest[0]
         command = command.commands[rest.pop(0)]
     known = {"--help", "-h", "--install-completion", "--show-completion"}
-    known |= {
-        name
-        for parameter in command.params
-        for name in (*parameter.opts, *parameter.secondary_opts)
-    }
+    for parameter in command.params:
+        known.update(parameter.opts, parameter.secondary_opts)
     flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
     return next((flag for flag in flags if flag not in known), "")
 
@@ -146,10 +143,9 @@ def test_pages_begin_with_what_they_are_for(page: Path) -> None:
     ids=["drafters", "families"],
 )
 def test_every_drafter_and_family_has_a_row(page: str, names: Iterable[str]) -> None:
-    table = [
-        line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line[:1] == "|"
-    ]
-    assert not [name for name in names if not re.search(rf"`{name}[`:]", "\n".join(table))]
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    table = "\n".join(line for line in lines if line[:1] == "|")
+    assert not [name for name in names if not re.search(rf"`{name}[`:]", table)]
 
 
 def test_the_tour_leads_past_what_exists() -> None:
@@ -164,9 +160,8 @@ def test_the_tour_leads_past_what_exists() -> None:
         path = next((p for p in (ROOT / "forerun" / place, ROOT / place) if p.exists()), None)
         assert path, place
         for name in filter(None, names):
-            assert re.search(
-                rf"^ *(?:def|class) {name}\b", path.read_text(encoding="utf-8"), re.M
-            ), (place, name)
+            text = path.read_text(encoding="utf-8")
+            assert re.search(rf"^ *(?:def|class) {name}\b", text, re.M), (place, name)
 
 
 def test_the_reference_has_every_verb_and_flag() -> None:
@@ -185,11 +180,8 @@ def test_the_reference_has_every_verb_and_flag() -> None:
     for path, command in verbs(command_line(), "forerun"):
         section = re.split(r"^#+ ", page.split(f"# {path}\n")[1], flags=re.MULTILINE)[0]
         for parameter in command.params:
-            names = (
-                [parameter.metavar or ""]
-                if parameter.param_type_name == "argument"
-                else parameter.opts
-            )
+            is_argument = parameter.param_type_name == "argument"
+            names = [parameter.metavar or ""] if is_argument else parameter.opts
             assert all(name in section for name in names), f"{path}: {names}"
 
 

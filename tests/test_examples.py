@@ -120,8 +120,7 @@ def blocks(page: Path) -> list[str]:
 def test_the_python_of_pages_runs(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One block after the other, as somebody would type them, with a tiny model in place of any
-    that is named."""
+    """One block after the other, with a tiny model in place of any that is named."""
     made = forerun.LLM
     monkeypatch.setattr(
         forerun, "LLM", lambda model=None, **options: made(tiny.spoken(), kv_tokens=4096, **options)

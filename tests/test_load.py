@@ -24,8 +24,7 @@ def tokenizer(*texts: str) -> Any:
 
 
 def test_padding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GGUF files of one family are padded to different sizes; anything else that differs changes
-    what ids mean."""
+    """Files of one family are padded to different sizes; other ids mean other things."""
     target = tokenizer("a", "b", "[PAD2]", "[PAD3]")
     for theirs, fits in (
         (tokenizer("a", "b"), True),
@@ -72,8 +71,7 @@ def test_a_draft_model_stays_as_it_is_stored(kinds: str, asked: str, form: str) 
 def test_without_compiled_kernels_each_load_says_so_and_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no compiler is there at installation, models run on torch: that was silent, and many
-    times slower."""
+    """Without a compiler models run on torch: that was silent, and many times slower."""
     path = tiny.family("llama")
     for why, says in (
         (
@@ -85,11 +83,9 @@ def test_without_compiled_kernels_each_load_says_so_and_what_to_install(
         monkeypatch.setattr(native, "_load", lambda why=why: (None, why))
         load.make_runner(Config.of(kv_tokens=64, max_rows=1), path, torch.device("cpu"))
         said = capsys.readouterr().err
-        assert (
-            says in said
-            and said.startswith("note: the native kernels are missing")
-            and len(said.splitlines()) == 1
-        )
+        assert says in said
+        assert said.startswith("note: the native kernels are missing")
+        assert len(said.splitlines()) == 1
         load.make_runner(
             Config.of(kv_tokens=64, max_rows=1, kernels="torch"), path, torch.device("cpu")
         )

@@ -176,6 +176,5 @@ def test_rule_names_are_those_of_verify() -> None:
 
 
 def test_numbers_at_random_are_imported_with_the_file() -> None:
-    """numpy loads its generators where `np.random` is first looked up, and what it compiles
-    swallows a Ctrl-C then."""
+    """numpy loads its generators when first used, and compiling them swallows a Ctrl-C."""
     assert not [path for path in FILES if "np.random" in path.read_text()]

@@ -48,8 +48,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", READERS)
 def test_a_byte_order_mark_is_no_part_of_a_file(name: str, encoding: str, tmp_path: Path) -> None:
-    """Editors on Windows begin files with one: it was refused, or became part of the first key's
-    name."""
+    """Editors on Windows begin files with one: it was refused, or part of a key."""
     text, read, found = READERS[name]
     path = tmp_path / "file.txt"
     path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
@@ -72,10 +71,8 @@ def test_what_is_no_text_is_one_line_with_the_reason(name: str, kind: str, tmp_p
 
 
 def test_the_reader() -> None:
-    assert (
-        decoded(b"\xef\xbb\xbf") == decoded(b"") == ""
-        and decoded("a\ufeffb".encode()) == "a\ufeffb"
-    )
+    assert decoded(b"\xef\xbb\xbf") == decoded(b"") == ""
+    assert decoded("a\ufeffb".encode()) == "a\ufeffb"
     for content, line in ((b"\xff", 1), (b"\xef\xbb\xbfa\n\xff", 2), (b"\xff\xfe\x00", 1)):
         with pytest.raises(UnreadableError, match=rf"not UTF-8 text \(line {line}\)"):
             decoded(content)
@@ -89,8 +86,7 @@ def test_a_file_has_a_bound(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
-    """`--json-schema <(make schema)`; what comes with a model, and is no file, is not waited
-    for."""
+    """`--json-schema <(make schema)`; a model's file that is no file is not waited for."""
     os.mkfifo(tmp_path / "pipe")
     writer = subprocess.Popen(["sh", "-c", f"printf 'a b' > {tmp_path / 'pipe'}"])
     assert text_of(tmp_path / "pipe") == "a b" and writer.wait(10) == 0
@@ -106,10 +102,8 @@ def test_a_model_whose_files_begin_with_a_mark(tmp_path: Path) -> None:
     )
     for file in [*model.glob("*.json")]:
         file.write_bytes(file.read_text().encode("utf-8-sig"))
-    assert (
-        load_config(model).vocab == load_config(tiny.spoken()).vocab
-        and recommended(model)["top_k"] == 7
-    )
+    assert load_config(model).vocab == load_config(tiny.spoken()).vocab
+    assert recommended(model)["top_k"] == 7
     assert Tokenizer(model).encode("def f") == Tokenizer(tiny.spoken()).encode("def f")
 
 
@@ -154,25 +148,16 @@ def test_a_pointer_in_place_of_a_drafter_is_named(tmp_path: Path) -> None:
         read_header(tmp_path / "model.safetensors")
 
 
+GENERATE = [sys.executable, "-m", "forerun", "generate", "hi", "--kv-tokens", "2048", *MODEL]
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:strict"])
 def test_what_a_stream_cannot_write_is_escaped(encoding: str) -> None:
     """It ended in a traceback."""
-    command = [
-        sys.executable,
-        "-m",
-        "forerun",
-        "generate",
-        "hi",
-        "--regex",
-        "café → 你",
-        "--kv-tokens",
-        "2048",
-        *MODEL,
-    ]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True
-    )
+    command = [*GENERATE, "--regex", "café → 你"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True)
     assert done.returncode == 0 and b"Traceback" not in done.stderr
     text = "café → 你".encode(encoding.partition(":")[0], "backslashreplace")
     assert done.stdout.rstrip() == text
@@ -183,20 +168,8 @@ def test_a_reader_that_has_gone_is_no_trouble(streams: str) -> None:
     """As in `forerun models | head -1`."""
     read, write = os.pipe()
     os.close(read)
-    command = [
-        sys.executable,
-        "-m",
-        "forerun",
-        "generate",
-        "hi",
-        "--max-tokens",
-        "4",
-        "--kv-tokens",
-        "2048",
-        *MODEL,
-    ]
     error = write if streams == "both" else subprocess.PIPE
-    done = subprocess.run(command, stdout=write, stderr=error)
+    done = subprocess.run([*GENERATE, "--max-tokens", "4"], stdout=write, stderr=error)
     os.close(write)
     assert done.returncode in (0, 1) and (streams == "both" or b"Traceback" not in done.stderr)
     assert streams == "both" or b"Broken" not in done.stderr

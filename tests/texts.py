@@ -21,10 +21,8 @@ def plain(
 ) -> list[list[int]]:
     """The tokens behind each prompt, of a model that never speculates and has room for all of them
     at once."""
-    made, key = (
-        _llm(model, kernels, dtype),
-        (kernels, dtype, str(model), repr(prompts), repr(params)),
-    )
+    made = _llm(model, kernels, dtype)
+    key = (kernels, dtype, str(model), repr(prompts), repr(params))
     if key not in _said:
         _said[key] = [
             list(c.token_ids) for c in made.generate(list(prompts), params.resolved(NEUTRAL))

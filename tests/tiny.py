@@ -124,9 +124,8 @@ def hf_model(name: str, seed: int = 0, gain: float = 1.0, **overrides: Any) -> A
     with torch.no_grad():
         for key, value in model.named_parameters():
             value.normal_(0.0, 0.6 * gain if value.ndim > 1 else 0.1)
-            if (
-                value.ndim == 1 and key.endswith("weight") and "gemma" not in name
-            ):  # norms scale by 1, Gemma's by 1 + w
+            # norms scale by 1, Gemma's by 1 + w
+            if value.ndim == 1 and key.endswith("weight") and "gemma" not in name:
                 value.add_(1.0)
             if "embed" in key or "wte" in key or "wpe" in key:
                 value.mul_(1.2)
@@ -162,13 +161,17 @@ def drafter(name: str, noise: float = 0.15) -> Path:
     """A model that often agrees with `family(name)`: the same weights, disturbed."""
     directory = new_directory(f"{name.replace('/', '-')}-draft-")
     model = copy.deepcopy(_gguf(name).model).float() if "/" in name else hf_model(name)
+    _disturb(model, noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _disturb(model: Any, noise: float) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for value in model.parameters():
             if value.numel() > 1:  # a single number has no deviation
                 value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
-    model.save_pretrained(directory)
-    return directory
 
 
 def medusa(name: str, heads: int = 3) -> MedusaHeads:
@@ -215,15 +218,12 @@ def assistant(name: str, ordered: bool = False) -> tuple[Any, Path]:
 
 
 def mlp(name: str, **changes: Any) -> MlpSpeculator:
-    """A speculator for `family(name)`: what it says is anything, and depends on everything it is
-    given."""
+    """A speculator for `family(name)`."""
     torch.manual_seed(8)
     config = load_config(family(name))
-    fields = (
-        dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab, tied=True, scaled=True)
-        | changes
-    )
-    return _filled(MlpSpeculator(MlpConfig(**fields))).requires_grad_(False)
+    shape = dict(levels=3, hidden=config.hidden, inner=24, vocab=config.vocab)
+    settings = shape | {"tied": True, "scaled": True} | changes
+    return _filled(MlpSpeculator(MlpConfig(**settings)))
 
 
 def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> EagleConfig:
@@ -235,24 +235,15 @@ def eagle_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, vocab_size=target.vocab,
     )  # fmt: skip
     aux_hidden_layers = changes.pop("aux_hidden_layers", (2, 0, target.layers))
-    settings = (
-        dict(
-            target_hidden=target.hidden,
-            aux_hidden_layers=aux_hidden_layers,
-            draft_vocab=target.vocab,
-        )
-        | changes
-    )
-    return EagleConfig(layer=make_config(fields | (layer or {}), Path("config.json")), **settings)
+    settings = dict(target_hidden=target.hidden, draft_vocab=target.vocab) | changes
+    made = make_config(fields | (layer or {}), Path("config.json"))
+    return EagleConfig(layer=made, aux_hidden_layers=aux_hidden_layers, **settings)
 
 
 def eagle(config: EagleConfig, seed: int = 6) -> Eagle3Head:
-    """A head of that shape: what it says is anything, and depends on everything it is given."""
+    """A head of that shape."""
     torch.manual_seed(seed)
-    head = _filled(Eagle3Head(config))
-    if head.d2t is not None:
-        head.set_token_ids(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
-    return head.requires_grad_(False)
+    return _filled(Eagle3Head(config), config.layer.vocab, config.draft_vocab)
 
 
 def parallel(name: str, layers: int = 2, **changes: Any) -> Eagle3Head:
@@ -270,28 +261,20 @@ def eagle1(
     own_head: bool = False,
     seed: int = 6,
 ) -> Eagle1Head:
-    """An EAGLE-1 head for `family(name)`: what it says is anything, and depends on everything it is
-    given."""
+    """An EAGLE-1 head for `family(name)`."""
     torch.manual_seed(seed)
     layer = replace(eagle_config(name).layer, qkv_bias=qkv_bias)
-    return _filled(
-        Eagle1Head(layer, load_config(family(name)).layers, bias, own, own_head)
-    ).requires_grad_(False)
+    return _filled(Eagle1Head(layer, load_config(family(name)).layers, bias, own, own_head))
 
 
 def mtp(
     name: str, layer: dict[str, Any] | None = None, seed: int = 6, draft_vocab: int = VOCAB
 ) -> MtpModule:
-    """A multi-token module for `family(name)`: what it says is anything, and depends on everything
-    it is given."""
+    """A multi-token module for `family(name)`."""
     torch.manual_seed(seed)
     c = eagle_config(name, layer).layer
-    module = _filled(
-        MtpModule(c, load_config(family(name)).layers, draft_vocab if draft_vocab < VOCAB else None)
-    )
-    if module.d2t is not None:
-        module.set_token_ids(torch.randperm(c.vocab)[:draft_vocab].sort().values)
-    return module.requires_grad_(False)
+    own = draft_vocab if draft_vocab < VOCAB else None
+    return _filled(MtpModule(c, load_config(family(name)).layers, own), c.vocab, draft_vocab)
 
 
 def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any) -> BlockConfig:
@@ -306,26 +289,25 @@ def block_config(name: str, layer: dict[str, Any] | None = None, **changes: Any)
         target_hidden=target.hidden, aux_hidden_layers=(2, 0, target.layers), draft_vocab=target.vocab, block=4, mask_token=0,
         markov=MarkovShape(5), confidence=True, confidence_with_markov=True,
     )  # fmt: skip
-    return BlockConfig(
-        layer=make_config(fields | (layer or {}), Path("config.json")), **(settings | changes)
-    )
+    made = make_config(fields | (layer or {}), Path("config.json"))
+    return BlockConfig(layer=made, **settings | changes)
 
 
 def block(config: BlockConfig, seed: int = 7) -> BlockHead:
-    """A block drafter of that shape: what it says is anything, and depends on everything it is
-    given."""
+    """A block drafter of that shape."""
     torch.manual_seed(seed)
-    head = _filled(BlockHead(config))
-    if head.d2t is not None:
-        head.set_token_ids(torch.randperm(config.layer.vocab)[: config.draft_vocab].sort().values)
-    return head.requires_grad_(False)
+    return _filled(BlockHead(config), config.layer.vocab, config.draft_vocab)
 
 
-def _filled(module: M) -> M:
+def _filled(module: M, vocab: int = 0, draft_vocab: int = 0) -> M:
+    """Fill a drafter, and choose its tokens if it has not all: what it says is anything, and
+    depends on everything it is given."""
     with torch.no_grad():
         for value in module.parameters():
             value.normal_(0.0, 0.5 if value.ndim > 1 else 0.1).add_(1.0 if value.ndim == 1 else 0.0)
-    return module
+    if getattr(module, "d2t", None) is not None:
+        module.set_token_ids(torch.randperm(vocab)[:draft_vocab].sort().values)
+    return module.requires_grad_(False)
 
 
 @functools.cache
@@ -357,9 +339,8 @@ def spoken(noise: float = 0.0) -> Path:
     rings = [said[at : at + 8] for at in range(0, len(said), 8)]
     with torch.no_grad():
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-        embedding.mul_(2.0)[:, 0] = (
-            2.0  # a channel that stays as it is: what the head reads there is a bias
-        )
+        # a channel that stays as it is: what the head reads there is a bias
+        embedding.mul_(2.0)[:, 0] = 2.0
         for layer in model.model.layers:  # context matters, but less than the last token
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 weight.mul_(0.05)[0] = 0.0
@@ -373,17 +354,12 @@ def spoken(noise: float = 0.0) -> Path:
 
 
 def _write(model: Any, noise: float, directory: Path) -> None:
-    """A model, disturbed, and the tokenizer."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for value in model.parameters():
-            if value.numel() > 1:  # a single number has no deviation
-                value.add_(torch.randn_like(value) * noise * value.std().clamp(min=1e-3))
+    """Write a model, disturbed, and the tokenizer."""
+    _disturb(model, noise)
     model.save_pretrained(directory)
     _tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (directory / "tokenizer_config.json").write_text(settings)
 
 
 @functools.cache

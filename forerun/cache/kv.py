@@ -120,8 +120,7 @@ class KVCache:
         return self.data.nbytes // self.layout[2]
 
     def open(self, slot: int, tokens: Sequence[int], tenant: str = "") -> int:
-        """Start a slot with the prefix of `tokens` that is cached for this tenant; returns its
-        length."""
+        """Start a slot with the tenant's cached prefix of `tokens`; return its length."""
         length = self.pages.match(slot, tokens, tenant)
         if self.recurrent is not None:
             for other, chain in enumerate(self.pages.chain):
@@ -181,8 +180,7 @@ class KVCache:
         return list(itertools.chain.from_iterable(self._groups))
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy rows in all layers, one pair after the other: no target is the source of a later
-        pair."""
+        """Copy rows in all layers pair by pair; no target is the source of a later pair."""
         if self.moves is not None:
             self.moves.append((source, target))
         if self.native:

@@ -75,8 +75,7 @@ class Pages:
         return len(self.held[slot]) * self.size
 
     def grow(self, slot: int, upto: int) -> bool:
-        """Make room for `upto` tokens in all; returns False, and changes nothing, without enough
-        pages."""
+        """Make room for `upto` tokens; return False and change nothing without enough pages."""
         need = -(-upto // self.size) - len(self.held[slot])
         if need > self.available or upto > self.rows.shape[1]:
             return False

@@ -78,21 +78,6 @@ class StateLayout:
         return cls(layers, state, (r.taps - 1) * r.channels, record)
 
     @property
-    def state_at(self) -> dict[int, int]:
-        """By layer, where its state begins among the states."""
-        return {layer: self.state * n for n, layer in enumerate(self.layers)}
-
-    @property
-    def half_at(self) -> dict[int, int]:
-        """By layer, where its part of a half begins."""
-        return {layer: self.layer_half * n for n, layer in enumerate(self.layers)}
-
-    @property
-    def history_at(self) -> dict[int, int]:
-        """By layer, where its inputs begin among those in a copy."""
-        return {layer: self.history * n for n, layer in enumerate(self.layers)}
-
-    @property
     def layer_half(self) -> int:
         """Floats of a layer in a half."""
         return self.history + MAX_NODES * self.record
@@ -396,8 +381,7 @@ class RecurrentStates:
         self.settle(slot, 0)
 
     def _marks(self, slot: int, length: int, end: int) -> list[tuple[int, Tensor]]:
-        """Return the copies that a pass makes which applies tokens `length` to `end` to a slot's
-        state, see `SlotRun`."""
+        """Return the copies (`SlotRun.marks`) of a pass that applies tokens `length` to `end`."""
         unnamed = self._unnamed[slot]
         first = (length // self.interval + 1) * self.interval
         for border in range(first, end + 1, self.interval):
@@ -448,10 +432,6 @@ class RecurrentStates:
         applies something."""
         return self._half[slot] ^ int(following)
 
-    def address_of(self, slot: int) -> int:
-        """Return the address of a slot's memory."""
-        return self.data.data_ptr() + 4 * slot * self.layout.slot
-
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
@@ -500,7 +480,7 @@ class RecurrentPass:
         for name, value in values.items():
             self.ints[name].append(value)
         self.ints["parents"].extend(segment.parents)
-        start = states.address_of(slot)
+        start = states.data.data_ptr() + 4 * slot * states.layout.slot
         self.pointers["state"].append(start)
         for name, following in (("old_half", False), ("new_half", run.applies)):
             at = states.layout.states + states.half_of(slot, following) * states.layout.half

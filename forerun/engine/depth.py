@@ -542,15 +542,6 @@ class DepthPolicy:
         """Return measured seconds: of passes by tokens, and of drafts by proposer and depth."""
         return ({}, {}) if self.objective == "energy" else self.costs.seconds()
 
-    def record_draft(
-        self, source: str, depth: int, seconds: float, num_requests: int = 1, lag: int = 0
-    ) -> None:
-        """Record that drafting `depth` levels for some requests took `seconds`.
-
-        `lag`: committed tokens of all these requests that the proposer read first.
-        """
-        self.costs.add_draft(source, depth, seconds, num_requests, lag)
-
     def record_forward(self, num_tokens: int, seconds: float) -> None:
         """Record a forward pass that decodes; time gives credit for probes back.
 
@@ -559,20 +550,12 @@ class DepthPolicy:
         for source, credit in self.credit.items():
             self.credit[source] = min(credit + PROBE_SHARE, PROBE_ALLOWANCE)
 
-    def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record a forward pass that reads prompts."""
-        self.costs.add_prefill(num_tokens, seconds)
-
     def record_verdict(
         self, source: str, acceptance: Acceptance, drafted: int, accepted: int
     ) -> None:
         """Record the verdict on a draft; `drafted` is 0 if the proposer had nothing to offer."""
         acceptance.add(drafted, accepted)
         self.sources[source].add(acceptance, drafted)
-
-    def end_step(self) -> None:
-        """Advance the step counter."""
-        self.steps += 1
 
 
 def max_reach(request: Request, proposer: Proposer) -> int:

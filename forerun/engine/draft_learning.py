@@ -30,8 +30,7 @@ LEAST_MATCH_STEPS = 32  # for which the shortest match that pays is believed; co
 
 
 class RoundSeconds(NamedTuple):
-    """Seconds of one of several rounds at once: two by the policy's clock, all by the wall
-    clock."""
+    """Seconds of one of several rounds: two by the policy's clock, all by wall-clock time."""
 
     drafting: float
     verifying: float
@@ -39,8 +38,7 @@ class RoundSeconds(NamedTuple):
 
 
 class RequestRound(NamedTuple):
-    """One of several rounds at once, for one request: the draft, the part of it that was verified,
-    and the verdict."""
+    """A request's part of one of several rounds: its draft, what was verified, the verdict."""
 
     request: Request
     draft: Draft
@@ -95,10 +93,6 @@ class DraftLearning:
     def is_paused(self, request: Request) -> bool:
         """Return True if a guard keeps the request from drafting."""
         return not (self.guard.allows() and self.state(request).guard.allows())
-
-    def room(self, num_decoding: int, stretch: float) -> int:
-        """Return the most tokens of a pass that reads prompts beside decoding requests."""
-        return self.policy.room(num_decoding, stretch)
 
     def acceptance_of(self, request: Request, draft: Draft) -> float:
         """Return the acceptance rate expected of the proposer whose draft was verified."""
@@ -358,8 +352,7 @@ class DraftLearning:
     def record_round(
         self, rounds: Sequence[RequestRound], emitted: Sequence[int], seconds: RoundSeconds
     ) -> None:
-        """Learn costs from one of several rounds at once, which gave each request `emitted`
-        tokens."""
+        """Learn costs from one of several rounds, which gave each request `emitted` tokens."""
         num_tokens = sum(len(each.verified) for each in rounds)
         self.overlap.record_forward(num_tokens, seconds.verifying, decodes=True)
         is_cold = self.policy.costs.is_cold(num_tokens)

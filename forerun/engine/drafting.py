@@ -397,8 +397,7 @@ class Drafting(DraftLearning):
         return [parts[i] for i in self.policy.rank(groups, batch)]
 
     def _probe_rivals(self, plans: Sequence[DraftPlan], batch: BatchState) -> None:
-        """Let a rival of the chosen proposer draft now and then, only to compare it with the
-        target's tokens."""
+        """Let rivals of chosen proposers draft now and then, to compare them with the target."""
         for plan in plans:
             request = plan.request
             rivals = [rival for rival in plan.proposer.rivals if rival in plan.left]

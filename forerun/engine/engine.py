@@ -221,7 +221,7 @@ class Engine:
         """
         if request.id in self.requests:
             request.stats.seconds = time.perf_counter() - request.arrived
-            self.scheduler.withdraw(request)
+            self.scheduler.remove(request, finished=False)
             del self.requests[request.id]
             request.paused = True
 
@@ -310,7 +310,7 @@ class Engine:
 
         Requests whose grammar has not computed yet what it allows next wait for a later step.
         """
-        batch = self.scheduler.plan(lambda decoding: self.drafting.room(decoding, self.stretch))
+        batch = self.scheduler.plan(lambda decoding: self.policy.room(decoding, self.stretch))
         batch = [scheduled for scheduled in batch if not scheduled.request.error]
         generating = [s.request.state.grammar for s in batch if s.generates]
         grammars = [grammar for grammar in generating if grammar]
@@ -552,7 +552,7 @@ class Engine:
         request.stats.seconds = time.perf_counter() - request.arrived
         if request.slot >= 0:
             self._seal(request)
-        self.scheduler.finish(request)
+        self.scheduler.remove(request, finished=request.error is None)
         del self.requests[request.id]
 
 

@@ -308,8 +308,7 @@ class NativeSteps(MultiStep):
 
 
 def is_simple(proposer: Proposer, slot: int) -> bool:
-    """Return True if a proposer needs nothing between two rounds but the text, and what the target
-    computed."""
+    """Return True if a proposer needs only the text and what the target computed."""
     parts = proposer.parts
     return not (
         proposer.merges_drafts

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forerun.draft.proposer import DraftRequest, Proposer
 from forerun.engine.depth import DepthPolicy
 from forerun.types import Draft
 
 
-@dataclass(slots=True)
-class _Spent:
-    """Time that one proposer's drafts of a step took."""
+class _Spent(NamedTuple):
+    """Time that one proposer's drafts of a step took: arguments of `CostModel.add_draft`."""
 
     source: str
     depth: int
@@ -58,7 +58,7 @@ class Overlap:
             seconds += proposer.wait_seconds * self.waiting_is_free
             self.spent.append(_Spent(proposer.name, depth, seconds, num_requests, lag))
         else:
-            self.policy.record_draft(proposer.name, depth, seconds, num_requests, lag)
+            self.policy.costs.add_draft(proposer.name, depth, seconds, num_requests, lag)
 
     @contextmanager
     def during_forward(self, drafts: Mapping[int, Draft]) -> Iterator[None]:
@@ -78,13 +78,11 @@ class Overlap:
         """Record the step's forward pass over `num_tokens` tokens; `decodes`: it read no prompt."""
         extra = 0.0
         if not decodes:
-            self.policy.record_prefill(num_tokens, seconds)
+            self.policy.costs.add_prefill(num_tokens, seconds)
         elif self.busy:
             extra = max(seconds - self.policy.forward_seconds(num_tokens), 0.0)
         else:
             self.policy.record_forward(num_tokens, seconds)
         for spent in self.spent:
-            self.policy.record_draft(
-                spent.source, spent.depth, spent.seconds + extra, spent.num_requests, spent.lag
-            )
-        self.policy.end_step()
+            self.policy.costs.add_draft(*spent._replace(seconds=spent.seconds + extra))
+        self.policy.steps += 1

@@ -119,18 +119,11 @@ class Scheduler:
                 return request
         return None
 
-    def finish(self, request: Request) -> None:
-        """Remove a request that has ended, wherever it is."""
-        self._remove(request, finished=request.error is None)
-
-    def withdraw(self, request: Request) -> None:
-        """Remove a request that has not ended.
+    def remove(self, request: Request, finished: bool) -> None:
+        """Remove a request, wherever it is; `finished` if its text may be remembered.
 
         Put back among the waiting ones it reads its tokens again, as after a preemption.
         """
-        self._remove(request, finished=False)
-
-    def _remove(self, request: Request, finished: bool) -> None:
         if request.slot == WAITING:
             self.waiting.remove(request)
         else:

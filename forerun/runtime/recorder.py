@@ -281,6 +281,7 @@ class DecoderRecorder:
         """Return the operations of a recurrent layer, and those that add its output to X."""
         c, r, states = self.config, self.config.recurrent, self.states
         assert r is not None and states is not None
+        number = states.layers.index(i)
         inputs, decays = self.at["inputs"], self.at["decays"]
         convolved, out = self.at["convolved"], self.at["recurrent_out"]
         is_conv, is_delta = r.kind == "conv", r.kind == "delta"
@@ -298,9 +299,9 @@ class DecoderRecorder:
             tiled=int(r.tiled),
             gated=int(is_conv),
             conv_in=inputs,
-            state_at=states.state_at[i],
-            half_at=states.half_at[i],
-            history_at=states.history_at[i],
+            state_at=states.state * number,
+            half_at=states.layer_half * number,
+            history_at=states.history * number,
         )
         if not is_conv:
             common |= dict(zip(("query_at", "key_at", "value_at"), places, strict=True))

@@ -106,20 +106,16 @@ class GrammarCompiler:
         """
         if grammar is None:
             return None
-        own = compiled or self.compiled(grammar)
+        own = compiled or self.compiled_each(grammar, 1)[0]
         return Matcher(own, self._tokens[1], self.vocab, self.end_ids, end_ids, self.threads)
 
-    def compiled(self, grammar: Grammar, owner: str = "") -> Compiled:
-        """Compile a grammar for one request of a client (`owner`).
+    def compiled_each(self, grammar: Grammar, count: int, owner: str = "") -> list[Compiled]:
+        """Compile a grammar for each of `count` completions of one request of a client (`owner`).
 
         Raises:
             RequestError: it cannot be used.
             BusyError: there is no room now.
         """
-        return self.compiled_each(grammar, 1, owner)[0]
-
-    def compiled_each(self, grammar: Grammar, count: int, owner: str = "") -> list[Compiled]:
-        """Compile a grammar for each of `count` completions of one request."""
         tokenizer, last, _ = self._tokens
         cost = self._cost(grammar)
         if cost.seconds * count > ALL_SECONDS:
@@ -293,8 +289,7 @@ def _byte_tokenizer(vocab: int, last: int, special: tuple[tuple[int, str], ...])
 
 
 class _Bytes:
-    """A tokenizer for llguidance: special tokens at their ids, and the 256 bytes behind the
-    vocabulary."""
+    """A tokenizer for llguidance: special tokens, and the 256 bytes behind the vocabulary."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

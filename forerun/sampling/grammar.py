@@ -68,8 +68,7 @@ class Grammar:
 
     @classmethod
     def of(cls, kind: str, value: dict[str, Any] | list[Any] | str = "") -> Grammar:
-        """Return a grammar of a schema or choices as Python values, or of its text. Raises
-        RequestError."""
+        """Return a grammar of Python values, or of its text. Raises RequestError."""
         try:
             return cls(kind, value if isinstance(value, str) else json.dumps(value))
         except (TypeError, ValueError, RecursionError):

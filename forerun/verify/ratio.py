@@ -30,8 +30,7 @@ def ratio_rule(rule: RatioRule) -> Verify:
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return [p - q]+, the unnormalised distribution after a rejection; p if rounding left nothing.
-    [V]"""
+    """Return [p - q]+ [V], unnormalised; p if rounding left nothing."""
     rest = np.maximum(p - q, 0)
     return rest if rest.sum() > 0 else p
 
@@ -120,8 +119,7 @@ def verify_tree(draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     children = draft.children()
 
     def visit(node: int, mass: float) -> tuple[int, int] | None:
-        """Return (last node kept, token drawn after it), or None if the prefix that ends in `node`
-        is rejected."""
+        """Return (last node kept, token drawn after it); None if the node's prefix is rejected."""
         rest = mass * p[node]
         for child in children[node]:
             token = draft.tokens[child]

@@ -40,8 +40,7 @@ def state(pages: Pages) -> dict[str, Any]:
 
 
 class Model:
-    """`texts` is what each open slot has committed; `wrote[row]` the whole text up to what stands
-    in a row."""
+    """`texts`: what each open slot has committed; `wrote[row]`: the text up to that row."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.chance = random.Random(seed)
@@ -67,8 +66,7 @@ class Model:
         return self.chance.choices((0, 1), k=self.chance.randint(1, most))
 
     def open(self, slot: int) -> None:
-        """A request arrives, like or unlike those before: what is known of it is shared, the rest
-        is read."""
+        """A request arrives: what is known of it is shared, the rest is read."""
         tokens = [
             *self.chance.choice(self.known)[: self.chance.randint(0, CONTEXT)],
             *self.words(4),
@@ -126,8 +124,7 @@ class Model:
             self.pages.shrink(slot, length)
 
     def seal(self, slot: int) -> None:
-        """Up to any length that has been committed, more than once; what is sealed now is known
-        now."""
+        """Up to any committed length, more than once; what is sealed is known at once."""
         text, before = self.texts[slot], len(self.pages.chain[slot]) * PAGE
         upto = self.chance.choice([len(text), self.chance.randint(0, len(text))])
         self.pages.seal(slot, text, upto)
@@ -182,8 +179,7 @@ def filled(pages: Pages, slot: int, tokens: Sequence[int]) -> Pages:
 
 
 def test_same_text_read_twice_is_named_once() -> None:
-    """Two requests that arrive together both read it; the second copy is nobody's when it is
-    released."""
+    """Two requests that arrive together both read it; the second copy has no name."""
     pages = Pages(8, 2, 2, 8)
     for slot in (0, 1):
         assert pages.match(slot, [1, 2, 3, 4, 5]) == 0
@@ -235,8 +231,7 @@ def test_context_is_rounded_up_to_whole_pages() -> None:
 
 
 def test_shrink_below_what_is_sealed_then_another_text() -> None:
-    """What a slot wrote after giving sealed pages back must not go by the names of what it gave
-    back."""
+    """What is written over sealed pages that were given back has other names."""
     pages = filled(Pages(8, 2, 2, 8), 0, [1, 2, 3, 4])
     pages.shrink(0, 2)
     pages.grow(0, 6)
@@ -274,27 +269,6 @@ def test_prefixes_are_known_to_their_tenant_alone() -> None:
     pages.check()
 
 
-def test_same_prefix_takes_the_same_pages() -> None:
-    pages = filled(Pages(8, 4, 2, 32), 0, range(10))
-    assert pages.match(1, [*range(8), 99, 98]) == 8
-    assert pages.held[1] == pages.held[0][:2]
-    assert pages.users[pages.held[0][0]] == 2
-    assert pages.rows[1, :8].tolist() == pages.rows[0, :8].tolist()
-
-
-@pytest.mark.parametrize("length, known", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
-def test_one_token_is_left_to_read(length: int, known: int) -> None:
-    """The logits after the last token have to come from somewhere."""
-    pages = filled(Pages(8, 4, 2, 32), 0, range(12))
-    assert pages.match(1, range(length)) == known
-
-
-def test_same_page_after_another_beginning_is_another_page() -> None:
-    pages = filled(Pages(8, 2, 3, 16), 0, [1, 2, 3, 4])
-    assert pages.match(1, [9, 9, 3, 4, 5]) == 0
-    assert pages.match(2, [1, 2, 9, 9, 5]) == 2
-
-
 def test_released_pages_are_known_until_their_room_is_needed() -> None:
     pages = filled(Pages(4, 2, 2, 8), 0, [1, 2, 3, 4])
     pages.release(0)
@@ -307,48 +281,3 @@ def test_released_pages_are_known_until_their_room_is_needed() -> None:
     assert not pages.page_of
     assert pages.match(1, [1, 2, 3, 4, 5]) == 0
     pages.check()
-
-
-def test_a_held_page_is_never_taken() -> None:
-    pages = filled(Pages(3, 2, 2, 8), 0, [1, 2, 3, 4])
-    assert not pages.grow(1, 4)
-    assert pages.grow(1, 2)
-    assert not pages.grow(1, 3)
-    assert pages.held[0] == [0, 1]
-    pages.check()
-
-
-@pytest.mark.parametrize("upto", [11, 17, 100])
-def test_failed_grow_changes_nothing(upto: int) -> None:
-    """For want of pages, or of context; not even the pages that could be had are taken."""
-    pages = filled(Pages(5, 2, 2, 16), 0, [1, 2, 3])
-    filled(pages, 1, [4, 5])
-    pages.release(1)
-    before = state(pages)
-    assert not pages.grow(0, upto)
-    assert state(pages) == before
-
-
-def test_grow_to_less_or_as_much_changes_nothing() -> None:
-    pages = filled(Pages(4, 2, 1, 8), 0, [1, 2, 3])
-    before = state(pages)
-    for upto in (0, 1, 3, 4):
-        assert pages.grow(0, upto)
-        assert state(pages) == before
-
-
-def test_unsealed_pages_are_forgotten() -> None:
-    pages = Pages(4, 2, 1, 8)
-    pages.match(0, [1, 2, 3])
-    pages.grow(0, 3)
-    pages.release(0)
-    assert len(pages.free) == 4
-    assert pages.match(0, [1, 2, 3]) == 0
-
-
-def test_seal_leaves_the_unfinished_page() -> None:
-    pages = Pages(4, 4, 2, 16)
-    pages.grow(0, 7)
-    pages.seal(0, range(7), 7)
-    assert len(pages.page_of) == 1
-    assert pages.match(1, range(9)) == 4

@@ -180,8 +180,7 @@ def test_nodes_of_earlier_passes_are_parents(name: str) -> None:
 
 @names
 def test_nodes_stay_behind_a_commit_of_the_tokens_before_them(name: str) -> None:
-    """A draft model reads missed tokens with the root behind them, commits the former, and goes on
-    from the root."""
+    """A draft model commits the missed tokens that it read, and goes on from the root."""
     run, prefix, lag = runner(name), text(9), text(5, 3)
     read(run, 0, prefix)
     assert run.cache.pages.grow(0, 24)

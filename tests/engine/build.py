@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from forerun.engine.request import Request
 from forerun.runtime.captured import CudaGraphs
 from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
-from forerun.types import Draft
+from forerun.types import Draft, Event
 from tests import tiny
 
 REQUESTS = 5  # of a run, of each kind of prompt and temperature
@@ -117,6 +118,13 @@ def engine(
     ) -> EagleProposer:
         return kind(name, head, view, **room, width=width)
 
+    def eagle(width: int = width) -> EagleProposer:
+        return pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=width)
+
+    def block(**changes: Any) -> BlockProposer:
+        head = tiny.block(tiny.block_config(family, **changes))
+        return BlockProposer(head, view, **room, width=width)
+
     def assistant(ordered: bool) -> AssistantProposer:
         made = load_assistant(tiny.assistant(family, ordered)[1], view)
         return AssistantProposer("mtp", made, view, main, width)
@@ -132,33 +140,20 @@ def engine(
         "pard": lambda: Pard(runner(decoder(paths[1])), 3, tiny.VOCAB, width=width),
         "medusa": lambda: levels("medusa", tiny.medusa(family)),
         "mlp": lambda: levels("mlp", tiny.mlp(family)),
-        "eagle": lambda: pairs("eagle3", tiny.eagle(tiny.eagle_config(family))),
+        "eagle": eagle,
         "eagle1": lambda: pairs("eagle", tiny.eagle1(family)),
         "parallel": lambda: pairs("eagle3", tiny.parallel(family), ParallelEagleProposer),
         "mtp": lambda: pairs("mtp", tiny.mtp(family)),
-        "block": lambda: BlockProposer(
-            tiny.block(tiny.block_config(family)), view, **room, width=width
-        ),
+        "block": block,
+        **{name: functools.partial(block, **kind) for name, kind in BLOCKS.items()},
         "assistant": lambda: assistant(False),
         "ordered assistant": lambda: assistant(True),
         "ahead": lambda: Foreseeing(model()),
-        **{
-            name: lambda kind=kind: BlockProposer(
-                tiny.block(tiny.block_config(family, **kind)), view, **room, width=width
-            )
-            for name, kind in BLOCKS.items()
-        },
-        "cascade": lambda: Cascade(NGram(longest=3, shortest=1), model()),
-        "both": lambda: InTurn(
-            (
-                NGram(longest=3, shortest=1),
-                pairs("eagle3", tiny.eagle(tiny.eagle_config(family)), width=1),
-            )
-        ),
+        "cascade": lambda: Cascade(make["ngram"](), model()),
+        "both": lambda: InTurn((make["ngram"](), eagle(width=1))),
     }
-    return Engine(
-        main, {name: make[name]() for name in drafts if name != "off"}, rule=rule, chunk=chunk
-    )
+    proposers = {name: make[name]() for name in drafts if name != "off"}
+    return Engine(main, proposers, rule=rule, chunk=chunk)
 
 
 def prompts(count: int = 8) -> list[list[int]]:
@@ -181,27 +176,27 @@ def params(i: int, temperature: float | None, length: int = 20) -> SamplingParam
     )
 
 
-def finish(engine: Engine) -> None:
-    """Step until nothing is left, then check that nothing leaked."""
+def finish(engine: Engine) -> list[Event]:
+    """Step until nothing is left, then check that nothing leaked; returns the events."""
+    events: list[Event] = []
     while engine.busy:
-        engine.step_or_raise()
+        events += engine.step_or_raise()
     check_idle(engine)
+    return events
 
 
-def finish_all(engine: Engine) -> None:
-    """Run to the end, though some requests may fail."""
+def finish_all(engine: Engine) -> list[Event]:
+    """Run to the end as `finish` does, though some requests may fail."""
+    events: list[Event] = []
     while engine.busy:
-        engine.step()
+        events += engine.step()
     check_idle(engine)
+    return events
 
 
 def check_idle(engine: Engine) -> None:
     """Every page and slot is back, in the target's pool and in the drafters'."""
-    parts = [
-        part
-        for p in engine.proposers.values()
-        for part in (p.parts if isinstance(p, InTurn) else (p,))
-    ]
+    parts = [part for p in engine.proposers.values() for part in p.parts]
     caches = [engine.target.cache, *(p.runner.cache for p in parts if isinstance(p, DraftModel))]
     caches += [p.inner.runner.cache for p in parts if isinstance(p, OverlapProposer)]
     caches += [p.cache for p in parts if isinstance(p, (EagleProposer, BlockProposer))]
@@ -237,9 +232,8 @@ def run(
     """`count` requests, `arrivals` steps between one and the next."""
     requests = []
     for i, prompt in enumerate(prompts(count)):
-        requests.append(
-            engine.add(prompt, params(i, temperature, length), draft=draft, depth=depth)
-        )
+        sampling = params(i, temperature, length)
+        requests.append(engine.add(prompt, sampling, draft=draft, depth=depth))
         for _ in range(arrivals):
             engine.step_or_raise()
     finish(engine)

@@ -119,24 +119,18 @@ def play(
     done, clock = 0, 0.0
     while done < total:
         depths = choose(running)
-        drafting, level, size = (
-            sum(depth > 0 for depth in depths),
-            max(depths),
-            requests + sum(depths),
-        )
-        lag = (
-            sum(request.missed for request, depth in zip(running, depths, strict=True) if depth)
-            if prompt
-            else 0
-        )
+        drafting = sum(depth > 0 for depth in depths)
+        level = max(depths)
+        size = requests + sum(depths)
+        # nothing is missed without a prompt
+        lag = sum(request.missed for request, depth in zip(running, depths, strict=True) if depth)
         draft, verify = drafted(level, drafting) + READ * lag, curve(size)
         if auto:
             auto.record_forward(size, verify * math.exp(dice.gauss(0, NOISE)))
-            auto.end_step()
+            auto.steps += 1
             if level:
-                auto.record_draft(
-                    "model", level, draft * math.exp(dice.gauss(0, NOISE)), drafting, lag
-                )
+                measured = draft * math.exp(dice.gauss(0, NOISE))
+                auto.costs.add_draft("model", level, measured, drafting, lag)
         clock += draft + verify
         for i, depth in enumerate(depths):
             request = running[i]
@@ -154,8 +148,7 @@ def play(
 def shares(
     curve: str, mix: str, requests: int, total: int, seed: int = 0, prompt: int = 0
 ) -> tuple[float, float]:
-    """What the policy, once it has learned, reaches of who knows everything, and of plain
-    decoding."""
+    """Return the trained policy's speed over that of `Best`, and over plain decoding."""
     auto, costs, rates = DepthPolicy(), CURVES[curve], MIXES[mix]
     policy = Policy(auto)
     play(policy.choose, costs, rates, requests, total, seed + 50, auto, prompt)
@@ -165,18 +158,14 @@ def shares(
 
 
 def table(prompt: int) -> None:
-    """Print all of them, behind prompts of so many tokens that who drafts reads; the best does not
-    think of that."""
+    """Print all of them, behind prompts of so many tokens, of which `Best` does not think."""
     for curve in CURVES:
         for mix in MIXES:
-            cells = [
-                shares(curve, mix, n, max(8000, 500 * n), prompt=prompt) for n in (1, 4, 16, 64)
-            ]
-            print(
-                f"| {curve} | {mix} | "
-                + " | ".join(f"{best:.2f} ({plain:.2f})" for best, plain in cells)
-                + " |"
-            )
+            cells = [curve, mix]
+            for n in (1, 4, 16, 64):
+                best, plain = shares(curve, mix, n, max(8000, 500 * n), prompt=prompt)
+                cells.append(f"{best:.2f} ({plain:.2f})")
+            print("|", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

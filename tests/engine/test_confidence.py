@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -30,9 +31,7 @@ def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> No
         "of first choices, and beside them"
     )
     for _ in range(4000):
-        length = next(
-            (i for i in range(4) if chance.random() > 0.3), 4
-        )  # of tokens it was 90 % sure of
+        length = next((i for i in range(4) if chance.random() > 0.3), 4)
         survival.add(*chain([14] * 4, length))
     assert survival.rates[14] == pytest.approx(0.3, abs=0.06)
     assert survival.rates[3] == pytest.approx(3.5 / 16), "of others nothing was learned"
@@ -41,9 +40,8 @@ def test_chances_begin_as_the_drafters_own_word_and_become_what_was_seen() -> No
 def test_what_comes_behind_a_rejected_token_tells_nothing() -> None:
     survival = ConfidenceBins()
     survival.add(*chain([15, 8, 2], 1))
-    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0] and survival.accepted[
-        8
-    ] == 0 < survival.accepted[15]
+    assert [survival.seen[i] for i in (15, 8, 2)] == [1, 1, 0]
+    assert survival.accepted[8] == 0 < survival.accepted[15]
     survival.add(*chain([15, 8, 2], 3))
     assert survival.seen[2] == 1 == survival.accepted[2]
 
@@ -74,7 +72,7 @@ def test_floors_rise_with_what_a_level_costs() -> None:
             for tokens in range(1, 9):
                 policy.record_forward(tokens, 1 + row * (tokens - 1))
             for depth in range(1, 9):
-                policy.record_draft("eagle3", depth, 0.1 + level * depth)
+                policy.costs.add_draft("eagle3", depth, 0.1 + level * depth)
         floors.append(policy.min_chain_prob("eagle3", acceptance, ONE))
     # one token more: level + row, at 2 to 3 tokens a pass of 1.2 to 1.7, with a chance of 0.7
     assert 0.02 < floors[0] < 0.1 < floors[1] < 0.3 < floors[2] <= MAX_FLOOR
@@ -88,30 +86,26 @@ def test_of_weighed_nodes_as_many_are_verified_as_pay() -> None:
             policy.record_forward(tokens, seconds)
     assert policy.num_worth_verifying([0.5, 0.1, 0.05, 0.04, 0.04], ONE) == 3
     assert policy.num_worth_verifying([0.1, 0.05, 0.01], ONE) == 0
-    assert (
-        policy.num_worth_verifying([0.9, 0.8, 0.8, 0.7, 0.7], ONE)
-        == 5 - (4.2 / 2.0 < 3.5 / 1.2) * 2
-    )
+    # 3.5 tokens in 1.2, which is faster than 4.9 in 2
+    assert policy.num_worth_verifying([0.9, 0.8, 0.8, 0.7, 0.7], ONE) == 3
     assert policy.num_worth_verifying([], ONE) == 0
 
 
 def test_two_bad_rounds_do_not_silence_a_drafter_that_is_known() -> None:
-    policy, fresh = DepthPolicy(), Acceptance()
+    known, unknown, rejected = DepthPolicy(), DepthPolicy(), Acceptance()
     for _ in range(40):
-        known = Acceptance()
+        good = Acceptance()
         for _ in range(10):
-            policy.record_verdict("eagle3", known, 2, 1)
-    unknown, before = DepthPolicy(), policy.acceptance_rate("eagle3", fresh)
-    for each in (policy, unknown):
-        acceptance = Acceptance()
-        for _ in range(2):
-            acceptance.add(2, 0)
-        if each is policy:
-            assert policy.acceptance_rate("eagle3", acceptance) > 0.8 * before
-        else:
-            assert unknown.acceptance_rate("eagle3", acceptance) < 0.7 * unknown.acceptance_rate(
-                "eagle3", Acceptance()
-            )
+            known.record_verdict("eagle3", good, 2, 1)
+    for _ in range(2):
+        rejected.add(2, 0)
+
+    def left(policy: DepthPolicy) -> float:
+        """What two rejected rounds leave of the expected rate."""
+        before = policy.acceptance_rate("eagle3", Acceptance())
+        return policy.acceptance_rate("eagle3", replace(rejected)) / before
+
+    assert left(known) > 0.8 and left(unknown) < 0.7
 
 
 @pytest.mark.parametrize("rule", ["match", "token"])
@@ -140,9 +134,5 @@ def test_texts_are_the_same_whatever_a_drafter_is_sure_of(
         assert drafted >= {1, 2} and max(drafted) > 2, "they end by themselves"
         assert max(nodes) > max(drafted), "and others stand beside them"
         assert any(sum(survival.seen) for survival in llm.engine.policy.confidence.values())
-    else:
-        assert (
-            not llm.engine.policy.confidence
-            or temperature == 0
-            or not any(sum(survival.seen) for survival in llm.engine.policy.confidence.values())
-        )
+    elif temperature:
+        assert not any(sum(survival.seen) for survival in llm.engine.policy.confidence.values())

@@ -24,17 +24,14 @@ ONE = BatchState(1, 1, 1)  # a request alone
 
 
 def learned(rate: float, draft_cost: float, slope: float) -> tuple[DepthPolicy, Acceptance]:
-    """A policy that has measured a pass of 1 s, `slope` s more a token, and drafts of `draft_cost`
-    s a token."""
-    policy, acceptance = (
-        DepthPolicy(),
-        Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)), BetaCounts(1e6, 0)),
-    )
+    """A policy that has measured passes of 1 s + `slope` a token, and `draft_cost` a level."""
+    policy = DepthPolicy()
+    acceptance = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)), BetaCounts(1e6, 0))
     for _ in range(SETTLED):
         for tokens in range(1, 33):
             policy.record_forward(tokens, 1 + slope * (tokens - 1))
         for depth in range(1, 17):
-            policy.record_draft("model", depth, draft_cost * depth)
+            policy.costs.add_draft("model", depth, draft_cost * depth)
     return policy, acceptance
 
 
@@ -61,7 +58,7 @@ def test_what_is_never_accepted_is_left_alone_whatever_plain_passes_seemed_to_co
     for tokens, seconds, passes in ((1, 5.0, MIN_PLAIN_PASSES), (2, 1.0, SETTLED)):
         for _ in range(passes):
             policy.record_forward(tokens, seconds)
-            policy.record_draft("model", 1, 1e-9)
+            policy.costs.add_draft("model", 1, 1e-9)
     assert policy.choose([DraftOption("model", 8, acceptance)], ONE) == [0]
 
 
@@ -81,7 +78,7 @@ def test_probes_come_soon_and_then_no_more_often_than_they_may_cost() -> None:
     for _ in range(2000):
         (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
         policy.record_forward(1 + depth, 1.0 + 0.05 * depth)
-        policy.end_step()
+        policy.steps += 1
         chosen.append(depth)
         if depth:
             policy.record_verdict("model", acceptance, depth, 0)
@@ -103,7 +100,7 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
             options = [DraftOption("model", 8, Acceptance(BetaCounts(0, 1000))) for _ in range(2)]
         depths = policy.choose(options, BatchState(2, 2, 2))
         policy.record_forward(2, 1.0)
-        policy.end_step()
+        policy.steps += 1
         spent += 2 * cost * sum(map(bool, depths))
         probed += [step] * any(depths)
     assert spent <= 2 * cost + PROBE_ALLOWANCE + 20_000 * PROBE_SHARE
@@ -111,45 +108,38 @@ def test_what_probes_cost_is_bounded_over_all_requests(cost: float) -> None:
 
 
 def test_what_a_proposer_reads_before_a_probe_is_part_of_its_price() -> None:
-    """A draft that is cheap once it has caught up, which takes as long as 4 passes: the second
-    probe waits for them."""
+    """Catching up takes as long as 4 passes: the second probe waits for them."""
     policy, acceptance = learned(rate=0.05, draft_cost=0.01, slope=0.1)
-    policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
+    policy.costs.add_draft("model", PROBE_DEPTH, 4.0, lag=100)
     chosen = []
     for _ in range(1000):
         chosen += policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
         policy.record_forward(1, 1.0)
-        policy.end_step()
+        policy.steps += 1
     probes = [i for i, depth in enumerate(chosen) if depth]
     assert probes[0] == PAUSE_STEPS and len(probes) == 3
     assert all(300 < b - a < 450 for a, b in itertools.pairwise(probes))
 
 
 def test_what_a_proposer_has_to_read_must_pay_in_the_tokens_that_are_left() -> None:
-    """A draft for which it reads as long as twenty passes take, and which is right nine times in
-    ten."""
-    for lag, left, drafts in (
-        (0, 200, True),
-        (100, 200, True),
-        (100, 4, False),
-        (1000, 200, False),
-    ):
+    """Reading takes as long as twenty passes, and drafts are right nine times in ten."""
+    cases = ((0, 200, True), (100, 200, True), (100, 4, False), (1000, 200, False))
+    for lag, left, drafts in cases:
         policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.05)
-        policy.record_draft("model", 1, 20.1, lag=100)
+        policy.costs.add_draft("model", 1, 20.1, lag=100)
         (depth,) = policy.choose([DraftOption("model", left, acceptance, lag=lag)], ONE)
         assert (depth > 0) is drafts, (lag, left)
 
 
 def test_who_was_right_goes_on_at_once() -> None:
-    """Behind a dear return, which was paid for by then, and only while a draft that is accepted
-    would pay."""
+    """Once catching up is paid for, and only while an accepted draft would pay."""
     for slope, goes_on in ((0.3, True), (1.2, False)):
         policy, acceptance = learned(rate=0.05, draft_cost=0.2, slope=slope)
-        policy.record_draft("model", PROBE_DEPTH, 4.0, lag=100)
+        policy.costs.add_draft("model", PROBE_DEPTH, 4.0, lag=100)
         for _ in range(1000):
             (depth,) = policy.choose([DraftOption("model", 8, acceptance, lag=100)], ONE)
             policy.record_forward(1, 1.0)
-            policy.end_step()
+            policy.steps += 1
             if depth:
                 break
         policy.record_verdict("model", acceptance, depth, depth)
@@ -168,7 +158,7 @@ def test_to_ask_whether_a_request_rests_is_a_step_of_its_rest() -> None:
             option = DraftOption("model", 8, acceptance)
             chosen += [0] if asks and policy.is_paused(acceptance) else policy.choose([option], ONE)
             policy.record_forward(1, 1.0)
-            policy.end_step()
+            policy.steps += 1
         probes.append([i for i, depth in enumerate(chosen) if depth])
     assert probes[0] == probes[1] and len(probes[0]) >= 3
 
@@ -179,7 +169,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     for _ in range(4000):
         (depth,) = policy.choose([DraftOption("model", 8, acceptance)], ONE)
         policy.record_forward(1, 1.0)
-        policy.end_step()
+        policy.steps += 1
         depths.append(depth)
         if depth:
             policy.record_verdict("model", acceptance, depth, depth)
@@ -189,14 +179,9 @@ def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
 def test_the_better_draft_of_a_batch_goes_deeper_and_limits_hold() -> None:
     policy, good = learned(rate=0.9, draft_cost=0.01, slope=0.1)
     poor = Acceptance(BetaCounts(100, 900))
-    depths = policy.choose(
-        [
-            DraftOption("model", 16, good),
-            DraftOption("model", 16, poor),
-            DraftOption("model", 1, good),
-        ],
-        BatchState(3, 3, 3),
-    )
+    cases = ((16, good), (16, poor), (1, good))
+    options = [DraftOption("model", limit, acceptance) for limit, acceptance in cases]
+    depths = policy.choose(options, BatchState(3, 3, 3))
     assert depths[0] > depths[1] and depths[2] <= 1
 
 
@@ -212,40 +197,33 @@ def played(
     cold at first, now and then three times too long, and whose speed drifts. `rates`: acceptance in
     the first 40 tokens, and after them. `found`: tokens that the proposer has to offer, at
     random."""
-    dice, acceptance, cold, clock, drift, done = (
-        random.Random(seed),
-        Acceptance(),
-        set(),
-        0.0,
-        0.0,
-        0,
-    )
+    dice = random.Random(seed)
+    acceptance = Acceptance()
+    cold = set()
+    clock = 0.0
+    drift = 0.0
+    done = 0
 
     def measured(true: float, what: object) -> float:
         nonlocal drift
         drift = 0.99 * drift + dice.gauss(0, 0.03)
         first = what not in cold
         cold.add(what)
-        return (
-            true
-            * math.exp(drift + dice.gauss(0, 0.1))
-            * (1.5 if first else 1)
-            * (3 if dice.random() < 0.02 else 1)
-        )
+        factor = 1.5 if first else 1.0
+        factor *= math.exp(drift + dice.gauss(0, 0.1))
+        return true * factor * (3 if dice.random() < 0.02 else 1)
 
     while done < 200:
-        depth = (
-            0
-            if policy.is_paused(acceptance)
-            else policy.choose([DraftOption("model", 200 - done, acceptance)], ONE)[0]
-        )
+        depth = 0
+        if not policy.is_paused(acceptance):
+            (depth,) = policy.choose([DraftOption("model", 200 - done, acceptance)], ONE)
         drafted = min(depth, dice.choice(found))
         accepted = next((i for i in range(drafted) if dice.random() > rates[done >= 40]), drafted)
         draft, verify = draft_cost * depth, 1 + slope * drafted
         if depth:
-            policy.record_draft("model", depth, measured(draft, ("draft", depth)))
+            policy.costs.add_draft("model", depth, measured(draft, ("draft", depth)))
         policy.record_forward(1 + drafted, measured(verify, drafted))
-        policy.end_step()
+        policy.steps += 1
         if depth:
             policy.record_verdict("model", acceptance, drafted, accepted)
         clock += draft + verify
@@ -270,29 +248,24 @@ COPIES = [0, 0, 2, 5, 11, 16]
 def test_neither_noise_nor_a_bad_beginning_decides(
     rates: tuple[float, float], draft_cost: float, slope: float, found: list[int], least: float
 ) -> None:
-    """Of 30 fresh starts the median gains most of what there is, and the third worst is hardly
-    slower than plain."""
-    speeds = sorted(
-        played(DepthPolicy(), rates, draft_cost, slope, found, seed) for seed in range(30)
-    )
+    """Of 30 fresh starts the median gains most, and the third worst hardly loses."""
+    arguments = rates, draft_cost, slope, found
+    speeds = sorted(played(DepthPolicy(), *arguments, seed) for seed in range(30))
     assert speeds[15] >= least and speeds[2] >= min(0.93, least)
 
 
 def test_a_proposer_that_seldom_has_anything_to_offer_is_asked_only_where_that_pays() -> None:
-    """All it drafts is accepted: worth a tenth of a pass to ask for if it drafts often, and not if
-    hardly ever."""
+    """Accepted drafts pay if it drafts often, and not if hardly ever."""
     for often, asked in ((0.5, True), (0.02, False)):
         policy, acceptance = learned(rate=0.99, draft_cost=0.1, slope=0.1)
         acceptance.offered = BetaCounts(1000 * often, 1000 * (1 - often))
         assert (policy.choose([DraftOption("model", 1, acceptance)], ONE) != [0]) is asked
-    assert (
-        policy.acceptance_rate("model", acceptance) > 0.9
-    )  # what is shown of a draft that is there
+    # what is shown of a draft that is there
+    assert policy.acceptance_rate("model", acceptance) > 0.9
 
 
 def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -> None:
-    """Rows of 0.05 passes, a drafter of 0.02 a level that is right seven times in ten: short
-    matches are its turn."""
+    """Short matches are the turn of a drafter that is right seven times in ten."""
     policy, drafter = learned(rate=0.7, draft_cost=0.02, slope=0.05)
     for rate, alone in ((0.02, 0), (0.3, 1), (0.95, 8)):
         copied = Acceptance(BetaCounts(1000 * rate, 1000 * (1 - rate)))
@@ -308,10 +281,8 @@ def test_copies_are_cut_to_what_pays_and_left_to_a_proposer_that_does_better() -
 
 def test_matches_are_kept_apart_by_powers_of_two() -> None:
     kinds = [kind_of_match("suffix", match) for match in (2, 3, 4, 7, 8, 31, 32, 10_000)]
-    assert (
-        kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4]
-        and kinds[6] == kinds[7] != kinds[5]
-    )
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4]
+    assert kinds[6] == kinds[7] != kinds[5]
     assert kind_of_match("ngram", 2) != kinds[0]
 
 
@@ -331,26 +302,22 @@ def test_near_the_best_there_is_whatever_passes_cost(curve: str, mix: str, reque
 @pytest.mark.parametrize("prompt", [128, 1000])
 @pytest.mark.parametrize("curve", ["mild", "roof"])
 def test_what_is_read_to_draft_for_many_is_not_lost(curve: str, prompt: int) -> None:
-    """Sixteen requests, half of which are right, behind prompts that a drafter has to read
-    first."""
+    """Sixteen requests, half of which are right, whose prompts a drafter reads first."""
     _, plain = machine.shares(curve, "half", 16, 3200, prompt=prompt)
     assert plain > 0.94, plain
 
 
 def depths_of(objective: str, slo: float) -> list[int]:
-    """Of one request that is right nine times in ten and seven that seldom are, where a row costs a
-    tenth of a pass."""
+    """Depths of one request that is right nine times in ten and seven that seldom are."""
     policy = DepthPolicy(objective, slo)
     for _ in range(SETTLED):
         for tokens in range(1, 33):
             policy.record_forward(tokens, 1 + 0.02 * (tokens - 1))
         for depth in range(1, 17):
             for requests in (1, 2, 4, 8):
-                policy.record_draft("model", depth, 0.01 * depth, requests)
-    good, poor = (
-        Acceptance(BetaCounts(18, 2), BetaCounts(20, 0)),
-        Acceptance(BetaCounts(1, 19), BetaCounts(20, 0)),
-    )
+                policy.costs.add_draft("model", depth, 0.01 * depth, requests)
+    good = Acceptance(BetaCounts(18, 2), BetaCounts(20, 0))
+    poor = Acceptance(BetaCounts(1, 19), BetaCounts(20, 0))
     return policy.choose(
         [DraftOption("model", 16, good), *(DraftOption("model", 16, poor) for _ in range(7))],
         BatchState(8, 8, 8),
@@ -386,7 +353,7 @@ def test_no_pass_is_much_larger_than_what_was_measured() -> None:
     largest = 16
     for _ in range(SETTLED):
         policy.record_forward(largest, 1.0)
-        policy.record_draft("model", 1, 1e-6, 16)
+        policy.costs.add_draft("model", 1, 1e-6, 16)
     for _ in range(4):
         size = 16 + sum(policy.choose(options, BatchState(16, 16, 16)))
         assert largest < size <= max(1.25 * largest, largest + 8)
@@ -405,9 +372,9 @@ def test_beside_a_prompt_that_is_read_drafts_pay_as_they_would_without() -> None
             for tokens in range(1, 65):
                 policy.record_forward(tokens, max(1.0, 0.1 + row * tokens))
             for tokens in (128, 160, 256, 512):
-                policy.record_prefill(tokens, max(1.3, row * tokens))
+                policy.costs.add_prefill(tokens, max(1.3, row * tokens))
             for depth in (1, 2, 3, 4):
-                policy.record_draft("model", depth, 0.1 * depth, 16)
+                policy.costs.add_draft("model", depth, 0.1 * depth, 16)
         options = [
             DraftOption("model", 16, Acceptance(BetaCounts(90, 10), BetaCounts(100, 0)))
             for _ in range(16)
@@ -423,19 +390,17 @@ def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     policy, acceptance = learned(rate=0.9, draft_cost=0.1, slope=0.0)
     options = [DraftOption("model", 8, acceptance)]
     assert policy.choose(options, BatchState(64, 64, 1)) == [0] and policy.is_paused(acceptance)
-    for _ in range(2 * PAUSE_STEPS):
-        policy.end_step()
+    policy.steps += 2 * PAUSE_STEPS
     assert not policy.is_paused(acceptance) and policy.choose(options, ONE) != [0]
 
 
 def test_much_is_not_read_beside_prompts() -> None:
-    """What takes a tenth of a pass is: a few tokens that were missed, or the prompt of one who
-    copies."""
+    """A tenth of a pass is read: a few missed tokens, or a prompt to copy from."""
     policy = DepthPolicy()
     for _ in range(20):
         policy.record_forward(1, 1.0)
-        policy.record_draft("model", 1, 0.1)
-        policy.record_draft("model", 1, 0.1 + 1.0, 1, 500)
+        policy.costs.add_draft("model", 1, 0.1)
+        policy.costs.add_draft("model", 1, 0.1 + 1.0, 1, 500)
     batch = BatchState(200, 1, 1, 199)
     assert policy.should_wait(DraftOption("model", 9, Acceptance(), 1, 100), batch)
     assert not policy.should_wait(DraftOption("model", 9, Acceptance(), 1, 20), batch)
@@ -448,7 +413,7 @@ def test_prompts_are_read_beside_requests_as_far_as_a_pass_is_stretched() -> Non
     for _ in range(SETTLED):
         policy.record_forward(4, 1.0)
         for tokens in (8, 64, 512):
-            policy.record_prefill(tokens, 0.5 + tokens / 64)
+            policy.costs.add_prefill(tokens, 0.5 + tokens / 64)
     assert policy.room(4, 2.0) == pytest.approx(96, abs=16)
     assert policy.room(4, 4.0) == pytest.approx(224, abs=32)
     assert policy.room(4, math.inf) > 1000

@@ -11,21 +11,20 @@ import pytest
 
 from forerun.draft.compose import BestOf, InTurn
 from forerun.draft.proposer import DraftRequest, Proposer
-from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
+from forerun.engine.acceptance import BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import DEEPEST, BatchState
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.stats import NO_ROOM
 from forerun.errors import ForerunError
 from forerun.runtime.torch_runner import Runner
-from forerun.types import Draft, Proposal
+from forerun.types import Draft, Proposal, Round
 from tests import tiny
 from tests.engine import build
 
 
 class Sometimes(Proposer):
-    """Drafts zeros wherever the text's length is a multiple of `every`; notes which depths it was
-    asked for."""
+    """Drafts zeros where the text's length is a multiple of `every`; notes its depths."""
 
     def __init__(self, name: str, every: int) -> None:
         self.name, self.every = name, every
@@ -33,25 +32,41 @@ class Sometimes(Proposer):
 
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         self.asked += [(len(row.tokens), row.depth) for row in rows]
-        return [
-            Draft.chain(
-                row.tokens[-1],
-                [0] * row.depth if len(row.tokens) % self.every == 0 else [],
-                self.name,
-            )
-            for row in rows
-        ]
+        drafts = []
+        for row in rows:
+            tokens = [0] * row.depth if len(row.tokens) % self.every == 0 else []
+            drafts.append(Draft.chain(row.tokens[-1], tokens, self.name))
+        return drafts
 
 
-def engine_of(*parts: Proposer) -> Engine:
+def engine_of(*parts: Proposer, rule: str = "match", name: str = "both") -> Engine:
+    """An engine with one proposer: `parts` in turn."""
     runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    return Engine(runner, {"both": InTurn(parts)})
+    return Engine(runner, {name: InTurn(parts) if len(parts) > 1 else parts[0]}, rule=rule)
+
+
+def add(
+    engine: Engine,
+    draft: str = "both",
+    *,
+    temperature: float = 0.8,
+    length: int = 30,
+    **options: Any,
+) -> Request:
+    """A request, drafted for to a depth of 2 unless `options` say otherwise."""
+    params = build.params(1, temperature, length)
+    return engine.add(build.prompts()[1], params, draft=draft, **{"depth": 2} | options)
+
+
+def rounds_of(engine: Engine) -> list[Round]:
+    """The traces of a run to the end."""
+    return [event.round for event in build.finish(engine) if event.round]
 
 
 def test_the_next_part_is_asked_where_the_first_has_nothing() -> None:
     first, second = Sometimes("first", 3), Sometimes("second", 1)
     engine = engine_of(first, second)
-    request = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    request = add(engine)
     build.finish(engine)
     assert {length for length, _ in second.asked} == {
         length for length, _ in first.asked if length % 3
@@ -67,7 +82,7 @@ def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.Monke
         first, "has_draft", lambda slot, tokens: len(tokens) % 3 == 0, raising=False
     )
     engine = engine_of(first, second)
-    request = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    request = add(engine)
     build.finish(engine)
     assert first.asked and {length % 3 for length, _ in first.asked} == {0}
     assert {length % 3 for length, _ in second.asked} == {1, 2}
@@ -75,29 +90,23 @@ def test_a_part_that_knows_it_has_nothing_is_not_asked(monkeypatch: pytest.Monke
     assert set(request.stats.by_source) == {"first", "second"}
 
 
-def test_a_part_that_fails_when_asked_ends_its_request() -> None:
-    class Failing(Sometimes):
-        def has_draft(self, slot: int, tokens: Sequence[int]) -> bool:
-            raise ValueError("a fault")
+@pytest.mark.parametrize("method", ["has_draft", "propose"])
+def test_a_drafter_that_fails_ends_its_request_and_its_error_is_the_cause(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it drafts, it is named with its line."""
+    first = Sometimes("first", 1)
 
-    engine = engine_of(Failing("first", 1), Sometimes("second", 1))
-    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
-    events = []
-    while engine.busy:
-        events += engine.step()
-    assert "ValueError" in str(events[-1].error)
+    def fail(*_: Any) -> None:
+        raise ValueError("not for clients")
 
-
-def test_a_drafter_that_fails_is_named_with_its_line_and_its_error_is_the_cause() -> None:
-    class Failing(Sometimes):
-        def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
-            raise ValueError("not for clients")
-
-    engine = engine_of(Failing("first", 1), Sometimes("second", 1))
-    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
-    with pytest.raises(
-        ForerunError, match=r"'first' failed in test_drafting.py, line \d+: ValueError$"
-    ) as error:
+    monkeypatch.setattr(first, method, fail)
+    engine = engine_of(first, Sometimes("second", 1))
+    add(engine)
+    says = "ValueError$"
+    if method == "propose":
+        says = r"'first' failed in test_drafting.py, line \d+: ValueError$"
+    with pytest.raises(ForerunError, match=says) as error:
         build.finish(engine)
     assert isinstance(error.value.__cause__, ValueError)
 
@@ -106,17 +115,15 @@ def test_parts_have_costs_and_an_acceptance_of_their_own() -> None:
     """One whose drafts always fail is left alone, and the other is still asked."""
     first, second = Sometimes("first", 1), Sometimes("second", 1)
     engine = engine_of(first, second)
-    request = engine.add(build.prompts()[1], build.params(1, 0.8, 100), draft="both", depth="auto")
+    request = add(engine, length=100, depth="auto")
     rejected = engine.drafting.state(request).acceptance["first"]
     rejected.kept.no = 1000.0
     build.finish(engine)
     assert len(first.asked) < 10 < len(second.asked) + len(first.asked)
     passes, drafts = engine.policy.cost_table()
     assert passes and {"first", "second"} >= drafts.keys() and "second" in drafts
-    assert (
-        engine.drafting.state(request).acceptance["second"] is not rejected
-        and engine.drafting.state(request).acceptance["second"].kept.no > 0
-    )
+    assert engine.drafting.state(request).acceptance["second"] is not rejected
+    assert engine.drafting.state(request).acceptance["second"].kept.no > 0
 
 
 class Wrong(Proposer):
@@ -149,7 +156,7 @@ def test_a_draft_that_was_not_asked_for_is_refused(
 ) -> None:
     """There is no room for it: it would overwrite what others have in the cache."""
     engine = engine_of(Wrong(parents, token))
-    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="both", depth=2)
+    add(engine)
     with pytest.raises(ForerunError, match=says):
         build.finish(engine)
 
@@ -215,32 +222,27 @@ def test_what_is_no_draft_is_one_clear_line(rule: str, name: str) -> None:
     give, says = FAULTS[name]
     if rule == "token" and name == "sampled tokens":
         says = "without the distributions"
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    engine = Engine(runner, {"faulty": Faulty(give)}, rule=rule)
-    bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="faulty", depth=2)
+    engine = engine_of(Faulty(give), rule=rule, name="faulty")
+    bad = add(engine, "faulty")
     good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
     build.finish_all(engine)
-    assert (
-        isinstance(bad.error, ForerunError)
-        and good.error is None
-        and good.finish_reason == "length"
-    )
+    assert isinstance(bad.error, ForerunError)
+    assert good.error is None
+    assert good.finish_reason == "length"
     assert says in str(bad.error) and "'faulty'" in str(bad.error) and "\n" not in str(bad.error)
 
 
 def test_a_tree_under_a_rule_of_chains_is_refused() -> None:
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
     wide = Wrong([0, 0], 1)
     wide.width = 2
-    engine = Engine(runner, {"wrong": wide}, rule="block")
-    engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="wrong", depth=2)
+    engine = engine_of(wide, rule="block", name="wrong")
+    add(engine, "wrong")
     with pytest.raises(ForerunError, match=r"look at request\.branching"):
         build.finish(engine)
 
 
 def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
-    """The slot is given back: `open` failed for want of a parameter, so that `close` found nothing
-    to delete."""
+    """The slot is given back, though `open` failed and `close` finds nothing to delete."""
 
     class Forgetful(Proposer):
         name = "forgetful"
@@ -254,16 +256,13 @@ def test_a_drafter_that_fails_when_a_slot_is_closed_harms_nobody() -> None:
         def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
             del self.slots[slot]
 
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    engine = Engine(runner, {"forgetful": Forgetful()})
-    bad = engine.add(build.prompts()[1], build.params(1, 0.8, 30), draft="forgetful", depth=2)
+    engine = engine_of(Forgetful(), name="forgetful")
+    bad = add(engine, "forgetful")
     good = engine.add(build.prompts()[2], build.params(2, 0.8, 8))
     build.finish_all(engine)
-    assert (
-        isinstance(bad.error.__cause__, TypeError)
-        and good.error is None
-        and good.finish_reason == "length"
-    )
+    assert isinstance(bad.error.__cause__, TypeError)
+    assert good.error is None
+    assert good.finish_reason == "length"
     assert len(engine.scheduler.slots) == 4
     build.check_idle(engine)
 
@@ -284,21 +283,17 @@ class Copies(Proposer):
 
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         self.deepest = max([self.deepest, *(row.depth for row in rows)])
-        return [
-            Draft.chain(
-                row.tokens[-1],
-                list(self.text[len(row.tokens) :][: row.depth]),
-                self.name,
-                self.match,
-            )
-            for row in rows
-        ]
+        drafts = []
+        for row in rows:
+            copied = list(self.text[len(row.tokens) :][: row.depth])
+            drafts.append(Draft.chain(row.tokens[-1], copied, self.name, self.match))
+        return drafts
 
 
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("rule", ["match", "token"])
 def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
-    right: bool, rule: str
+    right: bool, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are worth nothing to a policy that trusts another proposer, whose drafts are then
     verified; still it learns whether they were right, and the text is what it is without them."""
@@ -307,16 +302,11 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
     plain = engine.add(prompt, params, draft="off")
     build.finish(engine)
     text = plain.tokens if right else [token ^ 1 for token in plain.tokens]
-    engine = Engine(
-        Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4),
-        {"both": InTurn([Copies(text, 5), Sometimes("second", 1)])}, rule=rule,
-    )  # fmt: skip
+    engine = engine_of(Copies(text, 5), Sometimes("second", 1), rule=rule)
     kind = kind_of_match("copies", 5)
     asked: list[str] = []
 
-    def worth(
-        kind: str, acceptance: Acceptance, copied: int, batch: BatchState, growth: object
-    ) -> tuple[int, float]:
+    def worth(kind: str, *_: object) -> tuple[int, float]:
         asked.append(kind)
         return 0, 0.0
 
@@ -324,7 +314,8 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
         asked.append(option.source)
         return 1.0
 
-    engine.policy.cut_copy, engine.policy.expected_speed = worth, expected_speed  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.policy, "cut_copy", worth)
+    monkeypatch.setattr(engine.policy, "expected_speed", expected_speed)
     request = engine.add(prompt, params, draft="both", depth="auto")
     build.finish(engine)
     assert request.tokens == plain.tokens
@@ -336,23 +327,21 @@ def test_copies_that_are_set_aside_are_scored_with_what_the_target_says(
 
 def cheap(proposer: Proposer) -> Engine:
     """An engine whose passes take what their weights do, nearly, whatever the clock says."""
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=512, page=4, slots=4)
-    engine = Engine(runner, {proposer.name: proposer}, rule="match")
+    engine = engine_of(proposer, name=proposer.name)
     learned = engine.policy.costs
     learned.known, learned.reach = lambda *_: True, lambda tokens: tokens + 64
-    learned.forward, learned.draft_cost = lambda tokens: 1 + 0.02 * tokens, lambda *_: 0.01
+    learned.forward = lambda tokens: 1 + 0.02 * tokens
     return engine
 
 
 def said(engine: Engine, draft: str) -> Request:
-    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft=draft, depth="auto")
+    request = add(engine, draft, temperature=0.0, length=40, depth="auto")
     build.finish(engine)
     return request
 
 
 def test_the_best_copy_of_all_is_verified_and_the_others_are_scored() -> None:
-    """Who has the longer match is right here, wherever it stands, and neither needs to be tried for
-    that."""
+    """The longer match is right here, wherever it stands, and neither is tried first."""
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     short, long = Copies([token ^ 1 for token in text], 2, "short"), Copies(text, 40, "long")
     for parts in ((short, long), (long, short)):
@@ -379,19 +368,13 @@ def test_a_trace_tells_the_acceptance_of_who_drafted() -> None:
         engine = cheap(best)
         said(engine, best.name)
         engine.policy.acceptance_rate = lambda name, _: rates.get(name, 0.5)  # type: ignore[method-assign]
-        engine.add(
-            build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
-        )
-        rounds = []
-        while engine.busy:
-            rounds += [event.round for event in engine.step_or_raise() if event.round]
-        drafted = [round for round in rounds if len(round.draft) > 1]
+        add(engine, best.name, temperature=0.0, length=40, depth="auto", trace=True)
+        drafted = [round for round in rounds_of(engine) if len(round.draft) > 1]
         assert drafted and all(round.rate == rates[round.draft.sources[1]] for round in drafted)
 
 
 def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
-    """The server keeps these few numbers in place of distributions, which are megabytes for each
-    event."""
+    """The server keeps these numbers in place of distributions of megabytes."""
     drawn = Sometimes("drawn", 1)
     engine = engine_of(drawn)
     propose = drawn.propose
@@ -404,23 +387,12 @@ def test_a_trace_says_how_likely_its_drafter_found_each_token() -> None:
         return drafts
 
     drawn.propose = with_probs  # type: ignore[method-assign]
-    engine.add(
-        build.prompts()[1],
-        build.params(1, 0.8, 40),
-        draft="both",
-        depth=1,
-        rule="token",
-        trace=True,
-    )
-    rounds = []
-    while engine.busy:
-        rounds += [event.round for event in engine.step_or_raise() if event.round]
-    assert {q for round in rounds for q in round.drafted} == {0.25}
+    add(engine, length=40, depth=1, rule="token", trace=True)
+    assert {q for round in rounds_of(engine) for q in round.drafted} == {0.25}
 
 
 def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tokens are called otherwise than who drafted them: those of a cascade name all that had
-    a part in them."""
+    """Tokens of a cascade name all drafters that had a part in them."""
     first, rival = Sometimes("first", 1), Sometimes("rival", 1)
     monkeypatch.setattr(
         first, "propose", lambda rows: [Draft.chain(row.tokens[-1], [0], "x&first") for row in rows]
@@ -435,14 +407,8 @@ def test_a_trace_takes_no_rival_for_who_drafted(monkeypatch: pytest.MonkeyPatch)
         "acceptance_rate",
         lambda name, _: {"first": 0.25, "rival": 0.75}.get(name, 0.5),
     )
-    engine.add(
-        build.prompts()[1], build.params(1, 0.0, 40), draft=best.name, depth="auto", trace=True
-    )
-    rates = []
-    while engine.busy:
-        rates += [
-            e.round.rate for e in engine.step_or_raise() if e.round and len(e.round.draft) > 1
-        ]
+    add(engine, best.name, temperature=0.0, length=40, depth="auto", trace=True)
+    rates = [round.rate for round in rounds_of(engine) if len(round.draft) > 1]
     assert len(rates) > 5 and set(rates) == {0.25} and len(rival.asked) > 5
 
 
@@ -454,16 +420,14 @@ def test_a_copy_is_looked_at_to_its_end_and_counts_for_who_copied_as_far_as_it_w
     text = said(engine_of(Sometimes("second", 1)), "off").tokens
     copies = Copies([token ^ 1 for token in text], 2)
     engine = cheap(copies)
-    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
+    request = add(engine, "copies", temperature=0.0, length=40, depth="auto")
     engine.drafting.state(request).acceptance["copies"].kept = BetaCounts(50, 50)
     engine.drafting.state(request).acceptance[kind_of_match("copies", 2)].kept = BetaCounts(0, 1000)
     build.finish(engine)
     assert request.tokens == text and copies.deepest == DEEPEST
     assert engine.drafting.state(request).acceptance[kind_of_match("copies", 2)].kept.no > 1
-    assert (
-        engine.drafting.state(request).acceptance["copies"].offered.no > 1
-        and not engine.drafting.state(request).acceptance["copies"].offered.yes
-    )
+    assert engine.drafting.state(request).acceptance["copies"].offered.no > 1
+    assert not engine.drafting.state(request).acceptance["copies"].offered.yes
 
 
 def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
@@ -475,7 +439,7 @@ def test_where_there_is_no_room_for_a_whole_copy_a_shorter_one_is_asked_for(
     monkeypatch.setattr(copies, "most", lambda depth: depth if depth < DEEPEST else 1 << 20)
     engine = cheap(copies)
     engine.set_policy(build.Eager())
-    request = engine.add(build.prompts()[1], build.params(1, 0.0, 40), draft="copies", depth="auto")
+    request = add(engine, "copies", temperature=0.0, length=40, depth="auto")
     build.finish(engine)
     assert request.tokens == text
     assert request.stats.by_source["copies"].accepted > 5 and not request.stats.reasons[NO_ROOM]

@@ -75,8 +75,7 @@ def test_the_mean_ratio_follows_what_passes_use() -> None:
 
 
 def test_drafts_that_share_experts_are_verified_further() -> None:
-    """Costs that grow by half with each effective row: strangers do not pay, tokens that use the
-    root's experts do."""
+    """Where rows are dear, tokens that use the root's experts pay and strangers do not."""
     policy, batch = DepthPolicy(), BatchState(num_tokens=1, num_generating=1, num_drafting=1)
     policy.set_experts(MIXTURE)
     load = policy.experts

@@ -58,14 +58,12 @@ def watching(
 ) -> tuple[Engine, Watcher]:
     watcher = Watcher(Runner(drafter, tokens=1024, page=4, slots=8), width=3)
     proposer: Proposer = InTurn((NGram(longest=3, shortest=1), watcher)) if wrap else watcher
-    shape = {"tokens": 1024, "page": 4, "slots": 8, "chunk": 7} | options
-    chunk = shape.pop("chunk")
-    return Engine(Runner(decoder, **shape), {"watch": proposer}, chunk=chunk), watcher
+    shape = {"tokens": 1024, "page": 4, "slots": 8} | options
+    return Engine(Runner(decoder, **shape), {"watch": proposer}, chunk=7), watcher
 
 
 def reference(decoder: object, tokens: list[int]) -> torch.Tensor:
-    """The states of each token, [T, boundaries, H], from passes over one token on an empty
-    cache."""
+    """The states [T, boundaries, H] of passes over one token, on an empty cache."""
     runner, rows = Runner(decoder, tokens=len(tokens) + 4, page=4, slots=1), []
     runner.cache.open(0, [])
     runner.cache.pages.grow(0, len(tokens))
@@ -83,8 +81,7 @@ def test_every_committed_token_is_shown_once_and_in_order(wrap: bool, tokens: in
     engine, watcher = watching(decoder, tiny.decoder(tiny.drafter("llama")), wrap, tokens=tokens)
     for i, prompt in enumerate(build.prompts(6)):
         engine.add(prompt, build.params(i, 0.8), draft="watch", depth=3)
-    while engine.busy:
-        engine.step_or_raise()
+    build.finish(engine)
     assert len(watcher.ended) == 6
     for text, seen in watcher.ended:
         # all but the last token, which was never read; a prefix that was cached was read by
@@ -100,8 +97,7 @@ def test_who_does_not_ask_is_shown_nothing() -> None:
         tiny.decoder(tiny.family("llama")), tiny.decoder(tiny.drafter("llama")), wrap=False
     )
     engine.add(build.prompts()[1], build.params(0, 0.0), draft="off")
-    while engine.busy:
-        engine.step_or_raise()
+    build.finish(engine)
     assert not watcher.seen and not watcher.ended
 
 

@@ -64,8 +64,7 @@ def test_what_comes_to_pay_is_found_again() -> None:
 
 
 def test_a_machine_that_slows_down_is_no_reason() -> None:
-    """Other programs begin and end: what a plain step takes now is measured before anything is
-    stopped."""
+    """What a plain step takes now is measured before anything is stopped."""
     guard = Guard(cost=lambda tokens: 1.0)
     assert play(guard, 6000, lambda _: 1.2, lambda step: 1.0 if step // 700 % 2 else 2.5) > 1.15
     assert guard.pauses <= 1
@@ -104,9 +103,8 @@ def judged(judge: RequestGuard, steps: int, gain: float, seed: int = 1) -> float
 def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
     for seed in range(10):
         assert judged(RequestGuard(), 3000, gain=0.5, seed=seed) > 0.95
-        assert (
-            judged(RequestGuard(), 3000, gain=1.4, seed=seed) > 1.18
-        )  # 1.2 without anybody judging
+        # 1.2 without anybody judging
+        assert judged(RequestGuard(), 3000, gain=1.4, seed=seed) > 1.18
     judge = RequestGuard()
     judge.record(1, 80.0)  # a draft model read the prompt
     assert judge.allows()
@@ -118,27 +116,16 @@ def test_one_request_that_loses_is_stopped_and_who_gains_is_not() -> None:
 
 def test_what_a_request_takes_is_its_part_of_what_a_step_takes_more() -> None:
     """Four requests, a row more costs a tenth of the pass: one drafts four, one nothing."""
-    judges = [RequestGuard() for _ in range(4)]
+    drafting, *others = judges = [RequestGuard() for _ in range(4)]
     guard = Guard(cost=lambda tokens: 1.0 + 0.1 * (tokens - 4))
+    samples = [GuardSample(drafting, 4, 1, True), *(GuardSample(j, 0, 1, False) for j in others)]
     for _ in range(5):
-        parts = [
-            GuardSample(judges[0], 4, 1, True),
-            *(GuardSample(judge, 0, 1, False) for judge in judges[1:]),
-        ]
-        guard.record(parts, seconds=1.5, drafting=0.1)
-    assert judges[0].lost == pytest.approx(5 * 4 * 0.5, rel=0.05) and [
-        j.lost for j in judges[1:]
-    ] == [0, 0, 0]
+        guard.record(samples, seconds=1.5, drafting=0.1)
+    assert drafting.lost == pytest.approx(5 * 4 * 0.5, rel=0.05)
+    assert [judge.lost for judge in others] == [0, 0, 0]
     for _ in range(4):
-        guard.record(
-            [
-                GuardSample(judges[0], 4, 1, True),
-                *(GuardSample(j, 0, 1, False) for j in judges[1:]),
-            ],
-            1.5,
-            drafting=0.1,
-        )
-    assert not judges[0].allows() and all(judge.allows() for judge in judges[1:])
+        guard.record(samples, seconds=1.5, drafting=0.1)
+    assert [judge.allows() for judge in judges] == [False, True, True, True]
 
 
 class Wrong(build.Eager):
@@ -149,45 +136,35 @@ class Wrong(build.Eager):
 
 
 class Liar(Proposer):
-    """Of a text that is known, it says what comes next to every other request, and something else
-    to the others."""
+    """Drafts of a known text what is right, or for the first request what is wrong."""
 
     name = "liar"
 
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, texts: Sequence[list[int]]) -> None:
         self.texts = texts
 
     def propose(self, rows: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
         for row in rows:
-            (i,) = [
-                i
-                for i, text in enumerate(self.texts)
-                if list(text[: len(row.tokens)]) == list(row.tokens)
-            ]
-            right = self.texts[i][len(row.tokens) :][: row.depth]
-            drafts.append(
-                Draft.chain(
-                    row.tokens[-1], right if i else [(token + 1) % 50 for token in right], "liar"
-                )
-            )
+            length = len(row.tokens)
+            (i,) = [i for i, text in enumerate(self.texts) if text[:length] == list(row.tokens)]
+            right = self.texts[i][length:][: row.depth]
+            tokens = right if i else [(token + 1) % 50 for token in right]
+            drafts.append(Draft.chain(row.tokens[-1], tokens, "liar"))
         return drafts
 
 
 def test_a_request_whose_drafts_fail_rests_and_its_neighbour_goes_on() -> None:
     llm = LLM(tiny.spoken(), draft="off", dtype="float64", kv_tokens=2048)
-    prompts, params = (
-        ["The name of the name", "import os"],
-        SamplingParams.pure(max_tokens=150, ignore_eos=True),
-    )
+    prompts = ["The name of the name", "import os"]
+    params = SamplingParams.pure(max_tokens=150, ignore_eos=True)
     plain = llm.generate(prompts, params)
     texts = [
         llm.tokenizer.encode(p) + said.token_ids for p, said in zip(prompts, plain, strict=True)
     ]
     engine = Engine(llm.engine.target, {"liar": Liar(texts)}, policy=Wrong())
     requests = [engine.add(llm.tokenizer.encode(p), params, draft="liar") for p in prompts]
-    while engine.busy:
-        engine.step_or_raise()
+    build.finish(engine)
     for request, said in zip(requests, plain, strict=True):
         assert list(request.output) == said.token_ids
     bad, good = (request.stats for request in requests)
@@ -201,18 +178,14 @@ def test_nothing_is_drafted_while_it_rests_but_what_was_insisted_on() -> None:
     guard = llm.engine.guard
     guard.paused_steps = guard.fresh = 1000
     (said,) = llm.generate("The name of the name", params)
-    assert (
-        said.token_ids == plain.token_ids
-        and said.stats.drafted == 0
-        and guard.paused_steps < 1000 - 30
-    )
+    assert said.token_ids == plain.token_ids
+    assert said.stats.drafted == 0
+    assert guard.paused_steps < 1000 - 30
     before = guard.paused_steps
     (said,) = llm.generate("The name of the name", params, depth=3)
-    assert (
-        said.token_ids == plain.token_ids
-        and said.stats.drafted > 0
-        and guard.paused_steps == before
-    )
+    assert said.token_ids == plain.token_ids
+    assert said.stats.drafted > 0
+    assert guard.paused_steps == before
     assert guard.fresh > FRESH_STEPS
 
 

@@ -83,6 +83,18 @@ def finished(made: Engine, request: Request) -> tuple[list[int], str | None]:
     return list(request.output), request.finish_reason
 
 
+def plain(temperature: float = 0.0, family: str = FAMILIES[0], **params: Any) -> list[int]:
+    """The text of a request that is alone and drafts nothing, with one round a step."""
+    made = engine("off", family, seconds=0.0)
+    return finished(made, add(made, "off", temperature, **params))[0]
+
+
+def add_repeating(made: Engine, draft: str) -> Request:
+    """A request whose text repeats itself, so that there is something to copy."""
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    return made.add([7, 8, 9, 10, 11, 12] * 6, sampling, draft=draft, depth="auto")
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rounds of each native call."""
@@ -104,13 +116,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_same_tokens_as_one_round_a_step(
     calls: list[int], family: str, draft: str, temperature: float
 ) -> None:
-    alone = engine("off", family, seconds=0.0)
-    plain = finished(alone, add(alone, "off", temperature))
-    assert not calls
+    expected = plain(temperature, family)
+    assert not calls and len(expected) == TOKENS
     made = engine(draft, family)
     request = add(made, draft, temperature)
-    assert finished(made, request) == plain
-    assert len(plain[0]) == TOKENS
+    assert finished(made, request) == (expected, "length")
     if draft in ("off", "eagle"):  # the others also copy, one round a step
         assert max(calls) > 3
     stats = request.stats
@@ -191,12 +201,8 @@ def test_a_head_drafts_what_it_drafts_in_a_step(
     finished(made, add(made, "eagle", temperature))
     assert len(pairs) > 4
     for step, call in pairs:
-        assert (step.tokens, step.parents, step.sources) == (
-            call.tokens,
-            call.parents,
-            call.sources,
-        )
-        assert step.confidence_bins == call.confidence_bins
+        for field in ("tokens", "parents", "sources", "confidence_bins"):
+            assert getattr(step, field) == getattr(call, field)
         assert step.path_probs == pytest.approx(call.path_probs, rel=1e-6)
     assert any(len(set(step.parents)) < len(step.parents) for step, _ in pairs)  # siblings
 
@@ -234,10 +240,7 @@ def test_cache_rows_and_pending_states_are_those_of_single_steps(draft: str) -> 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_requests_that_come_pause_and_go(draft: str) -> None:
     """Another request joins behind a call, the first pauses and resumes, a third is aborted."""
-    alone = []
-    for prompt in (3, 4):
-        made = engine("off", seconds=0.0)
-        alone.append(finished(made, add(made, "off", 0.8, prompt))[0])
+    alone = [plain(0.8, prompt=prompt) for prompt in (3, 4)]
     made = engine(draft, tokens=400)
     first = add(made, draft, 0.8)
     while first.produced < 10:
@@ -258,19 +261,17 @@ def test_requests_that_come_pause_and_go(draft: str) -> None:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_small_pools_and_the_end_of_the_context(draft: str) -> None:
     """Where there is no room for a call, rounds are run one a step, and nothing is lost."""
-    made = engine("off", seconds=0.0)
-    plain = finished(made, add(made, "off", 0.8, max_tokens=230))[0]
+    expected = plain(0.8, max_tokens=230)
     for tokens in (300, 260):
         made = engine(draft, tokens=tokens)
-        assert finished(made, add(made, draft, 0.8, max_tokens=230))[0] == plain
+        assert finished(made, add(made, draft, 0.8, max_tokens=230))[0] == expected
 
 
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 @pytest.mark.parametrize("pause", [3, 20, 70, 100])
 def test_rounds_while_the_guard_pauses_drafting(calls: list[int], draft: str, pause: int) -> None:
     """They draft nothing, and the drafter goes on afterwards where it left off."""
-    made = engine("off", seconds=0.0)
-    plain = finished(made, add(made, "off", 0.0, max_tokens=180))[0]
+    expected = plain(max_tokens=180)
     made = engine(draft)
     request = add(made, draft, 0.0, max_tokens=180)
     while request.produced < 8:
@@ -280,7 +281,7 @@ def test_rounds_while_the_guard_pauses_drafting(calls: list[int], draft: str, pa
     while made.guard.paused_steps and made.busy:
         made.step_or_raise()
     assert request.stats.drafted == before
-    assert finished(made, request)[0] == plain
+    assert finished(made, request)[0] == expected
     assert request.stats.drafted > before or draft == "suffix"
     assert sum(calls) > 20
 
@@ -301,12 +302,7 @@ def test_a_copy_ends_the_call(monkeypatch: pytest.MonkeyPatch, calls: list[int])
     """Where the text repeats itself the copying drafter is asked, and its drafts are accepted."""
     made = engine("both")
     monkeypatch.setattr(made.drafting, "least_match", lambda *_: 2)
-    request = made.add(
-        [7, 8, 9, 10, 11, 12] * 6,
-        SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
-        draft="both",
-        depth="auto",
-    )
+    request = add_repeating(made, "both")
     build.finish(made)
     assert request.stats.by_source["suffix"].accepted > 0
     assert len(calls) > 1
@@ -469,12 +465,7 @@ def test_a_copy_of_one_ends_the_rounds_of_all(
     monkeypatch.setattr(made.drafting, "least_match", lambda *_: 2)
     monkeypatch.setattr(made.drafting, "is_resting", lambda *_: False)
     first = add(made, "suffix", 2.0, 2)
-    copies = made.add(
-        [7, 8, 9, 10, 11, 12] * 6,
-        SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
-        draft="suffix",
-        depth="auto",
-    )
+    copies = add_repeating(made, "suffix")
     build.finish(made)
     assert copies.stats.by_source["suffix"].drafted > 0 and len(first.output) == TOKENS
     assert max(calls) < 20, "a call has up to 32 rounds"
@@ -531,11 +522,8 @@ class TestGrams:
     def test_a_break_is_a_token_like_no_other(self) -> None:
         grams = Grams(2)
         grams.update([5, -1, 6, 7], 4)
-        assert {key for key in grams._slots.tolist() if key} == {
-            _key((5, -1)),
-            _key((-1, 6)),
-            _key((6, 7)),
-        }
+        expected = {_key(gram) for gram in ((5, -1), (-1, 6), (6, 7))}
+        assert {key for key in grams._slots.tolist() if key} == expected
 
 
 def _key(tokens: Sequence[int]) -> int:

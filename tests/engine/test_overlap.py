@@ -90,8 +90,7 @@ def test_it_ends_where_the_pass_fails() -> None:
 
 @pytest.mark.parametrize(("drafted", "decodes"), [([1], True), ([], True), ([], False)])
 def test_rests_end_whatever_a_step_decodes(drafted: list[int], decodes: bool) -> None:
-    """Beside who drafts ahead, and beside prompts that come without an end, who rests is thought of
-    again as soon."""
+    """Beside overlapped drafting, and beside prompts without an end."""
     policy, paused_steps = known(), Acceptance(paused_until=5)
     for _ in range(5):
         assert policy.is_paused(paused_steps)

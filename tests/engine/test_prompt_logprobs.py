@@ -3,6 +3,7 @@ and drafts do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,11 +33,9 @@ def naive(
     found = []
     for part in [[token] for token in tokens] if each else [tokens]:
         count = len(part)
-        logits = runner.forward(
-            [Segment(0, part, list(range(-1, count - 1)), list(range(count)))]
-        ).logits
+        segment = Segment(0, part, list(range(-1, count - 1)), list(range(count)))
+        found.append(runner.forward([segment]).logits)
         runner.cache.commit(0, range(count))
-        found.append(logits)
     logprobs = torch.cat(found).log_softmax(-1)[:-1]
     return [
         (float(row[token]), row.topk(TOP).indices.tolist(), int((row > row[token]).sum()) + 1)
@@ -58,14 +57,11 @@ def check(
 ) -> None:
     first, *entries = request.prompt_logprobs
     assert first is None and len(entries) == len(expected)
-    for entry, token, (logprob, top, rank) in zip(
-        entries, request.tokens[1:], expected, strict=False
-    ):
+    scored = zip(entries, request.tokens[1:], expected, strict=False)
+    for entry, token, (logprob, top, rank) in scored:
         assert entry is not None and entry.token_id == token and entry.rank == rank
-        assert (
-            entry.logprob == (logprob if exact else pytest.approx(logprob, abs=1e-9))
-            and list(entry.top) == top
-        )
+        assert entry.logprob == (logprob if exact else pytest.approx(logprob, abs=1e-9))
+        assert list(entry.top) == top
 
 
 def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
@@ -78,8 +74,7 @@ def scoring(max_tokens: int = 0, **options: Any) -> SamplingParams:
     ("chunk", "scores"), [(64, 1 << 20), (5, 1 << 20), (64, 4), (3, 2), (64, 1)]
 )
 def test_they_are_those_of_a_plain_pass(family: str, chunk: int, scores: int) -> None:
-    """In chunks, with few rows of logits in a pass, beside others that generate; scored alone or
-    before an answer."""
+    """In chunks, with few rows of logits a pass, beside others; alone or before an answer."""
     engine = build.engine(family, ["tree"], chunk=chunk)
     engine.scheduler.max_scored = scores
     prompts = build.prompts(6)
@@ -134,8 +129,7 @@ def test_a_cached_prefix_is_read_again_only_by_those_who_want_its_logits() -> No
 
 
 def test_a_preempted_request_goes_on_with_what_it_has() -> None:
-    """The pool is too small for all: who goes and comes back scores no token twice, and none is
-    lost."""
+    """In a pool that is too small for all no token is scored twice, and none is lost."""
     engine = build.engine("llama", ["ngram"], tokens=build.SMALL, chunk=6)
     prompts = build.prompts(8)[4:]
     others = [
@@ -163,8 +157,7 @@ def test_preemption_in_the_middle_of_a_prompt() -> None:
 
 
 def test_native_passes_give_the_same_bits() -> None:
-    """There a row does not depend on the others of its pass: not on chunks, and not on who is
-    beside it."""
+    """There a row depends neither on chunks nor on others in its pass."""
     for chunk in (64, 5):
         engine = build.engine("llama/q4_k_m", ["ngram"], chunk=chunk)
         prompts = build.prompts(5)
@@ -197,25 +190,17 @@ def test_a_single_token_and_a_full_context() -> None:
     single = engine.add([5], scoring())
     full = engine.add([3 + i % 50 for i in range(engine.target.decoder.context)], scoring())
     run(engine)
-    assert (
-        single.prompt_logprobs == [None]
-        and len(full.prompt_logprobs) == engine.target.decoder.context
-    )
+    assert single.prompt_logprobs == [None]
+    assert len(full.prompt_logprobs) == engine.target.decoder.context
 
 
 def test_what_is_generated_does_not_depend_on_them() -> None:
     engine = build.engine("llama", ["tree"])
     for temperature in (0.0, 0.8):
-        options = {
-            "temperature": temperature,
-            "seed": 4,
-            "max_tokens": 12,
-            "ignore_eos": True,
-            "logprobs": 2,
-        }
-        plain = engine.add(build.prompts()[4], SamplingParams(**options), draft="tree")
-        both = engine.add(
-            build.prompts()[4], SamplingParams(**options, prompt_logprobs=0), draft="tree"
+        sampling = replace(build.params(4, temperature, 12), logprobs=2)
+        scored = replace(sampling, prompt_logprobs=0)
+        plain, both = (
+            engine.add(build.prompts()[4], each, draft="tree") for each in (sampling, scored)
         )
         run(engine)
         assert plain.output == both.output
@@ -235,11 +220,9 @@ def test_through_the_library() -> None:
     both = llm.generate([text, "x = 1"], SamplingParams(max_tokens=0, prompt_logprobs=2))
     for completion, prompt in zip(both, (text, "x = 1"), strict=True):
         tokens = llm.tokens(prompt)
-        assert (
-            completion.text == ""
-            and completion.token_ids == []
-            and completion.finish_reason == "length"
-        )
+        assert completion.text == ""
+        assert completion.token_ids == []
+        assert completion.finish_reason == "length"
         assert completion.prompt_logprobs is not None and completion.prompt_logprobs[0] is None
         said = [entry.token_id for entry in completion.prompt_logprobs[1:] if entry]
         assert said == tokens[1:] and completion.prompt_token_ids == tokens

@@ -30,9 +30,9 @@ from forerun.sampling import compiler
 from forerun.sampling import matcher as matcher_module
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
-from forerun.types import Event
 from tests import tiny
 from tests.engine import build
+from tests.sampling.test_grammar import EXPLODING
 
 NAMES, COLOURS = ["alpha", "beta", "alphabet"], ["green", "grey"]
 SCHEMA = {
@@ -94,9 +94,8 @@ PROMPTS = ['{"name":"alpha","sizes":[10,12]}', "green grey null null", "()<>abc"
 
 def params(i: int, temperature: float, **options: Any) -> SamplingParams:
     grammar = list(GRAMMARS.values())[i % len(GRAMMARS)]
-    return SamplingParams(
-        **(dict(temperature=temperature, seed=50 + i, max_tokens=40, grammar=grammar) | options)
-    )
+    usual = dict(temperature=temperature, seed=50 + i, max_tokens=40, grammar=grammar)
+    return SamplingParams(**usual | options)
 
 
 def run(
@@ -151,8 +150,7 @@ def test_same_tokens_in_small_chunks_and_a_small_pool(draft: str, temperature: f
 
 
 def test_the_tests_above_are_worth_something() -> None:
-    """Drafts and forced tokens are accepted, drafts are also refused, and texts end by
-    themselves."""
+    """Drafts and forced tokens are accepted, drafts also refused, and texts end."""
     for draft in DRAFTS:
         sources: Counter[str] = Counter()
         for request in run(engine(), options(0.8), draft):
@@ -184,55 +182,35 @@ def fits_schema(value: Any) -> bool:
 
 @pytest.mark.parametrize("name", FITS)
 def test_what_has_ended_fits_the_grammar(name: str) -> None:
-    many = [
-        params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i) for i in range(12)
-    ]
-    target, texts = engine(), Counter[int]()
-    requests = [
-        target.add(tokenizer().encode(PROMPTS[i % 4]), option, draft="suffix")
-        for i, option in enumerate(many)
-    ]
-    pieces: dict[int, str] = dict.fromkeys((r.id for r in requests), "")
-    while target.busy:
-        for event in target.step():
-            pieces[event.request_id] += event.text
-    for request in requests:
-        if request.finish_reason == "stop":
-            texts[request.id] += 1
-            assert FITS[name](pieces[request.id]), pieces[request.id]
-            assert request.output[-1] == END
-    assert len(texts) >= 4
+    target, requests = engine(), []
+    for i in range(12):
+        option = params(i, 1.0, grammar=GRAMMARS[name], max_tokens=90, top_k=40, seed=i)
+        requests.append(target.add(tokenizer().encode(PROMPTS[i % 4]), option, draft="suffix"))
+    events = build.finish_all(target)
+    ended = [request for request in requests if request.finish_reason == "stop"]
+    for request in ended:
+        text = "".join(event.text for event in events if event.request_id == request.id)
+        assert FITS[name](text), text
+        assert request.output[-1] == END
+    assert len(ended) >= 4
 
 
 def test_forced_tokens_are_accepted_whole_and_are_not_drafted_by_plain_decoding() -> None:
     option = SamplingParams(
         max_tokens=30, grammar=Grammar.of("choice", ["true alphabet null false"])
     )
-    for draft, depth in (
-        ("ngram", 16),
-        ("ngram", 3),
-        ("ngram", "auto"),
-        ("tree", 2),
-        ("off", 4),
-        ("ngram", 0),
-    ):
+    cases = [*(("ngram", depth) for depth in (16, 3, "auto", 0)), ("tree", 2), ("off", 4)]
+    for draft, depth in cases:
         target = engine()
         request = target.add(tokenizer().encode("x = "), option, draft=draft, depth=depth)
-        events: list[Event] = []
-        while target.busy:
-            events += target.step()
+        events = build.finish_all(target)
         forced = request.stats.by_source["grammar"]
         assert tokenizer().decode(list(request.output)) == "true alphabet null false"
         assert request.stats.accepted == request.stats.drafted == forced.accepted
         assert (forced.drafted > 0) == (draft != "off" and depth != 0)
-        assert (
-            sum(source == "grammar" for event in events for source in event.sources)
-            == forced.accepted
-        )
-        if isinstance(depth, int):
-            assert (
-                max(len(event.token_ids) for event in events) <= depth + 1 if draft != "off" else 1
-            )
+        assert [s for event in events for s in event.sources].count("grammar") == forced.accepted
+        if isinstance(depth, int) and draft != "off":
+            assert max(len(event.token_ids) for event in events) <= depth + 1
 
 
 @pytest.mark.parametrize("draft", ["off", *DRAFTS])
@@ -281,28 +259,13 @@ def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
     assert len(alone(0, replace(longer, logit_bias={END: 100.0}))[0]) == 21
 
 
-def test_a_text_that_cannot_go_on_is_aborted() -> None:
-    """A model whose vocabulary cannot spell what its grammar wants."""
-    target = engine()
-    matcher = target.grammars.matcher(GRAMMARS["regex"], [END])
-    assert matcher is not None
-    matcher.advance(tokenizer().encode("x", special=False)[-1])
-    assert matcher.ending == "abort"
-
-
-EXPLODING = Grammar.of(
-    "regex", r"(.|\n)*[aeiou](.|\n){30}x"
-)  # the number of lexer states doubles with each character
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("states, fails", [(250, False), (60, True)])
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
     states: int, fails: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking ahead fills the lexer sooner; a new one then decides by the text alone. Others go
-    on."""
+    """Looking ahead fills the lexer sooner; a new one decides by the text. Others go on."""
     monkeypatch.setattr(compiler, "STATES", states)
     option = SamplingParams(max_tokens=40, temperature=temperature, seed=3, grammar=EXPLODING)
     found = []
@@ -312,8 +275,7 @@ def test_bounds_of_a_grammar_are_met_at_the_same_token_with_drafts_and_without(
             target.add(tokenizer().encode(PROMPTS[i]), own, draft=draft, depth=4)
             for i, own in enumerate([option, params(1, temperature)])
         )
-        while target.busy:
-            target.step()
+        build.finish_all(target)
         found.append((list(request.output), request.finish_reason, str(request.error)))
         assert (list(other.output), other.finish_reason) == alone(1, params(1, temperature))
     assert all(each == found[0] for each in found)
@@ -327,8 +289,8 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     quick = target.add(tokenizer().encode(PROMPTS[1]), params(1, 0.8), draft="ngram", depth=3)
     matcher, wait, waits = slow.state.grammar, matcher_module.wait, []
     assert matcher is not None
-    pick_rival_probe = matcher._try
-    monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and pick_rival_probe(path))
+    try_path = matcher._try
+    monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and try_path(path))
 
     def recorded(futures: Any, timeout: float) -> Any:
         waits.append(max(timeout, 0.0) if matcher._running in futures else 0.0)
@@ -342,10 +304,7 @@ def test_whoever_waits_for_a_mask_does_not_hold_up_others(monkeypatch: pytest.Mo
     assert not slow.output and slow.finish_reason is None
     gate.set()
     build.finish(target)
-    assert [said([quick])[0], said([slow])[0]] == [
-        alone(1, params(1, 0.8)),
-        alone(3, params(2, 0.8)),
-    ]
+    assert said([quick, slow]) == [alone(1, params(1, 0.8)), alone(3, params(2, 0.8))]
 
 
 def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,10 +316,10 @@ def test_a_mask_that_never_comes_ends_its_request_alone(monkeypatch: pytest.Monk
     matcher = slow.state.grammar
     assert matcher is not None
     monkeypatch.setattr(matcher, "_try", lambda path: gate.wait(20) and None)
-    while target.busy:
-        target.step()
+    build.finish_all(target)
     gate.set()
-    assert "takes too long to match" in str(slow.error) and quick.finish_reason in (
+    assert "takes too long to match" in str(slow.error)
+    assert quick.finish_reason in (
         "stop",
         "length",
     )
@@ -372,27 +331,20 @@ def test_logprobs_are_those_of_the_model() -> None:
     for draft in ("off", "tree"):
         target = engine()
         target.add(tokenizer().encode("x"), params(0, 0.8, logprobs=3), draft=draft, depth=4)
-        found[draft] = [entry for event in iterate(target) for entry in event.logprobs or ()]
+        found[draft] = [
+            entry for event in build.finish_all(target) for entry in event.logprobs or ()
+        ]
     assert any(entry.token_id not in entry.top for entry in found["off"])
     for mine, theirs in zip(found["tree"], found["off"], strict=True):
-        assert mine.token_id == theirs.token_id and mine.logprob == pytest.approx(
-            theirs.logprob, abs=1e-9
-        )
-
-
-def iterate(target: Engine) -> list[Event]:
-    events: list[Event] = []
-    while target.busy:
-        events += target.step()
-    return events
+        assert mine.token_id == theirs.token_id
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
 
 
 def test_beside_requests_without_a_grammar() -> None:
     free = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
     mixed = [params(0, 0.8), free, params(2, 0.8), free]
-    assert said(run(engine(), mixed, "tree")) == [
-        alone(i, option) for i, option in enumerate(mixed)
-    ]
+    expected = [alone(i, option) for i, option in enumerate(mixed)]
+    assert said(run(engine(), mixed, "tree")) == expected
 
 
 def test_aborts_leave_nothing_behind() -> None:
@@ -417,18 +369,15 @@ def test_ratio_rules_are_greedy_at_temperature_zero(rule: str, draft: str) -> No
     "rule, draft", [("token", "model"), ("block", "model"), ("tree", "tree"), ("token", "ngram")]
 )
 def test_ratio_rules_keep_the_distribution(rule: str, draft: str) -> None:
-    """Sampled drafts that the grammar forbids are refused, and what replaces them is drawn from
-    what it allows."""
+    """Forbidden drafts are refused, and what replaces them is drawn from what is allowed."""
     grammar = Grammar.of("regex", "[ab][bc](d|grey|green)")
     counts = []
     for name, seeds in ((draft, range(300)), ("off", range(1000, 1300))):
         target = engine(rule, slots=64, tokens=4096)
-        many = [
-            SamplingParams(temperature=2.5, seed=s, max_tokens=9, grammar=grammar) for s in seeds
-        ]
+        option = SamplingParams(temperature=2.5, max_tokens=9, grammar=grammar)
+        prompt = tokenizer().encode("abab grey")
         requests = [
-            target.add(tokenizer().encode("abab grey"), option, draft=name, depth=3)
-            for option in many
+            target.add(prompt, replace(option, seed=seed), draft=name, depth=3) for seed in seeds
         ]
         build.finish(target)
         counts.append(Counter(tokenizer().decode(list(r.output)) for r in requests))

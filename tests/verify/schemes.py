@@ -51,8 +51,7 @@ def ngram_plus_sample(
 
 
 def crossed(draft: Draft, node: int, q: np.ndarray) -> Iterable[Children]:
-    """Draft two different samples; one sibling decides whether the other is expanded, as a budget
-    does."""
+    """Draft two different samples; one sibling decides whether the other is expanded."""
     siblings = draft.children()[draft.parents[node]] if node else []
     if any(draft.tokens[s] % 2 for s in siblings if s != node):
         return [([], None, 1)]

@@ -5,6 +5,7 @@ It must hold for any draft whatever, at any temperature, in any batch. Guarded t
 that share the target's noise agree with it, that a rule's verdict does not depend on the batch, and
 what `typical` gives up."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, field
@@ -52,12 +53,12 @@ class ToyModel:
     """The next token depends on the last two. Logits are a table [V, V, V]."""
 
     def __init__(self, seed, disturb=0.0):
-        self.table = (
-            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
-        )
-        self.table += (
-            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * disturb
-        )
+        self.table = self.random(seed) * 1.5 + self.random(9) * disturb
+
+    @staticmethod
+    def random(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
 
     def logits(self, requests, drafts):
         """After every node of every draft. [M, V]"""
@@ -97,8 +98,7 @@ def junk(request):
 
 
 def coupled(requests, width, depth=3):
-    """Trees of the drafter's `width` likeliest tokens a node, ranked with the noise the target will
-    draw with."""
+    """Trees of the drafter's `width` likeliest tokens a node, with the target's noise."""
     drafts = [no_draft(request) for request in requests]
     for level in range(depth):
         scores = DRAFTER.logits(requests, drafts)
@@ -135,9 +135,8 @@ def decode(requests, length=LENGTH):
     while active:
         drafts = propose(active)
         scores = filter_logits(TARGET.logits(active, drafts), drafts, [r.state for r in active])
-        for request, verdict in zip(
-            active, match.verify(drafts, scores, [r.noise for r in active]), strict=True
-        ):
+        verdicts = match.verify(drafts, scores, [r.noise for r in active])
+        for request, verdict in zip(active, verdicts, strict=True):
             assert len(verdict.tokens) == len(verdict.path)
             request.append(verdict.tokens)
             request.rounds += 1
@@ -167,12 +166,12 @@ SPECIAL = [
 )
 def test_any_draft_gives_the_tokens_of_plain_decoding(choices, seeds):
     def requests(drafters):
-        return [
-            Request(
-                seed, choices[seed % len(choices)], drafters[seed // len(choices) % len(drafters)]
-            )
-            for seed in range(seeds)
-        ]
+        pairs = list(itertools.product(drafters, choices))
+        found = []
+        for seed in range(seeds):
+            drafter, params = pairs[seed % len(pairs)]
+            found.append(Request(seed, params, drafter))
+        return found
 
     assert decode(requests(DRAFTERS)) == decode(requests(["none"]))
 
@@ -189,30 +188,13 @@ def test_good_drafts_save_rounds():
     assert rounds["coupled tree"] < rounds["coupled chain"] < 0.6 * LENGTH
 
 
-@pytest.mark.parametrize("where", [1, 3, 6])
-def test_a_request_that_starts_again_goes_on_alike(where):
-    """After a preemption nothing is left but the tokens: noise must come from seed and position
-    alone."""
-    whole = decode([Request(seed, PLAIN[0], "coupled tree") for seed in range(50)])
-    resumed = [
-        Request(seed, PLAIN[0], "tree", [1, 2, *tokens[:where]])
-        for seed, tokens in enumerate(whole)
-    ]
-    assert decode(resumed) == whole
-
-
 def ragged_drafts(rule):
     """Drafts of all sizes a rule takes, and the seeds of their requests."""
     dice, drafts = np.random.default_rng(4), []
     for size in [0, 3, 1, 5, 2, 0, 4, 4, 1, 6]:
         q = oracle.softmax(dice.normal(size=(size + 1, VOCAB)))
-        draft = Draft(
-            [int(dice.integers(VOCAB))],
-            [-1],
-            [""],
-            [Proposal.DETERMINISTIC],
-            None if rule.coupled else q,
-        )
+        draft = Draft.root(int(dice.integers(VOCAB)))
+        draft.probs = None if rule.coupled else q
         for node in range(1, size + 1):
             parent = int(dice.integers(node)) if rule.branching else node - 1
             law = Proposal.DETERMINISTIC if rule.coupled or node % 3 == 0 else Proposal.SAMPLED
@@ -226,15 +208,13 @@ def test_a_verdict_does_not_depend_on_the_batch(name):
     rule = RULES[name]
     drafts = ragged_drafts(rule)
     noises = [Noise(seed=70 + i, root=5 * i) for i in range(len(drafts))]
-    scores = (
-        torch.randn(sum(map(len, drafts)), VOCAB, generator=torch.Generator().manual_seed(3)) * 2
-    )
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(sum(map(len, drafts)), VOCAB, generator=generator) * 2
     scores[:3, 2:] = -math.inf
+    parts = scores.split([len(draft) for draft in drafts])
     alone = [
         rule.verify([draft], rows, [noise])[0]
-        for draft, rows, noise in zip(
-            drafts, scores.split([len(d) for d in drafts]), noises, strict=True
-        )
+        for draft, rows, noise in zip(drafts, parts, noises, strict=True)
     ]
     assert rule.verify(drafts, scores, noises) == alone
     assert len({len(v.tokens) for v in alone}) > 1
@@ -302,8 +282,7 @@ def test_only_typical_is_lossy():
     ids=["likely", "unlikely", "over epsilon", "flat law", "tail"],
 )
 def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_500):
-    """A draft that passes is said always, whatever the target gives it; one that does not leaves
-    the target's law."""
+    """A draft that passes is always said; one that does not leaves the target's law."""
     p = torch.tensor(law, dtype=torch.float64)
     drafts = [Draft.chain(0, [token], "toy")] * tosses
     verdicts = RULES["typical"].verify(
@@ -315,13 +294,6 @@ def test_typical_says_a_plausible_draft_every_time(law, token, passes, tosses=1_
         assert said[token] == 1  # a total variation of 1 - p(token) from the target
     else:
         assert abs(said - p.numpy()).max() < 0.05
-
-
-def test_agreement_is_never_below_its_bound():
-    for seed in range(300):
-        p, q = random_laws(seed)
-        apart = np.abs(p - q).sum() / 2
-        assert (1 - apart) / (1 + apart) - 1e-12 <= agreement(p, q) <= 1 - apart + 1e-12
 
 
 def test_typical_is_match_at_temperature_0():
