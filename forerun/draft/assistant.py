@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
-from forerun.draft.eagle.own_module import finite, in_torch
+from forerun.draft.eagle.own_module import dtype_beside, finite, in_torch
 from forerun.draft.head_config import (
     AssistantConfig,
     read_assistant,
@@ -37,7 +37,6 @@ from forerun.draft.proposer import DraftRequest, TargetView
 from forerun.draft.tree import Tree
 from forerun.errors import LoadError
 from forerun.kernels import reference as kernels
-from forerun.kernels.device_matrix import DeviceMatrix
 from forerun.models.decoder import DecoderLayers
 from forerun.models.directory_weights import DirectoryLoader
 from forerun.models.packed_cache import PackedCache
@@ -218,10 +217,7 @@ def load_assistant(directory: Path, target: TargetView) -> Assistant:
         shape = read_assistant(raw)
         check_sizes(ASSISTANT, target, shape.target_hidden, shape.layers.vocab)
         sources = target_layers(shape, target.config)
-        is_native = target.form is not None
-        dtype = torch.float32
-        if not is_native and isinstance(target.table, Tensor | DeviceMatrix):
-            dtype = target.table.dtype
+        dtype = dtype_beside(target)
         make_linear = _packing(target.form) if target.form is not None else in_torch
         # the scheme of quantized checkpoints is in the outer object
         layers = replace(shape.layers, raw=raw)
@@ -272,7 +268,6 @@ def _read_groups(loader: DirectoryLoader, vocab: int) -> Tensor:
 
 
 def _packing(form: str) -> MakeLinear:
-    """Return a function that packs a linear layer in `form`."""
     no_cache = PackedCache(None)
 
     def make(part: str, source: Source, bias: Tensor | None) -> Linear:

@@ -34,7 +34,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.devices import SideStream
 from forerun.draft.draft_model import Cascade, DraftModel
-from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Reference
+from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Texts, Tokens
 from forerun.draft.tree import Tree, grow
 from forerun.draft_spec import AHEAD, SIGNS, DraftSpec, Leaf, OverlappedDraft, read_name
 from forerun.errors import ConfigError
@@ -85,7 +85,6 @@ def ask(proposer: Proposer, context: AskContext) -> Asking:
 
 
 def _ask_in_turn(parts: Sequence[Proposer], context: AskContext) -> Asking:
-    """Ask until a proposer has a draft."""
     for part in parts:
         draft = yield from ask(part, context)
         if len(draft) > 1:
@@ -367,13 +366,7 @@ class OverlapProposer(CompositeProposer):
         self._task: Future[None] | None = None
         self._stop = Event()
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self._join()
         super().open(slot, tokens, references, tenant)
 
@@ -567,7 +560,6 @@ class _Lookahead:
         return [branch for branch in self.branches if branch.tree.is_growing]
 
     def choose(self, ranked: list[list[int]], statistics: _OutcomeStatistics) -> None:
-        """Begin branches for the likeliest outcomes."""
         self.ranked = ranked
         self.parents = list(self.draft.parents)
         depths, noise = self.draft.depths(), self.request.noise
@@ -630,7 +622,6 @@ class _OutcomeStatistics:
         return [(node, token) for _, node, token in found[:count]]
 
     def learn(self, lookahead: _Lookahead, tokens: Sequence[int]) -> None:
-        """Count the tokens that the target emitted."""
         path = lookahead.draft.match_tokens(tokens)
         if len(path) != len(tokens) or not lookahead.ranked:
             return

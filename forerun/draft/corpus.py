@@ -343,7 +343,6 @@ class SegmentWriter:
         return self.directory / f"{self.name}.{part}"
 
     def close(self) -> None:
-        """Close the file of tokens."""
         self._tokens.close()
 
     def remove(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun import rng
 from forerun.draft.draft_model import DraftModel, draft_model
-from forerun.draft.proposer import DraftRequest, Proposer, Reference
+from forerun.draft.proposer import DraftRequest, Proposer, Texts, Tokens
 from forerun.draft.tree import Tree, grow
 from forerun.errors import LoadError
 from forerun.kernels.draw import gumbel_argmax, shape_scores
@@ -377,13 +377,7 @@ class CrossVocabularyModel(DraftModel):
         self.shared = shared
         self.texts: dict[int, RetokenizedText] = {}
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         text = self.texts[slot] = RetokenizedText(self.shared)
         text.read(tokens)
         # The tokens behind may change, so they are not shared.

@@ -184,8 +184,6 @@ class HeadChains:
         self.counts.copy_(verified.accepted + 1)
 
     def end(self, number: int, slot: int, tokens: Sequence[int], root: int, accepted: int) -> None:
-        pending = self.proposer.pending[slot]
         unread = self.states[number, : accepted + 1].clone()
-        self.proposer.end_device_rounds(
-            slot, tokens, root - pending.begin - self.cache.length[slot], unread
-        )
+        num_read = root - self.proposer.next_position(slot)
+        self.proposer.end_rounds(slot, tokens, num_read, fused=[unread])

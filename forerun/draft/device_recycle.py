@@ -11,9 +11,15 @@ from torch import Tensor
 from forerun import rng
 from forerun.devices import upload
 from forerun.draft.proposer import DraftRequest
-from forerun.draft.recycle import ENTRIES, SuccessorTable, TableProposer
+from forerun.draft.recycle import (
+    ENTRIES,
+    Branches,
+    SuccessorTable,
+    TableProposer,
+    last_but_one,
+)
 from forerun.kernels import successors as twin
-from forerun.kernels.successors import NONE, WAYS, Predictions, TableTensors, TreeRoots, Trees
+from forerun.kernels.successors import WAYS, Predictions, TableTensors, TreeRoots, Trees
 from forerun.rng import Lane
 from forerun.runtime.captured import CapturedPasses
 from forerun.runtime.device_rounds import Draw, Nodes, RoundRequest, RoundState, Verified
@@ -37,7 +43,6 @@ class DeviceTable:
 
     @classmethod
     def of(cls, table: SuccessorTable, device: torch.device, own_kernels: bool) -> DeviceTable:
-        """Copy a table to a device."""
         copy = cls(device, own_kernels, len(table.keys))
         arrays = table.keys.view("int64"), table.tokens, table.logs
         for ours, own in zip(
@@ -92,7 +97,6 @@ class DeviceRecycle(TableProposer[DeviceTable]):
         return DeviceTable(self.device, self.own_kernels)
 
     def tables_of(self, tenant: str) -> list[DeviceTable]:
-        """Return the tables of a tenant's drafts."""
         return [self.tables[tenant], *([self.trained] if self.trained else [])]
 
     @torch.inference_mode()
@@ -106,14 +110,11 @@ class DeviceRecycle(TableProposer[DeviceTable]):
         for tenant in {self.slots[request.slot] for request in requests}:
             own = [request for request in requests if self.slots[request.slot] == tenant]
             for is_chain in (False, True):
-                alike = [r for r in own if self._is_chain(r) == is_chain]
+                alike = [r for r in own if self.is_chain(r) == is_chain]
                 if alike:
                     found = self._grow(self.tables_of(tenant), alike, is_chain)
                     drafts |= zip([request.slot for request in alike], found, strict=True)
         return [drafts[request.slot] for request in requests]
-
-    def _is_chain(self, request: DraftRequest) -> bool:
-        return not request.branching or self.width == 1
 
     def _grow(
         self, tables: Sequence[DeviceTable], requests: Sequence[DraftRequest], is_chain: bool
@@ -125,30 +126,24 @@ class DeviceRecycle(TableProposer[DeviceTable]):
         tokens, parents, bins, probs = torch.cat((numbers, grown.probs[None])).tolist()
         drafts = []
         for i, request in enumerate(requests):
-            has_bins = request.confidence_rates is not None
-            drafts.append(self.draft_of(request.tokens[-1], tokens[i], parents[i]))
-            if has_bins:
-                count = len(drafts[-1]) - 1
-                drafts[-1].confidence_bins = [int(own) for own in bins[i][:count]]
-                drafts[-1].path_probs = probs[i][:count]
+            # the nodes of a tree end where a parent is negative
+            count = next((n for n, parent in enumerate(parents[i]) if parent < 0), nodes)
+            branches = Branches(
+                tokens=list(map(int, tokens[i][:count])),
+                parents=list(map(int, parents[i][:count])),
+                confidence_bins=list(map(int, bins[i][:count])),
+                path_probs=probs[i][:count],
+            )
+            drafts.append(self.draft_of(request, branches))
         return drafts
-
-    def draft_of(self, root: int, tokens: Sequence[float], parents: Sequence[float]) -> Draft:
-        """Return a grown tree, whose nodes end where a parent is negative."""
-        draft = Draft.root(root)
-        for token, parent in zip(tokens, parents, strict=True):
-            if parent < 0:
-                break
-            draft.add(int(token), int(parent), self.name)
-        return draft
 
     def begin_rounds(
         self, requests: Sequence[DraftRequest], num_tokens: int
     ) -> RecycleDrafter | None:
         """Prepare rounds on the device; None where requests draft in different ways."""
-        is_chain = self._is_chain(requests[0])
+        is_chain = self.is_chain(requests[0])
         for request in requests:
-            if not request.coupled or self._is_chain(request) != is_chain:
+            if not request.coupled or self.is_chain(request) != is_chain:
                 return None
         drafter = self.drafter([request.slot for request in requests], is_chain)
         if drafter is not None:
@@ -246,19 +241,17 @@ class RecycleDrafts:
 
 
 def _rates(request: DraftRequest) -> list[float]:
-    """Return a request's rates as in `TreeRoots`."""
     rates = request.confidence_rates
     return CENTERS if rates is None else list(rates[:NUM_CONFIDENCE_BINS])
 
 
 def _roots_of(requests: Sequence[DraftRequest], width: int, device: torch.device) -> TreeRoots:
-    """Return the roots of requests' drafts."""
     numbers: list[int] = []
     for request in requests:
-        before = request.tokens[-2] if len(request.tokens) > 1 else NONE
         noise = rng.signed(rng.stream(request.noise.seed, Lane.TARGET))
         sizes = request.depth, request.depth * width
-        numbers += [before, request.tokens[-1], noise, request.noise.root, *sizes]
+        before, root = last_but_one(request.tokens), request.tokens[-1]
+        numbers += [before, root, noise, request.noise.root, *sizes]
     columns = upload(numbers, torch.int64, device).view(len(requests), -1).T.contiguous()
     before_root, root, noises, position, max_depth, max_nodes = columns
     heats = [r.params.sampling_temperature if r.coupled else 0.0 for r in requests]

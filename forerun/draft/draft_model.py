@@ -25,7 +25,7 @@ from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.costs import MIN_SECONDS, Curve
 from forerun.draft.device_chains import REREAD, ModelDrafter
-from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Reference
+from forerun.draft.proposer import CompositeProposer, DraftRequest, Proposer, Texts, Tokens
 from forerun.draft.tree import Tree, grow, grow_all
 from forerun.errors import LoadError
 from forerun.kernels.draw import shape_scores
@@ -60,13 +60,7 @@ class DraftModel(Proposer):
         """The name of its tokens in statistics."""
         return self.name
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.runner.cache.open(slot, tokens, tenant)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
@@ -471,7 +465,6 @@ class CascadeDepth:
             self.draft_costs.add(depth, max(drafting, MIN_SECONDS))
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Count the tokens of a chain."""
         if drafted:
             accepted = min(accepted, drafted)
             self.accepted = DECAY * self.accepted + accepted

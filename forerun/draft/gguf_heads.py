@@ -175,24 +175,19 @@ def _layer_config(metadata: Metadata, family: str) -> Json:
         raise ValueError(
             f"its sizes: {layers} blocks of {hidden} numbers with {heads} heads of attention"
         )
-    head_dim = hidden // heads
-    if metadata.get("attention.key_length") is not None:
-        head_dim = metadata.integer("attention.key_length")
+    head_dim = metadata.count("attention.key_length", hidden // heads)
     if metadata.get("attention.value_length") not in (None, head_dim):
         raise ValueError(f"{metadata.prefix}attention.value_length")
     epsilon = "attention.layer_norm_rms_epsilon"
     if metadata.get(epsilon) is None:
         raise LookupError(f"{metadata.prefix}{epsilon}")
-    has_kv_heads = metadata.get("attention.head_count_kv") is not None
     fields: Json = {
         "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": (
-            metadata.integer("attention.head_count_kv") if has_kv_heads else heads
-        ),
+        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": metadata.number(epsilon, 0.0),
         "rope_parameters": metadata.rope(head_dim),

@@ -24,7 +24,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import as_array, as_tensor, upload
-from forerun.draft.proposer import DraftRequest, Proposer, Reference, TargetView
+from forerun.draft.proposer import DraftRequest, Proposer, TargetView, Texts, Tokens
 from forerun.draft.tree import Tree, grow
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
@@ -180,13 +180,7 @@ class HiddenStateProposer(Proposer):
         self._room["tokens"] = tokens
         self.reset()
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.pending[slot] = PendingStates()
         self.cache.open(slot, tokens, tenant)
 
@@ -230,7 +224,7 @@ class HiddenStateProposer(Proposer):
         found = self.run_round(starts, raw, acceptance)
         for tree, start, own in zip(trees, starts, found, strict=True):
             if start.segment.tokens:
-                self.commit(tree.request, len(start.segment.tokens))
+                self.commit(tree.request.slot, tree.request.tokens, len(start.segment.tokens))
             tree.weigh(own, self.name, self.extra_nodes)
         return True
 
@@ -250,7 +244,8 @@ class HiddenStateProposer(Proposer):
         """Take one request's pending states; with `raw` the program fuses them."""
         row = tree.request
         if raw:
-            states = self.take_raw(row.slot)
+            states, pending = self.look_raw(row.slot), self.pending[row.slot]
+            pending.raw, pending.num_raw = [], 0
             if len(states) > len(native.features):
                 states = [np.concatenate(states, -1)]
         else:
@@ -272,14 +267,24 @@ class HiddenStateProposer(Proposer):
         return None
 
     def end_rounds(
-        self, slot: int, tokens: Sequence[int], num_read: int, states: Sequence[States]
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        num_read: int,
+        states: Sequence[States] = (),
+        fused: Sequence[Tensor] = (),
     ) -> None:
-        """Commit the first `num_read` cache rows that native rounds wrote; `tokens` is the text
-        now, `states` [n, H] by layer are the target's of the tokens behind these rows."""
+        """Commit the first `num_read` cache rows that rounds wrote; `tokens` is the text now.
+
+        The tokens behind these rows have the target's hidden states `states`, [n, H] by layer, or
+        the fused ones, [n, Hd].
+        """
         pending = self.pending[slot]
-        pending.raw, pending.num_raw = [list(states)], len(states[0])
-        self._commit_rows(slot, tokens, num_read)
-        pending.end = self.next_position(slot) + pending.num_raw
+        pending.fused = list(fused)
+        pending.raw = [list(states)] if states else []
+        pending.num_raw = len(states[0]) if states else 0
+        self.commit(slot, tokens, num_read)
+        pending.end = self.next_position(slot) + len(pending)
 
     # ------------------------------------------------------------ reading pending states
 
@@ -292,17 +297,11 @@ class HiddenStateProposer(Proposer):
         """Return the position of the first token whose states are not in the cache."""
         return self.pending[slot].begin + self.cache.length[slot]
 
-    def take_raw(self, slot: int) -> list[np.ndarray]:
-        """Take all pending states as received, [n, H] of every layer; [] if there are none.
+    def look_raw(self, slot: int) -> list[np.ndarray]:
+        """Return all pending states as received, [n, H] of every layer; [] if there are none.
 
         Only allowed where none of them is fused.
         """
-        found, pending = self.look_raw(slot), self.pending[slot]
-        pending.raw, pending.num_raw = [], 0
-        return found
-
-    def look_raw(self, slot: int) -> list[np.ndarray]:
-        """Return what `take_raw` takes, and leave it."""
         parts = [[as_array(states) for states in layers] for layers in self.pending[slot].raw]
         if len(parts) == 1:
             return parts[0]
@@ -316,7 +315,6 @@ class HiddenStateProposer(Proposer):
         return parts
 
     def catch_up(self, rows: Sequence[DraftRequest]) -> None:
-        """Read all pending states of these requests."""
         self.read(rows, [self.take(row.slot) for row in rows])
 
     def read(self, rows: Sequence[DraftRequest], parts: Sequence[list[Tensor]]) -> None:
@@ -331,7 +329,7 @@ class HiddenStateProposer(Proposer):
             segments = [self.segment(row, len(part)) for row, part in reading]
             self.write_cache(segments, torch.cat([part for _, part in reading]))
             for row, part in reading:
-                self.commit(row, len(part))
+                self.commit(row.slot, row.tokens, len(part))
 
     def segment(self, row: DraftRequest, count: int) -> Segment:
         """Return the segment of the next `count` states: each stands with the token after it."""
@@ -339,11 +337,9 @@ class HiddenStateProposer(Proposer):
         tokens = list(row.tokens[first : first + count])
         return Segment(row.slot, tokens, list(range(-1, count - 1)), [])
 
-    def commit(self, row: DraftRequest, count: int) -> None:
-        """Commit `count` rows that were written to the cache, and share its full pages."""
-        self._commit_rows(row.slot, row.tokens, count)
-
-    def _commit_rows(self, slot: int, tokens: Sequence[int], count: int) -> None:
+    def commit(self, slot: int, tokens: Sequence[int], count: int) -> None:
+        """Commit `count` rows that were written to the cache, and share its full pages; `tokens`
+        is the text."""
         self.cache.commit(slot, range(count))
         if self.pending[slot].begin == 0:  # other texts have other positions
             self.cache.pages.seal(slot, tokens, self.cache.length[slot])
@@ -404,13 +400,7 @@ class LastStateProposer(Proposer):
 
     # ------------------------------------------------------------ Proposer
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self._last.pop(slot, None)
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:

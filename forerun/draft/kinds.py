@@ -39,20 +39,13 @@ MLP_ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrai
 NUM_NATIVE_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 ARCTIC = ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 DEEPSPEC_EAGLES = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
-# Names in `--draft` of the types of vLLM's speculators.
+# Types of vLLM's speculators: what they are called, and their kind of `--draft`.
 SPECULATORS = {
-    "eagle3": "eagle3",
-    "peagle": "eagle3",
-    "mtp": "mtp",
-    "dspark": "block",
-    "dflash": "block",
-}
-TITLES = {
-    "eagle3": "EAGLE-3 head",
-    "peagle": "P-EAGLE head",
-    "mtp": "multi-token module",
-    "dspark": "DSpark drafter",
-    "dflash": "DFlash drafter",
+    "eagle3": ("EAGLE-3 head", "eagle3"),
+    "peagle": ("P-EAGLE head", "eagle3"),
+    "mtp": ("multi-token module", "mtp"),
+    "dspark": ("DSpark drafter", "block"),
+    "dflash": ("DFlash drafter", "block"),
 }
 MEDUSA = "set of Medusa heads"
 MTP_TENSORS = ("mtp.", TRAINED_MTP_PREFIX)
@@ -97,12 +90,10 @@ class Look:
 
     @property
     def arch(self) -> str:
-        """The first of its `architectures`."""
         return arch_of(self.raw)
 
     @property
     def type(self) -> str:
-        """`model_type`, or ""."""
         model_type = self.raw.get("model_type")
         return model_type if isinstance(model_type, str) else ""
 
@@ -112,7 +103,6 @@ class Look:
         return inner(self.raw, "dflash_config")
 
     def has(self, *names: str) -> bool:
-        """Return True if config.json has one of these keys."""
         return any(self.raw.get(name) is not None for name in names)
 
     def holds(self, *parts: str) -> bool:
@@ -162,8 +152,7 @@ def arch_of(raw: Json) -> str:
 def _speculators(look: Look) -> Kind:
     name = look.raw["speculators_model_type"]
     family = one_line(name) if isinstance(name, str) else "unknown"
-    draft = SPECULATORS.get(family, "")
-    title = TITLES.get(family, f"{family} drafter")
+    title, draft = SPECULATORS.get(family, (f"{family} drafter", ""))
     return Kind(family, "speculators", title, draft, "" if draft else NOT_READ)
 
 
@@ -202,7 +191,6 @@ def _is_eagle1(look: Look) -> bool:
 
 
 def _is_native(look: Look) -> bool:
-    """Return True for a model with multi-token layers of its own."""
     numbers = [look.raw.get(name) for name in (*NUM_NATIVE_LAYERS, "dspark_block_size")]
     numbers += [inner(look.raw, "text_config").get(name) for name in NUM_NATIVE_LAYERS]
     if any(isinstance(number, int) and number > 0 for number in numbers):
@@ -215,12 +203,9 @@ def _own_mtp(look: Look) -> Kind:
     return Kind("mtp", "native", OWN_MTP, "" if why else "mtp", why)
 
 
-def _eagle3(dialect: str) -> Kind:
-    return Kind("eagle3", dialect, TITLES["eagle3"], "eagle3")
-
-
-def _block(family: str, dialect: str) -> Kind:
-    return Kind(family, dialect, TITLES[family], "block")
+def _known(family: str, dialect: str = "") -> Kind:
+    """Return the kind of a family of speculators in another checkpoint format."""
+    return Kind(family, dialect, *SPECULATORS[family])
 
 
 # Tests in the order in which they are tried, each with the kind.
@@ -246,25 +231,31 @@ TABLE: tuple[tuple[Callable[[Look], bool], Kind | Callable[[Look], Kind]], ...] 
     ),
     (
         lambda k: k.arch in DEEPSPECS and k.raw.get("markov_rank") in (0, None),
-        _block("dflash", "deepspec"),
+        _known("dflash", "deepspec"),
     ),
-    (lambda k: k.arch in DEEPSPECS, _block("dspark", "deepspec")),
+    (lambda k: k.arch in DEEPSPECS, _known("dspark", "deepspec")),
     (
         lambda k: k.arch == "DSparkDraftModel" or k.block.get("projector_type") == "dspark",
-        _block("dspark", "specforge"),
+        _known("dspark", "specforge"),
     ),
-    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _block("dflash", "z-lab")),
-    (_is_peagle, Kind("peagle", "", TITLES["peagle"], "eagle3")),
-    (lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"), _eagle3("deepspec")),
-    (_is_latent_eagle3, Kind("eagle3", "latent attention", TITLES["eagle3"], "", LATENT)),
-    (lambda k: k.arch.startswith("Eagle3"), _eagle3("nvidia")),
-    (lambda k: "Eagle3" in k.arch, _eagle3("specforge")),
-    (_is_eagle3, _eagle3("safeailab")),
+    (lambda k: k.arch.startswith("DFlash") or k.has("dflash_config"), _known("dflash", "z-lab")),
+    (_is_peagle, _known("peagle")),
+    (
+        lambda k: k.arch in DEEPSPEC_EAGLES and k.has("target_layer_ids"),
+        _known("eagle3", "deepspec"),
+    ),
+    (_is_latent_eagle3, Kind("eagle3", "latent attention", "EAGLE-3 head", "", LATENT)),
+    (lambda k: k.arch.startswith("Eagle3"), _known("eagle3", "nvidia")),
+    (lambda k: "Eagle3" in k.arch, _known("eagle3", "specforge")),
+    (_is_eagle3, _known("eagle3", "safeailab")),
     (
         lambda k: k.arch.startswith("Eagle") or k.type == "eagle",
         Kind("eagle", "vllm", "EAGLE head", "eagle"),
     ),
-    (lambda k: k.consists("fc.weight", "lm_head.weight", "norm.weight"), _eagle3("safeailab")),
+    (
+        lambda k: k.consists("fc.weight", "lm_head.weight", "norm.weight"),
+        _known("eagle3", "safeailab"),
+    ),
     (_is_eagle1, Kind("eagle", "safeailab", "EAGLE head", "eagle")),
     (lambda k: k.arch.endswith("DraftModel"), Kind("unknown", "", "drafter", "", NOT_READ)),
     (

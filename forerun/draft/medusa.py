@@ -238,7 +238,6 @@ class MlpSpeculator(MedusaStyleHeads):
         ]
 
     def _parts(self, level: int) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
-        """Return embedding, projection, norm and head of a level."""
         own = 0 if self.config.tied else level
         projection = self.proj[min(level, len(self.proj) - 1)]
         return self.emb[own], projection, self.ln[own], self.head[own]

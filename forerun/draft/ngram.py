@@ -25,7 +25,7 @@ from itertools import cycle, islice
 
 from torch import Tensor
 
-from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Texts, Tokens
 from forerun.kernels.draw import sample_tokens
 from forerun.sampling.params import GREEDY, Sampling
 from forerun.types import Draft
@@ -51,13 +51,7 @@ class NGram(PerSlotProposer[_NGramIndex]):
         super().__init__()
         self.sizes = range(longest, shortest - 1, -1)
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.slots[slot] = _NGramIndex()
 
     def draft(self, request: DraftRequest, state: _NGramIndex) -> Draft:
@@ -177,13 +171,7 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
         self.pool = pool
         self.width = min(1 + pool, MAX_WIDTH)
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.slots[slot] = _LookaheadState(NGramPool(self.ngram, self.pool))
 
     def draft(self, request: DraftRequest, state: _LookaheadState) -> Draft:
@@ -229,7 +217,6 @@ class Lookahead(PerSlotProposer[_LookaheadState]):
         state.trails = trails
 
     def _read(self, state: _LookaheadState, tokens: Sequence[int]) -> None:
-        """Add the n-grams of committed tokens that are new."""
         for end in range(max(state.num_read + 1, self.ngram), len(tokens) + 1):
             state.pool.add(tokens[end - self.ngram : end])
         state.num_read = len(tokens)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -105,16 +105,13 @@ class Reference:
 
     @cached_property
     def index(self) -> SuffixAutomaton:
-        """The text's suffix automaton."""
         automaton = SuffixAutomaton()
         automaton.extend(self.tokens)
         return automaton
 
 
-class KnownText(Protocol):
-    """A text that only grows, and that others may drop."""
-
-    text: list[int]
+Tokens: TypeAlias = Sequence[int]
+Texts: TypeAlias = Sequence[Reference]  # that came with a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +121,11 @@ class CopySources:
     Attributes:
         min_match: the fewest tokens that a copy's context has in common with the end of the
             request's text; 0 if nothing is copied.
-        texts: those beside the request's own.
+        texts: those beside the request's own, which only grow, and may be dropped.
     """
 
     min_match: int = 0
-    texts: Sequence[KnownText] = ()
+    texts: Sequence[SuffixAutomaton] = ()
 
 
 class Proposer:
@@ -188,13 +185,7 @@ class Proposer:
         """
         return True
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         """Start a request in `slot`, at first or after a preemption, with its `tokens` so far.
 
         What is kept of a request after its end may serve requests of the same `tenant` only.
@@ -271,7 +262,6 @@ class PerSlotProposer(Proposer, Generic[State]):
         return [self.draft(request, self.slots[request.slot]) for request in requests]
 
     def draft(self, request: DraftRequest, state: State) -> Draft:
-        """Return the draft of one request."""
         raise NotImplementedError
 
 
@@ -280,13 +270,7 @@ class CompositeProposer(Proposer):
 
     told: Sequence[Proposer]
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         for part in self.told:
             part.open(slot, tokens, references, tenant)
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from forerun import rng
-from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Texts, Tokens
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
@@ -179,7 +179,6 @@ class SuccessorTable:
         return table
 
     def _fill(self, keys: np.ndarray, tokens: np.ndarray, logs: np.ndarray) -> None:
-        """Store entries one after the other."""
         lib = native.library()
         if lib is None:
             for key, successors, values in zip(
@@ -192,7 +191,6 @@ class SuccessorTable:
 
 
 def _is_sound(tensors: dict[str, np.ndarray]) -> bool:
-    """Return True if these are the tensors of a table."""
     if set(tensors) != {"keys", "tokens", "logs"}:
         return False
     entries = len(tensors["keys"])
@@ -208,8 +206,12 @@ def _is_sound(tensors: dict[str, np.ndarray]) -> bool:
 
 def predecessors(tokens: Sequence[int], draft: Draft) -> list[int]:
     """Return the token before each node of a draft behind `tokens`, NONE if there is none."""
-    first = tokens[-2] if len(tokens) > 1 else NONE
-    return [first, *(draft.tokens[parent] for parent in draft.parents[1:])]
+    return [last_but_one(tokens), *(draft.tokens[parent] for parent in draft.parents[1:])]
+
+
+def last_but_one(tokens: Sequence[int]) -> int:
+    """Return the token before the last one, NONE if there is none."""
+    return tokens[-2] if len(tokens) > 1 else NONE
 
 
 def pair_key(before: int, token: int) -> int:
@@ -373,13 +375,7 @@ class TableProposer(PerSlotProposer[str], Generic[Table]):
         """Return an empty table."""
         raise NotImplementedError
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.slots[slot] = tenant
         if tenant not in self.tables:
             self.tables[tenant] = self.new_table()
@@ -391,6 +387,19 @@ class TableProposer(PerSlotProposer[str], Generic[Table]):
     def learn(self, slot: int, tokens: Sequence[int], draft: Draft, logits: Tensor) -> None:
         table = self.tables[self.slots[slot]]
         table.learn(predecessors(tokens, draft), draft.tokens, logits)
+
+    def is_chain(self, request: DraftRequest) -> bool:
+        """Return True if a request's draft has one node per level."""
+        return not request.branching or self.width == 1
+
+    def draft_of(self, request: DraftRequest, nodes: Branches) -> Draft:
+        draft = Draft.root(request.tokens[-1])
+        for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
+            draft.add(token, parent, self.name)
+        if request.confidence_rates is not None:
+            draft.confidence_bins = nodes.confidence_bins
+            draft.path_probs = nodes.path_probs
+        return draft
 
     def forget(self) -> None:
         for tenant in self.tables:
@@ -417,20 +426,13 @@ class Recycle(TableProposer[SuccessorTable]):
             tables.append(self.trained)
         keys = [request.noise.target(depth) for depth in range(request.depth)]
         growth = Growth(
-            before=request.tokens[-2] if len(request.tokens) > 1 else NONE,
+            before=last_but_one(request.tokens),
             root=request.tokens[-1],
             max_depth=request.depth,
             max_nodes=request.depth * self.width,
-            is_chain=not request.branching or self.width == 1,
+            is_chain=self.is_chain(request),
             temperature=request.params.sampling_temperature,
             keys=keys if request.coupled else (),
             confidence_rates=request.confidence_rates,
         )
-        nodes = grow_tree(tables, growth)
-        draft = Draft.root(growth.root)
-        for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
-            draft.add(token, parent, self.name)
-        if request.confidence_rates is not None:
-            draft.confidence_bins = nodes.confidence_bins
-            draft.path_probs = nodes.path_probs
-        return draft
+        return self.draft_of(request, grow_tree(tables, growth))

@@ -17,7 +17,7 @@ from math import log
 import numpy as np
 
 from forerun.draft.corpus import BREAK, PASSAGE, SORTED, Index, IndexSegment
-from forerun.draft.proposer import DraftRequest, PerSlotProposer, Reference
+from forerun.draft.proposer import DraftRequest, PerSlotProposer, Texts, Tokens
 from forerun.kernels import native
 from forerun.kernels.native import CTexts, address
 from forerun.types import RETRIEVAL, SALT, Draft
@@ -80,7 +80,6 @@ def rank_passages(segments: Sequence[IndexSegment], tokens: Sequence[int]) -> li
 
 
 def _rarest_tokens(segments: Sequence[IndexSegment], tokens: Sequence[int]) -> list[int]:
-    """Return the tokens of a request that are worth a query."""
     all_starts = [segment.starts for segment in segments if segment.passages]
     vocab = min(map(len, all_starts), default=1) - 1
     recent = np.unique(
@@ -193,7 +192,6 @@ class Retrieval(PerSlotProposer[_RetrievalState]):
         self._invalidate()
 
     def remove(self, name: str) -> None:
-        """Stop drafting from an index."""
         del self.indices[name]
         self._invalidate()
 
@@ -203,13 +201,7 @@ class Retrieval(PerSlotProposer[_RetrievalState]):
         for state in self.slots.values():
             state.passages = None
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         passages = find_passages(self._search_of(tenant).segments, tokens)
         self.slots[slot] = _RetrievalState(tenant, passages)
 

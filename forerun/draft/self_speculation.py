@@ -25,7 +25,7 @@ from forerun.cache.attention import Segment
 from forerun.cli.progress import Tell, nothing
 from forerun.devices import as_tensor
 from forerun.draft.draft_model import DraftModel
-from forerun.draft.proposer import DraftRequest, Reference
+from forerun.draft.proposer import DraftRequest, Texts, Tokens
 from forerun.errors import CapacityError, ConfigError, ForerunError, shown
 from forerun.models.config import note
 from forerun.models.packed_cache import cache_folder, model_digest
@@ -59,13 +59,7 @@ class SelfSpeculation(DraftModel):
         part = target.with_layers(layers, window)
         super().__init__(part, target.decoder.config.vocab, width, "self")
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         """Do nothing: the slot is the target's."""
 
     def close(self, slot: int, finished: Sequence[int] | None = None) -> None:
@@ -339,7 +333,6 @@ def _read(
 
 
 def _forward_seconds(runner: Runner) -> float:
-    """Return the seconds of a forward pass of one token."""
     runner.cache.pages.grow(0, 1)
     ends = [time.perf_counter()]
     for _ in range(NUM_TIMINGS + 1):  # the first one is cold

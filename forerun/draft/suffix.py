@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 
 from forerun.draft.automaton import BREAK, Cursor, SuffixAutomaton
 from forerun.draft.ngram import copy_from
-from forerun.draft.proposer import CopySources, DraftRequest, PerSlotProposer, Reference
+from forerun.draft.proposer import (
+    CopySources,
+    DraftRequest,
+    PerSlotProposer,
+    Reference,
+    Texts,
+    Tokens,
+)
 from forerun.types import MEMORY, Draft
 
 NUM_RECENT = 32  # tokens that are matched again in a memory that has changed
@@ -55,13 +62,7 @@ class Suffix(PerSlotProposer[_SuffixState]):
         # By tenant, the least recently used first: generations, the newest first.
         self.memories: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.slots[slot] = _SuffixState(tenant)
         if tenant in self.memories:
             self.memories.move_to_end(tenant)
@@ -112,7 +113,6 @@ class Suffix(PerSlotProposer[_SuffixState]):
         return Draft.chain(request.tokens[-1], tokens, source, length)
 
     def _read(self, state: _SuffixState, tokens: Sequence[int]) -> None:
-        """Follow the tokens that are new."""
         memory = self.memories.get(state.tenant, [])
         if [cursor.automaton for cursor in state.cursors] != memory:
             # A generation came or went: find the place of the latest tokens again.
@@ -128,7 +128,6 @@ class Suffix(PerSlotProposer[_SuffixState]):
         state.num_read = len(tokens)
 
     def _num_remembered(self) -> int:
-        """Return the number of tokens in all memories."""
         return sum(len(automaton.text) for memory in self.memories.values() for automaton in memory)
 
 
@@ -162,7 +161,6 @@ class Alignment:
         self._num_read = len(tokens)
 
     def follow(self, token: int) -> None:
-        """Append a token to the output."""
         self._cursor.follow([token])
         self._output.append(token)
         text = self.reference.tokens
@@ -212,13 +210,7 @@ class References(PerSlotProposer[list[Alignment]]):
 
     name = "reference"
 
-    def open(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        references: Sequence[Reference] = (),
-        tenant: str = "",
-    ) -> None:
+    def open(self, slot: int, tokens: Tokens, references: Texts = (), tenant: str = "") -> None:
         self.slots[slot] = [Alignment(reference) for reference in references]
 
     def draft(self, request: DraftRequest, state: list[Alignment]) -> Draft:

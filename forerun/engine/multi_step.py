@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from forerun.draft.automaton import SuffixAutomaton
 from forerun.draft.hidden_states import HiddenStateProposer
-from forerun.draft.proposer import KnownText, Proposer
+from forerun.draft.proposer import Proposer
 from forerun.engine.draft_learning import RequestRound, RoundSeconds
 from forerun.engine.drafting import Drafting
 from forerun.engine.error_isolation import isolate_errors
@@ -116,7 +117,7 @@ class NativeSteps(MultiStep):
         super().__init__(target, drafting, seconds)
         self._replay_seconds = 0.0  # that learning from a round took, in the last call
         # by length; they go with the texts
-        self._grams_of: WeakKeyDictionary[KnownText, dict[int, Grams]] = WeakKeyDictionary()
+        self._grams_of: WeakKeyDictionary[SuffixAutomaton, dict[int, Grams]] = WeakKeyDictionary()
 
     def room(self, batch: Sequence[ScheduledRequest]) -> int:
         room = super().room(batch)
@@ -189,7 +190,7 @@ class NativeSteps(MultiStep):
         if proposer is None or self.drafting.is_paused(request):
             return []
         length = 0
-        texts: list[KnownText] = []
+        texts: list[SuffixAutomaton] = []
         for part in proposer.parts:
             sources = part.copy_sources(request.slot)
             if sources and sources.min_match and not self.drafting.is_resting(request, part):
@@ -201,7 +202,7 @@ class NativeSteps(MultiStep):
             return []
         return [text.grams(length, room), *(self._grams(other, length) for other in texts)]
 
-    def _grams(self, known: KnownText, length: int) -> Grams:
+    def _grams(self, known: SuffixAutomaton, length: int) -> Grams:
         """Return the sequences in a text that other requests add to."""
         sets = self._grams_of.setdefault(known, {})
         if length not in sets:

@@ -22,13 +22,11 @@ from forerun.catalog.fit import checks, draft_argument, sizes_of
 from forerun.catalog.search import find_local
 from forerun.draft.assistant import AssistantProposer, load_assistant
 from forerun.draft.kinds import kind_of
-from forerun.draft.proposer import DraftRequest, view_of
-from forerun.kernels import native
+from forerun.draft.proposer import view_of
 from forerun.runtime.torch_runner import Runner
-from forerun.verify import Noise
 from tests import gguf_files, tiny
+from tests.draft.asking import compiled, row
 
-compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 TARGETS = ("gemma4", "gemma4-small", "gemma4-moe")
 TOKENS = [5, 6, 7, 9, 11, 3, 40, 17, 8, 33, 21, 60, 14, 14, 2, 51, 30]
 DEPTH = 5
@@ -92,9 +90,7 @@ def drafted(
             states = runner.forward([segment], proposer.aux_hidden_layers).features
             runner.cache.commit(slot, range(end - start))
             proposer.observe(slot, start, states)
-        requests.append(
-            DraftRequest(slot, tokens, SamplingParams(temperature=0), Noise(1, 5), DEPTH)
-        )
+        requests.append(row(tokens, depth=DEPTH, slot=slot))
     return proposer.propose(requests), levels
 
 

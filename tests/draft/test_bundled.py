@@ -16,6 +16,7 @@ from forerun.kernels import native
 from forerun.models.hub import DEFAULT
 from forerun.models.local import LocalModel
 from tests import tiny
+from tests.draft.asking import compiled
 
 PLACES = (
     f"/a/{DEFAULT}.Q4_1.gguf", f"/a/{DEFAULT.lower()}-q8_0.gguf", f"/hub/models--X--{DEFAULT}/snapshots/0a1b",
@@ -51,7 +52,7 @@ def test_a_model_goes_by_its_name(shipped: Path) -> None:
     assert bundled_for(Path(PLACES[0])) is None, "an installation without it"
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
+@compiled
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_auto_drafts_with_it_and_generates_the_same(
     temperature: float, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

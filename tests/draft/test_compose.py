@@ -22,11 +22,11 @@ from forerun.draft.compose import (
     merge_drafts,
 )
 from forerun.draft.proposer import DraftRequest, Proposer
-from forerun.kernels import native
 from forerun.types import Draft, Proposal
 from forerun.verify import RULES
 from forerun.verify.ratio import verify_tree
 from tests import exact, tiny
+from tests.draft.asking import KERNELS
 from tests.texts import plain
 
 
@@ -80,19 +80,15 @@ def test_who_is_asked() -> None:
     assert answered(both, {"a": A, "b": B}, settles="a") == (["a"], A)
     assert answered(both, {"b": B, "c": C}, branching=False) == (["a", "b"], B)
     nested = Merged((InTurn((a, b)), c))
-    assert (
-        nested.name == "(a+b)&c"
-        and [part.name for part in nested.parts] == ["a", "b", "c"]
-        and nested.merges_drafts
-    )
+    assert nested.name == "(a+b)&c"
+    assert [part.name for part in nested.parts] == ["a", "b", "c"]
+    assert nested.merges_drafts
     assert answered(nested, {"b": B, "c": C})[0] == ["a", "b", "c"]
     best = InTurn((a, BestOf((b, c))))
     assert answered(best, {"b": B, "c": C}) == (["a", "c"], C), "the ranking here turns them round"
-    assert (
-        answered(best, {"b": B})[0] == ["a", "c", "b"]
-        and best.rivals == (b, c)
-        and not either.rivals
-    )
+    assert answered(best, {"b": B})[0] == ["a", "c", "b"]
+    assert best.rivals == (b, c)
+    assert not either.rivals
     assert (best.name, Merged((a, best.inner[1])).name, BestOf((a, both)).name) == (
         "a+b?c",
         "a&(b?c)",
@@ -174,25 +170,16 @@ def test_sampled_siblings_come_first() -> None:
     law = np.array([[0.5, 0.5], [0.0, 0.0]])
     sampled = Draft([0, 1], [-1, 0], ["", "head"], [Proposal.DETERMINISTIC, Proposal.SAMPLED], law)
     draft = merge_drafts([given((0, 1)), sampled])
-    assert (
-        draft.tokens[1] == 1
-        and draft.proposals[1] is Proposal.SAMPLED
-        and draft.proposals[2:] == [Proposal.DETERMINISTIC] * 2
-    )
+    assert draft.tokens[1] == 1
+    assert draft.proposals[1] is Proposal.SAMPLED
+    assert draft.proposals[2:] == [Proposal.DETERMINISTIC] * 2
     same = merge_drafts([given((1,)), sampled])
-    assert (
-        len(same) == 2 and same.proposals[1] is Proposal.SAMPLED and same.sources[1] == "copy&head"
-    )
+    assert len(same) == 2
+    assert same.proposals[1] is Proposal.SAMPLED
+    assert same.sources[1] == "copy&head"
     assert same.probs is not None and same.probs[0].tolist() == [0.5, 0.5]
 
 
-KERNELS = [
-    pytest.param(
-        "native",
-        marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
-    ),
-    "torch",
-]
 PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
     "the name",
@@ -279,7 +266,5 @@ def test_a_node_that_two_said_counts_for_both() -> None:
     )
     (said,) = llm.generate(PROMPTS[0], SamplingParams.pure(max_tokens=60, seed=1), depth=3)
     sources = said.stats.by_source
-    assert (
-        set(sources) == {"suffix", "model"}
-        and sum(s.drafted for s in sources.values()) > said.stats.drafted
-    )
+    assert set(sources) == {"suffix", "model"}
+    assert sum(s.drafted for s in sources.values()) > said.stats.drafted

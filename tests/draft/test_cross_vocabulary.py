@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.check import oracle
 from forerun.draft.cross_vocabulary import (
     CrossVocabularyModel,
     ModelVocabulary,
@@ -40,16 +39,11 @@ from forerun.runtime.torch_runner import Runner
 from forerun.sampling.params import SamplingParams
 from forerun.types import Draft, Proposal
 from forerun.verify import Noise
-from forerun.verify.ratio import verify_block, verify_token
-from tests import exact, other_words, tiny
+from tests import other_words, tiny
+from tests.draft.asking import FILTERED, GREEDY, SETTINGS, WARM, compiled, row, same
 from tests.engine import build
 from tests.other_words import KINDS, shared, words
 
-GREEDY, WARM = SamplingParams(), SamplingParams(temperature=0.8)
-FILTERED = SamplingParams(temperature=0.8, top_k=12, top_p=0.9)
-SETTINGS = pytest.mark.parametrize(
-    "params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"]
-)
 PROMPTS = [
     '{"name": "alpha", "sizes": [10',
     "the name of the colour is",
@@ -77,26 +71,6 @@ def prompt(i: int) -> list[int]:
     return words("target").tokenizer.encode(PROMPTS[i])
 
 
-def row(
-    tokens: Sequence[int],
-    params: SamplingParams = GREEDY,
-    depth: int = 4,
-    slot: int = 0,
-    **options: bool,
-) -> DraftRequest:
-    return DraftRequest(slot, tokens, params, Noise(11, len(tokens) - 1), depth, **options)
-
-
-def alike(one: Draft, other: Draft) -> None:
-    assert (one.tokens, one.parents, one.proposals) == (
-        other.tokens,
-        other.parents,
-        other.proposals,
-    )
-    assert (one.probs is None) == (other.probs is None)
-    assert one.probs is None or np.allclose(one.probs, other.probs, atol=1e-9)
-
-
 def drafts_of(drafter: DraftModel, rows: Sequence[DraftRequest]) -> list[Draft]:
     for r in rows:
         drafter.open(r.slot, r.tokens)
@@ -118,7 +92,7 @@ def test_the_target_s_tokens_by_other_names_draft_alike(
         row(text, params, 3 + i % 3, i, coupled=coupled, branching=False)
         for i, text in enumerate(texts)
     ]
-    theirs, same = drafts_of(proposer("shuffled"), rows), 0
+    theirs, alike = drafts_of(proposer("shuffled"), rows), 0
     for r, one, other in zip(
         rows, theirs, drafts_of(DraftModel(runner("target"), tiny.WORDED), rows), strict=True
     ):
@@ -126,9 +100,9 @@ def test_the_target_s_tokens_by_other_names_draft_alike(
         before = context_bytes(words("target"), r.tokens)
         text = before + b"".join(words("target").spellings[token] for token in other.tokens[1:])
         if not coupled or tokens_behind(words("target"), before, text) == other.tokens[1:]:
-            alike(one, other)
-            same += 1
-    assert same > 4
+            same(one, other)
+            alike += 1
+    assert alike > 4
 
 
 @pytest.mark.one_in(2)
@@ -146,7 +120,7 @@ def test_going_back_is_reading_afresh(kind: str, coupled: bool, params: Sampling
         asked = [i for i in range(len(texts)) if i == 0 or chance.random() < 0.7]
         rows = [row(list(texts[i]), params, 4, i, coupled=coupled) for i in asked]
         for r, draft in zip(rows, drafter.propose(rows), strict=True):
-            alike(draft, drafts_of(proposer(kind, slots=8), [r])[0])
+            same(draft, drafts_of(proposer(kind, slots=8), [r])[0])
             keep = chance.randrange(len(draft) + 1)
             texts[r.slot] += draft.tokens[1:keep] + chance.choices(
                 range(tiny.WORDED), k=chance.randrange(3)
@@ -163,10 +137,8 @@ def test_shared_prefixes_are_what_will_not_change(kind: str) -> None:
     """Two requests begin alike; where one goes on within a word, the other still reads what it
     had."""
     drafter, start = proposer(kind), prompt(1) * 4
-    on, other = (
-        words("target").tokenizer.encode("thing else"),
-        words("target").tokenizer.encode(" green"),
-    )
+    on = words("target").tokenizer.encode("thing else")
+    other = words("target").tokenizer.encode(" green")
     drafts_of(drafter, [row(start)])
     drafter.open(1, start)
     assert 0 < drafter.runner.cache.length[1] <= drafter.texts[1].settled
@@ -175,7 +147,7 @@ def test_shared_prefixes_are_what_will_not_change(kind: str) -> None:
         drafter.close(1)
         drafter.open(1, rows[1].tokens)
         for r, draft in zip(rows, drafter.propose(rows), strict=True):
-            alike(draft, drafts_of(proposer(kind), [r])[0])
+            same(draft, drafts_of(proposer(kind), [r])[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,7 +177,7 @@ def test_what_cannot_be_said_in_the_target_s_tokens_ends_a_draft(
         assert drafts_of(drafter, [row(prompt(0))])[0].tokens[1:] == proposed
 
 
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_chains_are_drafts_level_by_level(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -221,37 +193,10 @@ def test_native_chains_are_drafts_level_by_level(
             drafts_of(drafter, [row(prompt(i), GREEDY, 2 + i, i) for i in range(len(PROMPTS))])
         )
     for one, other in zip(*found, strict=True):
-        alike(one, other)
+        same(one, other)
 
 
 # ---------------------------------------------------------------- laws
-
-
-class Toy(ModelVocabulary):
-    """A vocabulary of letters."""
-
-    def __init__(self, letters: str) -> None:
-        self.spellings, self.special, self.letters = [c.encode() for c in letters], {}, letters
-
-    def by_spelling(self) -> dict[bytes | str, int]:
-        return {meaning: token for token, meaning in enumerate(self.spellings)}
-
-
-@pytest.mark.parametrize("letters", ["cab", "bxcy", "xya", "abcd"])
-@pytest.mark.parametrize("rule", [verify_token, verify_block], ids=["token", "block"])
-def test_the_law_across_is_exact_under_every_outcome(rule: object, letters: str) -> None:
-    """A drafter of other letters, in another order: what a round says has the target's law."""
-    both = SharedVocabulary(Toy("abc"), Toy(letters))
-    target, _ = oracle.toy_models("float", 3, 2, 0)
-    generator = torch.Generator().manual_seed(1)
-    drafter = {
-        prefix: both.to_target_scores(torch.randn(1, len(letters), generator=generator))[0]
-        .double()
-        .softmax(-1)
-        .numpy()
-        for prefix in target
-    }
-    assert exact.bias(rule, oracle.proposals(oracle.sampled, drafter, 2), target, 2) < 1e-12  # type: ignore[arg-type]
 
 
 def test_nothing_shared_is_no_draft_under_ratio_rules_and_is_told_once(
@@ -343,10 +288,8 @@ def test_draws_follow_the_law_of_shared_tokens(kind: str, params: SamplingParams
         (draft,) = drafter.propose(
             [DraftRequest(0, text, params, Noise(seed, 9), 1, coupled=False)]
         )
-        assert (
-            draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
-            and draft.probs is not None
-        )
+        assert draft.proposals == [Proposal.DETERMINISTIC, Proposal.SAMPLED]
+        assert draft.probs is not None
         drawn[draft.tokens[1]] += 1
     law = draft.probs[0]
     assert law.shape == (tiny.WORDED,) and abs(law.sum() - 1) < 1e-9

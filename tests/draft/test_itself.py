@@ -11,41 +11,30 @@ import torch
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.cache.attention import Segment
-from forerun.draft.proposer import DraftRequest
 from forerun.draft.self_speculation import SelfSpeculation, parse_layers
 from forerun.kernels import native
 from forerun.models.config import SINKS, load_config
-from forerun.models.decoder import load_decoder
+from forerun.models.decoder import Decoder, load_decoder
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
-from forerun.sampling.params import SamplingParams as Params
-from forerun.verify import Noise
 from tests import tiny
+from tests.draft.asking import KERNELS, compiled, row
 from tests.texts import plain
 
-KERNELS = [
-    pytest.param(
-        "native",
-        marks=pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled"),
-    ),
-    "torch",
-]
 PROMPTS = [[5, 6, 7], [9] * 6, [3, 1, 4, 1, 5] * 30]
 
 
-def runner(kernels: str = "torch", family: str = "llama") -> Runner:
+def runner(
+    kernels: str = "torch", family: str = "llama", dtype: torch.dtype = torch.float64
+) -> Runner:
     path = tiny.family(family)
+    decoder: Decoder | NativeDecoder
     if kernels == "torch":
-        return Runner(
-            load_decoder(path, torch.float64, torch.device("cpu"), 512),
-            tokens=1024,
-            page=16,
-            slots=4,
-        )
-    native.start(2)
-    return Runner(
-        NativeDecoder(load_config(path), path, "float32", 512), tokens=1024, page=16, slots=4
-    )
+        decoder = load_decoder(path, dtype, torch.device("cpu"), 512)
+    else:
+        native.start(2)
+        decoder = NativeDecoder(load_config(path), path, "float32", 512)
+    return Runner(decoder, tokens=1024, page=16, slots=4)
 
 
 def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
@@ -101,9 +90,7 @@ def test_with_all_layers_and_keys_it_is_the_model(kernels: str, family: str) -> 
     layers, tokens = whole.decoder.config.layers, [5, 6, 7] * 20
     read(whole, tokens)
     for window in (None, 512):
-        (draft,) = SelfSpeculation(whole, range(layers), window).propose(
-            [DraftRequest(0, tokens, Params(), Noise(1, 59), 5)]
-        )
+        (draft,) = SelfSpeculation(whole, range(layers), window).propose([row(tokens, depth=5)])
         text = [*tokens]
         for token in draft.tokens[1:]:
             chain = Segment(1, text, list(range(-1, len(text) - 1)), [len(text) - 1])
@@ -121,10 +108,7 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
     rows = whole.cache.pages.rows[0, :59].tolist()
     drafter = SelfSpeculation(whole, (0, 2), 8)
     for depth in (4, 1):
-        assert (
-            len(drafter.propose([DraftRequest(0, tokens, Params(), Noise(1, 59), depth)])[0])
-            == depth + 1
-        )
+        assert len(drafter.propose([row(tokens, depth=depth)])[0]) == depth + 1
     assert whole.cache.length == length
     if kernels == "torch":
         assert all(torch.equal(whole.cache.keys[i][rows], before[i][rows]) for i in before)
@@ -134,16 +118,14 @@ def test_what_it_writes_is_scratch(kernels: str) -> None:
         fresh = runner(kernels)
         read(fresh, tokens)
         assert torch.equal(whole.forward([again]).logits, fresh.forward([again]).logits)
-    assert (
-        len(drafter.propose([DraftRequest(0, [*tokens, 1], Params(), Noise(1, 60), 4)])[0]) == 1
-    )  # the target is behind
+    assert len(drafter.propose([row([*tokens, 1])])[0]) == 1, "the target is behind"
     whole.reset()
     drafter.reset()
     assert drafter.runner.cache is whole.cache
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.skipif(native.library() is None, reason=native.reason() or "compiled")
+@compiled
 @pytest.mark.parametrize("family", ["gemma3", "llama4-two"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
 def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
@@ -151,16 +133,13 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
 ) -> None:
     """Chunks, branches and single tokens, with texts shorter and longer than both together; in
     layers that attend within 70 tokens as well."""
-    path = tiny.family(family)
-    shape = load_config(path)
-    one = Runner(
-        load_decoder(path, torch.float32, torch.device("cpu"), 512), tokens=1024, page=16, slots=4
-    )
-    other = Runner(NativeDecoder(shape, path, "float32", 512), tokens=1024, page=16, slots=4)
+    layers = load_config(tiny.family(family)).layers
+    decoder = NativeDecoder(load_config(tiny.family(family)), tiny.family(family), "float32", 512)
+    other = Runner(decoder, tokens=1024, page=16, slots=4)  # in these instructions
     texts = {0: [1 + i % 60 for i in range(250)], 1: [3, 9] * 40, 2: [7, 8]}
     found = []
-    for whole in (one, other):
-        part = whole.with_layers(range(shape.layers), window)
+    for whole in (runner("torch", family, torch.float32), other):
+        part = whole.with_layers(range(layers), window)
         for slot, text in texts.items():
             read(whole, text, slot)
         segments = [
@@ -173,11 +152,9 @@ def test_first_keys_and_last_ones_are_seen_natively_as_on_torch(
 
 
 def test_which_layers_are_kept() -> None:
-    assert (
-        parse_layers("2", 4) == (0, 1)
-        and parse_layers("0-1,3", 4) == (0, 1, 3)
-        and parse_layers("4", 4) == (0, 1, 2, 3)
-    )
+    assert parse_layers("2", 4) == (0, 1)
+    assert parse_layers("0-1,3", 4) == (0, 1, 3)
+    assert parse_layers("4", 4) == (0, 1, 2, 3)
     for said in ("0", "5", "1-9", "2,1", "1,1", "4-2", "999999", "0-2,999999"):
         with pytest.raises(ConfigError, match="is no part of this model's 4 layers"):
             parse_layers(said, 4)

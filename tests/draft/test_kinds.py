@@ -107,7 +107,5 @@ def test_any_value_may_be_of_any_type(value: Any) -> None:
 
 
 def test_what_is_read_is_what_the_readers_read() -> None:
-    assert (
-        set(fit.LAYER_FAMILIES) == set(head_files.LAYER_DEFAULTS)
-        and fit.MAX_BLOCK_SIZE == block_module.LARGEST_BLOCK
-    )
+    assert set(fit.LAYER_FAMILIES) == set(head_files.LAYER_DEFAULTS)
+    assert fit.MAX_BLOCK_SIZE == block_module.LARGEST_BLOCK

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from forerun import SamplingParams
-from forerun.cache.attention import Segment
 from forerun.draft.medusa import MedusaHeads, MedusaProposer, load_heads, save_heads
-from forerun.draft.proposer import DraftRequest, view_of
+from forerun.draft.proposer import view_of
 from forerun.engine.engine import Engine
 from forerun.kernels import native
 from forerun.runtime.packed import Linear
 from forerun.runtime.torch_runner import Runner
-from forerun.verify import Noise
 from tests import tiny
+from tests.draft.asking import compiled, row
+from tests.draft.twins import features_of
 from tests.engine import build
 
 
@@ -44,10 +44,7 @@ def test_heads_read_the_state_of_the_token_before_the_root() -> None:
     request = plain.add(build.prompts()[2][:6], params)
     build.finish(plain)
     text = list(request.tokens)
-    runner = Runner(decoder, tokens=64, page=4, slots=1)
-    runner.cache.pages.grow(0, len(text))
-    segment = Segment(0, text[:-1], list(range(-1, len(text) - 2)), [])
-    states = view.normalise(runner.forward([segment], (view.layers,)).features[view.layers])
+    states = view.normalise(features_of(decoder, text[:-1], (view.layers,))[view.layers])
     medusa = MedusaProposer("medusa", fitted(states, text, view.vocab), view)
     engine = Engine(Runner(decoder, **room), {"medusa": medusa})
     again = engine.add(text[:6], params, draft="medusa", depth=3)
@@ -56,10 +53,10 @@ def test_heads_read_the_state_of_the_token_before_the_root() -> None:
     assert again.stats.accepted == again.stats.drafted > 15
 
 
-@pytest.mark.parametrize("form", [None, "float32", "int8"])
+@pytest.mark.parametrize(
+    "form", [None, *(pytest.param(f, marks=compiled) for f in ("float32", "int8"))]
+)
 def test_the_proposer_computes_what_is_trained(form) -> None:
-    if form and native.library() is None:
-        pytest.skip("the native kernels were not compiled")
     torch.manual_seed(0)
     native.start(2) if form else None
     heads = MedusaHeads(3, 2, 32, tiny.VOCAB)
@@ -72,7 +69,7 @@ def test_the_proposer_computes_what_is_trained(form) -> None:
         assert error < (0.05 if form == "int8" else 1e-5)
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels were not compiled")
+@compiled
 def test_a_native_linear_has_rows_of_their_own() -> None:
     native.start(2)
     torch.manual_seed(1)
@@ -104,6 +101,4 @@ def test_a_prompt_of_one_token_has_no_state_before_its_root() -> None:
     decoder = tiny.decoder(tiny.family("llama"))
     medusa = MedusaProposer("medusa", tiny.medusa("llama"), view_of(decoder))
     medusa.open(0, [5])
-    assert (
-        len(medusa.propose([DraftRequest(0, [5], SamplingParams(), Noise(1, 0), depth=3)])[0]) == 1
-    )
+    assert len(medusa.propose([row([5])])[0]) == 1

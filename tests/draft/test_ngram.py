@@ -14,7 +14,7 @@ import torch
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft import ngram as ngram_module
-from forerun.draft.ngram import Lookahead, NGram, NGramPool, copy_from
+from forerun.draft.ngram import Lookahead, NGram, NGramPool
 from forerun.draft.proposer import DraftRequest
 from forerun.draft_spec import drafts_in, lookahead_options
 from forerun.kernels.draw import sample_tokens
@@ -22,10 +22,7 @@ from forerun.sampling.params import Sampling, SamplingParams
 from forerun.types import Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
-
-
-def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> DraftRequest:
-    return DraftRequest(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+from tests.draft.asking import row
 
 
 def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> list[int]:
@@ -45,14 +42,12 @@ def naive(tokens: Sequence[int], depth: int, longest: int, shortest: int) -> lis
 def test_against_a_naive_search(letters: int, longest: int, shortest: int) -> None:
     chance = random.Random(letters)
     for _ in range(12):
-        proposer, tokens = (
-            NGram(longest, shortest),
-            chance.choices(range(letters), k=chance.randint(1, 9)),
-        )
+        proposer = NGram(longest, shortest)
+        tokens = chance.choices(range(letters), k=chance.randint(1, 9))
         proposer.open(0, tokens)
         while len(tokens) < 50:
             depth = chance.randint(1, 8)
-            (draft,) = proposer.propose([row(tokens, depth)])
+            (draft,) = proposer.propose([row(tokens, depth=depth)])
             assert draft.tokens == [tokens[-1], *naive(tokens, depth, longest, shortest)]
             tokens += chance.choices(range(letters), k=chance.randint(1, 6))
 
@@ -60,7 +55,7 @@ def test_against_a_naive_search(letters: int, longest: int, shortest: int) -> No
 def test_draft_is_a_given_chain() -> None:
     proposer = NGram()
     proposer.open(0, [])
-    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2])])
+    (draft,) = proposer.propose([row([1, 2, 3, 9, 1, 2], depth=5)])
     assert draft.tokens == [2, 3, 9, 1, 2, 3]
     assert draft.parents == [-1, 0, 1, 2, 3, 4]
     assert draft.sources == ["", *["ngram"] * 5]
@@ -72,20 +67,12 @@ def test_slots_are_apart_and_start_clean() -> None:
     proposer, a, b = NGram(), [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
     proposer.open(0, a)
     proposer.open(1, b)
-    drafts = proposer.propose([row(b, 1, slot=1), row(a, 1, slot=0)])
+    drafts = proposer.propose([row(b, depth=1, slot=1), row(a, depth=1)])
     assert [draft.tokens for draft in drafts] == [[2, 4], [2, 3]]
     proposer.close(0, a)
     proposer.open(0, [1, 2])
     assert proposer.propose([row([1, 2])])[0].tokens == [2]
-    assert proposer.propose([row(b, 1, slot=1)])[0].tokens == [2, 4]
-
-
-@pytest.mark.parametrize(
-    "start, count, copied",
-    [(0, 2, [1, 2]), (2, 3, [3, 3, 3]), (1, 5, [2, 3, 2, 3, 2]), (0, 7, [1, 2, 3, 1, 2, 3, 1])],
-)
-def test_copy_goes_on_as_a_loop(start: int, count: int, copied: list[int]) -> None:
-    assert copy_from([1, 2, 3], start, count) == copied
+    assert proposer.propose([row(b, depth=1, slot=1)])[0].tokens == [2, 4]
 
 
 # Lookahead: guesses are what the target predicted behind earlier guesses, and the n-grams of
@@ -205,8 +192,8 @@ def test_guesses_are_drawn_with_the_targets_noise() -> None:
         proposer = opened(text, window=3)
         proposer.propose([request(text, params=params, coupled=coupled)])
         proposer.learn(0, text, draft, logits)
-        row = request([*text, guesses[0]], params=params, coupled=coupled, branching=False)
-        assert proposer.propose([row])[0].tokens[1:] == guesses[1:]
+        later = request([*text, guesses[0]], params=params, coupled=coupled, branching=False)
+        assert proposer.propose([later])[0].tokens[1:] == guesses[1:]
     assert drawn != guesses
 
 
@@ -246,7 +233,7 @@ def test_slots_of_lookahead_are_apart_and_start_clean() -> None:
     proposer = opened(text)
     before = proposer.propose([request(text)])[0].tokens
     proposer.open(1, [9], tenant="other")
-    fresh = DraftRequest(1, [9, 3], SamplingParams(), Noise(0, 1), 6)
+    fresh = row([9, 3], depth=6, slot=1)
     assert 4 not in proposer.propose([fresh])[0].tokens
     assert proposer.propose([request(text)])[0].tokens == before
     proposer.close(0, text)

@@ -12,18 +12,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.draft.compose import OverlapProposer
-from forerun.draft.draft_model import DraftModel
 from forerun.draft.proposer import DraftRequest
 from forerun.kernels import native
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Draft
 from tests import tiny
-from tests.draft.test_draft_model import FILTERED, GREEDY, KERNELS, WARM, proposer, row, text_of
+from tests.draft.asking import FILTERED, GREEDY, KERNELS, SETTINGS, WARM, refused, row, same
+from tests.draft.test_draft_model import models, proposer, text_of
 
 ROUNDS = int(os.environ.get("FORERUN_ROUNDS", "600"))
 
@@ -46,32 +45,6 @@ class Driven(OverlapProposer):
                 break
 
 
-def models(kernels: str, count: int, width: int = 1, slots: int = 8) -> list[DraftModel]:
-    if kernels == "torch":
-        return [proposer(width, slots=slots) for _ in range(count)]
-    native.start(2)
-    decoder = tiny.native_decoder(tiny.drafter("llama"))
-    return [
-        DraftModel(Runner(decoder, tokens=2048, page=16, slots=slots), tiny.VOCAB, width)
-        for _ in range(count)
-    ]
-
-
-def same(found: Draft, expected: Draft) -> None:
-    """The same but for where it came from."""
-    assert (found.tokens, found.parents, found.proposals) == (
-        expected.tokens,
-        expected.parents,
-        expected.proposals,
-    )
-    assert (found.probs is None) == (expected.probs is None)
-    assert (
-        found.probs is None
-        or expected.probs is None
-        or np.allclose(found.probs, expected.probs, atol=1e-9)
-    )
-
-
 def verdict(draft: Draft, ahead: OverlapProposer, slot: int, chance: random.Random) -> list[int]:
     """What a target says of a draft: what was foreseen, or anything."""
     lookahead = ahead._lookaheads.get(slot)
@@ -83,7 +56,7 @@ def verdict(draft: Draft, ahead: OverlapProposer, slot: int, chance: random.Rand
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", ["coupled", "chains", "trees"])
-@pytest.mark.parametrize("params", [GREEDY, WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+@SETTINGS
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_are_those_of_the_model_alone(
     kernels: str, params: SamplingParams, how: str
@@ -92,11 +65,9 @@ def test_drafts_are_those_of_the_model_alone(
     and those that keep laws, with chains and with trees."""
     width = 2 if how == "trees" else 1
     alone, model = models(kernels, 2, width)
-    ahead, chance, texts = (
-        Driven(model),
-        random.Random(3),
-        {s: text_of(4 + 3 * s, s) for s in range(4)},
-    )
+    ahead = Driven(model)
+    chance = random.Random(3)
+    texts = {s: text_of(4 + 3 * s, s) for s in range(4)}
     options = {"coupled": how == "coupled", "branching": how != "chains"}
     for slot, text in texts.items():
         alone.open(slot, text)
@@ -220,9 +191,8 @@ def test_verdicts_come_at_any_moment(params: SamplingParams) -> None:
     ["ahead(suffix)", "ahead(model:{0}|suffix)", "ahead(ahead(model:{0}))", "ahead(self:window=9)"],
 )
 def test_what_cannot_draft_ahead(spec: str) -> None:
-    with pytest.raises(ConfigError, match="it takes a draft model") as error:
+    with refused(ConfigError, "it takes a draft model"):
         LLM(tiny.spoken(), draft=spec.format(tiny.spoken(0.1)), kv_tokens=192)
-    assert "\n" not in str(error.value)
 
 
 def test_what_fails_ahead_is_told_and_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,49 @@
 """Retrieval: the index is what a naive one would be, finds what a naive search finds, and is whole
-or not there."""
+or not there; passages are those that looking at all would choose, of nobody else's documents, and
+nothing if damaged."""
 
 from __future__ import annotations
 
 import errno
 import json
 import random
+import re
+import sqlite3
+from collections.abc import Callable
+from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forerun import LLM, ConfigError, ForerunError, LoadError, RequestError, SamplingParams
-from forerun.draft import corpus
+from forerun.draft import corpus, retrieval
 from forerun.draft.corpus import (
     BREAK,
     LIST,
+    PASSAGE,
     Index,
     IndexedFile,
     IndexSegment,
     adding,
+    passages_of,
     sort_suffixes,
     sort_suffixes_twin,
 )
-from forerun.draft.proposer import DraftRequest
-from forerun.draft.retrieval import Retrieval, SegmentSearch, retrieve_twin
+from forerun.draft.retrieval import (
+    Passages,
+    Retrieval,
+    SegmentSearch,
+    find_passages,
+    rank_passages,
+    retrieve_twin,
+)
 from forerun.models.tokenizer import Tokenizer
-from forerun.verify import Noise
 from tests import tiny
+from tests.draft.asking import refused, row
 from tests.engine import build
+
+VOCAB = 300
 
 
 def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
@@ -40,16 +55,16 @@ def texts_of(seed: int, letters: int = 4, count: int = 12) -> list[list[int]]:
 
 def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> IndexSegment:
     tokens = np.array([token for text in texts for token in (*text, BREAK)], np.uint32)
-    suffixes, starts = (
-        np.zeros(int((tokens != BREAK).sum()), np.uint32),
-        np.zeros(vocab + 1, np.int64),
-    )
+    suffixes = np.zeros(int((tokens != BREAK).sum()), np.uint32)
+    starts = np.zeros(vocab + 1, np.int64)
     (sort_suffixes_twin if twin else sort_suffixes)(tokens, suffixes, starts)
     return IndexSegment("1", tokens, suffixes, starts, ())
 
 
-def row_of(tokens: list[int], slot: int = 0, depth: int = 8) -> DraftRequest:
-    return DraftRequest(slot, tokens, SamplingParams(), Noise(1, len(tokens) - 1), depth=depth)
+def drafted(drafter: Retrieval, tokens: list[int], *slots: int) -> list[list[int]]:
+    """What is drafted behind the same text in each slot."""
+    drafts = drafter.propose([row(tokens, depth=8, slot=slot) for slot in slots])
+    return [draft.tokens[1:] for draft in drafts]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -86,20 +101,25 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tiny.spoken())
 
 
-def write(directory: Path, tokenizer: Tokenizer, texts: list[list[int]], name: str = "a") -> None:
-    with adding(directory, tokenizer, 50) as writer:
-        writer.add(IndexedFile(name, 1, 2), texts)
+def write(
+    directory: Path, tokenizer: Tokenizer, texts: list[list[int]], vocab: int = VOCAB
+) -> Index:
+    with adding(directory, tokenizer, vocab) as writer:
+        writer.add(IndexedFile("a", 1, 2), texts)
+    return Index(directory)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tokenizer) -> None:
     parts = [texts_of(seed, 3) for seed in range(3)]
-    for part in parts:
-        write(tmp_path / "added", tokenizer, part)
-    write(tmp_path / "once", tokenizer, [text for part in parts for text in part])
-    added, once = Index(tmp_path / "added"), Index(tmp_path / "once")
-    assert (
-        len(added.segments) == 3 and added.count == once.count and added.tokenizer == once.tokenizer
-    )
+    added = [write(tmp_path / "added", tokenizer, part) for part in parts][-1]
+    once = write(tmp_path / "once", tokenizer, [text for part in parts for text in part])
+    assert len(added.segments) == 3
+    assert added.count == once.count
+    assert added.tokenizer == once.tokenizer
     for text in filter(None, texts_of(9, 3, 40)):
         one, other = (
             SegmentSearch(index.segments).retrieve(text[-16:], 1) for index in (added, once)
@@ -107,50 +127,63 @@ def test_adding_finds_what_building_at_once_finds(tmp_path: Path, tokenizer: Tok
         assert one[0] == other[0]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "no list",
-        "list",
-        "nested",
-        "version",
-        "number",
-        "missing",
-        "short",
-        "long",
-        "starts",
-        "elsewhere",
-    ],
-)
+def put(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Change the content of a file."""
+
+    def spoil(directory: Path) -> None:
+        path = directory / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return spoil
+
+
+def listed(**fields: object) -> Callable[[Path], object]:
+    """Change what the list says of the segment, or of its `version`."""
+
+    def change(content: bytes) -> bytes:
+        about = json.loads(content)
+        about["version"] = fields.pop("version", about["version"])
+        about["segments"][0] |= fields
+        return json.dumps(about).encode()
+
+    return put(LIST, change)
+
+
+def another_table(directory: Path) -> None:
+    path = directory / "0001.passages"
+    path.unlink()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE others (x)")
+    listed(passages=[1, path.stat().st_size])(directory)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no list": lambda directory: (directory / LIST).unlink(),
+    "list": put(LIST, lambda content: b"{]"),
+    "nested": put(LIST, lambda content: b"[" * 100_000),
+    "version": listed(version=99),
+    "number": listed(tokens="many"),
+    "elsewhere": listed(name="../0001"),
+    "missing": lambda directory: (directory / "0001.suffixes").unlink(),
+    "short": put("0001.tokens", lambda content: content[:-4]),
+    "long": put("0001.tokens", lambda content: content + b"1234"),
+    "starts": put("0001.starts", lambda content: content[:-8] + b"\xff" * 8),
+    "no passages": lambda directory: (directory / "0001.passages").unlink(),
+    "short passages": put("0001.passages", lambda content: content[:-1]),
+    "other bytes": put("0001.passages", lambda content: bytes(range(256)) * (len(content) // 256)),
+    "no table": another_table,
+    "number of passages": listed(passages="many"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_index_is_one_clear_line(
     damage: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path, tokenizer, texts_of(1))
-    listed, about = tmp_path / LIST, json.loads((tmp_path / LIST).read_text())
-    if damage == "no list":
-        listed.unlink()
-    elif damage in ("list", "nested"):
-        listed.write_text("[" * 100_000 if damage == "nested" else "{]")
-    elif damage == "missing":
-        (tmp_path / "0001.suffixes").unlink()
-    elif damage in ("short", "long"):
-        path = tmp_path / "0001.tokens"
-        path.write_bytes(
-            path.read_bytes()[:-4] if damage == "short" else path.read_bytes() + b"1234"
-        )
-    elif damage == "starts":
-        path = tmp_path / "0001.starts"
-        path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
-    else:
-        about["version"] = 99 if damage == "version" else 1
-        about["segments"][0] |= {
-            "number": {"tokens": "many"},
-            "elsewhere": {"name": "../0001"},
-        }.get(damage, {})
-        listed.write_text(json.dumps(about))
-    with pytest.raises(LoadError) as raised:
+    DAMAGES[damage](tmp_path)
+    with refused(LoadError, re.escape(str(tmp_path))):
         Index(tmp_path)
-    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(
@@ -158,7 +191,7 @@ def test_numbers_that_are_damaged_draft_nothing_that_is_no_token(
 ) -> None:
     """Bits may turn without a file changing its size: drafts are worse then, and never out of
     bounds."""
-    write(tmp_path, tokenizer, texts_of(1, 3))
+    write(tmp_path, tokenizer, texts_of(1, 3), 50)
     generator = np.random.default_rng(1)
     for part in ("tokens", "suffixes"):
         path = tmp_path / f"0001.{part}"
@@ -180,7 +213,7 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(tmp_path / "index", tokenizer, texts_of(1))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
+    before = files_of(tmp_path / "index")
 
     def fail(*_: object) -> None:
         raise what
@@ -192,11 +225,14 @@ def test_what_ends_an_addition_leaves_the_index_as_it_was(
     if when == "list":
         monkeypatch.setattr("forerun.utils.os.replace", fail)
     for directory in (tmp_path / "index", tmp_path / "new"):
-        with pytest.raises((type(what), ForerunError)), adding(directory, tokenizer, 50) as writer:
+        with (
+            pytest.raises((type(what), ForerunError)),
+            adding(directory, tokenizer, VOCAB) as writer,
+        ):
             writer.add(IndexedFile("b", 1, 2), texts_of(2))
             if when == "tokens":
                 fail()
-    assert {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()} == before
+    assert files_of(tmp_path / "index") == before
     assert not (tmp_path / "new").exists()
 
 
@@ -204,56 +240,52 @@ def test_two_do_not_add_at_once_and_nothing_new_leaves_no_trace(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path, tokenizer, texts_of(1))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with adding(tmp_path, tokenizer, 50) as writer:
-        with pytest.raises(RequestError, match="another process"), adding(tmp_path, tokenizer, 50):
+    before = files_of(tmp_path)
+    with adding(tmp_path, tokenizer, VOCAB) as writer:
+        with (
+            pytest.raises(RequestError, match="another process"),
+            adding(tmp_path, tokenizer, VOCAB),
+        ):
             pass
         writer.add(IndexedFile("empty", 1, 2), [[]])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files_of(tmp_path) == before
 
 
 def test_tenants_and_indices_that_come_and_go(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for name, token in (("all", 4), ("one", 5)):
-        write(tmp_path / name, tokenizer, [[1, 2, 3, token]])
-    retrieval = Retrieval({"all": Index(tmp_path / "all")})
-    retrieval.open(0, [], tenant="a")
-    retrieval.open(1, [], tenant="b")
-    retrieval.add("one", Index(tmp_path / "one"), client="a")
-    longer = [9, 1, 2, 3]
-
-    def said() -> list[list[int]]:
-        return [
-            draft.tokens[1:]
-            for draft in retrieval.propose([row_of(longer, slot) for slot in (0, 1)])
-        ]
-
-    assert said() == [[4], [4]]
-    retrieval.remove("all")
-    assert said() == [[5], []]
-    retrieval.remove("one")
-    assert said() == [[], []]
+    drafter = Retrieval({"all": write(tmp_path / "all", tokenizer, [[1, 2, 3, 4]])})
+    drafter.open(0, [], tenant="a")
+    drafter.open(1, [], tenant="b")
+    drafter.add("one", write(tmp_path / "one", tokenizer, [[1, 2, 3, 5]]), client="a")
+    text = [9, 1, 2, 3]
+    assert drafted(drafter, text, 0, 1) == [[4], [4]]
+    drafter.remove("all")
+    assert drafted(drafter, text, 0, 1) == [[5], []]
+    drafter.remove("one")
+    assert drafted(drafter, text, 0, 1) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("draft", "has_prompt", "least"),
+    [("retrieval", False, 20), ("suffix+retrieval", False, 0), ("retrieval", True, 40)],
+)
 def test_texts_are_the_same_and_the_documents_are_drafted(
-    tmp_path: Path, tokenizer: Tokenizer
+    draft: str, has_prompt: bool, least: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
+    """Of a document with the answer alone, and of one that the prompt names, too."""
     llm = LLM(tiny.spoken(), draft="off", kv_tokens=512)
     params = SamplingParams.pure(max_tokens=60, ignore_eos=True)
     prompt = "def add(a, b):\n    return a + b\n"
     plain = llm.generate(prompt, params)[0].token_ids
-    with adding(tmp_path / "index", tokenizer, llm.decoder.config.vocab) as writer:
-        writer.add(IndexedFile("answers", 1, 2), [plain])
-    for draft in (f"retrieval:{tmp_path}/index", f"suffix+retrieval:{tmp_path}/index"):
-        for temperature in (0.0, 0.8):
-            llm = LLM(tiny.spoken(), draft=draft, kv_tokens=512, depth=6)
-            params = SamplingParams.pure(
-                max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
-            )
-            said = llm.generate(prompt, params)[0]
-            assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
-            assert temperature or said.stats.by_source["retrieval"].accepted > (
-                20 if draft[0] == "r" else 0
-            )
+    document = [*(tokenizer.encode(prompt) if has_prompt else []), *plain]
+    write(tmp_path / "index", tokenizer, [document], llm.decoder.config.vocab)
+    for temperature in (0.0, 0.8):
+        llm = LLM(tiny.spoken(), draft=f"{draft}:{tmp_path}/index", kv_tokens=512, depth=6)
+        params = SamplingParams.pure(
+            max_tokens=60, ignore_eos=True, temperature=temperature, seed=4
+        )
+        said = llm.generate(prompt, params)[0]
+        assert said.token_ids == llm.generate(prompt, params, draft="off")[0].token_ids
+        assert temperature or said.stats.by_source["retrieval"].accepted > least
 
 
 def test_another_tokenizers_index_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -275,27 +307,13 @@ def test_nothing_goes_on_across_two_texts() -> None:
     assert shelf.retrieve([3, 4, 5], 8) == (0, [])
 
 
-def test_room_is_taken_before_anything_is_mapped(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that gets full under a mapped file ends the process without a word."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(corpus.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "new", tokenizer, texts_of(1))
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_model_of_another_size_needs_an_index_of_its_own(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    write(tmp_path, tokenizer, texts_of(1))
+    index = write(tmp_path, tokenizer, texts_of(1))
     with pytest.raises(LoadError, match="made for another tokenizer"):
-        Index(tmp_path).check(tokenizer, 51)
-    Index(tmp_path).check(tokenizer, 50)
+        index.check(tokenizer, VOCAB + 1)
+    index.check(tokenizer, VOCAB)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -312,9 +330,8 @@ def test_batches_with_preemption_say_what_they_say_without(
         for text in plain
     ]
     engine = build.engine("llama", [], rule=rule, chunk=3, tokens=build.SMALL)
-    with adding(tmp_path, tokenizer, tiny.VOCAB) as writer:
-        writer.add(IndexedFile("said", 1, 2), texts)
-    engine.proposers["retrieval"] = Retrieval({"texts": Index(tmp_path)})  # type: ignore[index]
+    index = write(tmp_path, tokenizer, texts, tiny.VOCAB)
+    engine.proposers["retrieval"] = Retrieval({"texts": index})  # type: ignore[index]
     requests = build.run(engine, "retrieval", temperature)
     assert sum(r.stats.preemptions for r in requests) > 0
     if rule == "match" or not temperature:
@@ -322,3 +339,185 @@ def test_batches_with_preemption_say_what_they_say_without(
         counts = [r.stats.by_source["retrieval"] for r in requests]
         assert 0 < sum(c.accepted for c in counts) < sum(c.drafted for c in counts)
     assert sum(r.stats.preemptions for r in requests) > 0
+
+
+# ---------------------------------------------------------------- passages
+
+
+def documents(seed: int) -> list[list[int]]:
+    """Of many lengths, tokens from frequent to rare."""
+    generator = random.Random(seed)
+    lengths = [
+        0,
+        1,
+        PASSAGE - 1,
+        PASSAGE,
+        PASSAGE + 1,
+        *(generator.randrange(900) for _ in range(6)),
+    ]
+    return [[int(VOCAB * generator.random() ** 4) for _ in range(length)] for length in lengths]
+
+
+def fit_twin(segments: list[IndexSegment], tokens: list[int]) -> list[tuple[int, int]]:
+    """`fit` by looking at every passage."""
+    all_passages = [
+        (n, place, held.tolist())
+        for n, s in enumerate(segments)
+        for place, held in passages_of(s.tokens)
+    ]
+    every = [token for segment in segments for token in segment.tokens.tolist()]
+    scores, spent = dict[tuple[int, int], float](), 0
+    known = {token for token in tokens[-retrieval.NUM_RECENT :] if token in every}
+    for token in sorted(known, key=lambda token: (every.count(token), token))[
+        : retrieval.NUM_QUERIED
+    ]:
+        spent += every.count(token)
+        holding = [(n, place) for n, place, held in all_passages if token in held]
+        for passage in holding if spent <= retrieval.MAX_FOUND else ():
+            worth = log(1 + (len(all_passages) - len(holding) + 0.5) / (len(holding) + 0.5))
+            scores[passage] = scores.get(passage, 0.0) + worth
+    return sorted(scores, key=lambda passage: (-scores[passage], passage))[: retrieval.NUM_PASSAGES]
+
+
+@pytest.mark.parametrize("found", [50, 5_000])
+def test_the_passages_are_those_that_looking_at_all_finds(
+    found: int, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "MAX_FOUND", found)
+    for seed in range(3):
+        segments = write(tmp_path / "index", tokenizer, documents(seed)).segments
+    asked = [text for seed in (0, 1, 7) for text in documents(seed)]
+    chosen = [rank_passages(segments, text) for text in asked]
+    assert chosen == [fit_twin(segments, text) for text in asked]
+    assert len({len(passages) for passages in chosen}) > 1
+    assert {of for c in chosen for of, _ in c} == {0, 1, 2}
+
+
+def test_passages_are_whole_texts_or_parts_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.array([token for text in documents(1) for token in (*text, BREAK)], np.uint32)
+    cut = list(passages_of(tokens))
+    assert all(
+        0 < len(held) <= PASSAGE and (held == tokens[at : at + len(held)]).all() for at, held in cut
+    )
+    assert np.concatenate([held for _, held in cut]).tolist() == tokens[tokens != BREAK].tolist()
+    assert len(cut) == sum(-(-len(text) // PASSAGE) for text in documents(1))
+
+
+def test_the_longest_match_is_followed_the_best_passage_first() -> None:
+    near = Passages(
+        [
+            np.array(text, np.uint32)
+            for text in ([1, 2, 3, 4], [9, 2, 3, 5, 6, 7], [8, 2, 3, 5], [], [3, 4])
+        ]
+    )
+    assert near.retrieve([0, 2, 3], 8) == (2, [4])
+    assert near.retrieve([9, 2, 3], 8) == (3, [5, 6, 7])
+    assert near.retrieve([9, 2, 3], 1) == (3, [5])
+    assert near.retrieve([7, 8], 8) == (0, [])  # not across two of them
+    assert near.retrieve([6, 7], 8) == (0, [])  # nothing follows
+    assert near.retrieve([0], 8) == near.retrieve([2], 8) == (0, [])  # one token is no match
+
+
+def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The whole index would say 4, which most texts go on with."""
+    common = [[10 + n, 1, 2, 3, 4, 4, 4] for n in range(20)]
+    drafter = Retrieval(
+        {"docs": write(tmp_path, tokenizer, [*common, [200, 201, 1, 2, 3, 5, 6, 7]])}
+    )
+
+    def said(tokens: list[int]) -> tuple[int, list[int]]:
+        (draft,) = drafter.propose([row(tokens, depth=8)])
+        return draft.match_length, draft.tokens[1:]
+
+    drafter.open(0, [99])  # about nothing that is known
+    assert said([99, 1, 2, 3]) == (3, [4, 4, 4]) and said([99, 2, 3]) == (0, [])
+    drafter.close(0)
+    drafter.open(0, [200, 201])
+    assert said([200, 201, 1, 2, 3]) == (5, [5, 6, 7])
+    assert said([200, 201, 99, 1, 2, 3]) == (3, [5, 6, 7])
+    assert said([200, 201, 99, 2, 3]) == (
+        2,
+        [5, 6, 7],
+    )
+    # read again: what was found before is forgotten
+    drafter.add("docs", write(tmp_path, tokenizer, [[1]]))
+    assert said([200, 201, 99, 1, 2, 3]) == (3, [4, 4, 4])
+
+
+def test_nobody_is_grounded_in_another_clients_documents(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    secret = [250, 251, 252, 253, 254]
+    drafter = Retrieval({"all": write(tmp_path / "all", tokenizer, [[1, 2, 3, 4]])})
+    drafter.add("one", write(tmp_path / "one", tokenizer, [secret]), client="a")
+    for slot, tenant in enumerate(("a", "b", "")):
+        drafter.open(slot, secret[:3], tenant=tenant)
+    assert drafted(drafter, secret[1:3], 0, 1, 2) == [[253, 254], [], []]
+    drafter.remove("one")
+    assert drafted(drafter, secret[1:3], 0) == [[]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bits_that_turn_in_a_table_draft_nothing_that_is_no_token(
+    seed: int, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Its size is right and it opens: what is found may be wrong, and is never out of bounds."""
+    write(tmp_path, tokenizer, documents(1))
+    table, generator = tmp_path / "0001.passages", random.Random(seed)
+    held = bytearray(table.read_bytes())
+    for _ in range(400):
+        held[generator.randrange(4096, len(held))] = generator.randrange(256)
+    table.write_bytes(held)
+    try:
+        segments = Index(tmp_path).segments
+    except LoadError:
+        return
+    for text in documents(2):
+        near = find_passages(segments, text)
+        assert near is None or all(0 <= token < VOCAB for token in near.retrieve(text[-16:], 8)[1])
+
+
+def test_an_index_without_passages_drafts_as_before(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "passages_supported", lambda: False)
+        before = write(tmp_path, tokenizer, [[1, 2, 3, 4]])
+    drafter = Retrieval({"docs": before})
+    drafter.open(0, [1, 2, 3])
+    assert not (tmp_path / "0001.passages").exists()
+    assert "passages" not in json.loads((tmp_path / LIST).read_text())
+    assert drafted(drafter, [1, 2, 3], 0) == [[4]]
+    added = write(tmp_path, tokenizer, [[7, 8, 9]])  # what is added has some
+    assert rank_passages(added.segments, [1, 2, 3]) == []
+    assert rank_passages(added.segments, [1, 8]) == [(1, 0)]
+
+
+def test_a_full_disk_leaves_the_index_as_it_was(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "index", tokenizer, documents(1))
+    before = files_of(tmp_path / "index")
+    monkeypatch.setattr(corpus, "CREATE_TABLE", f"PRAGMA max_page_count=3; {corpus.CREATE_TABLE}")
+    real = sqlite3.connect
+
+    class Small(sqlite3.Connection):
+        """On a disk with room for a few pages."""
+
+        def execute(self, sql: str, *more: object) -> sqlite3.Cursor:
+            for statement in sql.split("; "):
+                done = super().execute(statement, *more)  # type: ignore[arg-type]
+            return done
+
+    monkeypatch.setattr(corpus.sqlite3, "connect", lambda *a, **k: real(*a, factory=Small, **k))
+    for directory in (tmp_path / "index", tmp_path / "new"):
+        with (
+            pytest.raises(OSError, match="full") as raised,
+            adding(directory, tokenizer, VOCAB) as writer,
+        ):
+            writer.add(IndexedFile("b", 1, 2), documents(2))
+        assert raised.value.errno == errno.EIO and "\n" not in str(raised.value)
+    assert files_of(tmp_path / "index") == before
+    assert not (tmp_path / "new").exists()

@@ -16,18 +16,16 @@ import torch
 from forerun import LLM, ConfigError, LoadError, SamplingParams
 from forerun.draft.draft_model import DraftModel, draft_model
 from forerun.engine.engine import Engine
-from forerun.kernels import native
 from forerun.models.files import SHORTLIST
 from forerun.models.shortlist import Shortlist
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
 from tests import other_words, tiny
+from tests.draft.asking import KERNELS, compiled, refused
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
 OTHERS = [token for token in range(tiny.VOCAB) if token not in tiny.LISTED]
-compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
-KERNELS = ["torch", pytest.param("native", marks=compiled)]
 
 
 @pytest.fixture
@@ -133,9 +131,8 @@ def test_lists_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
         ("longer", "66 tokens, but the draft model has 64"),
         ("nowhere", "there is no shortlist"),
     ):
-        with pytest.raises(LoadError, match=says) as error:
+        with refused(LoadError, says):
             LLM(target, draft=draft, draft_shortlist=str(tmp_path / name), kv_tokens=512)
-        assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="is no file"):
         LLM(target, draft=draft, draft_shortlist=5)
     runner = Runner(tiny.decoder(tiny.drafter("llama"), said=(60, 63)), tokens=64, page=4, slots=1)

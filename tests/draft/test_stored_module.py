@@ -32,10 +32,10 @@ from forerun.models.gguf.container import NewTensor, append_tensors, open_gguf
 from forerun.models.local import LocalModel
 from tests import tiny
 from tests.cli.test_main import run
+from tests.draft.asking import compiled, refused
 from tests.draft.heads import head_of
 from tests.gguf_files import finish, written, written_with_module
 
-compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels are missing")
 # dense models of three kinds of norms, a hybrid, and models with modules of their own
 TARGETS = (
     "llama/F32",
@@ -165,9 +165,8 @@ def test_a_stored_module_that_cannot_be_used_is_one_line(
     monkeypatch.setattr(own_module, "append_tensors", spoiled)
     store_module(trained(tmp_path / "module", path), path, out)
     view = view_of(tiny.native_decoder(path, form="float32"))
-    with pytest.raises(LoadError, match=says) as error:
+    with refused(LoadError, says):
         load_own_module(out, view)
-    assert "\n" not in str(error.value)
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
     if numbers.get("llama.block_count") != 3:  # else the target has a block too much
         assert LLM(out, kv_tokens=256).draft == "suffix"

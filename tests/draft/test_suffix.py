@@ -15,16 +15,16 @@ import pytest
 from forerun.draft.automaton import TwinAutomaton
 from forerun.draft.compose import InTurn
 from forerun.draft.ngram import NGram
-from forerun.draft.proposer import DraftRequest, Reference
-from forerun.draft.suffix import BREAK, Alignment, Cursor, References, Suffix, SuffixAutomaton
+from forerun.draft.proposer import Proposer, Reference
+from forerun.draft.suffix import Alignment, Cursor, References, Suffix, SuffixAutomaton
 from forerun.kernels import native
-from forerun.sampling.params import SamplingParams
 from forerun.types import MEMORY, Draft
-from forerun.verify import Noise
+from tests.draft.asking import row
 
 
-def row(tokens: Sequence[int], depth: int = 5, slot: int = 0) -> DraftRequest:
-    return DraftRequest(slot, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+def propose(proposer: Proposer, tokens: Sequence[int], depth: int = 5, slot: int = 0) -> list[int]:
+    """The root and what is drafted behind it."""
+    return proposer.propose([row(tokens, depth=depth, slot=slot)])[0].tokens
 
 
 def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
@@ -56,9 +56,6 @@ def texts(letters: int, count: int, length: int) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------- the automaton
-
-
-# ---------------------------------------------------------------- cursors
 
 
 @pytest.fixture(params=["native", "twin"], autouse=True)
@@ -125,9 +122,9 @@ def test_cursor_in_an_automaton_that_grows(letters: int) -> None:
 # ---------------------------------------------------------------- the proposer
 
 
-def finish(proposer: Suffix, text: Sequence[int], slot: int = 7) -> None:
-    proposer.open(slot, text)
-    proposer.close(slot, text)
+def finish(proposer: Suffix, text: Sequence[int], tenant: str = "") -> None:
+    proposer.open(7, text, tenant=tenant)
+    proposer.close(7, text)
 
 
 def loop(tokens: Sequence[int], end: int, count: int) -> list[int]:
@@ -149,7 +146,7 @@ def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
         while end < len(text):
             end = min(end + chance.randint(1, 5), len(text))
             tokens, depth = text[:end], chance.randint(1, 8)
-            (draft,) = proposer.propose([row(tokens, depth)])
+            drafted = propose(proposer, tokens, depth)
             length = earlier(tokens)
             count = min(depth, length) if length >= shortest else 0
             ends = [
@@ -157,18 +154,18 @@ def test_own_text_against_a_naive_search(letters: int, shortest: int) -> None:
                 for i in range(length - 1, end - 1)
                 if tokens[i - length + 1 : i + 1] == tokens[end - length :]
             ]
-            assert len(draft) == count + 1
-            assert draft.tokens[0] == tokens[-1]
-            assert not count or any(draft.tokens[1:] == loop(tokens, i, count) for i in ends)
+            assert len(drafted) == count + 1
+            assert drafted[0] == tokens[-1]
+            assert not count or any(drafted[1:] == loop(tokens, i, count) for i in ends)
 
 
 def test_a_preempted_request_is_not_remembered() -> None:
     proposer = Suffix()
     proposer.open(0, [10, 11, 12, 13])
-    proposer.propose([row([10, 11, 12, 13])])
+    propose(proposer, [10, 11, 12, 13])
     proposer.close(0)
     proposer.open(1, [10, 11])
-    assert proposer.propose([row([10, 11], slot=1)])[0].tokens == [11]
+    assert propose(proposer, [10, 11], slot=1) == [11]
 
 
 def test_the_longer_match_wins_and_the_own_text_where_they_are_equal() -> None:
@@ -176,9 +173,9 @@ def test_the_longer_match_wins_and_the_own_text_where_they_are_equal() -> None:
     finish(proposer, [5, 1, 2, 7])
     finish(proposer, [3, 4, 8])
     proposer.open(0, [])
-    assert proposer.propose([row([1, 2, 6, 5, 1, 2], 1)])[0].tokens == [2, 7]
+    assert propose(proposer, [1, 2, 6, 5, 1, 2], 1) == [2, 7]
     proposer.open(0, [])
-    assert proposer.propose([row([3, 4, 6, 3, 4], 1)])[0].tokens == [4, 6]
+    assert propose(proposer, [3, 4, 6, 3, 4], 1) == [4, 6]
 
 
 def test_a_match_never_spans_two_texts() -> None:
@@ -187,9 +184,7 @@ def test_a_match_never_spans_two_texts() -> None:
     finish(proposer, [3, 4])
     proposer.open(0, [])
     for end in range(1, 5):
-        draft = proposer.propose([row([1, 2, 3, 4][:end])])[0]
-        assert BREAK not in draft.tokens
-        assert len(draft) == 1
+        assert propose(proposer, [1, 2, 3, 4][:end]) == [end]
 
 
 def test_memory_is_bounded_by_two_generations() -> None:
@@ -205,8 +200,8 @@ def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
     proposer = Suffix(memory=10)
     finish(proposer, range(100))
     proposer.open(0, [])
-    assert proposer.propose([row([91, 92])])[0].tokens == [92, 93, 94]
-    assert proposer.propose([row([91, 92, 50, 51])])[0].tokens == [51]
+    assert propose(proposer, [91, 92]) == [92, 93, 94]
+    assert propose(proposer, [91, 92, 50, 51]) == [51]
 
 
 def test_a_new_generation_in_the_middle_of_a_match() -> None:
@@ -214,72 +209,29 @@ def test_a_new_generation_in_the_middle_of_a_match() -> None:
     proposer = Suffix(memory=8)
     finish(proposer, [1, 2, 3, 4, 5, 6])
     proposer.open(0, [])
-    assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
+    assert propose(proposer, [1, 2, 3]) == [3, 4, 5, 6]
     finish(proposer, [2, 3, 8, 8, 8, 8, 8])
     assert len(proposer.memories[""]) == 2
-    assert proposer.propose([row([1, 2, 3])])[0].tokens == [3, 4, 5, 6]
-    assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4, 5, 6]
+    assert propose(proposer, [1, 2, 3]) == [3, 4, 5, 6]
+    assert propose(proposer, [1, 2, 3, 4]) == [4, 5, 6]
     finish(proposer, [9] * 8)
-    assert proposer.propose([row([1, 2, 3, 4])])[0].tokens == [4]
-
-
-def explained(
-    tokens: Sequence[int], drafted: Sequence[int], finished: Sequence[Sequence[int]]
-) -> bool:
-    """Did these tokens stand after a match at least as long as they are many?"""
-    count = len(drafted)
-    ends = [
-        i
-        for i in range(count - 1, len(tokens) - 1)
-        if tokens[i - count + 1 : i + 1] == tokens[-count:]
-    ]
-    own = any(loop(tokens, end, count) == drafted for end in ends)
-    return not count or own or any(occurs([*tokens[-count:], *drafted], text) for text in finished)
-
-
-@pytest.mark.parametrize("letters", [2, 3, 4])
-def test_requests_that_come_and_go(letters: int) -> None:
-    """A draft is never longer than what matched, and always something that did stand after it."""
-    chance, proposer = random.Random(letters), Suffix(memory=30)
-    finished: list[list[int]] = []
-    running: dict[int, list[int]] = {}
-    for _ in range(300):
-        slot = chance.randrange(3)
-        if slot not in running:
-            running[slot] = chance.choices(range(letters), k=chance.randint(1, 5))
-            proposer.open(slot, running[slot])
-        elif len(running[slot]) > 14:
-            finished.append(running.pop(slot))
-            proposer.close(slot, finished[-1])
-        else:
-            running[slot] += chance.choices(range(letters), k=chance.randint(1, 3))
-            tokens = running[slot]
-            (draft,) = proposer.propose([row(tokens, 4, slot)])
-            assert len(draft) <= 5
-            assert explained(tokens, draft.tokens[1:], finished)
+    assert propose(proposer, [1, 2, 3, 4]) == [4]
 
 
 def test_forget_drops_what_was_finished() -> None:
     proposer = Suffix(shortest=1)
-    proposer.open(0, [])
-    proposer.close(0, [5, 6, 7, 8])
+    finish(proposer, [5, 6, 7, 8])
     proposer.forget()
     proposer.open(0, [])
-    row = DraftRequest(slot=0, tokens=[5, 6], params=SamplingParams(), noise=Noise(0, 1), depth=4)
-    assert len(proposer.propose([row])[0]) == 1
+    assert propose(proposer, [5, 6]) == [6]
 
 
 # ---------------------------------------------------------------- tenants
 
 
-def remember(proposer: Suffix, text: Sequence[int], tenant: str) -> None:
-    proposer.open(7, text, tenant=tenant)
-    proposer.close(7, text)
-
-
 def test_a_tenant_drafts_from_its_own_memory_alone_and_says_so() -> None:
     proposer = Suffix()
-    remember(proposer, [1, 2, 3, 4, 5], "one")
+    finish(proposer, [1, 2, 3, 4, 5], "one")
     for slot, tenant in enumerate(("one", "two", "")):
         proposer.open(slot, [], tenant=tenant)
     drafts = proposer.propose([row([1, 2], slot=slot) for slot in range(3)])
@@ -290,14 +242,14 @@ def test_a_tenant_drafts_from_its_own_memory_alone_and_says_so() -> None:
 def test_all_memories_together_are_bounded_and_the_least_used_goes_first() -> None:
     proposer = Suffix(memory=10)
     for tenant in "abc":
-        remember(proposer, range(5), tenant)  # a text and what ends it: six
+        finish(proposer, range(5), tenant)  # a text and what ends it: six
     assert list(proposer.memories) == ["a", "b", "c"]
-    remember(proposer, [7], "a")
+    finish(proposer, [7], "a")
     assert list(proposer.memories) == ["b", "c", "a"]
-    remember(proposer, range(5), "d")
+    finish(proposer, range(5), "d")
     assert list(proposer.memories) == ["c", "a", "d"]
     for i in range(100):
-        remember(proposer, range(10), f"tenant {i}")
+        finish(proposer, range(10), f"tenant {i}")
         assert sum(len(a.text) for memory in proposer.memories.values() for a in memory) <= 22
 
 
@@ -329,46 +281,40 @@ def aligned(text: list[int], output: list[int], whole: bool = True) -> Alignment
     return alignment
 
 
-def reference_row(tokens: list[int], depth: int = 4) -> DraftRequest:
-    return DraftRequest(0, tokens, SamplingParams(), Noise(0, len(tokens) - 1), depth)
+COUNT = list(range(1, 9))
+REPEATS = [1, 2, 10, 1, 2, 20, 1, 2, 30]
+# token ids whose bytes overlap are no occurrence
+OVERLAPPING = [0x01000000, 0x00000000, 0x00000001, 7, 8, 0, 0, 1, 5]
 
 
-def test_a_prediction_is_drafted_from_its_beginning() -> None:
-    assert aligned([5, 6, 7, 8], []).continuation(3) == [5, 6, 7]
-    assert aligned([5, 6, 7, 8], [5, 6]).continuation(9) == [7, 8]
-    assert aligned([5, 6], [5, 6]).continuation(9) == []
+@pytest.mark.parametrize(
+    ("text", "output", "count", "follows"),
+    [
+        ([5, 6, 7, 8], [], 3, [5, 6, 7]),
+        ([5, 6, 7, 8], [5, 6], 9, [7, 8]),
+        ([5, 6], [5, 6], 9, []),
+        ([1, 2, 3, 4, 5], [1, 2, 9], 9, [4, 5]),  # one replaced token is taken in stride
+        (COUNT, [1, 2, 90, 91, 92, 3, 4], 2, [5, 6]),  # insertions and deletions are found again
+        (COUNT, [1, 2, 6, 7], 2, [8]),
+        (COUNT, [1, 2, 90, 91, 92], 2, []),
+        (REPEATS, [1, 2, 10, 99, 98, 1, 2], 1, [20]),  # the nearest behind the last place
+        (REPEATS, [1, 2, 10, 1, 2, 20, 1, 2, 30, 97, 1, 2], 1, [10]),  # none behind: the first
+        (OVERLAPPING, [8, 0, 0], 1, [1]),
+    ],
+)
+def test_a_prediction_is_followed_and_found_again(
+    text: list[int], output: list[int], count: int, follows: list[int]
+) -> None:
+    assert aligned(text, output).continuation(count) == follows
 
 
-def test_one_replaced_token_is_taken_in_stride() -> None:
-    assert aligned([1, 2, 3, 4, 5], [1, 2, 9]).continuation(9) == [4, 5]
-
-
-def test_insertions_and_deletions_are_found_again() -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert aligned(text, [1, 2, 90, 91, 92, 3, 4]).continuation(2) == [5, 6]
-    assert aligned(text, [1, 2, 6, 7]).continuation(2) == [8]
-    assert aligned(text, [1, 2, 90, 91, 92]).continuation(2) == []
-
-
-def test_the_nearest_occurrence_behind_the_last_place_is_taken() -> None:
-    text = [1, 2, 10, 1, 2, 20, 1, 2, 30]
-    assert aligned(text, [1, 2, 10, 99, 98, 1, 2]).continuation(1) == [20]
-    assert aligned(text, [1, 2, 10, 1, 2, 20, 1, 2, 30, 97, 1, 2]).continuation(1) == [
-        10
-    ]  # none behind: the first
-
-
-def test_a_document_needs_agreement_and_gives_no_more_than_agreed() -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert aligned(text, [], whole=False).continuation(4) == []
-    assert aligned(text, [9, 2], whole=False).continuation(4) == []
-    assert aligned(text, [9, 2, 3], whole=False).continuation(4) == [4, 5]
-    assert aligned(text, [9, 2, 3, 4], whole=False).continuation(4) == [5, 6, 7]
-
-
-def test_token_ids_whose_bytes_overlap_are_no_occurrence() -> None:
-    text = [0x01000000, 0x00000000, 0x00000001, 7, 8, 0, 0, 1, 5]
-    assert aligned(text, [8, 0, 0]).continuation(1) == [1]
+@pytest.mark.parametrize(
+    ("output", "follows"), [([], []), ([9, 2], []), ([9, 2, 3], [4, 5]), ([9, 2, 3, 4], [5, 6, 7])]
+)
+def test_a_document_needs_agreement_and_gives_no_more_than_agreed(
+    output: list[int], follows: list[int]
+) -> None:
+    assert aligned(COUNT, output, whole=False).continuation(4) == follows
 
 
 def test_a_place_is_always_behind_an_occurrence() -> None:
@@ -393,17 +339,17 @@ def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:
     references = (Reference("prediction", (7, 8, 9), 3, True),)
     cascade = InTurn((References(), NGram()))
 
-    def propose(tokens: list[int]) -> Draft:
+    def draft_of(tokens: list[int]) -> Draft:
         """The draft of the first part that has one."""
-        drafts = (part.propose([reference_row(tokens)])[0] for part in cascade.parts)
+        drafts = (part.propose([row(tokens)])[0] for part in cascade.parts)
         return next(draft for draft in drafts if len(draft) > 1)
 
     cascade.open(0, [1, 2, 1], references)
-    draft = propose([1, 2, 1])
+    draft = draft_of([1, 2, 1])
     assert (draft.tokens, draft.sources[1:]) == ([1, 7, 8, 9], ["prediction"] * 3)
-    draft = propose([1, 2, 1, 2, 1])
+    draft = draft_of([1, 2, 1, 2, 1])
     assert draft.sources[1] == "ngram" and draft.tokens[1] == 2
     cascade.close(0)
     cascade.open(0, [1, 2, 1, 7], references)  # after a preemption: prompt and output again
-    assert propose([1, 2, 1, 7]).tokens == [7, 8, 9]
+    assert draft_of([1, 2, 1, 7]).tokens == [7, 8, 9]
     assert cascade.name == "reference+ngram"

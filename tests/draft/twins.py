@@ -7,6 +7,7 @@ drafts, only worse: so logits are compared with these, node by node."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.cache.attention import Segment
+from forerun.devices import as_tensor
 from forerun.draft.proposer import TargetView, view_of
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
@@ -30,11 +32,19 @@ def target(family: str = "llama") -> TargetView:
 def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Tensor:
     """The target's states of each token, side by side, from one pass over the whole text. [T, n *
     H]"""
-    runner = Runner(tiny.decoder(tiny.family("llama")), tokens=256, page=256, slots=1)
+    states = features_of(tiny.decoder(tiny.family("llama")), tokens, aux_hidden_layers)
+    return torch.cat([states[layer] for layer in aux_hidden_layers], -1)
+
+
+def features_of(
+    decoder: Any, tokens: Sequence[int], aux_hidden_layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """A target's states of each token by layer, from one pass over the whole text."""
+    runner = Runner(decoder, tokens=256, page=256, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
     features = runner.forward([segment], aux_hidden_layers).features
-    return torch.cat([features[boundary] for boundary in aux_hidden_layers], -1)
+    return {layer: as_tensor(states) for layer, states in features.items()}
 
 
 @functools.cache
@@ -111,8 +121,11 @@ class Twin:
         )
 
     def mlp(self, x: Tensor, at: str = "layers.0.") -> Tensor:
-        gate, up = (self.product(x, f"{at}mlp.{n}_proj") for n in ("gate", "up"))
-        return self.product(gate / (1 + (-gate).exp()) * up, f"{at}mlp.down_proj")
+        return self.gated(x, f"{at}mlp.")
+
+    def gated(self, x: Tensor, at: str) -> Tensor:
+        gate, up = (self.product(x, f"{at}{n}_proj") for n in ("gate", "up"))
+        return self.product(gate / (1 + (-gate).exp()) * up, f"{at}down_proj")
 
 
 class PairTwin(Twin):
@@ -233,6 +246,7 @@ class MtpTwin(PairTwin):
     """Multi-token modules."""
 
     AT = "mtp_layers.0."
+    STATE_FIRST = False
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, module.layer)
@@ -241,9 +255,11 @@ class MtpTwin(PairTwin):
         return last_states(tokens)
 
     def run_pairs(self, ids: list[int], states: Tensor) -> Tensor:
-        joined = (self.norm(self.embedded(ids), f"{self.AT}token_layernorm"),
-                  self.norm(states, f"{self.AT}hidden_layernorm"))  # fmt: skip
-        x = self.product(torch.cat(joined, -1), f"{self.AT}input_proj")
+        pair = [self.norm(self.embedded(ids), f"{self.AT}token_layernorm"),
+                self.norm(states, f"{self.AT}hidden_layernorm")]  # fmt: skip
+        x = self.product(
+            torch.cat(pair[::-1] if self.STATE_FIRST else pair, -1), f"{self.AT}input_proj"
+        )
         x = x + self.attention(self.norm(x, f"{self.AT}input_layernorm"), self.AT)
         x = x + self.mlp(self.norm(x, f"{self.AT}post_attention_layernorm"), self.AT)
         return self.norm(x, f"{self.AT}final_layernorm")
@@ -252,7 +268,27 @@ class MtpTwin(PairTwin):
         return outputs @ self.w.get("lm_head.weight", self.target_head).T
 
 
-class QwenMtpTwin:
+class MimoTwin(MtpTwin):
+    """The multi-token module in a checkpoint of MiMo, which joins states and embeddings in that
+    order."""
+
+    AT = "model.mtp_layers.0."
+    STATE_FIRST = True
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        stored = load_file(path / "model.safetensors")
+        self.w, self.c = {name: tensor.double() for name, tensor in stored.items()}, config
+        self.w["embed_tokens.weight"] = self.w["model.embed_tokens.weight"]
+        self.cos, self.sin = rope_tables(config, config.ropes[0], 300, torch.float64)
+
+    def logits_of(self, tokens: list[int], states: Tensor) -> Tensor:
+        """Return the logits after the target's last states, before its norm, of all tokens but the
+        last. [V]"""
+        outputs = self.run_pairs(tokens[1:], self.norm(states.double(), "model.norm"))
+        return self.w["lm_head.weight"] @ outputs[-1]
+
+
+class QwenMtpTwin(Twin):
     """The multi-token module in a Qwen3-Next or Qwen3.5 checkpoint, from its own tensors: norms
     multiply by 1 + w, each head's queries stand before its gates, and a quarter of the channels
     rotates."""
@@ -266,12 +302,9 @@ class QwenMtpTwin:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return norm(x, 1 + self.w[f"{name}.weight"], self.c.norm_eps)
 
-    def product(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.w[f"{name}.weight"].T
-
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """[T, heads, D]"""
-        cos, sin = self.cos[: len(x)], self.sin[: len(x)]
+        cos, sin = self.cos[positions], self.sin[positions]
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
@@ -289,30 +322,26 @@ class QwenMtpTwin:
     def run(self, pairs: Tensor) -> Tensor:
         at = "mtp.layers.0."
         x = self.product(pairs, "mtp.fc")
-        x = x + self.attention(self.norm(x, f"{at}input_layernorm"), f"{at}self_attn.")
-        x = x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), f"{at}mlp.")
+        x = x + self.attention(self.norm(x, f"{at}input_layernorm"), at)
+        x = x + self.mlp(self.norm(x, f"{at}post_attention_layernorm"), at)
         return self.norm(x, "mtp.norm")
 
-    def attention(self, x: Tensor, at: str) -> Tensor:
-        c, count = self.c, len(x)
-        both = self.product(x, f"{at}q_proj").view(count, c.heads, 2 * c.head_dim)
+    def attention(self, x: Tensor, at: str = "", window: int | None = None) -> Tensor:
+        own, c, count, positions = f"{at}self_attn.", self.c, len(x), torch.arange(len(x))
+        both = self.product(x, f"{own}q_proj").view(count, c.heads, 2 * c.head_dim)
         q, gate = both.chunk(2, -1)
-        k, v = (self.product(x, f"{at}{n}_proj").view(count, -1, c.head_dim) for n in "kv")
-        q = self.rotate(self.norm(q, f"{at}q_norm"))
-        k = self.rotate(self.norm(k, f"{at}k_norm"))
-        later, heads = torch.ones(count, count).triu(1) > 0, []
-        for h in range(c.heads):
-            shared = h // (c.heads // c.kv_heads)
-            scores = q[:, h] @ k[:, shared].T / c.head_dim**0.5
-            seen = scores.masked_fill(later, -torch.inf).softmax(-1)
-            heads.append(seen @ v[:, shared] / (1 + (-gate[:, h]).exp()))
-        return self.product(torch.cat(heads, 1), f"{at}o_proj")
+        k, v = (self.product(x, f"{own}{n}_proj").view(count, -1, c.head_dim) for n in "kv")
+        q = self.rotate(self.norm(q, f"{own}q_norm"), positions)
+        k = self.rotate(self.norm(k, f"{own}k_norm"), positions)
+        attended = self.attend(q, k, v, positions[:, None] < positions)
+        return self.product(attended / (1 + (-gate.flatten(1)).exp()), f"{own}o_proj")
 
-    def mlp(self, x: Tensor, at: str) -> Tensor:
+    def mlp(self, x: Tensor, at: str = "") -> Tensor:
+        at = f"{at}mlp."
         if self.c.experts is None:
-            return self.dense(x, at)
+            return self.gated(x, at)
         scores = self.product(x, f"{at}gate").softmax(-1)
-        shared = self.dense(x, f"{at}shared_expert.")
+        shared = self.gated(x, f"{at}shared_expert.")
         gate = self.product(x, f"{at}shared_expert_gate")
         rows = []
         for token in range(len(x)):
@@ -320,13 +349,9 @@ class QwenMtpTwin:
             weights = chosen.values / chosen.values.sum()
             row = shared[token] / (1 + (-gate[token]).exp())
             for weight, expert in zip(weights, chosen.indices.tolist(), strict=True):
-                row = row + weight * self.dense(x[token], f"{at}experts.{expert}.")
+                row = row + weight * self.gated(x[token], f"{at}experts.{expert}.")
             rows.append(row)
         return torch.stack(rows)
-
-    def dense(self, x: Tensor, at: str) -> Tensor:
-        gate, up = (self.product(x, f"{at}{n}_proj") for n in ("gate", "up"))
-        return self.product(gate / (1 + (-gate).exp()) * up, f"{at}down_proj")
 
     def lm_head(self, outputs: Tensor) -> Tensor:
         head = "model.embed_tokens" if self.c.tied else "lm_head"
@@ -478,12 +503,10 @@ class BlockTwin(Twin):
 
     def block_attention(self, i: int, x: Tensor, context: Tensor, positions: Tensor) -> Tensor:
         """Let the slots x see all context and one another, as far as no window says otherwise."""
-        c, own, both, start = (
-            self.c,
-            f"layers.{i}.self_attn.",
-            torch.cat((context, x)),
-            len(context),
-        )
+        c = self.c
+        own = f"layers.{i}.self_attn."
+        both = torch.cat((context, x))
+        start = len(context)
         parts = (("q", x), ("k", both), ("v", both))
         q, k, v = (self.product(y, f"{own}{n}_proj").view(len(y), -1, c.head_dim) for n, y in parts)
         if c.qk_norm:

@@ -282,7 +282,6 @@ def _read_block_config(raw: Json, tensors: Tensors, target: TargetView) -> Block
 
 
 def _read_layers(raw: Json, tensors: Tensors, vocab: int) -> ModelConfig:
-    """Read the decoder layers that transformer_layer_config describes."""
     fields, windows = raw["transformer_layer_config"], windows_of(raw)
     count = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS)
     fields = {"model_type": "qwen3"} | fields | {"layer_types": None}

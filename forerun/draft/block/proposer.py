@@ -196,7 +196,6 @@ class _Growing:
     markov_states: dict[int, Tensor] = field(default_factory=dict)
 
     def frontier_tokens(self) -> Tensor:
-        """The tokens of the frontier, [F] int64."""
         tokens = [self.tree.draft.tokens[node] for node in self.tree.frontier]
         return upload(tokens, torch.int64, self.slots.device)
 

@@ -21,7 +21,6 @@ from forerun.draft.eagle.formats import read_draft_vocab
 from forerun.draft.eagle.module import EagleModule, HeadParts
 from forerun.draft.head_config import read_config, reading
 from forerun.draft.head_files import (
-    Tensors,
     assemble,
     describe_speculator,
     read_layer,
@@ -32,11 +31,9 @@ from forerun.draft.head_files import (
 from forerun.draft.head_modules import LM_HEAD, JoinedLayer, normalise_token_map
 from forerun.draft.proposer import TargetView
 from forerun.errors import LoadError
-from forerun.models.config import ModelConfig
-from forerun.models.families import Json
+from forerun.models.config import TRAINED_MTP_PREFIX, ModelConfig
 
 MTP = "MTP module"
-PREFIX = "mtp_layers.0."
 
 
 class _MtpLayer(JoinedLayer):
@@ -101,22 +98,16 @@ def save_module(module: MtpModule, directory: Path, target: str | None, dtype: t
 
 def load_module(directory: Path, target: TargetView) -> MtpModule:
     """Load a module for this target, in float32. Raises LoadError."""
-    raw = read_config(directory, MTP)
-    tensors = read_tensors(directory, MTP)
+    raw, tensors = read_config(directory, MTP), read_tensors(directory, MTP)
     with reading(directory, MTP):
-        return _load_speculators(raw, tensors, target)
-
-
-def _load_speculators(raw: Json, tensors: Tensors, target: TargetView) -> MtpModule:
-    layer = raw.get("transformer_layer_config")
-    if raw.get("speculators_model_type") != "mtp" or not isinstance(layer, dict):
-        raise LoadError("config.json does not describe one of the speculators layout")
-    if raw.get("num_nextn_predict_layers", 1) != 1:
-        raise LoadError(
-            f"it has {raw['num_nextn_predict_layers']!r} layers: only modules of one are supported"
-        )
-    config = read_layer(layer, tensors, target.vocab, PREFIX)
-    rows = size_of(tensors, LM_HEAD, 0) if LM_HEAD in tensors else config.vocab
-    draft_vocab = read_draft_vocab(raw, rows, config.vocab)
-    normalise_token_map(tensors, draft_vocab, config.vocab)
-    return assemble(lambda: MtpModule(config, target.layers, draft_vocab), tensors, MTP)
+        layer = raw.get("transformer_layer_config")
+        if raw.get("speculators_model_type") != "mtp" or not isinstance(layer, dict):
+            raise LoadError("config.json does not describe one of the speculators layout")
+        layers = raw.get("num_nextn_predict_layers", 1)
+        if layers != 1:
+            raise LoadError(f"it has {layers!r} layers: only modules of one are supported")
+        config = read_layer(layer, tensors, target.vocab, TRAINED_MTP_PREFIX)
+        rows = size_of(tensors, LM_HEAD, 0) if LM_HEAD in tensors else config.vocab
+        draft_vocab = read_draft_vocab(raw, rows, config.vocab)
+        normalise_token_map(tensors, draft_vocab, config.vocab)
+        return assemble(lambda: MtpModule(config, target.layers, draft_vocab), tensors, MTP)

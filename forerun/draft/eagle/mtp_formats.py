@@ -309,11 +309,13 @@ def refuse_gguf_module(gguf: GgufFile) -> str:
 
 def trained_names(gguf: GgufFile) -> dict[str, str]:
     """Return the names of the tensors of the module from `forerun train` in a GGUF file, by those
-    behind "mtp_layers.0." in its own export."""
+    in its own export."""
     at = GGUF_LAYOUT.at(gguf.metadata[TRAINED_BLOCK])
     normed = f"{at}attn_q_norm.weight" in gguf.tensors
     names = TRAINED_GGUF_NAMES | (TRAINED_GGUF_NORMS if normed else {})
-    return {f"{own}.weight": f"{at}{name}.weight" for own, name in names.items()}
+    return {
+        f"{TRAINED_MTP_PREFIX}{own}.weight": f"{at}{name}.weight" for own, name in names.items()
+    }
 
 
 def _refuse_trained_block(gguf: GgufFile, blocks: range) -> str:

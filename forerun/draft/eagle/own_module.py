@@ -46,7 +46,7 @@ from forerun.models.families import is_integer
 from forerun.models.files import joined
 from forerun.models.gguf.blocks import read_tensor
 from forerun.models.gguf.config import TRAINED_BLOCK
-from forerun.models.gguf.container import GgufFile, NewTensor, append_tensors, open_gguf
+from forerun.models.gguf.container import NewTensor, append_tensors, open_gguf
 from forerun.models.gguf.weights import GgufLoader
 from forerun.models.packed_cache import PackedCache
 from forerun.models.parameters import LayerWeights, LinearWeights, Matrix, Norm, Source
@@ -150,7 +150,9 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
             if reason := refuse_gguf_module(gguf):
                 raise LoadError(reason)
             if TRAINED_BLOCK in gguf.metadata:
-                return _load_trained_block(gguf, target)
+                names = trained_names(gguf).items()
+                tensors = {own: read_tensor(gguf.tensors[name]) for own, name in names}
+                return _assemble_trained(tensors, target.config)
             return _load(path, GGUF_LAYOUTS[gguf.architecture], target)
     raw = read_config(path, MTP)
     with reading(path, MTP):
@@ -158,26 +160,12 @@ def load_own_module(path: Path, target: TargetView) -> OwnModule | MtpModule:
         if reason := refuse_own_module(raw, checkpoint.where):
             raise LoadError(reason)
         if holds_trained_module(checkpoint.where):
-            return _load_trained(checkpoint, target)
+            own = [name for name in checkpoint.where if name.startswith(TRAINED_MTP_PREFIX)]
+            tensors = {name: checkpoint.floats(name).float() for name in own}
+            return _assemble_trained(tensors, target.config)
         layout = own_layout(raw)
         assert layout is not None
         return _load(path, layout, target)
-
-
-def _load_trained(checkpoint: Checkpoint, target: TargetView) -> MtpModule:
-    """Load a module as `forerun train` writes it, from among the tensors of its target."""
-    own = [name for name in checkpoint.where if name.startswith(TRAINED_MTP_PREFIX)]
-    tensors = {name: checkpoint.floats(name).float() for name in own}
-    return _assemble_trained(tensors, target.config)
-
-
-def _load_trained_block(gguf: GgufFile, target: TargetView) -> MtpModule:
-    """Load a module that `store_module` wrote into the file of its target."""
-    tensors = {
-        f"{TRAINED_MTP_PREFIX}{own}": read_tensor(gguf.tensors[name])
-        for own, name in trained_names(gguf).items()
-    }
-    return _assemble_trained(tensors, target.config)
 
 
 def _assemble_trained(tensors: Tensors, target: ModelConfig) -> MtpModule:
@@ -254,13 +242,10 @@ def _load(path: Path, layout: OwnLayout, target: TargetView) -> OwnModule:
     config = load_config(path)
     if (config.hidden, config.layers) != (target.hidden, target.layers):
         raise LoadError("its multi-token layers are for this model alone, the target is another")
-    is_native = target.form is not None
-    dtype, device = torch.float32, target.device
-    if not is_native and isinstance(target.table, Tensor | DeviceMatrix):
-        dtype = target.table.dtype
+    dtype = dtype_beside(target)
     make_linear = _packing(config, path, target.form) if target.form is not None else in_torch
     loader_of = GgufLoader if path.is_file() else DirectoryLoader
-    loader = loader_of(config, path, dtype, device, make_linear, Source.weight)
+    loader = loader_of(config, path, dtype, target.device, make_linear, Source.weight)
     weights = _read(loader, layout)
     return OwnModule(layout.layer_config(config), target.layers, weights, dtype)
 
@@ -289,6 +274,13 @@ def _read(loader: WeightLoader, layout: OwnLayout) -> OwnWeights:
         if unread:
             raise LoadError(f"it has {joined(unread, 3)}, which is not supported")
     return weights
+
+
+def dtype_beside(target: TargetView) -> torch.dtype:
+    """Return the dtype in which a module of a target computes: the target's own in torch."""
+    if target.form is None and isinstance(target.table, Tensor | DeviceMatrix):
+        return target.table.dtype
+    return torch.float32
 
 
 def in_torch(part: str, source: Source, bias: Tensor | None) -> LinearWeights:

@@ -373,16 +373,6 @@ class EagleProposer(HiddenStateProposer):
             self._device_drafter = HeadDrafter(self)
         return self._device_drafter
 
-    def end_device_rounds(
-        self, slot: int, tokens: Sequence[int], num_read: int, unread: Tensor
-    ) -> None:
-        """Commit the first `num_read` rows that rounds on a device wrote; `unread` [n, Hd] are the
-        fused states behind them, `tokens` is the text now."""
-        pending = self.pending[slot]
-        pending.fused, pending.raw, pending.num_raw = [unread], [], 0
-        self._commit_rows(slot, tokens, num_read)
-        pending.end = self.next_position(slot) + len(unread)
-
     # ------------------------------------------------------------ level by level
 
     def grow_trees(self, trees: Sequence[Tree]) -> None:
@@ -443,7 +433,7 @@ class ParallelEagleProposer(EagleProposer):
         for row, own in zip(rows, passed, strict=True):
             num_read = len(own) - row.depth + 1
             if num_read:
-                self.commit(row, num_read)
+                self.commit(row.slot, row.tokens, num_read)
                 self._last[row.slot] = own[num_read - 1].clone()
             outputs += [as_tensor(self._last[row.slot])[None], own[num_read:]]
         return torch.split(self.logits(torch.cat(outputs)), [row.depth for row in rows])
