@@ -345,7 +345,7 @@ def measure_model(shape: ModelShape, cpu: bool, graphs: str) -> Rows:
     is_late = graphs and "one round" not in graphs
     proposers: dict[str, Proposer] = {"known": Known(shape.vocab), "model": draft}
     engine = Engine(target, proposers, multi_step=SECONDS if is_late else 0.0)
-    arms = (PLAIN, NamedArm("known", DEPTH), NamedArm("model", DEPTH))
+    arms = (PLAIN, *(Arm(name, DEPTH, proposer=name) for name in proposers))
     for temperature in (0.0, 0.8) if graphs == "graphs" or cpu else (0.0,):
         runs = {arm: decode(engine, 1, 8 if cpu else 128, temperature, arm) for arm in arms}
         plain = runs[PLAIN]
@@ -379,7 +379,7 @@ def measure_requests(cpu: bool) -> Rows:
     tokens = 8 if cpu else 64
     for count in counts:
         plain = decode(engine, count, tokens, 0.0, PLAIN)
-        run = decode(engine, count, tokens, 0.0, NamedArm("known", "auto"))
+        run = decode(engine, count, tokens, 0.0, Arm("known", "auto", proposer="known"))
         depths = [depth for stats in run.stats for depth in stats.depths]
         yield (
             "requests",
@@ -548,14 +548,6 @@ def decode(engine: Engine, count: int, tokens: int, temperature: float, arm: Arm
     params = SamplingParams.pure(max_tokens=tokens, temperature=temperature, seed=1)
     runs = [timed_run(engine, works, params, arm) for _ in range(4)][1:]
     return sorted(runs, key=lambda run: run.speed)[1]
-
-
-class NamedArm(Arm):
-    """An arm whose draft is the name of a proposer that the draft syntax does not know."""
-
-    @property
-    def name(self) -> str:
-        return self.draft
 
 
 class CountOperations(TorchDispatchMode):

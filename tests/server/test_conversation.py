@@ -671,7 +671,7 @@ class Counted:
 def accepts(llm: LLM, grammar: Grammar | None, text: str) -> bool:
     """Whether the compiled grammar takes the text, and nothing has to follow."""
     assert grammar is not None and llm.tokenizer is not None
-    core = llm.engine.grammars.compiled(grammar).core.deep_copy()
+    core = llm.engine.grammars.compiled_each(grammar, 1)[0].core.deep_copy()
     return (
         all(core.consume_token(token) for token in llm.tokenizer.encode(text, False))
         and core.is_accepting()

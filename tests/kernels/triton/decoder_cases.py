@@ -29,7 +29,7 @@ padded_pass.DRAFT_TOKENS, padded_pass.MIN_KEYS = 8, 128
 
 
 class Again:
-    """A `Graphs` that runs the function again, with the kernels of `kernels/triton`."""
+    """A stand-in for `CudaGraphs` that runs the function again, with the kernels of Triton."""
 
     def __init__(self, own_layers: bool) -> None:
         self.own_attention, self.own_layers = True, own_layers

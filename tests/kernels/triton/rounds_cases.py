@@ -29,7 +29,8 @@ FILTERED = [{"temperature": 0.9, "top_k": 5}, {"temperature": 1.2, "min_p": 0.02
 
 
 class Again:
-    """A `Graphs` that runs the function again: of rounds the results have fixed places."""
+    """A stand-in for `CudaGraphs` that runs the function again; results of rounds have fixed
+    places."""
 
     own_attention = own_layers = True
 
