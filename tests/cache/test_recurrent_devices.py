@@ -75,7 +75,7 @@ def test_the_host_reads_no_state(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert states is not None and states.data.device == META
     texts: list[list[int]] = [[], [], []]
     with Uploads() as uploads:
-        for _ in range(10):
+        for _ in range(8):
             segments = random_pass(texts, chance, run)
             uploads.count = 0
             run.forward(segments)

@@ -177,7 +177,7 @@ def test_every_proposer_gives_the_same_tokens(draft: str) -> None:
 def test_families(log: list[str], family: str) -> None:
     """Windows are masked on the device; keys of shared layers are written once; experts are chosen
     on the device."""
-    sampled = {"temperature": 0.8, "max_tokens": 40}
+    sampled = {"temperature": 0.8}
     plain = plain_texts(sampled, family=family)
     assert texts("model", True, sampled, family=family) == plain
     assert "l" in log
@@ -260,7 +260,7 @@ def test_the_last_round_has_rows_for_a_whole_tree(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(DeviceRounds, "begin", checked)
     monkeypatch.setattr(padded_pass, "MIN_KEYS", 32)
     text = build.prompts()[3] * 9
-    for length in range(90, 118, 5):  # the keys of a shape are powers of two
+    for length in range(90, 118, 9):  # the keys of a shape are powers of two
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         made.add(text[:length], params, draft="recycle", depth=depth)
         build.finish(made)
@@ -417,7 +417,7 @@ def test_cache_rows_are_those_of_single_steps(draft: str) -> None:
     for late in (False, True):
         made = engine(draft, late=late)
         made.multi_step.seconds = 0.01 if late else 0.0
-        request = add(made, draft, temperature=0.8, max_tokens=100)
+        request = add(made, draft, temperature=0.8, max_tokens=50)
         while request.produced < 30:
             made.step_or_raise()
         made.multi_step.seconds = 0.0
@@ -578,7 +578,7 @@ def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
     for depth, temperature in ((1, 0.0), (7, 0.8)):
         made = engine(draft)
         for prompt in range(3):
-            add(made, draft, prompt, depth, temperature=temperature, max_tokens=40)
+            add(made, draft, prompt, depth, temperature=temperature, max_tokens=24)
         while min(request.produced for request in made.requests.values()) < 2:
             made.step_or_raise()
         log.clear()
@@ -594,7 +594,7 @@ def test_the_host_does_not_wait_for_experts(log: list[str], family: str) -> None
     allocated (numpy)."""
     made = engine("model", family)
     for prompt in range(3):
-        add(made, "model", prompt, 3, temperature=0.8, max_tokens=40)
+        add(made, "model", prompt, 3, temperature=0.8)
     while min(request.produced for request in made.requests.values()) < 1:
         made.step_or_raise()
     log.clear()

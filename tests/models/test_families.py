@@ -102,6 +102,7 @@ def check_trees(case: Case, kernels: Sequence[str]) -> None:
             near(session.read(slot, [7])[0], next(left))
 
 
+@pytest.mark.one_in(2)
 @cases
 def test_trees_beside_a_chunk_and_commits(case: Case) -> None:
     check_trees(case, KERNELS)
