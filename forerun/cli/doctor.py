@@ -88,7 +88,7 @@ def as_dict(findings: dict[str, DoctorFinding]) -> dict[str, Any]:
 def _forerun() -> DoctorFinding:
     from forerun import __version__
 
-    return DoctorFinding(f"{__version__}, {Path(__file__).parent}", __version__)
+    return DoctorFinding(f"{__version__}, {Path(__file__).parents[1]}", __version__)
 
 
 def _torch() -> DoctorFinding:
