@@ -43,7 +43,7 @@ def logits(decoder: Decoder | NativeDecoder, ids: list[int]) -> Tensor:
     """Return the logits of every position. float64 [tokens, V]"""
     runner = Runner(decoder, tokens=len(ids) + 64, page=16, slots=1)
     runner.cache.pages.grow(0, len(ids))
-    segment = Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))
+    segment = Segment.chain(0, ids, range(len(ids)))
     return runner.forward([segment]).logits.double()
 
 

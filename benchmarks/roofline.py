@@ -381,7 +381,7 @@ def read_context(runner: Runner, context: int, rows: int) -> None:
 def chain(runner: Runner, count: int, want: Sequence[int]) -> Segment:
     """Return `count` arbitrary tokens in a chain after what slot 0 holds."""
     tokens = default_rng(count).integers(runner.decoder.config.vocab, size=count).tolist()
-    return Segment(0, tokens, list(range(-1, count - 1)), list(want))
+    return Segment.chain(0, tokens, want)
 
 
 def pass_seconds(runner: Runner, count: int) -> float:

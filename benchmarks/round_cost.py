@@ -100,8 +100,7 @@ def measure(
     observe(drafter, c.hidden, 0, CONTEXT - 1)
     target.cache.open(0, text[:CONTEXT])
     target.cache.pages.grow(0, CONTEXT + 1)
-    parents = list(range(-1, CONTEXT - 1))
-    decoder.forward([Segment(0, text[:CONTEXT], parents, [])], target.cache)
+    decoder.forward([Segment.chain(0, text[:CONTEXT])], target.cache)
     target.cache.commit(0, range(CONTEXT))
     one = Segment(0, [text[CONTEXT]], [-1], [0])
     found = []

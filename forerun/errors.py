@@ -58,6 +58,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error itself if it has none."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def one_line(text: str) -> str:
     """Return file content for an error message: one short line with control characters escaped."""
     text = " ".join(text.split())

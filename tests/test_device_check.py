@@ -172,5 +172,5 @@ def test_a_random_model_in_4_bits_still_knows_what_comes_next(script: ModuleType
     tokens = list(range(40))
     for each in (runner, packed):
         assert each.cache.pages.grow(0, 40)
-        logits = each.forward([Segment(0, tokens, list(range(-1, 39)), tokens)]).logits
+        logits = each.forward([Segment.chain(0, tokens, tokens)]).logits
         assert logits.argmax(-1).eq(torch.arange(1, 41)).float().mean() > 0.8

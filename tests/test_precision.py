@@ -39,7 +39,7 @@ def perplexity(**options: Any) -> float:
         runner.reset()
         runner.cache.open(0, ids)
         runner.cache.pages.grow(0, len(ids))
-        chunk = Segment(0, ids, list(range(-1, len(ids) - 1)), list(range(len(ids))))
+        chunk = Segment.chain(0, ids, range(len(ids)))
         logits = runner.forward([chunk]).logits[:-1]
         total += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
         count += len(ids) - 1

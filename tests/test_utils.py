@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun.cli.conversation import Conversation, read
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, ForerunError, first_line
 from forerun.utils import (
     atomic_directory,
     atomic_file,
@@ -180,3 +180,17 @@ def test_a_saved_conversation_is_one_line(tmp_path: Path) -> None:
     conversation.save(str(tmp_path / "saved.json"))
     text = (tmp_path / "saved.json").read_bytes().decode()
     assert len(text.splitlines()) == 1 and read(tmp_path / "saved.json") == said
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("\n a\nb"), "a"),
+        (ValueError("a | b"), "a | b"),
+        (ValueError(), "ValueError()"),
+        (ValueError(" \n"), "ValueError(' \\n')"),
+    ],
+)
+def test_the_first_line_of_an_error(error: Exception, line: str) -> None:
+    """Also of one without a message."""
+    assert first_line(error) == line

@@ -295,8 +295,7 @@ class PairComparison:
         length = len(text) - 1
         slot = 0
         runner.cache.pages.grow(slot, length)
-        parents = list(range(-1, length - 1))
-        segment = Segment(slot, list(text[:-1]), parents, list(range(self.start, length)))
+        segment = Segment.chain(slot, list(text[:-1]), range(self.start, length))
         logits = runner.forward([segment]).logits.cpu()
         runner.cache.close(slot)
         return logits

@@ -44,6 +44,11 @@ class Segment:
     offset: int = 0
     known: int = 0
 
+    @classmethod
+    def chain(cls, slot: int, tokens: list[int], want: Sequence[int] = ()) -> Segment:
+        """Return the segment of tokens that follow each other behind the committed prefix."""
+        return cls(slot, tokens, list(range(-1, len(tokens) - 1)), list(want))
+
     @property
     def depths(self) -> list[int]:
         """Depth of each uncommitted token behind the committed prefix, from 0."""

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.draft.gguf_heads import head_kind
 from forerun.draft.kinds import Look, automatic, has_drafter, recognise
 from forerun.draft_spec import draft_name
-from forerun.errors import LoadError
+from forerun.errors import LoadError, first_line
 from forerun.hardware import free_ram
 from forerun.kernels import native
 from forerun.models.config import TRANSFORMERS, has_decoder, is_known_family, load_config, text_part
@@ -112,7 +112,7 @@ def _survey_one(model: LocalModel, free: int) -> Survey:
     except LoadError as error:
         return replace(row, reason=str(error).removeprefix(str(model.path)).lstrip(" :/"))
     except Exception as error:  # one broken file must not hide the other models
-        why = (str(error).strip() or repr(error)).splitlines()[0]
+        why = first_line(error)
         return replace(row, reason=f"cannot be read: {why}")
     needed = row.bytes * MEMORY_FACTOR
     if not row.reason and needed > free:

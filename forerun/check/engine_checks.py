@@ -173,9 +173,8 @@ class EngineChecks:
         rows = []
         for start in range(0, len(tokens), step):
             chunk = list(tokens[start : start + step])
-            parents = list(range(-1, len(chunk) - 1))
             want = [i for i in range(len(chunk)) if start + i >= first]
-            rows.append(runner.forward([Segment(0, chunk, parents, want)]).logits.clone())
+            rows.append(runner.forward([Segment.chain(0, chunk, want)]).logits.clone())
             runner.cache.commit(0, range(len(chunk)))
         return torch.cat(rows)
 
@@ -184,7 +183,7 @@ class EngineChecks:
     ) -> Tensor:
         """Return the target's logits after each node of a tree, in one forward pass. [N, V]"""
         runner = self._runner(len(prefix) + len(tokens))
-        runner.forward([Segment(0, list(prefix), list(range(-1, len(prefix) - 1)), [])])
+        runner.forward([Segment.chain(0, list(prefix))])
         runner.cache.commit(0, range(len(prefix)))
         nodes = Segment(0, list(tokens), list(parents), list(range(len(tokens))))
         return runner.forward([nodes]).logits.clone()

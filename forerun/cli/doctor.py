@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.errors import first_line
 from forerun.hardware import cores, processor, told
 
 # Instruction sets of the native kernels, best first.
@@ -74,7 +75,7 @@ def examine() -> dict[str, DoctorFinding]:
         try:
             findings[name] = probe()
         except Exception as error:  # a broken machine must not end the report
-            why = (str(error).strip() or repr(error)).splitlines()[0]
+            why = first_line(error)
             findings[name] = DoctorFinding(f"cannot be told: {why}", None)
     return findings
 

@@ -152,7 +152,7 @@ class DraftModel(Proposer):
             for request in late:
                 start = length[request.slot]
                 tokens = list(request.tokens[start : start + CHUNK])
-                segments.append(Segment(request.slot, tokens, list(range(-1, CHUNK - 1)), []))
+                segments.append(Segment.chain(request.slot, tokens))
             self.forward(segments)
             for request in late:
                 self.runner.cache.commit(request.slot, range(CHUNK))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.draft.gguf_heads import head_tensors, read_head
 from forerun.draft.head_config import reading
-from forerun.errors import LoadError
+from forerun.errors import LoadError, first_line
 from forerun.models.config import ModelConfig, make_config
 from forerun.models.families import Json, is_integer
 from forerun.models.files import check_pointer, joined
@@ -132,7 +132,7 @@ def read_tensors(directory: Path, title: str) -> Tensors:
             check_pointer(path)
             stored |= load_file(path) if path.suffix == ".safetensors" else _unpickle(path)
         except (SafetensorError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise LoadError(f"{path} cannot be read: {reason}; download it again") from None
     int8 = {name for name, tensor in stored.items() if tensor.dtype == torch.int8}
     scales = {name + SCALE_SUFFIX for name in int8}

@@ -335,7 +335,7 @@ class HiddenStateProposer(Proposer):
         """Return the segment of the next `count` states: each stands with the token after it."""
         first = self.next_position(row.slot) + 1
         tokens = list(row.tokens[first : first + count])
-        return Segment(row.slot, tokens, list(range(-1, count - 1)), [])
+        return Segment.chain(row.slot, tokens)
 
     def commit(self, slot: int, tokens: Sequence[int], count: int) -> None:
         """Commit `count` rows that were written to the cache, and share its full pages; `tokens`

@@ -295,7 +295,7 @@ def generate_texts(
         while len(tokens) < len(prompt) + length:
             if len(tokens) > len(prompt) and new[-1] in ends:
                 break
-            segment = Segment(0, new, list(range(-1, len(new) - 1)), [len(new) - 1])
+            segment = Segment.chain(0, new, [len(new) - 1])
             token = int(target.forward([segment]).logits[0].argmax())
             target.cache.commit(0, range(len(new)))
             new = [token]
@@ -326,7 +326,7 @@ def _read(
     tokens = list(text.tokens[:-1])
     runner.cache.pages.grow(0, len(tokens))
     wanted = list(range(text.start - 1, len(tokens)))
-    segment = Segment(0, tokens, list(range(-1, len(tokens) - 1)), wanted)
+    segment = Segment.chain(0, tokens, wanted)
     forward = runner.forward([segment], aux_hidden_layers)
     runner.cache.close(0)
     return forward.logits, {layer: as_tensor(x) for layer, x in forward.features.items()}

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.errors import LoadError, one_line, shown
+from forerun.errors import LoadError, first_line, one_line, shown
 from forerun.models.config import ModelConfig
 from forerun.models.families import Json, Rope
 
@@ -33,7 +33,7 @@ def rope_tables(
         if not (angles.isfinite().all() and math.isfinite(factor)):
             raise ValueError("the angles are not finite")
     except Exception as error:  # parameters may be missing or of any type
-        text = one_line((str(error) or repr(error)).splitlines()[0])
+        text = one_line(first_line(error))
         kind = one_line(rope.parameters["rope_type"])
         raise LoadError(
             f"the {kind} rope parameters of this model cannot be used: {text}"

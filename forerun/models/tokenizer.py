@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from forerun.errors import BusyError, LoadError, RequestError, one_line, shorten
+from forerun.errors import BusyError, LoadError, RequestError, first_line, one_line, shorten
 from forerun.models.chat_template import SANDBOX, ChatTemplate, directory_template, plain_layout
 from forerun.models.files import check_pointer, read_object, read_text
 from forerun.models.gguf.container import open_gguf
@@ -78,7 +78,7 @@ class Tokenizer:
         except (LoadError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the tokenizers library raises bare Exception, and panics
-            why = _first_line(error)
+            why = one_line(first_line(error))
             raise LoadError(f"the tokenizer in {self.path} cannot be read: {why}") from None
         if backend is None:
             raise LoadError(
@@ -106,7 +106,7 @@ class Tokenizer:
                 self.path, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            why = _first_line(error)
+            why = one_line(first_line(error))
             if "trust_remote_code" in str(error):
                 why = (
                     "its class is code beside it, which forerun never runs; use a model with a "
@@ -234,7 +234,7 @@ class Tokenizer:
         except BusyError:
             raise
         except Exception as error:  # templates may raise anything
-            why = _first_line(error)
+            why = one_line(first_line(error))
             raise RequestError(
                 f"the model's chat template refuses this conversation: {why}"
             ) from None
@@ -297,11 +297,6 @@ def _check_message(message: Any) -> None:
         raise RequestError(
             f"the content of a chat message is a text, not {shorten(message['content'])}"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
-    return one_line((str(error).strip() or repr(error)).splitlines()[0])
 
 
 # ---------------------------------------------------------------- incremental decoding

@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.cache.attention import Segment
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
-from forerun.errors import StateError
+from forerun.errors import StateError, first_line
 from forerun.kernels import experts
 from forerun.kernels import triton as triton_kernels
 from forerun.kernels.draw import draw_on_device
@@ -231,7 +231,7 @@ class CapturedPasses:
         except StateError:  # of the caller
             raise
         except Exception as error:  # of the driver, of a compiler, of memory: nothing may crash
-            reason = str(error).split("\n")[0]
+            reason = first_line(error)
             if self.own_attention or self.own_layers:
                 log.warning("the kernels of Triton are not used: %s", reason)
                 self.own_attention = self.own_layers = False
@@ -257,7 +257,7 @@ def _compact(cache: KVCache, rows: Sequence[int], path: Sequence[int]) -> None:
         for stored in cache.tensors:
             compact(stored, own[None], nodes[None], count)
     except Exception as error:  # of a compiler, before anything is moved
-        log.warning("accepted rows are moved by torch: %s", str(error).split("\n")[0])
+        log.warning("accepted rows are moved by torch: %s", first_line(error))
         cache.compact = None
         cache.move([rows[i] for i in path], rows[: len(path)])
 

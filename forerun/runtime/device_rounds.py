@@ -28,6 +28,7 @@ from torch import Tensor
 from forerun import rng
 from forerun.cache.kv import KVCache
 from forerun.devices import upload
+from forerun.errors import first_line
 from forerun.kernels.draw import DrawKind, DrawParameters, draw_rows, sampling_numbers
 from forerun.rng import Lane
 from forerun.runtime.captured import CapturedPasses
@@ -241,7 +242,7 @@ class DeviceRounds:
 
     def _fail(self, error: Exception) -> None:
         self.failed = True
-        reason = str(error).split("\n")[0]
+        reason = first_line(error)
         log.warning("the host waits for each round, since they cannot be recorded: %s", reason)
 
 

@@ -168,7 +168,7 @@ class EmbeddingBatch:
             if not tokens:
                 continue
             self.runner.cache.pages.grow(slot, len(text))
-            segments.append(Segment(slot, tokens, list(range(-1, len(tokens) - 1)), want=[]))
+            segments.append(Segment.chain(slot, tokens))
         last = self.decoder.config.layers
         features = self.runner.forward(segments, (last,)).features[last]
         states = self.normalise(as_tensor(features)).double().cpu()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.cli.progress import Tell, nothing
-from forerun.errors import ForerunError, LoadError
+from forerun.errors import ForerunError, LoadError, first_line
 from forerun.hardware import cores
 from forerun.kernels import native
 from forerun.train.evaluate import Evaluation, Evaluator
@@ -320,7 +320,7 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed write
         kept = f"the last one, {path}, is kept: make room and continue with --resume"
         advice = kept if path.exists() else "make room"
-        why = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        why = getattr(error, "strerror", None) or first_line(error)
         raise ForerunError(f"the checkpoint cannot be written ({why}); {advice}") from None
 
 
@@ -331,7 +331,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise LoadError(f"there is no checkpoint {path}: begin without --resume") from None
     except Exception as error:  # unpickling another file raises anything
-        why = (str(error).strip() or repr(error)).splitlines()[0]
+        why = first_line(error)
         raise LoadError(
             f"the checkpoint {path} cannot be read ({why}): remove it and start again"
         ) from None

@@ -339,7 +339,7 @@ def _segment(runner: Runner, slot: int, example: Example, want: Sequence[int]) -
     tokens = list(example.tokens[:-1])
     runner.cache.open(slot, [])
     runner.cache.pages.grow(slot, len(tokens))
-    return Segment(slot, tokens, list(range(-1, len(tokens) - 1)), list(want))
+    return Segment.chain(slot, tokens, want)
 
 
 def split_batch(

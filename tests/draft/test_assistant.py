@@ -86,7 +86,7 @@ def drafted(
         proposer.open(slot, tokens)
         for start, end in ((0, 5), (5, len(tokens) - 1)):  # in two chunks
             runner.cache.pages.grow(slot, end)
-            segment = Segment(slot, tokens[start:end], list(range(-1, end - start - 1)), [])
+            segment = Segment.chain(slot, tokens[start:end])
             states = runner.forward([segment], proposer.aux_hidden_layers).features
             runner.cache.commit(slot, range(end - start))
             proposer.observe(slot, start, states)
@@ -131,7 +131,7 @@ def test_the_cache_is_read_in_both_layouts(native_layout: bool) -> None:
     rows = {}
     for slot in (1, 0):  # pages of the first slot come after the other's
         runner.cache.pages.grow(slot, len(TOKENS))
-        segment = Segment(slot, TOKENS, list(range(-1, len(TOKENS) - 1)), [])
+        segment = Segment.chain(slot, TOKENS)
         runner.forward([segment])
         runner.cache.commit(slot, range(len(TOKENS)))
         rows[slot] = [runner.cache.read(slot, layer, 6) for layer in range(4)]

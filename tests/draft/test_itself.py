@@ -40,7 +40,7 @@ def runner(
 def read(model: Runner, tokens: list[int], slot: int = 0) -> None:
     """Commit all but the last."""
     model.cache.pages.grow(slot, len(tokens) + 8)
-    model.forward([Segment(slot, tokens[:-1], list(range(-1, len(tokens) - 2)), [])])
+    model.forward([Segment.chain(slot, tokens[:-1])])
     model.cache.commit(slot, range(len(tokens) - 1))
 
 
@@ -93,7 +93,7 @@ def test_with_all_layers_and_keys_it_is_the_model(kernels: str, family: str) -> 
         (draft,) = SelfSpeculation(whole, range(layers), window).propose([row(tokens, depth=5)])
         text = [*tokens]
         for token in draft.tokens[1:]:
-            chain = Segment(1, text, list(range(-1, len(text) - 1)), [len(text) - 1])
+            chain = Segment.chain(1, text, [len(text) - 1])
             whole.cache.pages.grow(1, len(text))
             assert int(whole.forward([chain]).logits.argmax()) == token
             text.append(token)

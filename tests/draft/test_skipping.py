@@ -81,7 +81,7 @@ def test_a_part_is_worth_what_its_drafts_are(kept: tuple[int, ...]) -> None:
         for end in range(text.start, len(text.tokens)):
             tokens = list(text.tokens[:end])
             target.cache.pages.grow(0, len(tokens) + selection.MAX_DEPTH)
-            chain = Segment(0, tokens[:-1], list(range(-1, len(tokens) - 2)), [])
+            chain = Segment.chain(0, tokens[:-1])
             if len(tokens) > 1:
                 target.forward([chain])
                 target.cache.commit(0, range(len(tokens) - 1))

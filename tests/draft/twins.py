@@ -42,7 +42,7 @@ def features_of(
     """A target's states of each token by layer, from one pass over the whole text."""
     runner = Runner(decoder, tokens=256, page=256, slots=1)
     runner.cache.pages.grow(0, len(tokens))
-    segment = Segment(0, list(tokens), list(range(-1, len(tokens) - 1)), [])
+    segment = Segment.chain(0, list(tokens))
     features = runner.forward([segment], aux_hidden_layers).features
     return {layer: as_tensor(states) for layer, states in features.items()}
 

@@ -463,7 +463,7 @@ def test_a_draft_model_has_read_all_that_is_committed() -> None:
             accepted.add(request.stats.rounds[-1])
             fresh.reset()
             fresh.cache.pages.grow(0, length)
-            fresh.forward([Segment(0, tokens[:length], list(range(-1, length - 1)), [])])
+            fresh.forward([Segment.chain(0, tokens[:length])])
             fresh.cache.commit(0, range(length))
             for ours, theirs in zip(
                 cache.read(request.slot, 0, 0), fresh.cache.read(0, 0, 0), strict=True

@@ -117,7 +117,7 @@ def test_native_states_are_those_of_one_token_passes_bit_for_bit(form: str) -> N
     )  # fmt: skip
     cache.open(0, [])
     cache.pages.grow(0, len(tokens))
-    segment = Segment(0, tokens, list(range(-1, len(tokens) - 1)), [0, 18])
+    segment = Segment.chain(0, tokens, [0, 18])
     asked, plain = decoder.forward([segment], cache, BOUNDARIES), decoder.forward([segment], cache)
     assert torch.equal(asked.logits, plain.logits) and not plain.features
     together = torch.stack([as_tensor(asked.features[b]) for b in BOUNDARIES], 1)

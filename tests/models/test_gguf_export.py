@@ -108,7 +108,5 @@ def test_the_default_model() -> None:
         Config.of(kv_tokens=512, max_rows=1, context=256), path, torch.device("cpu")
     )
     runner.cache.pages.grow(0, len(tokens))
-    ours = runner.forward(
-        [Segment(0, tokens, list(range(-1, len(tokens) - 1)), [])], (1,)
-    ).features[1]
+    ours = runner.forward([Segment.chain(0, tokens)], (1,)).features[1]
     assert off(as_tensor(ours), theirs) < 0.03

@@ -96,7 +96,7 @@ def test_buffers_of_a_long_pass_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def chain(tokens: list[int]) -> Segment:
-    return Segment(1, tokens, list(range(-1, len(tokens) - 1)), list(range(len(tokens))))
+    return Segment.chain(1, tokens, range(len(tokens)))
 
 
 def in_chunks(model: NativeDecoder, tokens: list[int], size: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_tree_gives_the_bits_of_its_paths(name: str, form: str) -> None:
     model.forward([chain(prompt)], kv)
     kv.commit(1, range(21))
     tokens, parents = ids(12, 3), [-1, 0, 0, 1, 1, 2, 3, 6, 5, 7, 9, 2]
-    other = Segment(0, ids(5, 4), list(range(-1, 4)), [4])
+    other = Segment.chain(0, ids(5, 4), [4])
     logits = model.forward([other, Segment(1, tokens, parents, list(range(12)))], kv).logits[1:]
     for node in range(len(parents)):
         path = [tokens[i] for i in path_to(node, parents)]

@@ -32,7 +32,7 @@ def logits_of(runner: Runner) -> torch.Tensor:
     """Logits of a prompt, a tree behind it, and a step of two slots after committing a path."""
     for slot in (0, 1):
         runner.cache.pages.grow(slot, 40)
-    prompt = Segment(0, list(range(3, 20)), list(range(-1, 16)), [16])
+    prompt = Segment.chain(0, list(range(3, 20)), [16])
     logits = [runner.forward([prompt]).logits]
     runner.cache.commit(0, range(17))
     logits.append(runner.forward([TREE]).logits)

@@ -182,7 +182,7 @@ class TestSmallLM:
         runner.cache.open(0, [])
         runner.cache.pages.grow(0, 40)
         ids = [(7 * i + 3) % tiny.VOCAB for i in range(40)]
-        segment = Segment(0, ids, list(range(-1, 39)), list(range(40)))
+        segment = Segment.chain(0, ids, range(40))
         with torch.inference_mode():
             expected = module.double().eval()(input_ids=torch.tensor([ids])).logits[0]
         assert torch.allclose(runner.forward([segment]).logits, expected, atol=1e-3)

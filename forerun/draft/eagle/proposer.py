@@ -450,7 +450,7 @@ class ParallelEagleProposer(EagleProposer):
         for row, own in zip(rows, parts, strict=True):
             read = self.segment(row, sum(map(len, own))).tokens
             tokens = [*read, *[mask_token] * (row.depth - 1)]
-            segments.append(Segment(row.slot, tokens, list(range(-1, len(tokens) - 1)), []))
+            segments.append(Segment.chain(row.slot, tokens))
             states += [*own, mask_state.expand(row.depth - 1, -1)]
         running = [segment for segment in segments if segment.tokens]
         passed = iter(self._run(running, torch.cat(states)) if running else [])

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from forerun.errors import first_line
 from forerun.sampling.params import Sampling
 
 
@@ -26,7 +27,7 @@ def problem(device: torch.device) -> str | None:
     try:
         wrong = disagreements(device)
     except Exception as error:  # of the compiler or the driver: the caller goes on without
-        return (str(error) or repr(error)).split("\n")[0]
+        return first_line(error)
     return f"on this device {', '.join(wrong)} disagree with torch" if wrong else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from forerun.draft.draft_model import DraftModel, mask_of
 from forerun.draft.proposer import Proposer
-from forerun.errors import ConfigError, ForerunError, LoadError
+from forerun.errors import ConfigError, ForerunError, LoadError, first_line
 from forerun.load import check_vocabulary, make_runner
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, load_config
@@ -193,7 +193,7 @@ def _load(directory: Path) -> nn.Module:
             directory, dtype=torch.float32
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[0]
+        why = first_line(error)
         raise LoadError(f"the model in {directory} cannot be read: {why}") from None
     return module
 

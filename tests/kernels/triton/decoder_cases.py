@@ -91,7 +91,7 @@ def read_prompt(runners: Sequence[Runner]) -> None:
 def compare_passes(runners: Sequence[Runner], **slack: float) -> None:
     """A prompt, then a tree behind it."""
     last = len(PROMPT) - 1
-    compare(runners, Segment(0, PROMPT, list(range(-1, last)), [last]), **slack)
+    compare(runners, Segment.chain(0, PROMPT, [last]), **slack)
     read_prompt(runners)
     nodes = range(len(PARENTS))
     compare(runners, Segment(0, [4 + i for i in nodes], PARENTS, list(nodes)), **slack)
@@ -206,7 +206,7 @@ def case_bits_of_a_tree() -> None:
     """Each node of a tree has the bits of plain decoding, token by token, along its path."""
     runner = runners_of(decoder_of("qwen3"))[0]
     last = len(PROMPT) - 1
-    forward(runner, Segment(0, PROMPT, list(range(-1, last)), [last]))
+    forward(runner, Segment.chain(0, PROMPT, [last]))
     read_prompt([runner])
     check_bits_of_a_tree(runner)
 
