@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,13 @@ class SourceStats:
 
     drafted: int = 0
     accepted: int = 0
+
+
+class StatsBySource(dict[str, SourceStats]):
+    """Statistics by proposer; of one that drafted nothing they are zero."""
+
+    def __missing__(self, name: str) -> SourceStats:
+        return SourceStats()
 
 
 @dataclass(slots=True)
@@ -68,9 +75,7 @@ class RequestStats:
     first_token_seconds: float = 0.0
     rounds: list[tuple[int, int]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    by_source: defaultdict[str, SourceStats] = field(
-        default_factory=lambda: defaultdict(SourceStats)
-    )
+    by_source: StatsBySource = field(default_factory=StatsBySource)
     reasons: Counter[str] = field(default_factory=Counter)
 
     def count(
@@ -80,6 +85,8 @@ class RequestStats:
         kept = set(verdict.path)
         for node in range(1, len(draft)):
             for name in draft.sources[node].split("&"):
+                if name not in self.by_source:
+                    self.by_source[name] = SourceStats()
                 source = self.by_source[name]
                 source.drafted += 1
                 source.accepted += node in kept

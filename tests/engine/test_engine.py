@@ -101,6 +101,8 @@ def test_statistics_of_a_request() -> None:
     assert stats.accepted + stats.steps - 3 <= 21 <= stats.accepted + stats.steps
     assert stats.seconds >= stats.verify_seconds + stats.draft_seconds > 0
     assert stats.as_dict()["by_source"]["model"]["accepted"] == stats.accepted
+    assert stats.by_source["absent"].drafted == 0 and list(stats.by_source) == ["model"]
+    assert repr(stats.by_source).startswith("{'model': SourceStats(drafted=")
 
 
 def test_the_context_ends_a_request() -> None:
