@@ -280,11 +280,11 @@ class Engine:
         """
         timing = _Timing(time.perf_counter())
         batch = self._plan()
-        everybody = len(batch) == len(self.scheduler.running)
-        room = self.multi_step.room(batch) if everybody else 0
+        is_whole = len(batch) == len(self.scheduler.running)
+        room = self.multi_step.room(batch) if is_whole else 0
         batch = self._draft(batch, room)
         events, self._pending = self._pending, []
-        several = self.multi_step.run(batch) if batch and everybody else []
+        several = self.multi_step.run(batch) if batch and is_whole else []
         if several:
             for scheduled, event in zip(batch, several, strict=True):
                 events += self._end_rounds(scheduled.request, event)

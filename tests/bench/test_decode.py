@@ -13,7 +13,7 @@ from forerun.bench import decode as module
 from forerun.bench.decode import DecodePlan, measure_decoding, record_results
 from forerun.bench.pair import Pair
 from forerun.catalog.measurements import load
-from forerun.engine.stats import RequestStats
+from forerun.engine.stats import RequestStats, SourceStats
 from forerun.measure import rounds
 from forerun.measure import run as timing
 from forerun.measure.energy import Energy, Meter, Reading
@@ -127,8 +127,7 @@ def test_statistics() -> None:
 def test_tally_by_hand() -> None:
     """One request in passes of 1, 3, 1, 3, .. tokens; another whose last pass is cut."""
     one = RequestStats(completion_tokens=40, rounds=[(0, 0), (4, 2)] * 10, depths=[0, 4] * 10)
-    one.by_source["suffix"].drafted = 40
-    one.by_source["suffix"].accepted = 20
+    one.by_source["suffix"] = SourceStats(drafted=40, accepted=20)
     two = RequestStats(completion_tokens=2, rounds=[(4, 4)], depths=[2])
     assert tally([one, two]) == {
         "lengths": [10, 1, 10],

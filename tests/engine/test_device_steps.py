@@ -578,7 +578,7 @@ def test_the_host_waits_once_a_round(log: list[str], draft: str) -> None:
     for depth, temperature in ((1, 0.0), (7, 0.8)):
         made = engine(draft)
         for prompt in range(3):
-            add(made, draft, prompt, depth, temperature=temperature, max_tokens=24)
+            add(made, draft, prompt, depth, temperature=temperature, max_tokens=40)
         while min(request.produced for request in made.requests.values()) < 2:
             made.step_or_raise()
         log.clear()

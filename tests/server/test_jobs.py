@@ -158,7 +158,8 @@ def test_unread_jobs_pause_and_continue_with_the_same_tokens(llm: LLM, draft: st
 def test_unread_jobs_end_after_the_write_timeout(llm: LLM) -> None:
     async def body(llm: LLM, service: EngineService) -> None:
         service.unread_each, service.write_timeout = 2000, 0.05
-        handle = service.submit([job(1, 40), job(2, 40)])
+        # texts that cannot end before the engine learns that they pause
+        handle = service.submit([job(1, 110), job(2, 110)])
         await until(lambda: handle.paused and not service.jobs)
         with pytest.raises(RequestError, match=r"has not read its answer for 0\.05 s"):
             await soon(output(handle))
