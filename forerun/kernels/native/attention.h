@@ -53,7 +53,7 @@ template <typename T> struct Gathered {
   void forget() {
     for (int j = 0; j < KEYS; j++) held[j] = -1;
   }
-  void hold(const Head<T> &head, const int64_t *rows, int first, int count) {
+  NOINLINE void hold(const Head<T> &head, const int64_t *rows, int first, int count) {
     for (int j = first; j < first + count; j++) {
       if (held[j] == rows[j]) continue;
       const T *key = head.key(rows[j]);
@@ -65,7 +65,7 @@ template <typename T> struct Gathered {
 };
 
 // Whether rows lie one behind the other from the beginning of a block on.
-inline bool in_place(const int64_t *rows, int count) {
+NOINLINE bool in_place(const int64_t *rows, int count) {
   int64_t other = rows[0] % W;
   for (int j = 1; j < count; j++) other |= rows[j] ^ (rows[0] + j);
   return !other;
@@ -74,30 +74,22 @@ inline bool in_place(const int64_t *rows, int count) {
 // Where the keys and values of one group are: in the cache, or gathered from it where rows are not one behind the other.
 template <typename T> struct Group {
   const T *keys[BLOCKS], *values[BLOCKS];
-  int count;
-  bool in_cache;
 
-  void find(const Head<T> &head, const int64_t *rows, int n, Gathered<T> &gathered) {
-    count = 0, in_cache = true;
-    if (extend(head, rows, n)) return;
-    in_cache = false;
-    for (int first = count; first < n; first += W) {
-      gathered.hold(head, rows, first, n - first < W ? n - first : W);
+  NOINLINE void find(const Head<T> &head, const int64_t *rows, int n, Gathered<T> &gathered) {
+    bool in_cache = true;
+    for (int first = 0; first < n; first += W) {
+      const int count = n - first < W ? n - first : W;
+      in_cache = in_cache && in_place(rows + first, count);
+      if (in_cache) {
+        set(first / W, head.key(rows[first]), head.value(rows[first]));
+        continue;
+      }
+      gathered.hold(head, rows, first, count);
       set(first / W, gathered.keys + first * head.d, gathered.values + first * head.d);
     }
   }
-  // Whether these rows, or what they have more, are in the cache where this group is.
-  bool join(const Head<T> &head, const int64_t *rows, int n) { return in_cache && extend(head, rows, n); }
 
  private:
-  bool extend(const Head<T> &head, const int64_t *rows, int n) {
-    for (int first = 0; first < n; first += W) {
-      if (!in_place(rows + first, n - first < W ? n - first : W)) return false;
-      if (first < count && head.key(rows[first]) != keys[first / W]) return false;
-      if (first >= count) set(first / W, head.key(rows[first]), head.value(rows[first])), count = first + W;
-    }
-    return true;
-  }
   void set(int block, const T *key, const T *value) {  // further blocks are read too, but not looked at
     for (int i = block; i < BLOCKS; i++) keys[i] = key, values[i] = value;
   }
@@ -125,7 +117,7 @@ template <int G, int J, typename T> inline void score(const float *const *q, int
 }
 
 // Scores of the blocks [low, high) become weights; what was gathered before is scaled to the new maximum.
-inline void weigh(const Op *op, Query &query, float *weight, int low, int high, int wide) {
+NOINLINE void weigh(const Op *op, Query &query, float *weight, int low, int high, int wide) {
   vf highest = set1(-INFINITY);
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
@@ -173,7 +165,7 @@ inline void gather(const float (*weight)[KEYS], int from, int to, const T *const
   }
 }
 template <int G, typename T>
-void gather_any(const float (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
+NOINLINE void gather_any(const float (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
   constexpr int C = BESIDE<G>;
   if (from >= to) return;
   if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, d, wide, out);
@@ -196,7 +188,7 @@ template <int G, typename T> void attend_queries(const Op *op, Query *const *que
   alignas(64) float weight[G][KEYS];
   int low = from / W, high = (to + W - 1) / W, first = low;
   for (; first + J <= high; first += J) score<G, J>(q, d, group.keys, weight, first);
-  for (; first < high; first++) score<G, 1>(q, d, group.keys, weight, first);
+  EACH(rest, J, if (rest && high - first == rest) score<G, rest ? rest : 1>(q, d, group.keys, weight, first));
   for (int g = 0; g < G; g++) {
     weigh(op, *queries[g], weight[g], low, high, wide);
     gather_any<1>(weight + g, queries[g]->from, queries[g]->to < from_all ? queries[g]->to : from_all, group.values, d, wide, out + g);
@@ -212,78 +204,93 @@ template <typename T> void attend_group(const Op *op, Query *const *queries, int
   EACH(g, TOGETHER, if (g && count - i == g) attend_queries<g ? g : 1>(op, queries + i, group, d));
 }
 
-// The rows of the keys start .. start + count - 1 that a token sees; `mixed` holds them if they are not all of its slot's line.
-inline const int64_t *sight(const Batch *b, int t, int start, int count, int64_t *mixed) {
-  const int64_t *line = b->rows[t] + start;
-  int direct = b->direct[t] - start;
-  if (count <= direct) return line;
-  for (int j = 0; j < count; j++) mixed[j] = j < direct ? line[j] : b->extra[b->extra_at[t] + j - direct];
-  return mixed;
-}
-
-// Tokens first..last-1 are of one slot; what they see of a group in common is read once for all of them.
+// Tokens first .. last - 1 are of one slot; what they see of a group in common is read once for all of them.
 template <typename T> void attend_tile(const Program *p, const Op *op, const Batch *b, int first, int last, int kv_head, int sharer) {
-  int d = op->head_dim, wide = (d + W - 1) / W * W, share = op->heads / op->kv_heads;
-  int sharers = share - sharer < SHARERS ? share - sharer : SHARERS, head = kv_head * share + sharer;
+  const int d = op->head_dim, wide = (d + W - 1) / W * W, share = op->heads / op->kv_heads;
+  const int sharers = share - sharer < SHARERS ? share - sharer : SHARERS, head = kv_head * share + sharer;
   alignas(64) T keys[KEYS * d], values[KEYS * d + W];
   alignas(64) float out[TOKENS * sharers][wide];
-  Head<T> cached(op, b, kv_head);
+  const Head<T> cached(op, b, kv_head);
   Gathered<T> gathered(keys, values);
   Query queries[TOKENS * SHARERS], *waiting[TOKENS * SHARERS];
-  memset(out, 0, sizeof(float) * TOKENS * sharers * wide);
-  int longest = 0, seen[TOKENS];
+  memset(out, 0, sizeof(float) * (last - first) * sharers * wide);
+  const int64_t *line = b->rows[first];
+  int longest = 0, straight = 0, seen[TOKENS];
   for (int t = first; t < last; t++) {
     seen[t - first] = b->direct[t] + b->extra_at[t + 1] - b->extra_at[t];
     longest = seen[t - first] > longest ? seen[t - first] : longest;
+    straight = b->direct[t] > straight ? b->direct[t] : straight;
     for (int g = 0; g < sharers; g++) {
-      int i = (t - first) * sharers + g;
-      queries[i] = {at(p, b, op->in, t) + (int64_t)(head + g) * d, out[i], -INFINITY, 0, 0, 0};
-      if (op->sink_logits) queries[i].most = op->sink_logits[head + g], queries[i].total = 1;
+      Query &query = queries[(t - first) * sharers + g];
+      query = {at(p, b, op->in, t) + (int64_t)(head + g) * d, out[(t - first) * sharers + g], -INFINITY, 0, 0, 0};
+      if (op->sink_logits) query.most = op->sink_logits[head + g], query.total = 1;
     }
   }
   for (int start = 0; start < longest; start += KEYS) {
     gathered.forget();
-    Group<T> common;
-    int count = 0;
+    Group<T> group;
+    int count = 0, others = 0, other[TOKENS];
     for (int t = first; t < last; t++) {
       int n = seen[t - first], begin = op->window > 0 && n > op->window ? n - op->window : 0;
       if (start < op->sinks) begin = start;  // a group is seen from where it begins
       if (op->chunk > 0 && begin < (n - 1) / op->chunk * op->chunk) begin = (n - 1) / op->chunk * op->chunk;
-      int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
+      const int from = begin > start ? begin - start : 0, to = n - start < KEYS ? n - start : KEYS;
       if (from >= to) continue;
-      int64_t mixed[KEYS];
-      const int64_t *rows = sight(b, t, start, to, mixed);
-      if (count && !common.join(cached, rows, to)) {
-        attend_group(op, waiting, count, common, d);
-        count = 0;
-      }
-      if (!count) common.find(cached, rows, to, gathered);
-      for (int g = 0; g < sharers; g++) {
-        Query *query = queries + (t - first) * sharers + g;
-        query->from = from, query->to = to;
-        waiting[count++] = query;
-      }
+      Query *query = queries + (t - first) * sharers;
+      for (int g = 0; g < sharers; g++) query[g].from = from, query[g].to = to;
+      if (start + to > b->direct[t]) other[others++] = t;
+      else for (int g = 0; g < sharers; g++) waiting[count++] = query + g;
     }
-    attend_group(op, waiting, count, common, d);
+    if (count) {
+      group.find(cached, line + start, straight - start < KEYS ? straight - start : KEYS, gathered);
+      attend_group(op, waiting, count, group, d);
+    }
+    for (int i = 0; i < others; i++) {  // they see rows that are not the next ones of their slot
+      const int t = other[i], direct = b->direct[t] - start, to = queries[(t - first) * sharers].to;
+      int64_t mixed[KEYS];
+      for (int j = 0; j < to; j++) mixed[j] = j < direct ? line[start + j] : b->extra[b->extra_at[t] + j - direct];
+      group.find(cached, mixed, to, gathered);
+      for (int g = 0; g < sharers; g++) waiting[g] = queries + (t - first) * sharers + g;
+      attend_group(op, waiting, sharers, group, d);
+    }
   }
   for (int t = first; t < last; t++)
     for (int g = 0; g < sharers; g++) {
       const Query &query = queries[(t - first) * sharers + g];
       float *to = at(p, b, op->out, t) + (int64_t)(head + g) * d;
-      for (int c = 0; c < d; c++) to[c] = query.out[c] / query.total;
+      for (int c = 0; c < d; c += W) store_some(to + c, load(query.out + c) / query.total, d - c);
     }
 }
 
+// The first token behind `first` that is of another slot.
+inline int end_of_run(const Batch *b, int first) {
+  int last = first + 1;
+  while (last < b->tokens && b->rows[last] == b->rows[first]) last++;
+  return last;
+}
+
+// Tiles lie evenly among the items, so that each thread begins with as many. Where there are few they are made smaller.
 void attend(const Program *p, const Op *op, const Batch *b, int item, int items) {
-  int share = op->heads / op->kv_heads, tile = 0;
+  const int sharers = op->heads / op->kv_heads, parts = (sharers + SHARERS - 1) / SHARERS, of_tokens = op->kv_heads * parts;
+  int runs = 0, tiles = 0;
+  for (int first = 0; first < b->tokens; first = end_of_run(b, first)) runs++;
+  const int least = (items / 2 + runs * of_tokens - 1) / (runs * of_tokens);  // tiles of the tokens of a run
+  auto tiles_of = [&](int count) {
+    const int needed = (count + TOKENS - 1) / TOKENS;
+    return needed > least ? needed : count < least ? count : least;
+  };
+  for (int first = 0; first < b->tokens; first = end_of_run(b, first)) tiles += tiles_of(end_of_run(b, first) - first) * of_tokens;
+  const Share own = share(tiles, item, items);
   auto tile_of = b->kv_format == BF16 ? attend_tile<uint16_t> : attend_tile<float>;
-  for (int first = 0; first < b->tokens;) {
-    int last = first + 1;
-    while (last < b->tokens && last - first < TOKENS && b->rows[last] == b->rows[first]) last++;
-    for (int h = 0; h < op->kv_heads; h++)
-      for (int sharer = 0; sharer < share; sharer += SHARERS)
-        if (tile++ % items == item) tile_of(p, op, b, first, last, h, sharer);
-    first = last;
+  int tile = 0;
+  for (int first = 0; first < b->tokens && tile < own.to; first = end_of_run(b, first)) {
+    const int count = end_of_run(b, first) - first, of_run = tiles_of(count);
+    for (int i = 0; i < of_run * of_tokens; i++, tile++) {
+      if (tile < own.from || tile >= own.to) continue;
+      const Share tokens = share(count, i % of_run, of_run);
+      const int head = i / of_run;
+      tile_of(p, op, b, first + tokens.from, first + tokens.to, head / parts, head % parts * SHARERS);
+    }
   }
 }
 
