@@ -284,6 +284,7 @@ class DraftOption:
         acceptance: the request's acceptance with this proposer.
         width: nodes per level.
         lag: committed tokens that the proposer has not read yet.
+        copies: the proposer copies text, which may begin to pay with any token.
     """
 
     source: str
@@ -291,6 +292,7 @@ class DraftOption:
     acceptance: Acceptance
     width: int = 1
     lag: int = 0
+    copies: bool = False
 
 
 def kind_of_match(source: str, match: int) -> str:

@@ -45,6 +45,7 @@ CATCH_UP_HORIZON = 16  # tokens within which the drafter's catch-up cost must be
 HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts are being read
 RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
 PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
+LONGEST_PAUSE = 64  # the same for several requests of whom none has gained for long
 PAUSE_BELOW = 0.7  # of the acceptance of the least likely token drafted: requests below it pause
 MIN_GAIN = 1.02  # times the speed of plain decoding that drafting must promise
 PROBE_DEPTH = 2
@@ -88,6 +89,7 @@ class DepthPolicy:
         steps: steps so far.
         credit: passes left for probes, by proposer; a probe takes credit and time gives it back
             (an idea of conservative bandits, Wu et al. 2016).
+        pauses: steps of the next pause of several requests, by proposer.
         experts: what tokens use of the target's experts; None if it has none.
     """
 
@@ -99,6 +101,7 @@ class DepthPolicy:
         self.confidence: dict[tuple[str, bool], ConfidenceBins] = defaultdict(ConfidenceBins)
         self.steps = 0
         self.credit: dict[str, float] = defaultdict(lambda: PROBE_ALLOWANCE)
+        self.pauses: dict[str, int] = defaultdict(lambda: PAUSE_STEPS)
         self.experts: ExpertLoad | None = None
         self._trend: Callable[[float], float] | None = None
 
@@ -237,11 +240,13 @@ class DepthPolicy:
 
         A probe follows a pause and needs credit. A request whose last draft was accepted to its end
         goes on at once. Where nothing pays for anybody all options pause: finding that out anew in
-        every step costs more than it can gain.
+        every step costs more than it can gain. With several requests, whose steps it keeps out of
+        native code, that is found out ever less often.
         """
         least = min(
             (self._chance(options[i]) for i, depth in enumerate(depths) if depth), default=math.inf
         )
+        lengths = self._pause_lengths(options, depths)
         for i, option in enumerate(options):
             acceptance = option.acceptance
             if depths[i] or self._continues(option, batch) or self._may_probe(option, batch):
@@ -249,8 +254,24 @@ class DepthPolicy:
                 depths[i] = depths[i] or min(PROBE_DEPTH, option.limit)
             elif self._chance(option) < PAUSE_BELOW * least:
                 # All pauses end together, since a draft may pay only for many requests at once.
-                acceptance.paused_until = self.steps + PAUSE_STEPS - self.steps % PAUSE_STEPS
+                length = lengths.get(option.source, PAUSE_STEPS)
+                acceptance.paused_until = self.steps + length - self.steps % length
         return depths
+
+    def _pause_lengths(
+        self, options: Sequence[DraftOption], depths: Sequence[int]
+    ) -> dict[str, int]:
+        """Return how long several requests pause for which nothing pays, by proposer; the next time
+        it will be twice as long. Copies may begin to pay with any token, so those do not wait."""
+        if any(depths):
+            for option in options:
+                self.pauses.pop(option.source, None)
+            return {}
+        sources = {option.source for option in options if not option.copies}
+        lengths = {source: self.pauses[source] for source in sources if len(options) > 1}
+        for source, length in lengths.items():
+            self.pauses[source] = min(2 * length, LONGEST_PAUSE)
+        return lengths
 
     def _continues(self, option: DraftOption, batch: BatchState) -> bool:
         """Return True if the last draft was right and another pays if it is right once more.

@@ -112,6 +112,7 @@ class DraftLearning:
             acceptance=self.state(request).acceptance[proposer.name],
             width=proposer.width,
             lag=self._lag(request, proposer.name),
+            copies=proposer.copies_text,
         )
 
     def _lag(self, request: Request, name: str) -> int:
@@ -263,12 +264,13 @@ class DraftLearning:
             return paused - WARM_UP if paused > WARM_UP else paused
         rounds = NEVER
         for part in self.proposers[request.draft].parts:
+            if part.copies_text:
+                continue  # there is something to copy, or nothing
             acceptance = state.acceptance[part.name]
-            if self.policy.is_paused(acceptance):
-                assert acceptance.paused_until is not None
-                rounds = min(rounds, acceptance.paused_until - self.policy.steps)
-            elif not part.copies_text:
+            if not self.policy.is_paused(acceptance):
                 return 1
+            assert acceptance.paused_until is not None
+            rounds = min(rounds, acceptance.paused_until - self.policy.steps)
         return rounds
 
     def least_match(
