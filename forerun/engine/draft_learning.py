@@ -77,6 +77,7 @@ class DraftLearning:
         policy.set_experts(experts, decoder.pass_bytes if experts else None)
         policy.costs.prompts_predict = experts is None and self.clock is time.thread_time
         self.guard = Guard(policy.forward_seconds)
+        self._least_matches: dict[tuple[str, int], tuple[int, int]] = {}  # of new requests
         self.overlap = Overlap(policy, waiting_is_free=self.clock is time.thread_time)
 
     def state(self, request: Request) -> DraftingState:
@@ -187,6 +188,7 @@ class DraftLearning:
             reach = accepted if is_open else max(draft.depths())
             reached = {proposed.kind or proposed.source: reach}
             if proposed.kind:
+                state.has_copied = True
                 state.least_matches.clear()
                 verified_depth = len(verified.match_tokens(draft.tokens[1:])) - 1
                 reached[proposed.source] = min(verified_depth, reach)
@@ -279,14 +281,26 @@ class DraftLearning:
         """Return the fewest tokens of a match, at least `shortest`, behind which a copy is expected
         to pay if only this one of so many requests drafts.
 
-        It is computed anew after a copy of the request, and now and then.
+        It is computed anew after a copy of the request, and now and then; once for all requests of
+        which nothing is known yet.
         """
         state, key = self.state(request), (proposer.name, num_requests)
-        found, until = state.least_matches.get(key, (0, 0))
+        known = state.least_matches
+        if not state.has_copied and self._only_copies(request):
+            known = self._least_matches
+        found, until = known.get(key, (0, 0))
         if self.steps >= until:
             found = self._least_match(request, proposer, shortest, num_requests)
-            state.least_matches[key] = found, self.steps + LEAST_MATCH_STEPS
+            known[key] = found, self.steps + LEAST_MATCH_STEPS
         return found
+
+    def _only_copies(self, request: Request) -> bool:
+        """Return True if all parts of the request's proposer but those that copy pause."""
+        acceptance = self.state(request).acceptance
+        return all(
+            part.copies_text or acceptance[part.name].paused_until is not None
+            for part in self.proposers[request.draft].parts
+        )
 
     def _least_match(
         self, request: Request, proposer: Proposer, shortest: int, num_requests: int

@@ -46,6 +46,7 @@ class DraftingState:
         proposed: all drafts for it in this step.
         reason: why it drafted in the last step, or did not.
         text: its tokens for native rounds.
+        has_copied: True if a copy was drafted for it.
         least_matches: by proposer and number of requests the shortest match behind which a copy
             pays, and the step until which that is believed.
     """
@@ -60,6 +61,7 @@ class DraftingState:
     proposed: list[ProposedDraft] = field(default_factory=list)
     reason: str = NOTHING
     text: GrowingText = field(default_factory=GrowingText)
+    has_copied: bool = False
     least_matches: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     @property

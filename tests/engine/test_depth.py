@@ -10,6 +10,7 @@ import pytest
 from forerun.costs import SETTLED
 from forerun.engine.acceptance import Acceptance, BetaCounts, DraftOption, kind_of_match
 from forerun.engine.depth import (
+    LONGEST_PAUSE,
     MIN_PLAIN_PASSES,
     PAUSE_STEPS,
     PROBE_ALLOWANCE,
@@ -392,6 +393,36 @@ def test_where_nothing_pays_nobody_is_thought_of_in_each_step() -> None:
     assert policy.choose(options, BatchState(64, 64, 1)) == [0] and policy.is_paused(acceptance)
     policy.steps += 2 * PAUSE_STEPS
     assert not policy.is_paused(acceptance) and policy.choose(options, ONE) != [0]
+
+
+@pytest.mark.parametrize(
+    ("count", "copies", "expected"),
+    [
+        (2, False, [PAUSE_STEPS, 2 * PAUSE_STEPS, LONGEST_PAUSE, 2 * LONGEST_PAUSE]),
+        (2, True, [PAUSE_STEPS * n for n in (1, 2, 3, 4)]),
+        (1, False, [PAUSE_STEPS * n for n in (1, 2, 3, 4)]),
+    ],
+)
+def test_several_requests_pause_longer_and_longer(
+    count: int, copies: bool, expected: list[int]
+) -> None:
+    """Until drafting pays for one of them; copies may begin to pay with any token. All pauses of a
+    length end together, at multiples of it."""
+    policy, good = learned(rate=0.9, draft_cost=0.1, slope=0.3)
+    failing = [Acceptance(BetaCounts(0, 1000), BetaCounts(1000, 0)) for _ in range(count)]
+    options = [DraftOption("model", 8, own, copies=copies) for own in failing]
+    batch, ends = BatchState(count, count, count), []
+    policy.credit["model"] = 0.0  # for probes
+    for _ in range(4):
+        assert policy.choose(options, batch) == [0] * count
+        (until,) = {own.paused_until for own in failing}
+        assert until is not None
+        ends.append(until)
+        policy.steps = until
+    assert ends == expected
+    assert policy.choose([DraftOption("model", 8, good)], ONE) != [0]
+    policy.choose(options, batch)
+    assert failing[0].paused_until == policy.steps + PAUSE_STEPS
 
 
 def test_much_is_not_read_beside_prompts() -> None:

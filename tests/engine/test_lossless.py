@@ -113,6 +113,8 @@ def check_preempted(
 ) -> list[Request]:
     """Requests in small chunks and little room say what they say alone; returns them."""
     engine = build.engine(family, [draft], chunk=3, **{"tokens": build.SMALL} | options)
+    if depth == "auto":
+        engine.set_policy(build.Eager())
     requests = run(engine, draft, BOTH, depth, count)
     same_as_plain(requests, family, BOTH)
     assert sum(r.stats.preemptions for r in requests) > 0

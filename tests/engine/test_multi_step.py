@@ -337,6 +337,21 @@ def test_the_shortest_match_that_pays_is_computed_anew_after_a_copy_and_now_and_
     assert len(computed) == 4
 
 
+def test_new_requests_share_the_shortest_match_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine("suffix")
+    requests = [add(made, "suffix", prompt) for prompt in (0, 1)]
+    made.step_or_raise()
+    drafting, computed = made.drafting, []
+    monkeypatch.setattr(drafting, "_least_match", lambda *_: computed.append(2) or 2)
+    (part,) = drafting.proposers["suffix"].parts
+    for request in requests:
+        assert drafting.least_match(request, part, 2, 2) == 2
+    assert len(computed) == 1
+    drafting.state(requests[1]).has_copied = True
+    drafting.least_match(requests[1], part, 2, 2)
+    assert len(computed) == 2, "after a copy a request has a record of its own"
+
+
 def test_what_other_requests_said_is_watched_until_it_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
