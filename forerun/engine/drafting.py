@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ from forerun.engine.draft_state import DeferredDraft, DraftPlan, ProposedDraft
 from forerun.engine.error_isolation import isolate_errors, run_isolated
 from forerun.engine.overlap import Overlap
 from forerun.engine.request import Request, ScheduledRequest
-from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, PAUSED, UNPAID
+from forerun.engine.stats import DRAFTED, EDGE, NO_ROOM, NOTHING, PAUSED, UNPAID
 from forerun.sampling.matcher import SOURCE, Matcher, NotReadyError
 from forerun.types import Draft
 from forerun.verify import Noise
@@ -115,7 +115,8 @@ class Drafting(DraftLearning):
         for scheduled in generating:
             scheduled.draft = Draft.root(scheduled.request.tokens[-1])
             self._draft_by_grammar(scheduled)
-        plans = [self._plan(s, certain) for s in generating if self._should_ask(s, allowed)]
+        unasked = {s.request.id: self._reason_not_to_ask(s, allowed) for s in generating}
+        plans = [self._plan(s, certain) for s in generating if not unasked[s.request.id]]
         num_tokens += sum(len(s.draft) - 1 for s in generating if s.draft)
         whole = certain._replace(num_tokens=num_tokens, num_drafting=len(plans))
         self._ask_all(plans, certain, num_tokens)
@@ -124,7 +125,7 @@ class Drafting(DraftLearning):
             if plan.draft and not plan.request.error:
                 with isolate_errors(plan.request), self._unless_not_ready(plan.scheduled):
                     plan.scheduled.draft = self._cut(plan, plan.draft, whole)
-        self._count_reasons(generating, plans, allowed)
+        self._count_reasons(generating, unasked | {p.request.id: p.reason for p in plans})
         self.steps += 1
         self._drafted_at = self.clock()
         self.seconds = self._drafted_at - began
@@ -165,21 +166,43 @@ class Drafting(DraftLearning):
         except NotReadyError:
             scheduled.draft = None
 
-    def _should_ask(self, scheduled: ScheduledRequest, allowed: bool) -> bool:
-        """Return True if a proposer should draft for this request; `allowed` is the engine guard's
-        decision.
+    def _reason_not_to_ask(self, scheduled: ScheduledRequest, allowed: bool) -> str:
+        """Return why no proposer is asked for this request, "" if one is; `allowed` is the engine
+        guard's decision.
 
-        Where every proposer that might draft is paused this is known without asking one after the
-        other, which would cost time with many requests.
+        Where every proposer that might draft is paused, or has nothing to copy, this is known
+        without asking one after the other, which would cost time with many requests.
         """
         request = scheduled.request
         if request.error or scheduled.draft is None or len(scheduled.draft) > 1:
-            return False
+            return NOTHING
         if not request.speculates or request.has_fixed_depth:
-            return request.has_fixed_depth
+            return "" if request.has_fixed_depth else NOTHING
         state, proposer = self.state(request), self.proposers[request.draft]
-        paused = all(self.policy.is_paused(state.acceptance[p.name]) for p in proposer.parts)
-        return allowed and state.guard.allows() and (bool(proposer.rivals) or not paused)
+        if not (allowed and state.guard.allows()):
+            return PAUSED
+        if proposer.rivals:
+            return ""
+        parts = [p for p in proposer.parts if not self.policy.is_paused(state.acceptance[p.name])]
+        if not parts:
+            return UNPAID
+        can_use = scheduled.count == 1 and request.remaining > 0
+        if (
+            can_use
+            and all(part.copies_text for part in parts)
+            and not self._has_copy(request, parts)
+        ):
+            return NOTHING
+        return ""
+
+    def _has_copy(self, request: Request, parts: Sequence[Proposer]) -> bool:
+        """Return True if one of a request's proposers that copy has a draft; note it if none has."""
+        with isolate_errors(request):
+            if any(part.has_draft(request.slot, request.tokens) for part in parts):
+                return True
+            for part in parts:
+                self._record_nothing(request, part.name)
+        return False
 
     def _plan(self, scheduled: ScheduledRequest, batch: BatchState) -> DraftPlan:
         request = scheduled.request
@@ -418,21 +441,17 @@ class Drafting(DraftLearning):
                 plan.state.proposed.insert(0, ProposedDraft(rival.name, "", draft))
 
     def _count_reasons(
-        self, generating: Sequence[ScheduledRequest], plans: Sequence[DraftPlan], allowed: bool
+        self, generating: Sequence[ScheduledRequest], reasons: Mapping[int, str]
     ) -> None:
-        """Count for each request why it drafted or did not."""
-        reasons = {plan.request.id: plan.reason for plan in plans}
+        """Count for each request why it drafted or did not; `reasons` by id hold for those that did
+        not."""
         for scheduled in generating:
             request = scheduled.request
             if not request.speculates or scheduled.draft is None:
                 continue
             if self.deferred and self.deferred.of(request):
                 continue  # `record_deferred_drafts` counts
-            if len(scheduled.draft) > 1:
-                reason = DRAFTED
-            else:
-                guarded = allowed and self.state(request).guard.allows()
-                reason = reasons.get(request.id, UNPAID if guarded else PAUSED)
+            reason = DRAFTED if len(scheduled.draft) > 1 else reasons[request.id]
             request.stats.reasons[reason] += 1
             self.state(request).reason = reason
 
