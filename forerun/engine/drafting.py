@@ -196,7 +196,7 @@ class Drafting(DraftLearning):
         return ""
 
     def _has_copy(self, request: Request, parts: Sequence[Proposer]) -> bool:
-        """Return True if one of a request's proposers that copy has a draft; note it if none has."""
+        """Return True if one of the proposers that copy has a draft; note it if none has."""
         with isolate_errors(request):
             if any(part.has_draft(request.slot, request.tokens) for part in parts):
                 return True
