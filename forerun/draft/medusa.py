@@ -47,7 +47,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.families import Json
 from forerun.models.shortlist import spread
 from forerun.runtime.program import LOGITS, ChainStart, DraftedChain, Program, X
-from forerun.types import BESIDE
+from forerun.types import NUM_ALTERNATIVES
 
 MEDUSA = "set of Medusa heads"
 MLP = "MLP speculator"
@@ -396,7 +396,7 @@ class MedusaProposer(LastStateProposer):
             if width == 1:
                 self.native = NativeMedusa(self.heads, target.config, target.form)
         self.ends_chains = self.reports_confidence = self.native is not None
-        self.extra_nodes = BESIDE if self.native is not None else 0
+        self.extra_nodes = NUM_ALTERNATIVES if self.native is not None else 0
 
     def grow_trees(self, trees: Sequence[Tree], states: Tensor) -> None:
         initial = self.heads.initial(states)
@@ -417,5 +417,5 @@ class MedusaProposer(LastStateProposer):
         acceptance = trees[0].request.confidence_rates
         found = self.native.round([tree.link(0) for tree in trees], initial, acceptance)
         for tree, own in zip(trees, found, strict=True):
-            tree.weigh(own, self.name, BESIDE)
+            tree.weigh(own, self.name, NUM_ALTERNATIVES)
         return True

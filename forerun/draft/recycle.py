@@ -25,7 +25,7 @@ from forerun.draft.proposer import DraftRequest, PerSlotProposer, Texts, Tokens
 from forerun.errors import LoadError
 from forerun.kernels import native
 from forerun.kernels.native import CGrowth, CSuccessors, address
-from forerun.kernels.successors import NEXT, NONE, WAYS
+from forerun.kernels.successors import NONE, NUM_SUCCESSORS, WAYS
 from forerun.models.files import check_pointer
 from forerun.types import NUM_CONFIDENCE_BINS, RECYCLE, Draft
 
@@ -39,17 +39,17 @@ class SuccessorTable:
 
     Attributes:
         keys: uint64 [entries], see `pair_key`; 0 if there is no entry.
-        tokens: int32 [entries, NEXT], the successors, likeliest first; -1 behind the last.
-        logs: float32 [entries, NEXT], natural logarithms of their probabilities; -inf behind the
-            last.
+        tokens: int32 [entries, NUM_SUCCESSORS], the likeliest first; -1 behind the last.
+        logs: float32 [entries, NUM_SUCCESSORS], natural logarithms of their probabilities; -inf
+            behind the last.
     """
 
     def __init__(self, entries: int = ENTRIES) -> None:
         """`entries` is a power of two, at least `WAYS`."""
         self.keys: np.ndarray = np.zeros(entries, np.uint64)
         # Entries without a key are never read.
-        self.tokens: np.ndarray = np.empty((entries, NEXT), np.int32)
-        self.logs: np.ndarray = np.empty((entries, NEXT), np.float32)
+        self.tokens: np.ndarray = np.empty((entries, NUM_SUCCESSORS), np.int32)
+        self.logs: np.ndarray = np.empty((entries, NUM_SUCCESSORS), np.float32)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.keys))
@@ -84,13 +84,13 @@ class SuccessorTable:
 
     def learn_twin(self, before: Sequence[int], tokens: Sequence[int], logits: Tensor) -> None:
         """Reference implementation of `learn` in plain Python."""
-        best, ranked = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
+        best, ranked = logits.log_softmax(-1).topk(min(NUM_SUCCESSORS, logits.shape[1]))
         for i, logs in enumerate(best.tolist()):
             if not math.isfinite(logs[0]):
                 continue
             pairs = zip(ranked[i].tolist(), logs, strict=True)
             successors = [(token, log) for token, log in pairs if log > -math.inf]
-            successors += [(NONE, -math.inf)] * (NEXT - len(successors))
+            successors += [(NONE, -math.inf)] * (NUM_SUCCESSORS - len(successors))
             self._store(pair_key(before[i], tokens[i]), successors)
             self._store(pair_key(NONE, tokens[i]), successors)
 
@@ -98,9 +98,9 @@ class SuccessorTable:
         self, before: Sequence[int], tokens: Sequence[int], logits: Tensor
     ) -> None:
         """Find the likeliest tokens where the logits are: a GPU is waited for once."""
-        best = logits.log_softmax(-1).topk(min(NEXT, logits.shape[1]))
+        best = logits.log_softmax(-1).topk(min(NUM_SUCCESSORS, logits.shape[1]))
         found = torch.stack((best.values.double(), best.indices.double())).cpu().numpy()
-        more = (0, 0), (0, NEXT - found.shape[2])
+        more = (0, 0), (0, NUM_SUCCESSORS - found.shape[2])
         logs = np.pad(found[0], more, constant_values=-np.inf).astype(np.float32)
         successors = np.pad(found[1], more).astype(np.int32)
         successors[logs == -np.inf] = NONE
@@ -196,8 +196,8 @@ def _is_sound(tensors: dict[str, np.ndarray]) -> bool:
     entries = len(tensors["keys"])
     wanted = {
         "keys": ("uint64", (entries,)),
-        "tokens": ("int32", (entries, NEXT)),
-        "logs": ("float16", (entries, NEXT)),
+        "tokens": ("int32", (entries, NUM_SUCCESSORS)),
+        "logs": ("float16", (entries, NUM_SUCCESSORS)),
     }
     if any((tensors[name].dtype.name, tensors[name].shape) != wanted[name] for name in wanted):
         return False

@@ -90,7 +90,7 @@ def sample_tokens(
     if masks:
         sets = (ctypes.c_char_p * rows)(*masks)
         set_bytes = min(len(mask) for mask in masks if mask)
-    finite = lib.forerun_say(
+    finite = lib.forerun_sample(
         logits.data_ptr(),
         packed(samplings),
         address(streams),

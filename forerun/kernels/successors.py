@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun import rng
 
-NEXT = 8  # successors that are kept per entry
+NUM_SUCCESSORS = 8  # successors that are kept per entry
 WAYS = 4  # entries of a set, the most recently learned first
 NONE = -1  # stands for a missing token
 
@@ -29,8 +29,8 @@ class TableTensors:
 
     Attributes:
         keys: int64 [entries + WAYS], as in `pair_key`, 0 if there is no entry.
-        tokens: int32 [entries + WAYS, NEXT], the successors, likeliest first; -1 behind the last.
-        logs: float32 [entries + WAYS, NEXT], natural logarithms of their probabilities.
+        tokens: int32 [entries + WAYS, NUM_SUCCESSORS], the likeliest first; -1 behind the last.
+        logs: float32 [entries + WAYS, NUM_SUCCESSORS], natural logarithms of their probabilities.
     """
 
     keys: Tensor
@@ -43,8 +43,8 @@ class TableTensors:
         count = entries + WAYS
         return cls(
             torch.zeros(count, dtype=torch.int64, device=device),
-            torch.zeros((count, NEXT), dtype=torch.int32, device=device),
-            torch.zeros((count, NEXT), dtype=torch.float32, device=device),
+            torch.zeros((count, NUM_SUCCESSORS), dtype=torch.int32, device=device),
+            torch.zeros((count, NUM_SUCCESSORS), dtype=torch.float32, device=device),
         )
 
     @property
@@ -59,8 +59,8 @@ class Predictions(NamedTuple):
     Attributes:
         before, last: int64 [N], the two tokens before each; `before` is NONE without one.
         is_valid: bool [N], False for places of no text.
-        tokens: int32 [N, NEXT], likeliest first.
-        logs: float32 [N, NEXT], natural logarithms of their probabilities.
+        tokens: int32 [N, NUM_SUCCESSORS], likeliest first.
+        logs: float32 [N, NUM_SUCCESSORS], natural logarithms of their probabilities.
     """
 
     before: Tensor
@@ -72,8 +72,8 @@ class Predictions(NamedTuple):
     @classmethod
     def of(cls, before: Tensor, last: Tensor, is_valid: Tensor, logits: Tensor) -> Predictions:
         """Take the likeliest tokens from logits [N, V]; rows that are not finite do not count."""
-        logs, tokens = logits.float().log_softmax(-1).topk(min(NEXT, logits.shape[1]))
-        more = (0, NEXT - logs.shape[1])
+        logs, tokens = logits.float().log_softmax(-1).topk(min(NUM_SUCCESSORS, logits.shape[1]))
+        more = (0, NUM_SUCCESSORS - logs.shape[1])
         logs = torch.nn.functional.pad(logs, more, value=-torch.inf)
         tokens = torch.nn.functional.pad(tokens, more, value=NONE)
         tokens = torch.where(logs > -torch.inf, tokens, NONE).to(torch.int32)
@@ -161,10 +161,10 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
     tokens = torch.cat((roots.root[:, None], grown.tokens), 1)
     parents = torch.zeros_like(tokens)
     depths, probs = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.float64)
-    candidates = torch.zeros((count, nodes * NEXT), dtype=torch.float64, device=device)
-    successors = torch.zeros((count, nodes * NEXT), dtype=torch.int64, device=device)
+    candidates = torch.zeros((count, nodes * NUM_SUCCESSORS), dtype=torch.float64, device=device)
+    successors = torch.zeros((count, nodes * NUM_SUCCESSORS), dtype=torch.int64, device=device)
     bins = torch.zeros_like(successors)
-    order = torch.arange(nodes * NEXT, device=device)
+    order = torch.arange(nodes * NUM_SUCCESSORS, device=device)
     goes_on = torch.ones(count, dtype=torch.bool, device=device)
     num_bins = roots.rates.shape[1]
     for node in range(nodes):
@@ -175,20 +175,22 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
         values = torch.where((depths[:, node] < roots.max_depth)[:, None], values, 0.0)
         own_bins = (values * num_bins).long().clamp(max=num_bins - 1)
         rates = roots.rates.gather(1, own_bins) / ((own_bins + 0.5) / num_bins)
-        span = slice(node * NEXT, (node + 1) * NEXT)
+        span = slice(node * NUM_SUCCESSORS, (node + 1) * NUM_SUCCESSORS)
         if is_chain:
             candidates.zero_()
         candidates[:, span] = probs[:, node : node + 1] * (values * rates).clamp(max=1.0)
         successors[:, span], bins[:, span] = found, own_bins
         best = candidates.amax(1, keepdim=True)
-        chosen = torch.where(candidates == best, order, nodes * NEXT).amin(1, keepdim=True)
+        chosen = torch.where(candidates == best, order, nodes * NUM_SUCCESSORS).amin(
+            1, keepdim=True
+        )
         goes_on = goes_on & (best[:, 0] > 0) & (node < roots.max_nodes)
-        parents[:, node + 1] = chosen[:, 0] // NEXT
-        depths[:, node + 1] = depths.gather(1, chosen // NEXT)[:, 0] + 1
+        parents[:, node + 1] = chosen[:, 0] // NUM_SUCCESSORS
+        depths[:, node + 1] = depths.gather(1, chosen // NUM_SUCCESSORS)[:, 0] + 1
         tokens[:, node + 1] = torch.where(goes_on, successors.gather(1, chosen)[:, 0], 0)
         # nothing follows a node that does not exist
         probs[:, node + 1] = torch.where(goes_on, best[:, 0], 0.0)
-        grown.parents[:, node] = torch.where(goes_on, chosen[:, 0] // NEXT, NONE)
+        grown.parents[:, node] = torch.where(goes_on, chosen[:, 0] // NUM_SUCCESSORS, NONE)
         grown.bins[:, node] = bins.gather(1, chosen)[:, 0]
         candidates.scatter_(1, chosen, 0.0)
     grown.tokens.copy_(tokens[:, 1:])
@@ -197,10 +199,10 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
 
 
 def _find(tables: Sequence[TableTensors], before: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return successors [R, NEXT] of the last two tokens [R] or else of one, and their logarithms
-    (-inf behind the last)."""
-    tokens = torch.full((len(last), NEXT), NONE, dtype=torch.int64, device=last.device)
-    logs = torch.full((len(last), NEXT), -torch.inf, device=last.device)
+    """Return successors [R, NUM_SUCCESSORS] of the last two tokens [R] or else of one, and their
+    logarithms (-inf behind the last)."""
+    tokens = torch.full((len(last), NUM_SUCCESSORS), NONE, dtype=torch.int64, device=last.device)
+    logs = torch.full((len(last), NUM_SUCCESSORS), -torch.inf, device=last.device)
     is_open = torch.ones_like(last, dtype=torch.bool)
     ways = torch.arange(WAYS, device=last.device)
     for key in (_pair_key(before, last), _pair_key(NONE, last)):
@@ -216,7 +218,7 @@ def _find(tables: Sequence[TableTensors], before: Tensor, last: Tensor) -> tuple
 
 
 def _probabilities(roots: TreeRoots, tokens: Tensor, logs: Tensor, depths: Tensor) -> Tensor:
-    """Return the probabilities of successors [R, NEXT] of nodes at depths [R]."""
+    """Return the probabilities of successors [R, NUM_SUCCESSORS] of nodes at depths [R]."""
     keys = rng.substreams(roots.noise, roots.position + 1 + depths)
     is_drawn = (roots.temperature > 0)[:, None]
     temperature = torch.where(is_drawn[:, 0], roots.temperature, 1.0)[:, None]

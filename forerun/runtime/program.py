@@ -28,7 +28,7 @@ from forerun.kernels.native import CBatch, CChain, CMatrix, COp, CProgram, addre
 from forerun.models.families import Experts
 from forerun.runtime.packed import PackedMatrix
 from forerun.sampling.params import Sampling
-from forerun.types import BESIDE
+from forerun.types import NUM_ALTERNATIVES
 
 # buffers of a decoder: residual stream, stacked queries, keys and values, output of attention,
 # inside of the MLP, output of a branch before its norm, logits
@@ -202,8 +202,8 @@ class _ChainBatch:
         self.counts = array("i", self.lengths)  # tokens drafted before the floor was reached
         size = len(self.tokens) if with_confidence else 0
         self.bins = array("b", bytes(size))
-        self.alternatives = array("q", bytes(8 * BESIDE * size))
-        self.alternative_bins = array("b", bytes(BESIDE * size))
+        self.alternatives = array("q", bytes(8 * NUM_ALTERNATIVES * size))
+        self.alternative_bins = array("b", bytes(NUM_ALTERNATIVES * size))
 
     def structure(
         self, vocab: int, token_ids: np.ndarray | None, acceptance: array[float] | None = None
@@ -242,7 +242,7 @@ class _ChainBatch:
         return found
 
     def _alternatives(self, at: int) -> list[tuple[int, int]]:
-        own = slice(BESIDE * at, BESIDE * (at + 1))
+        own = slice(NUM_ALTERNATIVES * at, NUM_ALTERNATIVES * (at + 1))
         pairs = zip(self.alternatives[own], self.alternative_bins[own], strict=True)
         return [pair for pair in pairs if pair[0] >= 0]
 

@@ -21,7 +21,7 @@ from forerun.kernels import native
 from forerun.models.config import load_config
 from forerun.runtime.native import NativeDecoder
 from forerun.runtime.torch_runner import Runner
-from forerun.types import BESIDE, Draft
+from forerun.types import NUM_ALTERNATIVES, Draft
 from tests import tiny
 from tests.draft.asking import WARM, compiled, row
 from tests.draft.heads import ROOM, head_of
@@ -151,12 +151,12 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
             chances = chances_of(seen[request.slot][level], request, level)
             own = chances.pop(token, 0.0)
             assert abs(min(own * 16, 15.99) - 0.5 - chain.confidence_bins[level]) <= 0.51 + own / 2
-            near = sorted(chances.values(), reverse=True)[:BESIDE] if own else []
+            near = sorted(chances.values(), reverse=True)[:NUM_ALTERNATIVES] if own else []
             expected += [above * ACCEPTANCE[16 + min(int(chance * 16), 15)] for chance in near]
             above *= ACCEPTANCE[chain.confidence_bins[level]]
         found = zip(full.path_probs, full.confidence_bins, strict=True)
         beside = [chance for chance, sure in found if sure >= 16]
-        assert beside == pytest.approx(sorted(expected, reverse=True)[:BESIDE], rel=0.15)
+        assert beside == pytest.approx(sorted(expected, reverse=True)[:NUM_ALTERNATIVES], rel=0.15)
 
 
 def chances_of(logits: Tensor, request: DraftRequest, level: int) -> dict[int, float]:

@@ -31,7 +31,7 @@ from forerun.draft.registry import MEDUSA_LOADERS
 from forerun.engine.engine import Engine
 from forerun.engine.stats import RequestStats
 from forerun.runtime.torch_runner import Runner
-from forerun.types import BESIDE, Draft, Proposal
+from forerun.types import NUM_ALTERNATIVES, Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft.asking import compiled, refused, row
@@ -404,7 +404,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 
     def proposed(floors: Sequence[float]) -> list[Draft]:
         drafter = KINDS[kind].propose(head, view)
-        assert drafter.ends_chains and drafter.extra_nodes == BESIDE
+        assert drafter.ends_chains and drafter.extra_nodes == NUM_ALTERNATIVES
         rows.begin(drafter)
         return drafter.propose(
             [
@@ -414,7 +414,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
         )
 
     whole, ends = proposed((0.0,) * 4), []
-    assert [len(draft) for draft in whole] == [1 + depth + BESIDE for depth in depths]
+    assert [len(draft) for draft in whole] == [1 + depth + NUM_ALTERNATIVES for depth in depths]
     assert [max(draft.depths()) for draft in whole] == depths
     chains = [chain_of(draft) for draft in whole]
     for floors in ((0.5,) * 4, (0.05, 0.3, 0.2, 0.7), (0.0, 0.9, 0.1, 0.4), (0.95,) * 4):
@@ -430,7 +430,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
             )
             assert chain.path_probs == pytest.approx(chances[:end])
             assert draft.path_probs == sorted(draft.path_probs, reverse=True)
-            assert len(draft) - 1 <= end + BESIDE
+            assert len(draft) - 1 <= end + NUM_ALTERNATIVES
             ends.append(end)
     assert len(set(ends)) > 1
     assert any(end < depth for end, depth in zip(ends, depths * 4, strict=True))

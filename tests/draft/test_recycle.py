@@ -15,8 +15,8 @@ import torch
 from forerun import LLM, LoadError, SamplingParams, rng
 from forerun.draft.recycle import (
     MAX_TENANTS,
-    NEXT,
     NONE,
+    NUM_SUCCESSORS,
     Growth,
     Recycle,
     SuccessorTable,
@@ -51,7 +51,7 @@ def learned(
 def test_what_is_learned_are_the_likeliest_tokens_of_the_law(instructions, rows, vocab) -> None:
     table, logits = SuccessorTable(64), logits_of(rows, vocab=vocab)
     table.learn(range(rows), range(1, rows + 1), logits)
-    best, tokens = logits.log_softmax(-1).topk(min(NEXT, vocab))
+    best, tokens = logits.log_softmax(-1).topk(min(NUM_SUCCESSORS, vocab))
     for i in range(rows):
         found = table.find(pair_key(i, i + 1))
         assert [token for token, _ in found] == tokens[i].tolist()

@@ -40,7 +40,7 @@ from forerun.kernels.native import COp
 from forerun.models.config import VisibleKeys
 from forerun.runtime.packed import PackedMatrix
 from forerun.runtime.program import LOGITS, QKV, DraftedChain, ForwardBatch, Program, RoundStart, X
-from forerun.types import BESIDE
+from forerun.types import NUM_ALTERNATIVES
 
 # buffers of the native programs; FEATURES is the first of one for each hidden-state layer
 CONTEXT, FUSED, MARKOV, FEATURES = range(LOGITS + 1, LOGITS + 5)
@@ -247,7 +247,7 @@ class BlockProposer(HiddenStateProposer):
                 self.native = NativeBlock(head, target.form, self.rotation, *lm_head)
         whole_rounds = self.native is not None and self.native.drafts
         self.ends_chains = self.reports_confidence = whole_rounds and width == 1 and not threshold
-        self.extra_nodes = BESIDE if self.reports_confidence else 0
+        self.extra_nodes = NUM_ALTERNATIVES if self.reports_confidence else 0
         self.reset()
 
     def scratch_rows(self, row: DraftRequest) -> int:

@@ -49,7 +49,7 @@ from forerun.runtime.program import (
 )
 from forerun.runtime.recorder import DecoderRecorder
 from forerun.runtime.rounds import HeadRounds
-from forerun.types import BESIDE, States
+from forerun.types import NUM_ALTERNATIVES, States
 
 # buffers of the native programs; FEATURES is the first of several
 EMBEDDED, STATE, FUSED, FEATURES = range(LOGITS + 1, LOGITS + 5)
@@ -262,7 +262,7 @@ class EagleProposer(HiddenStateProposer):
         self.ends_chains = self.reports_confidence = (
             self.native is not None and self.native.drafts and width == 1
         )
-        self.extra_nodes = BESIDE if self.ends_chains else 0
+        self.extra_nodes = NUM_ALTERNATIVES if self.ends_chains else 0
         self._device_drafter: HeadDrafter | None = None
         self.reset()
 

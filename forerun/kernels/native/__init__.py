@@ -269,7 +269,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # result and arguments of eac
     "forerun_add_grams": (None, [POINTER(CGrams), c_void_p, c_int32, c_int32]),
     "forerun_pack": (None, [c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
     "forerun_draw": (None, [c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
-    "forerun_say": (
+    "forerun_sample": (
         c_int32,
         [*[c_void_p] * 3, c_int32, c_int32, c_void_p, c_void_p, c_int32],
     ),

@@ -20,7 +20,7 @@ constexpr int TOGETHER = 8;       // queries whose sums are in registers at once
 constexpr int VECTORS = 4;
 constexpr int TOGETHER = 4;
 #endif
-template <int G> constexpr int BESIDE = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
+template <int G> constexpr int SUMS = VECTORS / G >= 4 ? 4 : VECTORS / G >= 2 ? 2 : 1;  // of them, for each of G queries
 
 inline vf widen(const uint16_t *p) { return from_bf16(p); }
 inline vf widen(const float *p) { return load(p); }
@@ -166,7 +166,7 @@ inline void gather(const float (*weight)[KEYS], int from, int to, const T *const
 }
 template <int G, typename T>
 NOINLINE void gather_any(const float (*weight)[KEYS], int from, int to, const T *const *values, int d, int wide, float *const *out) {
-  constexpr int C = BESIDE<G>;
+  constexpr int C = SUMS<G>;
   if (from >= to) return;
   if (wide % (C * W) == 0) gather<G, C>(weight, from, to, values, d, wide, out);
   else gather<G, 1>(weight, from, to, values, d, wide, out);
@@ -174,7 +174,7 @@ NOINLINE void gather_any(const float (*weight)[KEYS], int from, int to, const T 
 
 // G queries over a group of keys; values that all of them see are read once.
 template <int G, typename T> void attend_queries(const Op *op, Query *const *queries, const Group<T> &group, int d) {
-  constexpr int J = BESIDE<G>;
+  constexpr int J = SUMS<G>;
   int wide = (d + W - 1) / W * W, from = KEYS, to = 0, from_all = 0, to_all = KEYS;
   const float *q[G];
   float *out[G];

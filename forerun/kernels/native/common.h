@@ -144,34 +144,35 @@ struct Sampling {
   int32_t pad;
 };
 
-// Passes one behind the other, each over the tokens that were said after the one before. Level l has the first active[l]
-// rows of all, and its own positions, store and direct in the batch, `rows` further on than the level before. With `first`,
-// a pass of `begin` over what each row begins behind comes before: it says the tokens of the first level, and its states go
-// with them. Both programs have the same buffers. A row stops behind the token with which the chance that all of its tokens
-// stand falls below its floor; that chance is a product of what `stands` says of each token's own chance. Of a block all
-// levels come from one pass: there `first` is a pass that says nothing.
+// Chains of drafted tokens, one for each row: passes one behind the other, each over the tokens that were sampled after the
+// one before. Level l has the first active[l] rows, and its own positions, store and direct in the batch, `rows` further on
+// than the level before. With `first`, a pass of `begin` over the unread tokens of each row comes before: the tokens of the
+// first level are sampled from its logits, and its hidden states go with them. Both programs have the same buffers. A chain
+// ends behind the token with which the estimated probability that all of its tokens are accepted falls below its floor; that is
+// the product of each token's acceptance by its confidence bin. Of a block all levels come from one pass: there nothing is
+// sampled from the logits of `first`.
 struct Chain {
-  int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: as many of them may be said
+  int32_t levels, rows, logits, vocab;      // logits: their buffer; vocab: tokens below it can be sampled
   const int32_t *active;                    // [levels], never rising
   const Sampling *sampling;                 // [rows]
   const uint64_t *keys;                     // [levels][rows] streams of noise
-  int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or said by `first`
-  const int64_t *ids;                       // [said] tokens that logits are of, or null: all in order
-  int32_t said, state;                      // state: the buffer that says of a token what the next one is paired with
+  int64_t *tokens;                          // [levels + 1][rows]: the first row is given, or sampled after `first`
+  const int64_t *ids;                       // [num_ids] tokens that the logits score, or null: all in order
+  int32_t num_ids, state;                   // state: the buffer of the hidden states that accompany the next tokens
   const Program *begin;
   const Batch *first;                       // whose logits are those of the rows, in order; or null
   const int32_t *last;                      // [rows] of the first pass's tokens the last of each row
   const uint64_t *first_keys;               // [rows]
-  float *left;                              // [rows][width of the first buffer]: what the first pass left of those tokens
-  const float *stands;                      // [SURE] by sixteenths of a token's chance, or null: rows never stop
+  float *hidden;                            // [rows][width of the first buffer]: the outputs of the first pass for those tokens
+  const float *acceptance;                  // [CONFIDENCE_BINS] estimated acceptance by bin, or null: chains do not end early
   const float *floors;                      // [rows]
-  int8_t *sure;                             // [levels + 1][rows]: sixteenths, of each token that was said
-  int64_t *beside;                          // [levels + 1][rows][BESIDE]: the likeliest of those that were not; -1 is none
-  int8_t *beside_sure;                      // [levels + 1][rows][BESIDE]: sixteenths, of those
+  int8_t *bins;                             // [levels + 1][rows]: confidence bin of each sampled token
+  int64_t *alternatives;                    // [levels + 1][rows][NUM_ALTERNATIVES]: the likeliest other tokens; -1 is none
+  int8_t *alternative_bins;                 // [levels + 1][rows][NUM_ALTERNATIVES]: their confidence bins
   int32_t *counts;                          // [rows]: tokens behind the first row of `tokens` that are worth something
 };
-// Parts of a probability that are told apart; successors that are kept of a law; tokens beside one that is drafted.
-enum { SURE = 16, NEXT = 8, BESIDE = 3 };
+// Bins of a drafter's probabilities; successors that are kept of a distribution; other tokens that are kept of each level.
+enum { CONFIDENCE_BINS = 16, NUM_SUCCESSORS = 8, NUM_ALTERNATIVES = 3 };
 
 // static: each instruction set needs its own copy, or the linker keeps one of them for all
 struct Share { int from, to; };
@@ -189,7 +190,7 @@ struct Variant {
   bool (*repack)(int type, int format, const uint8_t *const *rows, int outputs, int inputs, void *weight, void *scale);
   void (*unpack)(const Matrix &a, int64_t output, float *to);
   int64_t (*draw)(const float *scores, int vocab, uint64_t key);
-  int64_t (*say)(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids);
+  int64_t (*sample)(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids);
   bool (*rank)(const float *logits, int vocab, int32_t *tokens, float *logs);
 };
 

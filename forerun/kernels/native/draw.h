@@ -198,9 +198,9 @@ int draw_filtered(const float *x, int vocab, float most, const Sampling &by, uin
   return winner;
 }
 
-// The likeliest token at temperature 0, else one drawn as `by` says; -1 where logits are not finite. Logits are of the tokens
+// The likeliest token at temperature 0, else one drawn by `by`; -1 where logits are not finite. Logits are of the tokens
 // `ids`, which ascend, or of all in order where that is null.
-int64_t say(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids) {
+int64_t sample(const float *logits, int vocab, const Sampling &by, uint64_t key, const int64_t *ids) {
   float most;
   int winner = likeliest(logits, vocab, &most);
   if (winner < 0) return winner;
@@ -212,28 +212,28 @@ int64_t say(const float *logits, int vocab, const Sampling &by, uint64_t key, co
   return token_at(ids, winner);
 }
 
-// The likeliest `NEXT` tokens of softmax(logits), the lowest first among equals, and the natural logarithms of their
-// chances, within 0.04; -1 and -inf where there are fewer. False, and nothing said, where logits are not finite.
+// The likeliest `NUM_SUCCESSORS` tokens of softmax(logits), the lowest first among equals, and the natural logarithms of their
+// probabilities, within 0.04; -1 and -inf where there are fewer. False where logits are not finite.
 bool rank(const float *x, int vocab, int32_t *tokens, float *logs) {
-  for (int i = 0; i < NEXT; i++) tokens[i] = -1, logs[i] = -INFINITY;
+  for (int i = 0; i < NUM_SUCCESSORS; i++) tokens[i] = -1, logs[i] = -INFINITY;
   float most;
   if (likeliest(x, vocab, &most) < 0) return false;
   vf total = set1(0.0f);
   for (int i = 0; i < vocab; i += W) {
     vf v = scores_at(x, i, vocab);
     total = total + roughly_exp(v - most);
-    vi better = ~(v <= set1(logs[NEXT - 1]));
+    vi better = ~(v <= set1(logs[NUM_SUCCESSORS - 1]));
     if (!any(better)) continue;
     for (int j = 0; j < W; j++) {
       float own = v[j];
-      if (!(own > logs[NEXT - 1])) continue;
-      int at = NEXT - 1;
+      if (!(own > logs[NUM_SUCCESSORS - 1])) continue;
+      int at = NUM_SUCCESSORS - 1;
       for (; at > 0 && own > logs[at - 1]; at--) logs[at] = logs[at - 1], tokens[at] = tokens[at - 1];
       logs[at] = own, tokens[at] = i + j;
     }
   }
   float all = logf(sum(total));
-  for (int i = 0; i < NEXT; i++) logs[i] -= most + all;
+  for (int i = 0; i < NUM_SUCCESSORS; i++) logs[i] -= most + all;
   return true;
 }
 

@@ -73,8 +73,8 @@ int items(const Op *op, const Batch *b, int phase, int threads) {
   return n < 1 ? 1 : n < most ? n : most;
 }
 
-// A phase is divided among the threads; who is through with its share takes from the others', so that a thread that the
-// system has put aside holds them up by one item at most. Whoever finishes the last item opens the next phase. Workers
+// A phase is divided among the threads; a thread that is through with its share takes from the others', so that one that the
+// system has put aside holds them up by one item at most. The thread that finishes the last item opens the next phase. Workers
 // spin a while, then sleep. Threads may be far from each other: what they all write, they write once a phase.
 class Pool {
  public:
@@ -285,52 +285,52 @@ template <class Job> void each_row(int rows, const Job &job) {
   else if (rows == 1) job(0);
 }
 
-// How many logits are of tokens that may be said: those are in order.
-int sayable(const Chain *chain) {
+// The number of logits of tokens that can be sampled: those are in order.
+int num_candidates(const Chain *chain) {
   if (!chain->ids) return chain->vocab;
-  int count = chain->said;
+  int count = chain->num_ids;
   while (count && chain->ids[count - 1] >= chain->vocab) count--;
   return count;
 }
 
 // A token for each of the first rows of a pass.
-void say_all(
+void sample_all(
     const Program *program, const Batch *batch, const Chain *chain, int rows, const uint64_t *keys, int64_t *tokens
 ) {
-  const int count = sayable(chain);
+  const int count = num_candidates(chain);
   each_row(rows, [&](int r) {
     const float *row = at(program, batch, chain->logits, r);
-    tokens[r] = std::max<int64_t>(active->say(row, count, chain->sampling[r], keys[r], chain->ids), 0);
+    tokens[r] = std::max<int64_t>(active->sample(row, count, chain->sampling[r], keys[r], chain->ids), 0);
   });  // logits that are not finite: any draft is right
 }
 
-// How sure the drafter is of a token it said, in sixteenths, and what else it thinks of: chances among its likeliest
-// tokens, with the noise that the target draws with. What is said without being one of them is not sure at all.
-int weigh(
-    const float *logits, const Chain *chain, int64_t said, float temperature, uint64_t key, int64_t *beside, int8_t *sure
+// The confidence bin of a sampled token, and the likeliest alternatives with theirs: probabilities among the drafter's likeliest
+// tokens, with the noise that the target draws with. A sampled token that is not one of them is in the lowest bin.
+int rate_token(
+    const float *logits, const Chain *chain, int64_t sampled, float temperature, uint64_t key, int64_t *alternatives, int8_t *bins
 ) {
-  int32_t tokens[NEXT];
-  float logs[NEXT];
-  double chance[NEXT];
-  std::fill(beside, beside + BESIDE, -1);
-  if (!active->rank(logits, sayable(chain), tokens, logs)) return 0;
-  for (int i = 0; i < NEXT && chain->ids; i++)
+  int32_t tokens[NUM_SUCCESSORS];
+  float logs[NUM_SUCCESSORS];
+  double chance[NUM_SUCCESSORS];
+  std::fill(alternatives, alternatives + NUM_ALTERNATIVES, -1);
+  if (!active->rank(logits, num_candidates(chain), tokens, logs)) return 0;
+  for (int i = 0; i < NUM_SUCCESSORS && chain->ids; i++)
     if (tokens[i] >= 0) tokens[i] = (int32_t)chain->ids[tokens[i]];
-  const int place = (int)(std::find(tokens, tokens + NEXT, (int32_t)said) - tokens);
-  if (place == NEXT) return 0;
+  const int place = (int)(std::find(tokens, tokens + NUM_SUCCESSORS, (int32_t)sampled) - tokens);
+  if (place == NUM_SUCCESSORS) return 0;
   chances(tokens, logs, temperature, temperature > 0 ? &key : nullptr, chance);
-  const int own = std::min((int)(chance[place] * SURE), SURE - 1);
+  const int own = std::min((int)(chance[place] * CONFIDENCE_BINS), CONFIDENCE_BINS - 1);
   chance[place] = 0;
-  for (int found = 0; found < BESIDE; found++) {
-    const int next = (int)(std::max_element(chance, chance + NEXT) - chance);
+  for (int found = 0; found < NUM_ALTERNATIVES; found++) {
+    const int next = (int)(std::max_element(chance, chance + NUM_SUCCESSORS) - chance);
     if (!(chance[next] > 0)) break;
-    beside[found] = tokens[next], sure[found] = std::min((int)(chance[next] * SURE), SURE - 1);
+    alternatives[found] = tokens[next], bins[found] = std::min((int)(chance[next] * CONFIDENCE_BINS), CONFIDENCE_BINS - 1);
     chance[next] = 0;
   }
   return own;
 }
 
-// How sure the drafter is of what was just said with these keys, and whether a row that goes on should.
+// Rate the tokens that were just sampled with these keys; returns whether any chain goes on.
 bool goes_on(
     const Program *program, const Batch *batch, const Chain *chain, int level, int rows, const uint64_t *keys,
     std::vector<float> &chance
@@ -339,12 +339,12 @@ bool goes_on(
   each_row(rows, [&](int r) {
     if (chance[r] < chain->floors[r]) return;  // it has stopped
     const int64_t i = first + r;
-    int sure = weigh(
+    const int bin = rate_token(
         at(program, batch, chain->logits, r), chain, chain->tokens[i], chain->sampling[r].temperature, keys[r],
-        chain->beside + i * BESIDE, chain->beside_sure + i * BESIDE
+        chain->alternatives + i * NUM_ALTERNATIVES, chain->alternative_bins + i * NUM_ALTERNATIVES
     );
-    chain->sure[i] = sure;
-    chance[r] *= chain->stands[sure];
+    chain->bins[i] = bin;
+    chance[r] *= chain->acceptance[bin];
     chain->counts[r] = level;
   });
   bool any = false;
@@ -367,13 +367,13 @@ const float *allowed(const float *row, int vocab, const uint8_t *mask, int mask_
   return copy.data();
 }
 
-// The states of the last tokens of the first pass come to where the chain's rows look for them.
+// Move the states of the last tokens of the first pass to the rows of the chain's next pass.
 void gather(const Program *program, const Chain *chain) {
-  const int width = program->widths[chain->state], left = program->widths[0];
+  const int width = program->widths[chain->state], hidden = program->widths[0];
   std::vector<float> states((size_t)chain->rows * width);
   for (int r = 0; r < chain->rows; r++) {
     memcpy(&states[(size_t)r * width], at(program, chain->first, chain->state, chain->last[r]), width * sizeof(float));
-    memcpy(chain->left + (size_t)r * left, at(program, chain->first, 0, chain->last[r]), left * sizeof(float));
+    memcpy(chain->hidden + (size_t)r * hidden, at(program, chain->first, 0, chain->last[r]), hidden * sizeof(float));
   }
   memcpy(at(program, chain->first, chain->state, 0), states.data(), states.size() * sizeof(float));
 }
@@ -411,21 +411,21 @@ void draft_chain(const Rounds &r, const Head &head, int levels, const Progress &
   }
   give_states(r, head, now);
   const size_t drawn = (size_t)levels + 1;
-  std::vector<int64_t> tokens(drawn), alternatives(drawn * BESIDE);
-  std::vector<int8_t> bins(drawn), alternative_bins(drawn * BESIDE);
+  std::vector<int64_t> tokens(drawn), alternatives(drawn * NUM_ALTERNATIVES);
+  std::vector<int8_t> bins(drawn), alternative_bins(drawn * NUM_ALTERNATIVES);
   std::vector<uint64_t> keys(drawn);
   std::vector<int32_t> active_rows(drawn, 1);
-  std::vector<float> left((size_t)head.step->widths[0]);
+  std::vector<float> hidden((size_t)head.step->widths[0]);
   for (size_t i = 0; i < drawn; i++) keys[i] = key_at(r, now.count + (int)i);
   const int32_t last = now.unread - 1;
   int32_t counted = levels;
   Chain chain{};
   chain.levels = levels, chain.rows = 1, chain.logits = r.logits, chain.vocab = head.vocab;
   chain.active = active_rows.data(), chain.sampling = &r.sampling, chain.keys = keys.data() + 1, chain.tokens = tokens.data();
-  chain.ids = head.ids, chain.said = head.num_ids, chain.state = head.state;
+  chain.ids = head.ids, chain.num_ids = head.num_ids, chain.state = head.state;
   chain.begin = head.begin, chain.first = reading.batch(last, 1), chain.last = &last, chain.first_keys = keys.data();
-  chain.left = left.data(), chain.stands = head.acceptance, chain.floors = &head.floor;
-  chain.sure = bins.data(), chain.beside = alternatives.data(), chain.beside_sure = alternative_bins.data(), chain.counts = &counted;
+  chain.hidden = hidden.data(), chain.acceptance = head.acceptance, chain.floors = &head.floor;
+  chain.bins = bins.data(), chain.alternatives = alternatives.data(), chain.alternative_bins = alternative_bins.data(), chain.counts = &counted;
   forerun_chain(head.step, level.batch(0, std::min(levels, 1)), &chain);
   weigh_nodes(head, tokens.data(), bins.data(), alternatives.data(), alternative_bins.data(), counted + 1, round);
 }
@@ -439,7 +439,7 @@ bool verify_and_commit(const Rounds &r, Progress &now, Round &round) {
   std::vector<int64_t> drawn((size_t)rows);
   each_row(rows, [&](int i) {
     const uint64_t key = key_at(r, now.count + (int)pass.positions[i] - now.length);
-    drawn[i] = active->say(at(r.target, b, r.logits, i), r.target->widths[r.logits], r.sampling, key, nullptr);
+    drawn[i] = active->sample(at(r.target, b, r.logits, i), r.target->widths[r.logits], r.sampling, key, nullptr);
   });
   if (*std::min_element(drawn.begin(), drawn.end()) < 0) return false;
   const int begins = now.first + now.unread;  // of the states of this round's tokens
@@ -520,8 +520,8 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
   std::vector<float> chance(chain->rows, 1);
   if (chain->first) {
     forerun_run(chain->begin, chain->first);
-    say_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens);
-    if (chain->stands && !goes_on(program, chain->first, chain, 0, chain->rows, chain->first_keys, chance)) levels = 0;
+    sample_all(program, chain->first, chain, chain->rows, chain->first_keys, chain->tokens);
+    if (chain->acceptance && !goes_on(program, chain->first, chain, 0, chain->rows, chain->first_keys, chance)) levels = 0;
     gather(program, chain);
   }
   for (int level = 0; level < levels; level++) {
@@ -530,8 +530,8 @@ void forerun_chain(const Program *program, const Batch *batch, const Chain *chai
     b.tokens = b.wanted = chain->active[level];
     forerun_run(program, &b);
     const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
-    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
-    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
+    sample_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
+    if (chain->acceptance && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     b.positions += chain->rows, b.store += chain->rows, b.direct += chain->rows;
   }
 }
@@ -551,8 +551,8 @@ void forerun_block(const Program *program, const Batch *batch, const Program *co
     b.tokens = chain->active[level];
     if (follow) forerun_run(follow[level], &b);
     const uint64_t *keys = chain->keys + (int64_t)level * chain->rows;
-    say_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
-    if (chain->stands && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
+    sample_all(program, &b, chain, b.tokens, keys, tokens + chain->rows);
+    if (chain->acceptance && !goes_on(program, &b, chain, level + 1, b.tokens, keys, chance)) break;
     buffers[chain->logits] += (int64_t)b.tokens * program->widths[chain->logits];
   }
 }
@@ -605,7 +605,7 @@ int forerun_plain_rounds(const Rounds *requests, int count) {
     forerun_run(first.target, b);
     each_row(count, [&](int i) {
       const int vocab = first.target->widths[first.logits];
-      drawn[i] = active->say(at(first.target, b, first.logits, i), vocab, requests[i].sampling, key_at(requests[i], now[i].count), nullptr);
+      drawn[i] = active->sample(at(first.target, b, first.logits, i), vocab, requests[i].sampling, key_at(requests[i], now[i].count), nullptr);
     });
     if (*std::min_element(drawn.begin(), drawn.end()) < 0) return done;
     bool ended = false;
@@ -678,31 +678,31 @@ void forerun_draw(const float *scores, const uint64_t *keys, int rows, int vocab
   each_row(rows, [&](int i) { drawn[i] = variant->draw(scores + (int64_t)i * vocab, vocab, keys[i]); });
 }
 
-// One token for each row of logits, each drawn in its own way; returns how many rows were finite until one was not.
+// One token for each row of logits, each sampled in its own way; returns how many rows were finite until one was not.
 // masks, if not null: for each row the allowed tokens, or null where all are; mask_bytes of each, the lowest token in the
 // lowest bit. Tokens behind the last bit are allowed.
-int forerun_say(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *said,
+int forerun_sample(const float *logits, const Sampling *by, const uint64_t *keys, int rows, int vocab, int64_t *sampled,
                 const uint8_t *const *masks, int mask_bytes) {
   const Variant *variant = active ? active : choose("");
   each_row(rows, [&](int i) {
     const float *row = logits + (int64_t)i * vocab;
     if (masks && masks[i]) {
-      said[i] = variant->say(row, vocab, Sampling{}, 0, nullptr);  // whether it is finite, also where it is forbidden
-      if (said[i] < 0) return;
+      sampled[i] = variant->sample(row, vocab, Sampling{}, 0, nullptr);  // whether it is finite, also where it is forbidden
+      if (sampled[i] < 0) return;
       row = allowed(row, vocab, masks[i], mask_bytes);
     }
-    said[i] = variant->say(row, vocab, by[i], keys[i], nullptr);
+    sampled[i] = variant->sample(row, vocab, by[i], keys[i], nullptr);
   });
-  return (int)(std::find_if(said, said + rows, [](int64_t token) { return token < 0; }) - said);
+  return (int)(std::find_if(sampled, sampled + rows, [](int64_t token) { return token < 0; }) - sampled);
 }
 
-// Keep what the target said after each of these pairs: logits [rows][vocab]. Rows that are not finite are left out.
+// Keep the likeliest successors of each of these pairs: logits [rows][vocab]. Rows that are not finite are left out.
 void forerun_learn(const Successors *table, const int32_t *before, const int32_t *tokens, const float *logits, int rows,
                    int vocab) {
   const Variant *variant = active ? active : choose("");
   struct Ranked {
-    int32_t next[NEXT];
-    float logs[NEXT];
+    int32_t next[NUM_SUCCESSORS];
+    float logs[NUM_SUCCESSORS];
     bool finite;
   };
   std::vector<Ranked> ranked(rows);
@@ -719,13 +719,13 @@ void forerun_learn(const Successors *table, const int32_t *before, const int32_t
 
 // Keep entries as they are, one after the other.
 void forerun_fill(const Successors *table, const uint64_t *keys, const int32_t *tokens, const float *logs, int count) {
-  for (int i = 0; i < count; i++) keep(table, keys[i], tokens + i * NEXT, logs + i * NEXT);
+  for (int i = 0; i < count; i++) keep(table, keys[i], tokens + i * NUM_SUCCESSORS, logs + i * NUM_SUCCESSORS);
 }
 
 // The likeliest nodes behind a text; returns how many there are.
-int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *sure,
+int forerun_branch(const Successors *tables, int count, const Growth *growth, int32_t *tokens, int32_t *parents, int8_t *bins,
                    double *values) {
-  return branch(tables, count, *growth, tokens, parents, sure, values);
+  return branch(tables, count, *growth, tokens, parents, bins, values);
 }
 
 void forerun_sort(const uint32_t *tokens, int64_t count, int64_t vocab, int threads, uint32_t *suffixes, int64_t *starts) {

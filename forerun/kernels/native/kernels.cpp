@@ -551,7 +551,7 @@ void pack(int format, const float *source, int outputs, int inputs, void *weight
     }
 }
 
-const Variant variant = {NAME, run, pack, repack, unpack_row, draw, say, rank};
+const Variant variant = {NAME, run, pack, repack, unpack_row, draw, sample, rank};
 
 }  // namespace
 

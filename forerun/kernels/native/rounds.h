@@ -1,7 +1,6 @@
 // Several rounds in one call: draft a chain for a request, run the target over it, keep what the target draws; or decode
-// several requests without drafts. Python
-// decides what holds for all of them beforehand, and learns from what each round did afterwards. Its interpreter does not run
-// between two passes, whose weights would have pushed its code out of the caches.
+// several requests without drafts. Python decides what holds for all rounds beforehand, and learns from each of them
+// afterwards. Its interpreter does not run between two passes, whose weights would have pushed its code out of the caches.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -31,7 +30,7 @@ struct Head {
   const float *acceptance;        // rates by bins of a token's probability, those of siblings behind
   const double *costs;            // seconds of the target's pass, by drafted nodes
   int32_t length;                 // rows in its cache
-  int32_t levels, siblings;       // most tokens of a chain, and most others beside them
+  int32_t levels, siblings;       // most tokens of a chain, and most alternatives to them
   int32_t num_ids, vocab, state;
   int32_t input, inputs;          // buffers of the first pass that take the states: one a layer, or one for all, side by side
   float floor;                    // as in Chain
@@ -107,9 +106,9 @@ inline void weigh_nodes(const Head &head, const int64_t *tokens, const int8_t *b
   std::vector<Node> nodes, siblings;
   double above = 1;
   for (int level = 0; level < count; level++) {
-    for (int i = level * BESIDE; i < (level + 1) * BESIDE; i++)
+    for (int i = level * NUM_ALTERNATIVES; i < (level + 1) * NUM_ALTERNATIVES; i++)
       if (alternatives[i] >= 0) {
-        const int bin = alternative_bins[i] + SURE;
+        const int bin = alternative_bins[i] + CONFIDENCE_BINS;
         siblings.push_back({above * (double)head.acceptance[bin], level, (int)alternatives[i], bin});
       }
     above *= std::min((double)head.acceptance[bins[level]], 1.0);
@@ -127,7 +126,7 @@ inline void weigh_nodes(const Head &head, const int64_t *tokens, const int8_t *b
     const Node &node = nodes[i];
     round.tokens[i] = node.token, round.parents[i] = chain[node.level];
     round.bins[i] = (int8_t)node.bin, round.path_probs[i] = node.path_prob;
-    if (node.bin < SURE) chain.push_back(i + 1);
+    if (node.bin < CONFIDENCE_BINS) chain.push_back(i + 1);
   }
   double expected = 1, best = 1 / head.costs[0];  // tokens; tokens a second
   round.verified = 0;

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from forerun.kernels.successors import NEXT, NONE, WAYS, Predictions, TableTensors, TreeRoots, Trees
+from forerun.kernels.successors import (
+    NONE,
+    NUM_SUCCESSORS,
+    WAYS,
+    Predictions,
+    TableTensors,
+    TreeRoots,
+    Trees,
+)
 from forerun.kernels.triton.draw import element, gumbel, mix
 
 MOST_TABLES = 2  # in which a tree looks
@@ -35,7 +43,7 @@ def learn(table: TableTensors, seen: Predictions) -> None:
         len(seen.last),
         ENTRIES=table.entries,
         WAYS=WAYS,
-        NEXT=NEXT,
+        NUM_SUCCESSORS=NUM_SUCCESSORS,
         num_warps=1,
     )
 
@@ -60,8 +68,8 @@ def grow(tables: Sequence[TableTensors], roots: TreeRoots, nodes: int, is_chain:
         BINS=roots.rates.shape[1],
         IS_CHAIN=is_chain,
         WAYS=WAYS,
-        NEXT=NEXT,
-        C=triton.next_power_of_2(nodes * NEXT),
+        NUM_SUCCESSORS=NUM_SUCCESSORS,
+        C=triton.next_power_of_2(nodes * NUM_SUCCESSORS),
         N=triton.next_power_of_2(nodes + 1),
         MISSING=NONE,
         num_warps=1,
@@ -89,17 +97,17 @@ def _learn(  # type: ignore[no-untyped-def]
     rows,
     ENTRIES: tl.constexpr,
     WAYS: tl.constexpr,
-    NEXT: tl.constexpr,
+    NUM_SUCCESSORS: tl.constexpr,
 ):
     """Store predictions in order. Barriers stand between reading and writing the places of a set:
     the threads move different parts of it."""
-    way, e = tl.arange(0, WAYS), tl.arange(0, NEXT)
+    way, e = tl.arange(0, WAYS), tl.arange(0, NUM_SUCCESSORS)
     row = 0
     while row < rows:
         if tl.load(is_valid + row):
             token = tl.load(last + row)
-            new_tokens = tl.load(next_tokens + row * NEXT + e)
-            new_logs = tl.load(next_logs + row * NEXT + e)
+            new_tokens = tl.load(next_tokens + row * NUM_SUCCESSORS + e)
+            new_logs = tl.load(next_logs + row * NUM_SUCCESSORS + e)
             for alone in tl.static_range(2):
                 first_token = tl.load(before + row)
                 if alone:
@@ -110,11 +118,11 @@ def _learn(  # type: ignore[no-untyped-def]
                 at = tl.min(tl.where(held == key, way, WAYS - 1), 0)
                 is_new = way == 0
                 source = tl.where((way > 0) & (way <= at), place - 1, place)
-                cells = source[:, None] * NEXT + e[None, :]
+                cells = source[:, None] * NUM_SUCCESSORS + e[None, :]
                 old_keys = tl.load(keys + source)
                 old_tokens, old_logs = tl.load(tokens + cells), tl.load(logs + cells)
                 tl.debug_barrier()
-                cells = place[:, None] * NEXT + e[None, :]
+                cells = place[:, None] * NUM_SUCCESSORS + e[None, :]
                 tl.store(keys + place, tl.where(is_new, key, old_keys))
                 is_new_row = is_new[:, None]
                 tl.store(tokens + cells, tl.where(is_new_row, new_tokens[None, :], old_tokens))
@@ -186,12 +194,12 @@ def _grow(  # type: ignore[no-untyped-def]
     BINS: tl.constexpr,
     IS_CHAIN: tl.constexpr,
     WAYS: tl.constexpr,
-    NEXT: tl.constexpr,
+    NUM_SUCCESSORS: tl.constexpr,
     C: tl.constexpr,
     N: tl.constexpr,
     MISSING: tl.constexpr,
 ):
-    """Grow one tree: candidate NEXT * i + e is successor e of node i."""
+    """Grow one tree: candidate NUM_SUCCESSORS * i + e is successor e of node i."""
     request = tl.program_id(0)
     c, n = tl.arange(0, C), tl.arange(0, N)
     heat = tl.load(temperature + request)
@@ -213,8 +221,8 @@ def _grow(  # type: ignore[no-untyped-def]
         if entry < 0:
             alone = earlier * 0 + MISSING
             entry, is_second = _find_either(keys, keys2, alone, token, ENTRIES, ENTRIES2, WAYS)
-        is_own = c // NEXT == node
-        cell = tl.where(entry < 0, 0, entry) * NEXT + c % NEXT
+        is_own = c // NUM_SUCCESSORS == node
+        cell = tl.where(entry < 0, 0, entry) * NUM_SUCCESSORS + c % NUM_SUCCESSORS
         in_first = is_own & (entry >= 0) & (is_second == 0)
         word = tl.load(tokens + cell, mask=in_first, other=MISSING)
         log = tl.load(logs + cell, mask=in_first, other=float("-inf"))
@@ -245,7 +253,7 @@ def _grow(  # type: ignore[no-untyped-def]
         chosen = tl.min(tl.where(candidates == prob, c, C), 0)
         goes_on = goes_on & (prob > 0) & (node < most)
         prob = tl.where(goes_on, prob, 0.0)
-        parent = chosen // NEXT
+        parent = chosen // NUM_SUCCESSORS
         token = tl.where(goes_on, _pick(c, chosen, words), 0)
         earlier = _pick(n, parent, node_tokens)
         depth = _pick(n, parent, node_depths) + 1

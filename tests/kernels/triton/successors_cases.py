@@ -77,7 +77,7 @@ def case_grow() -> None:
 def compile_learn() -> None:
     kinds = dict(keys="*i64", tokens="*i32", logs="*fp32", before="*i64", last="*i64")
     kinds |= dict(is_valid="*i1", next_tokens="*i32", next_logs="*fp32")
-    constants = dict(ENTRIES=1 << 16, WAYS=4, NEXT=8)
+    constants = dict(ENTRIES=1 << 16, WAYS=4, NUM_SUCCESSORS=8)
     check_machine_code(kernels._learn, kinds, constants, 64, warps=1)
 
 
@@ -87,7 +87,7 @@ def compile_grow() -> None:
     kinds = dict.fromkeys(("keys", "keys2", *numbers, *results), "*i64")
     kinds |= dict(tokens="*i32", tokens2="*i32", logs="*fp32", logs2="*fp32")
     kinds |= dict(temperature="*fp64", rates="*fp64", out_probs="*fp64")
-    fixed = dict(BINS=16, WAYS=4, NEXT=8, MISSING=-1, ENTRIES=1 << 16)
+    fixed = dict(BINS=16, WAYS=4, NUM_SUCCESSORS=8, MISSING=-1, ENTRIES=1 << 16)
     for nodes, second, is_chain in ((16, 0, False), (8, 1 << 20, True)):
         size = dict(NODES=nodes, C=8 * nodes, N=2 * nodes)
         constants = dict(ENTRIES2=second, IS_CHAIN=is_chain, **size, **fixed)
