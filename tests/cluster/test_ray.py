@@ -138,14 +138,14 @@ def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
 def test_a_signal_lets_requests_end_and_refuses_new_ones() -> None:
     """The fixture `deployed` checks that the exit code is 0 and no process is left."""
     with deployed(f"[[models]]\nname = 'small'\n{MODEL}") as (process, http):
-        with ThreadPoolExecutor(2) as pool:
-            short = LONG | {"max_tokens": 300}
-            running = [
-                pool.submit(http.post, "/v1/completions", json=body) for body in (short, LONG)
-            ]
-            until(lambda: sum(metric(http, "forerun_running").values()) == 2, "both are running")
-            process.send_signal(signal.SIGTERM)
-            until(lambda: http.get("/health").status_code == 503, "health reports the shutdown")
-            first, second = (answer.result() for answer in running)
-        assert first.json()["usage"]["completion_tokens"] == 300
-        assert second.status_code in (200, 503)  # it has ended, or was ended with an error
+        short = LONG | {"max_tokens": 900, "stream": True}
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(http.post, "/v1/completions", json=LONG)
+            with http.stream("POST", "/v1/completions", json=short) as response:
+                events = sse(response)
+                next(events)
+                process.send_signal(signal.SIGTERM)
+                until(lambda: http.get("/health").status_code == 503, "health reports the shutdown")
+                *_, last = events
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert long.result().status_code in (200, 503)  # it has ended, or was ended with an error
