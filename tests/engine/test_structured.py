@@ -251,6 +251,31 @@ def test_without_end_tokens_the_text_ends_with_the_grammar(draft: str) -> None:
     assert fits_schema(json.loads(tokenizer().decode(list(request.output))))
 
 
+def test_an_end_of_the_grammar_that_is_known_late_ends_the_request_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is allowed behind the last token may still be computed when that is committed."""
+    target, known = engine(), False
+    ending, is_ready = matcher_module.Matcher.ending.fget, target._is_ready
+    assert ending is not None
+
+    def knowing(scheduled: Any) -> bool:
+        nonlocal known
+        known = True
+        try:
+            return is_ready(scheduled)
+        finally:
+            known = False
+
+    found = property(lambda matcher: ending(matcher) if known else None)
+    monkeypatch.setattr(matcher_module.Matcher, "ending", found)
+    monkeypatch.setattr(target, "_is_ready", knowing)
+    option = params(0, 0.8, ignore_eos=True, grammar=GRAMMARS["schema"], max_tokens=90)
+    (request,) = run(target, [option], "off")
+    assert request.finish_reason == "stop"
+    assert fits_schema(json.loads(tokenizer().decode(list(request.output))))
+
+
 def test_the_end_wins_over_min_tokens_where_nothing_else_is_left() -> None:
     option = SamplingParams(min_tokens=20, max_tokens=30, grammar=Grammar.of("choice", ["null"]))
     output, reason = alone(0, option)
