@@ -29,9 +29,7 @@ RECYCLE = "recycle"  # tables of tokens that the target predicted
 RETRIEVAL = "retrieval"  # indexed documents of the operator
 OTHERS = (MEMORY, RECYCLE, RETRIEVAL)  # their rejected tokens are not traced
 SALT = "\n"  # separates the tenant from the cache salt of its client
-NUM_CONFIDENCE_BINS = (
-    16  # bins of a drafter's probabilities (CONFIDENCE_BINS in the native kernels)
-)
+NUM_CONFIDENCE_BINS = 16  # of a drafter's probabilities (CONFIDENCE_BINS in the native kernels)
 NUM_ALTERNATIVES = 3  # likeliest other tokens that are kept beside each drafted one
 
 

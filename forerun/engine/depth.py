@@ -45,7 +45,7 @@ CATCH_UP_HORIZON = 16  # tokens within which the drafter's catch-up cost must be
 HEAVY_CATCH_UP = 0.1  # share of a pass: longer catch-ups wait until no prompts are being read
 RIVAL_IDLE_STEPS = 8  # steps after which an idle rival is tried again
 PAUSE_STEPS = 16  # steps without drafting before it is tried again, at least
-LONGEST_PAUSE = 64  # the same for several requests of whom none has gained for long
+LONGEST_PAUSE = 64  # most steps of a pause of several requests for which nothing pays
 PAUSE_BELOW = 0.7  # of the acceptance of the least likely token drafted: requests below it pause
 MIN_GAIN = 1.02  # times the speed of plain decoding that drafting must promise
 PROBE_DEPTH = 2
@@ -240,8 +240,8 @@ class DepthPolicy:
 
         A probe follows a pause and needs credit. A request whose last draft was accepted to its end
         goes on at once. Where nothing pays for anybody all options pause: finding that out anew in
-        every step costs more than it can gain. With several requests, whose steps it keeps out of
-        native code, that is found out ever less often.
+        every step costs more than it can gain. Several requests try again ever less often, since
+        that takes their steps out of native rounds.
         """
         least = min(
             (self._chance(options[i]) for i, depth in enumerate(depths) if depth), default=math.inf
@@ -261,8 +261,8 @@ class DepthPolicy:
     def _pause_lengths(
         self, options: Sequence[DraftOption], depths: Sequence[int]
     ) -> dict[str, int]:
-        """Return how long several requests pause for which nothing pays, by proposer; the next time
-        it will be twice as long. Copies may begin to pay with any token, so those do not wait."""
+        """Return the steps that several requests pause where nothing pays, by proposer, and double
+        them for the next time. Copies may begin to pay with any token, so they are left out."""
         if any(depths):
             for option in options:
                 self.pauses.pop(option.source, None)

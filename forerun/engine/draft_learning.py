@@ -267,7 +267,7 @@ class DraftLearning:
         rounds = NEVER
         for part in self.proposers[request.draft].parts:
             if part.copies_text:
-                continue  # there is something to copy, or nothing
+                continue
             acceptance = state.acceptance[part.name]
             if not self.policy.is_paused(acceptance):
                 return 1

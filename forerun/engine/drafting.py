@@ -187,21 +187,17 @@ class Drafting(DraftLearning):
         if not parts:
             return UNPAID
         can_use = scheduled.count == 1 and request.remaining > 0
-        if (
-            can_use
-            and all(part.copies_text for part in parts)
-            and not self._has_copy(request, parts)
-        ):
-            return NOTHING
-        return ""
+        if not can_use or not all(part.copies_text for part in parts):
+            return ""
+        return "" if self._may_have_draft(request, parts) else NOTHING
 
-    def _has_copy(self, request: Request, parts: Sequence[Proposer]) -> bool:
-        """Return True if one of the proposers that copy has a draft; note it if none has."""
+    def _may_have_draft(self, request: Request, proposers: Sequence[Proposer]) -> bool:
+        """Return False, and note it, if all of the proposers know that they have no draft."""
         with isolate_errors(request):
-            if any(part.has_draft(request.slot, request.tokens) for part in parts):
+            if any(each.has_draft(request.slot, request.tokens) for each in proposers):
                 return True
-            for part in parts:
-                self._record_nothing(request, part.name)
+            for each in proposers:
+                self._record_nothing(request, each.name)
         return False
 
     def _plan(self, scheduled: ScheduledRequest, batch: BatchState) -> DraftPlan:
@@ -226,19 +222,10 @@ class Drafting(DraftLearning):
             )
             if plan.request.depth == "auto" and paused:
                 plan.give(None, UNPAID)
-            elif not plan.limit or self._may_have_draft(plan):
+            elif not plan.limit or self._may_have_draft(plan.request, [plan.asked]):
                 return True
             else:
                 plan.give(None)
-        return False
-
-    def _may_have_draft(self, plan: DraftPlan) -> bool:
-        """Return False, and note it, if the proposer to ask knows that it has no draft."""
-        request, name = plan.request, plan.asked.name
-        with isolate_errors(request):
-            if plan.asked.has_draft(request.slot, request.tokens):
-                return True
-            self._record_nothing(request, name)
         return False
 
     def _ask(self, plans: Sequence[DraftPlan], batch: BatchState) -> None:

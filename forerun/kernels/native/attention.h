@@ -271,7 +271,8 @@ inline int end_of_run(const Batch *b, int first) {
 
 // Tiles lie evenly among the items, so that each thread begins with as many. Where there are few they are made smaller.
 void attend(const Program *p, const Op *op, const Batch *b, int item, int items) {
-  const int sharers = op->heads / op->kv_heads, parts = (sharers + SHARERS - 1) / SHARERS, of_tokens = op->kv_heads * parts;
+  const int sharers = op->heads / op->kv_heads, parts = (sharers + SHARERS - 1) / SHARERS;
+  const int of_tokens = op->kv_heads * parts;  // tiles of the same tokens
   int runs = 0, tiles = 0;
   for (int first = 0; first < b->tokens; first = end_of_run(b, first)) runs++;
   const int least = (items / 2 + runs * of_tokens - 1) / (runs * of_tokens);  // tiles of the tokens of a run

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int W = 16;
 #define INLINE __attribute__((always_inline))
-#define NOINLINE __attribute__((noinline))  // code that is shared: weights push it out of the caches, and each copy is read again
+#define NOINLINE __attribute__((noinline))  // one copy for all that call it, so that less code is read
 
 // Calls f with every constant below N. GCC keeps an array in registers only where all its indices are constants before it
 // looks at loops; unrolled by itself, every sum was stored at every step, and products in f32 ran at half the speed.
