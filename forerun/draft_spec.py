@@ -34,10 +34,7 @@ LOOKAHEAD_RANGES = {"window": (1, 64), "ngram": (2, 16), "pool": (1, 64)}  # lea
 _SELF = re.compile(  # arguments of `self`
     r"int8|int4|layers=(?:auto|\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)|window=[1-9]\d{0,7}"
 )
-_START = rf"(?:(?:{'|'.join(KINDS)})(?:[:+|?&>)]|$)|{AHEAD}\()"
 _WORD = re.compile(r"[^:+|?&>()]*")
-_ARGUMENT_END = re.compile(rf"[+|?&>](?=\(*{_START})")
-_PATH_END = re.compile(rf"[|?&>](?=\(*{_START})")  # a directory may be called "a+suffix"
 # Drafters whose argument may be a list, separated by commas.
 _LIST_ARGUMENT = re.compile(r"(?:^|[+|?&>(])(?:retrieval:|self:layers=|lookahead:)[^+|?&>]*$")
 
@@ -202,7 +199,7 @@ def drafts_in(text: str) -> list[str]:
     """Split a list of draft options at its commas, except those within arguments."""
     found: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
-        if found and _LIST_ARGUMENT.search(found[-1]) and not re.match(rf"\(*{_START}", part):
+        if found and _LIST_ARGUMENT.search(found[-1]) and not _before_drafter("").match(part):
             found[-1] += f",{part}"
         else:
             found.append(part)
@@ -214,6 +211,12 @@ def plugins() -> dict[str, EntryPoint]:
     """Return the drafters that installed packages register (entry points `forerun.drafters`)."""
     found = entry_points(group="forerun.drafters")
     return {entry.name: entry for entry in found if is_name(entry.name)}
+
+
+def _before_drafter(signs: str) -> re.Pattern[str]:
+    """Compile the pattern of what precedes another drafter, which may stand in parentheses."""
+    names = "|".join((*KINDS, *plugins()))
+    return re.compile(rf"{signs}(?=\(*(?:(?:{names})(?:[:+|?&>)]|$)|{AHEAD}\())")
 
 
 def is_name(name: object) -> bool:
@@ -290,7 +293,8 @@ class _Parser:
     def _argument_end(self, name: str, begin: int) -> int:
         """Find where an argument ends: before an operator that another drafter follows, or before
         the parenthesis that closes a group."""
-        found = (_PATH_END if name in LOADED else _ARGUMENT_END).search(self.spec, begin)
+        signs = "[|?&>]" if name in LOADED else "[+|?&>]"  # a directory may be called "a+suffix"
+        found = _before_drafter(signs).search(self.spec, begin)
         end = found.start() if found else len(self.spec)
         opened = 0
         for at in range(begin, end):

@@ -222,8 +222,8 @@ def proposals(scheme: Scheme, drafter: Table, depth: int) -> Iterator[tuple[Draf
         choices = [leaf] if len(prefix) == depth else scheme(draft, node, drafter[prefix])
         for children, q, prob in choices:
             wider = Draft([*draft.tokens], [*draft.parents], [*draft.sources], [*draft.proposals])
-            for token, law in children:
-                wider.add(token, node, "toy", law)
+            for token, proposal in children:
+                wider.add(token, node, "toy", proposal)
             row = drafter[()] * 0 if q is None else q
             yield from expand(wider, [*rows, row], weight * prob)
 

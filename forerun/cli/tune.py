@@ -88,7 +88,7 @@ def tune(
                     "times plain (95 %)": times_and_interval(r.times_plain, r.interval),
                     "tokens/s": f"{r.tokens_per_second:.1f}",
                     "accepted length": f"{r.accepted_length:.2f}",
-                    "text": {True: "same", None: "law"}.get(r.same, "DIFFERENT"),
+                    "text": {True: "same", None: "same distribution"}.get(r.same, "DIFFERENT"),
                 }
                 for r in results
             ]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun import LLM, ConfigError, SamplingParams
+from forerun import LLM, ConfigError, SamplingParams, draft_spec
 from forerun.config import Config
 from forerun.draft_spec import (
     WEIGHTLESS,
@@ -43,6 +43,13 @@ from tests.engine import build
 def test_names(spec: str, found: tuple[tuple[str, str], ...]) -> None:
     assert parse_draft(spec) == found
     assert draft_name(spec) == "+".join(name for name, _ in found)
+
+
+def test_a_path_ends_before_a_registered_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = "model:some/where|mine"
+    assert parse_draft(spec) == (("model", "some/where|mine"),)
+    monkeypatch.setattr(draft_spec, "plugins", lambda: {"mine": None})
+    assert parse_draft(spec) == (("model", "some/where"), ("mine", ""))
 
 
 @pytest.mark.parametrize(
