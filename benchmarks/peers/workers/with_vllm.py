@@ -1,12 +1,13 @@
 """Worker for vLLM: its engine in this process, plain, or with drafts that it looks up in the text or
 takes from a draft model. It has one draft length for its whole life, so each depth is an engine of
-its own, loaded when it is first asked for; only one is kept.
+its own, loaded when it is first asked for; only one is kept. For int8 checkpoints are converted.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import worker
@@ -31,21 +32,33 @@ class Vllm:
         self.version = vllm.__version__
         self.speculative = worker.MANY if options["draft"] or options["lookup"] else 0
         self.depth, self.number = 0, 0
+        self.target = self._converted(options["model"], options["format"])
         self.engine = self._load(0)
+
+    def _converted(self, directory: str, form: str) -> str:
+        """Return the directory of a checkpoint in a format, which is new for int8."""
+        if form != "int8":
+            return directory
+        from write_int8 import convert
+
+        place = worker.converted(self.options["converted"], directory, "int8.vllm")
+        convert(Path(directory), place)
+        return str(place)
 
     def _load(self, depth: int) -> Any:
         from vllm import EngineArgs, LLMEngine
 
         options, drafting = self.options, None
         if depth and options["draft"]:
-            drafting = {"method": "draft_model", "model": options["draft"]}
+            draft = self._converted(options["draft"], options["draft_format"])
+            drafting = {"method": "draft_model", "model": draft}
         elif depth:
             drafting = {"method": "ngram", "prompt_lookup_max": LONGEST_LOOKUP}
         if drafting:
             drafting["num_speculative_tokens"] = depth
         arguments = EngineArgs(
-            model=options["model"],
-            dtype=options["format"],
+            model=self.target,
+            dtype="bfloat16" if options["format"] == "int8" else options["format"],
             max_model_len=options["context"],
             max_num_seqs=options["requests"],
             max_num_batched_tokens=options["requests"] * options["context"],
