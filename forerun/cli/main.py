@@ -160,6 +160,11 @@ def main() -> None:
         code = 1
     except OSError as error:
         code = _say(f"the output cannot be written: {error}", 1)
+    except ImportError as error:
+        package = _package_of(error)
+        if package == "forerun":
+            raise
+        code = _say(f"the package {package} cannot be imported: {error}: reinstall it", 1)
     _close()
     sys.exit(code)
 
@@ -174,6 +179,15 @@ def _close() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (OSError, ValueError):
             pass  # the stream is closed, or a full disk was reported before
+
+
+def _package_of(error: ImportError) -> str:
+    """Return the package that could not be imported: the one named, or the one that raised."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return str(error.name or raised_in).partition(".")[0]
 
 
 def _options(words: list[str]) -> dict[str, str]:

@@ -149,6 +149,17 @@ def test_bytes_that_are_no_text_are_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("raised", ["ImportError('libfoo.so')", "import nothing_of_the_kind"])
+def test_a_broken_package_is_one_line(tmp_path: Path, raised: str) -> None:
+    raised = raised if raised.startswith("import") else f"raise {raised}"
+    (tmp_path / "uvicorn.py").write_text(raised)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    command = [sys.executable, "-m", "forerun", "serve", *MODEL]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 1 and found.stderr.count("\n") == 1
+    assert re.search("uvicorn.*libfoo|nothing_of_the_kind", found.stderr), found.stderr
+
+
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full, tempfile.TemporaryFile("w+") as errors:
         words = ["generate", "x = 1", "--max-tokens", "8", *MODEL]
