@@ -132,7 +132,7 @@ def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
     assert errors
     assert all("has died" in error for error in errors)
     assert all("error" in event or event["choices"][0]["finish_reason"] for event in streamed)
-    until(lambda: len(metric(http, "forerun_running")) == 2, "new replicas are up", patience=90)
+    until(lambda: len(metric(http, "forerun_running")) == 2, "new replicas are up", timeout=90)
 
 
 def test_a_signal_lets_requests_end_and_refuses_new_ones() -> None:

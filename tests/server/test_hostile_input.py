@@ -32,7 +32,7 @@ from forerun.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from tests.server.serving import BODIES, HI, PATIENCE, Front, Serving, sse
+from tests.server.serving import BODIES, HI, TIMEOUT, ApiClient, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
@@ -56,10 +56,10 @@ LONG = 10**400
 
 
 def refused(
-    front: Front, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
+    api: ApiClient, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
 ) -> dict[str, Any]:
     """Send a request that must be refused, check the form of the error and return it."""
-    response = front.http.post(path, content=content, headers={"content-type": kind})
+    response = api.http.post(path, content=content, headers={"content-type": kind})
     status = response.status_code
     assert 400 <= status < 500 and status != 429, (content[:150], response.text[:300])
     assert response.headers["x-request-id"] and set(response.json()) == {"error"}
@@ -80,7 +80,7 @@ def nothing_fails(serve: Serving) -> Iterator[None]:
     failures = serve.service.failures
     serve.logged.clear()
     yield
-    serve.rest()
+    serve.wait_until_idle()
     assert serve.complete(seed=1)["choices"][0]["finish_reason"] == "length"
     assert serve.service.failures == failures
     assert not serve.logged, [record.getMessage() for record in serve.logged[:5]]
@@ -96,11 +96,11 @@ LIMITS = {COMPLETION: "max_tokens", CHAT: "max_completion_tokens", RESPONSE: "ma
 
 
 @pytest.fixture(scope="module")
-def schema(front: Front) -> Any:
+def schema(api: ApiClient) -> Any:
     import schemathesis  # its import takes seconds
 
-    front.complete()  # a gateway has no metrics before the first response
-    return schemathesis.openapi.from_url(f"{front.url}/openapi.json")
+    api.complete()  # a gateway has no metrics before the first response
+    return schemathesis.openapi.from_url(f"{api.url}/openapi.json")
 
 
 def test_every_operation_is_tried(schema: Any) -> None:
@@ -114,7 +114,7 @@ def test_every_operation_is_tried(schema: Any) -> None:
     [*itertools.product(["POST"], BODIES, [True, False]), *(("GET", path, True) for path in GET)],
 )
 def test_no_generated_request_makes_the_server_fail(
-    schema: Any, front: Front, method: str, path: str, valid: bool
+    schema: Any, api: ApiClient, method: str, path: str, valid: bool
 ) -> None:
     from schemathesis.generation import GenerationMode
 
@@ -530,7 +530,7 @@ def watched(service: EngineService) -> Iterator[Watch]:
         yield watch
     finally:
         watch.ended.set()
-        beating.result(PATIENCE)
+        beating.result(TIMEOUT)
 
 
 @pytest.mark.one_in(6)
@@ -542,7 +542,7 @@ def test_neither_the_event_loop_nor_the_engine_is_held(name: str, serve: Serving
     for _ in range(TRIES):
         with watched(serve.service) as watch:
             response = serve.http.post(path, content=content, headers=JSON)
-        serve.rest()
+        serve.wait_until_idle()
         assert response.status_code in (200, 400, 404), response.text[:300]
         assert response.status_code == 200 or len(response.text) < 700
         held = max(watch.loop_held, watch.engine_held)
@@ -556,7 +556,7 @@ def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None
     """Six attackers beside one client that reads a stream; all of them if `step` is 1."""
 
     def attack(items: list[tuple[str, bytes]]) -> None:
-        with httpx2.Client(base_url=serve.url, timeout=PATIENCE) as http:
+        with httpx2.Client(base_url=serve.url, timeout=TIMEOUT) as http:
             for path, content in items:
                 http.post(path, content=content, headers=JSON)
 
@@ -576,7 +576,7 @@ def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None
             thread.join()
     # the clients share this interpreter
     assert max(watch.loop_held, watch.engine_held) < 4 * ALLOWED
-    serve.rest()
+    serve.wait_until_idle()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from forerun.types import Event
 from tests import tiny
 from tests.engine.build import check_idle
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 Body = Callable[[LLM, EngineService], Coroutine[Any, Any, None]]
 Tokens = list[tuple[list[int], str | None]]
 
@@ -79,13 +79,13 @@ async def running(llm: LLM, queue: int) -> AsyncIterator[EngineService]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 async def soon(work: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         return await work
 
 
@@ -309,7 +309,7 @@ def test_a_failed_step_does_not_revoke_an_end_that_was_posted_before(
         alone = lambda: len(llm.engine.requests) == 1 and not service.failures  # noqa: E731
         failing(llm, monkeypatch, alone, RuntimeError("a test"))
         handle = service.submit([job(1, tokens=1), job(2, tokens=50)])
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not service.failures and time.monotonic() < end:
             time.sleep(0.001)  # the event loop is busy meanwhile
         items: dict[int, list[Any]] = {0: [], 1: []}

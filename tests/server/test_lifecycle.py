@@ -25,13 +25,13 @@ from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
 from tests.forked import Spoken as start
-from tests.server.serving import head, until
+from tests.server.serving import post_headers, until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
 LONG = 8000  # tokens: 24 texts of that length take longer than any test waits
-ONE = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
+REQUEST = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
 
 
 def start_fresh(*arguments: str) -> subprocess.Popen[str]:
@@ -96,7 +96,7 @@ class Server:
     def open_stream(self, **body: Any) -> Iterator[str]:
         """Start a stream, and yield its data lines."""
         connection = http.client.HTTPConnection(*self.address, timeout=30)
-        content = json.dumps(ONE | {"stream": True} | body)
+        content = json.dumps(REQUEST | {"stream": True} | body)
         connection.request("POST", "/v1/completions", content, self.headers)
         response = connection.getresponse()
         assert response.status == 200
@@ -190,7 +190,7 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
 def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
     with serving("--shutdown-timeout", "0") as server, ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(server.connect(head(100) + b'{"prompt"'))
+            stack.enter_context(server.connect(post_headers(100) + b'{"prompt"'))
         idle = stack.enter_context(
             server.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         )
@@ -223,9 +223,9 @@ def test_incomplete_requests_are_closed_with_their_clients() -> None:
         for body in (b"", b'{"prompt": "de'):
             with ExitStack() as stack:
                 for _ in range(20):
-                    stack.enter_context(server.connect(head(100) + body))
+                    stack.enter_context(server.connect(post_headers(100) + body))
                 until(lambda: server.files() >= server.usual_files + 18, "they are open", 5)
-                assert server.post(ONE)[0] == 200
+                assert server.post(REQUEST)[0] == 200
             until(server.closed, "the connections are closed")
 
 
@@ -238,15 +238,15 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
     file.write_text("\n".join([*lines, 'draft = "ngram"']))
     flags = ("--config", str(file), "--served-name", "from the flag")
     with serving(*flags, FORERUN_API_KEY="two") as server:
-        assert server.get("/health")[0] == 200 and server.post(ONE)[0] == 401
+        assert server.get("/health")[0] == 200 and server.post(REQUEST)[0] == 401
         for key, status in (("one", 200), ("two", 200), ("three", 401)):
             server.headers["Authorization"] = f"Bearer {key}"
             assert server.get("/v1/models")[0] == status
         server.headers["Authorization"] = "Bearer two"
         assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == "from the flag"
         assert json.loads(server.get("/server_info")[1])["draft"] == "ngram"
-        assert server.post(ONE | {"n": 3})[0] in (400, 429)
-        assert server.post(ONE | {"n": 2})[0] == 200
+        assert server.post(REQUEST | {"n": 3})[0] in (400, 429)
+        assert server.post(REQUEST | {"n": 2})[0] == 200
 
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from forerun.server.limits import (
 from forerun.server.settings import Settings
 from forerun.server.state import ServerState
 from tests import tiny
-from tests.server.serving import ASKED, connected, held, post, serving, until
+from tests.server.serving import REQUEST, connected, engine_blocked, post, serving, until
 from tests.server.test_lifecycle import Server
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +190,7 @@ def test_nothing_is_parsed_for_a_client_that_left_before_its_turn(
     with serving(spare) as s:
         monkeypatch.setattr(ServerState, "wait_turn", wait)
         monkeypatch.setattr(limits, "parse", recorded)
-        with connected(s, post(ASKED)):
+        with connected(s, post(REQUEST)):
             until(lambda: len(turns) == 1, "it waits for its turn")
         until(lambda: not s.server.server_state.connections, "it has gone")
         s.service._post(turns[0].set)
@@ -230,7 +230,7 @@ def test_a_failed_preparation_concerns_its_own_request(
         with monkeypatch.context() as patch:
             patch.setattr(spare.engine.grammars, "compiled_each", fail)
             form = {"response_format": {"type": "regex", "regex": "zq+"}}
-            answer = s.http.post("/v1/completions", json=ASKED | form)
+            answer = s.http.post("/v1/completions", json=REQUEST | form)
             assert answer.status_code == (503 if code == errno.EMFILE else 500)
             assert s.complete()["choices"] and s.service.failures == 0
         assert len(s.logged) == (0 if code == errno.EMFILE else 1)
@@ -248,7 +248,7 @@ def test_failed_housekeeping_ends_no_request(spare: LLM, monkeypatch: pytest.Mon
     with serving(spare) as s, monkeypatch.context() as patch:
         patch.setattr(type(spare.cost_store), "save", fail)
         until(lambda: tried, "the engine is idle")
-        with held(s.service):
+        with engine_blocked(s.service):
             pass
         assert s.complete()["choices"] and s.service.failures == 0
 
@@ -308,14 +308,14 @@ def test_clients_cannot_take_all_file_descriptors() -> None:
         stack.callback(process.kill)
         server = Server(process)  # type: ignore[arg-type]
         server.wait_until_up()
-        usual = server.post(ASKED)
+        usual = server.post(REQUEST)
         half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"
         for _ in range(400):
             stack.enter_context(server.connect(half))
         for i in range(4):
             form = {"response_format": {"type": "regex", "regex": f"a+{i}"}}
             assert server.post({"prompt": "x", "max_tokens": 4} | form)[0] == 200
-        assert server.post(ASKED)[1]["choices"] == usual[1]["choices"]
+        assert server.post(REQUEST)[1]["choices"] == usual[1]["choices"]
         process.terminate()
         server.end(20)
     lines = "".join(server.lines)

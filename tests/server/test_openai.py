@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from tests import tiny
-from tests.server.serving import Front, sse
+from tests.server.serving import ApiClient, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
@@ -164,12 +164,12 @@ def test_a_streamed_completion_joins_to_the_full_one(
     assert usages[0].model_dump(exclude=cached) == full.usage.model_dump(exclude=cached)
 
 
-def test_continuous_usage_counts_every_token_once(front: Front) -> None:
+def test_continuous_usage_counts_every_token_once(api: ApiClient) -> None:
     options = {"continuous_usage_stats": True}
     body = {"prompt": CODE, "max_tokens": 30, "stream": True, "stream_options": options}
     body["return_token_ids"] = True
     seen = 0
-    with front.http.stream("POST", "/v1/completions", json=body) as response:
+    with api.http.stream("POST", "/v1/completions", json=body) as response:
         for event in sse(response):
             seen += len(event["choices"][0]["token_ids"])
             assert event["usage"]["completion_tokens"] == seen
@@ -213,10 +213,10 @@ def prompt_logprobs(reference: LLM, prompt: Any, top: int) -> list[Any]:
 @pytest.mark.parametrize("prompt", ["def add(a, b):", "wörd ☃ wörd", "a"])
 @pytest.mark.parametrize("max_tokens", [0, 0.0, 6])
 def test_an_echo_has_the_logprobs_of_its_prompt(
-    front: Front, reference: LLM, prompt: str, max_tokens: float
+    api: ApiClient, reference: LLM, prompt: str, max_tokens: float
 ) -> None:
     asked = {"prompt": prompt, "logprobs": 2, "seed": 3, "ignore_eos": True}
-    answer = front.complete(**asked, echo=True, max_tokens=max_tokens)
+    answer = api.complete(**asked, echo=True, max_tokens=max_tokens)
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
     tokens, entries = reference.tokens(prompt), prompt_logprobs(reference, prompt, 2)
@@ -236,7 +236,7 @@ def test_an_echo_has_the_logprobs_of_its_prompt(
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (count, max_tokens)
     assert choice["text"].startswith(prompt) and choice["finish_reason"] == "length"
     if max_tokens:
-        plain = front.complete(**asked, max_tokens=max_tokens)["choices"][0]
+        plain = api.complete(**asked, max_tokens=max_tokens)["choices"][0]
         assert choice["text"] == prompt + plain["text"]
         assert logprobs["token_logprobs"][count:] == plain["logprobs"]["token_logprobs"]
         shifted = [len(prompt) + offset for offset in plain["logprobs"]["text_offset"]]
@@ -244,12 +244,12 @@ def test_an_echo_has_the_logprobs_of_its_prompt(
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_streamed_echo_joins_to_the_full_one(front: Front, max_tokens: int) -> None:
+def test_a_streamed_echo_joins_to_the_full_one(api: ApiClient, max_tokens: int) -> None:
     """A long prompt comes in several chunks, each with its own log-probabilities."""
     asked = {"prompt": [LONG, "x = 1"], "n": 2, "echo": True, "logprobs": 3}
     asked |= {"seed": 5, "max_tokens": max_tokens}
-    full = front.complete(**asked)["choices"]
-    response = front.http.post("/v1/completions", json=asked | {"stream": True})
+    full = api.complete(**asked)["choices"]
+    response = api.http.post("/v1/completions", json=asked | {"stream": True})
     parts = [event["choices"][0] for event in sse(response)]
     for index, choice in enumerate(full):
         own = [part for part in parts if part["index"] == index]
@@ -261,31 +261,31 @@ def test_a_streamed_echo_joins_to_the_full_one(front: Front, max_tokens: int) ->
         assert index > 1 or len(own) > 4
 
 
-def test_an_evaluation_harness_gets_its_sums(front: Front, reference: LLM) -> None:
+def test_an_evaluation_harness_gets_its_sums(api: ApiClient, reference: LLM) -> None:
     """As lm-evaluation-harness asks: context and continuation as ids, and one token more."""
     context = reference.tokens("def add(a, b):")
     tokens = context + reference.tokens("\n    return a + b")
     asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
     entries = prompt_logprobs(reference, tokens, 1)[len(context) :]
-    for choice in front.complete(prompt=[tokens, tokens], **asked)["choices"]:
+    for choice in api.complete(prompt=[tokens, tokens], **asked)["choices"]:
         logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
         assert len(logprobs) == len(entries)
         assert sum(logprobs) == pytest.approx(sum(e.logprob for e in entries), abs=1e-2)
 
 
-def test_a_cached_prompt_is_scored_alike(front: Front) -> None:
+def test_a_cached_prompt_is_scored_alike(api: ApiClient) -> None:
     """The prefix cache holds no logits."""
-    front.complete(prompt=LONG, max_tokens=2)
+    api.complete(prompt=LONG, max_tokens=2)
     asked = {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
-    first = front.complete(**asked)["choices"]
-    assert front.complete(**asked)["choices"] == first
+    first = api.complete(**asked)["choices"]
+    assert api.complete(**asked)["choices"] == first
     assert None not in first[0]["logprobs"]["token_logprobs"][1:]
-    (bare,) = front.complete(prompt="x = 1", max_tokens=0, echo=True)["choices"]
+    (bare,) = api.complete(prompt="x = 1", max_tokens=0, echo=True)["choices"]
     assert bare == {"index": 0, "text": "x = 1", "finish_reason": "length", "logprobs": None}
 
 
-def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
-    (choice,) = front.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
+def test_prompt_logprobs_in_vllms_format(api: ApiClient, reference: LLM) -> None:
+    (choice,) = api.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
     first, *rest = choice["prompt_logprobs"]
     entries = prompt_logprobs(reference, "def add(a, b):", 2)
     assert first is None and choice["logprobs"] is None and reference.tokenizer is not None
@@ -296,10 +296,10 @@ def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
         assert own["decoded_token"] == reference.tokenizer.spell(entry.token_id)
         assert set(found) == {str(entry.token_id), *map(str, entry.top)}
     chat = {"messages": CHAT, "max_tokens": 2}
-    answer = front.answer("/v1/chat/completions", chat | {"prompt_logprobs": 0})
+    answer = api.answer("/v1/chat/completions", chat | {"prompt_logprobs": 0})
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
-    assert "prompt_logprobs" not in front.answer("/v1/chat/completions", chat)
+    assert "prompt_logprobs" not in api.answer("/v1/chat/completions", chat)
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
         ("responses", {"input": "x", "prompt_logprobs": 1}, "/v1/completions"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(front: Front, path: str, body: Any, message: str) -> None:
-    response = front.http.post(f"/v1/{path}", json=body)
+def test_what_cannot_be_scored_is_refused(api: ApiClient, path: str, body: Any, message: str) -> None:
+    response = api.http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
@@ -477,18 +477,18 @@ def test_tool_calls_that_the_model_chooses(
 
 @pytest.mark.parametrize(("parallel", "count"), [(False, 1), (True, 2), (None, 2)])
 def test_parallel_tool_calls_may_be_forbidden(
-    front: Front, parallel: bool | None, count: int
+    api: ApiClient, parallel: bool | None, count: int
 ) -> None:
     """The model generates two calls; the second is dropped where the request asks for one."""
     text = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
     more = {"guided_choice": [text], "parallel_tool_calls": parallel, "n_predict": 200}
     chat = {"messages": CHAT, "tools": TOOLS, **more}
-    answer = front.answer("/v1/chat/completions", chat)
+    answer = api.answer("/v1/chat/completions", chat)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == count
-    response = front.http.post("/v1/chat/completions", json=chat | {"stream": True})
+    response = api.http.post("/v1/chat/completions", json=chat | {"stream": True})
     deltas = [event["choices"][0]["delta"] for event in sse(response)]
     assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
-    answer = front.answer("/v1/responses", {"input": "hi", "tools": FLAT, **more})
+    answer = api.answer("/v1/responses", {"input": "hi", "tools": FLAT, **more})
     assert [item["type"] for item in answer["output"]] == ["function_call"] * count
     assert answer["parallel_tool_calls"] is (parallel is not False)
 
@@ -504,10 +504,10 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_no_character_of_a_text_ends_a_line_of_a_stream(front: Front, path: str) -> None:
+def test_no_character_of_a_text_ends_a_line_of_a_stream(api: ApiClient, path: str) -> None:
     """Clients split streams at any of Unicode's line ends, Ollama's own among them."""
     body = {"model": "tiny", "stream": True} | STREAMS[path]
-    raw = front.http.post(path, json=body).content.decode()
+    raw = api.http.post(path, json=body).content.decode()
     assert raw.splitlines() == raw.removesuffix("\n").split("\n")
     assert all(escape in raw for escape in ("\\u2028", "\\u2029", "\\u0085"))
 

@@ -20,11 +20,11 @@ from forerun.llm import LLM
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests.server.serving import (
-    ASKED,
+    REQUEST,
     Serving,
     connected,
-    failing,
-    held,
+    engine_blocked,
+    make_engine_fail,
     post,
     serving,
     slow,
@@ -80,7 +80,7 @@ def test_all_paths_but_health_and_pages_need_a_key(
         ):
             assert error_of(s.http.get(path), 401)["code"] == "invalid_api_key"
         for path in (*BODIES, "/v1/embeddings", "/tokenize", "/nowhere"):
-            error_of(s.http.post(path, json=ASKED), 401)
+            error_of(s.http.post(path, json=REQUEST), 401)
         for method, path in (("GET", "/api/tags"), ("POST", "/api/chat"), ("POST", "/api/pull")):
             refused = s.http.request(method, path, json={})
             message = "give a valid key: Authorization: Bearer KEY"
@@ -129,7 +129,7 @@ def test_allowed_origins_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
         other = ask("http://b.example").headers.get("access-control-allow-origin")
         assert other != "http://b.example"
         for more, status in (({}, 200), ({"n": 0}, 400), ({"x": 1}, 400), ({"prompt": ""}, 400)):
-            response = s.http.post(COMPLETIONS, json=ASKED | more, headers=ours)
+            response = s.http.post(COMPLETIONS, json=REQUEST | more, headers=ours)
             assert response.status_code == status  # and the page may read why
             assert response.headers.get("access-control-allow-origin") == "http://a.example"
         if keys:
@@ -139,11 +139,11 @@ def test_allowed_origins_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
 
 
 def test_request_ids_are_returned(server: Serving) -> None:
-    bodies = ((COMPLETIONS, ASKED), (COMPLETIONS, ASKED | {"n": 0}), ("/nowhere", {}))
+    bodies = ((COMPLETIONS, REQUEST), (COMPLETIONS, REQUEST | {"n": 0}), ("/nowhere", {}))
     for path, body in bodies:
         response = server.http.post(path, json=body, headers={"x-request-id": "abc-1.2_3"})
         assert response.headers.get("x-request-id") == "abc-1.2_3", (path, body)
-    with server.http.stream("POST", COMPLETIONS, json=ASKED | {"stream": True}) as response:
+    with server.http.stream("POST", COMPLETIONS, json=REQUEST | {"stream": True}) as response:
         assert response.headers["x-request-id"]
         assert response.headers["content-type"].startswith("text/event-stream")
         assert "no-cache" in response.headers["cache-control"]
@@ -160,18 +160,18 @@ def test_request_ids_are_returned(server: Serving) -> None:
 def test_a_full_queue_refuses(spare: LLM, queue: int) -> None:
     """Two requests run, `queue` wait, and the next is refused without a trace."""
     with serving(spare, max_queue=queue) as s, ThreadPoolExecutor(3) as pool:
-        with held(s.service):
+        with engine_blocked(s.service):
             count = 2 + queue
-            taken = [pool.submit(s.http.post, COMPLETIONS, json=ASKED) for _ in range(count)]
+            taken = [pool.submit(s.http.post, COMPLETIONS, json=REQUEST) for _ in range(count)]
             until(lambda: len(s.service.jobs) == count, "they are taken")
             for more in ({}, {"stream": True}, {"n": 2}):
-                response = s.http.post(COMPLETIONS, json=ASKED | more)
+                response = s.http.post(COMPLETIONS, json=REQUEST | more)
                 assert error_of(response, 429)["type"] == "rate_limit_error"
                 assert int(response.headers["retry-after"]) >= 1
             assert len(s.service.jobs) == count
         assert [t.result().status_code for t in taken] == [200] * count
         assert s.complete()["usage"]["completion_tokens"] == 8
-        s.rest()
+        s.wait_until_idle()
 
 
 def test_sizes_of_bodies_and_prompts(spare: LLM) -> None:
@@ -199,9 +199,9 @@ def test_the_timeout_of_requests(spare: LLM) -> None:
             with s.http.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
                 assert response.status_code == 200
                 assert list(sse(response))[-1]["error"]["code"] == "timeout"
-            s.rest()
-        with held(s.service):
-            error_of(s.http.post(COMPLETIONS, json=ASKED), 504)
+            s.wait_until_idle()
+        with engine_blocked(s.service):
+            error_of(s.http.post(COMPLETIONS, json=REQUEST), 504)
         assert not s.logged, "a timeout is no failure of the server"
 
 
@@ -241,7 +241,7 @@ def test_health_ready_version_info(server: Serving) -> None:
 
 
 def test_ready_waits_for_the_engine_and_health_does_not(own: Serving) -> None:
-    with ThreadPoolExecutor(1) as pool, held(own.service):
+    with ThreadPoolExecutor(1) as pool, engine_blocked(own.service):
         ready = pool.submit(own.http.get, "/ready")
         assert own.http.get("/health").status_code == 200
         assert not ready.done()
@@ -339,25 +339,25 @@ def test_a_lost_client_ends_its_request(own: Serving, path: str, stream: bool) -
                 assert b"200" in connection.recv(100)
             until(lambda: any(r.produced > 2 for r in list(requests.values())), "tokens come")
             (job,) = own.service.jobs
-        own.rest()
+        own.wait_until_idle()
     assert job.request is not None and job.request.produced < 800
     assert own.complete()["choices"][0]["text"] and not own.logged
 
 
 def test_many_lost_clients_leave_no_page_behind(own: Serving) -> None:
-    with held(own.service):  # before they are admitted
+    with engine_blocked(own.service):  # before they are admitted
         for stream in (True, False):
             with connected(own, post(LONG | {"stream": stream})):
                 until(lambda: own.service.jobs, "it waits")
         until(lambda: not own.server.server_state.connections, "the server has seen it")
     with slow(own.service, 0.002):
-        own.rest()
+        own.wait_until_idle()
         for i in range(12):
             with connected(own, post(LONG | {"stream": True, "n": 1 + i % 3})) as connection:
                 assert connection.recv(10)
-        own.rest()
+        own.wait_until_idle()
     assert own.complete()["choices"][0]["text"]
-    own.rest()
+    own.wait_until_idle()
 
 
 # ------------------------------------------------------------ failures
@@ -368,7 +368,7 @@ def test_a_failed_step_ends_the_requests_in_it(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     expected = own.complete(seed=1)["choices"][0]["text"]
-    failing(own.service.llm, monkeypatch, after=3)
+    make_engine_fail(own.service.llm, monkeypatch, after=3)
     response = own.http.post(path, json=BODIES[path])
     assert error_of(response, 503)["type"] == "server_error" and response.headers["retry-after"]
     assert "RuntimeError" in response.text and "on purpose" not in response.text
@@ -377,7 +377,7 @@ def test_a_failed_step_ends_the_requests_in_it(
     found = metrics_of(own)
     assert found["forerun_engine_failures_total"] == 1
     assert found['forerun_requests_total{reason="failed"}'] == 1
-    own.rest()
+    own.wait_until_idle()
     assert not [r for r in own.logged if r.name != "forerun.server"], "it is logged once"
 
 
@@ -396,7 +396,7 @@ def test_a_failed_step_is_the_last_event_of_a_stream(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: str
 ) -> None:
     """The client must see an error, not an end."""
-    failing(own.service.llm, monkeypatch, after=3)
+    make_engine_fail(own.service.llm, monkeypatch, after=3)
     text = own.http.post(path, json=body | {"stream": True}).text
     assert text.endswith(end)
     last = text.removesuffix(end).splitlines()[-1 if path == "/api/generate" else -2]
@@ -411,7 +411,7 @@ def test_a_failed_step_is_the_last_event_of_a_stream(
         error = error["error"]
         assert set(error) == {"message", "type", "param", "code"}
     assert "failed" in error["message"]
-    own.rest()
+    own.wait_until_idle()
     assert own.complete()["choices"][0]["text"]
 
 
@@ -464,7 +464,7 @@ def test_a_signal_lets_requests_end_and_refuses_new_ones(spare: LLM) -> None:
             s.server.handle_exit(signal.SIGTERM, None)
             for path in ("/health", "/ready"):
                 error_of(s.http.get(path), 503)
-            response = s.http.post(COMPLETIONS, json=ASKED)
+            response = s.http.post(COMPLETIONS, json=REQUEST)
             assert error_of(response, 503) and response.headers["retry-after"]
             answer = running.result()
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 60
@@ -492,4 +492,4 @@ def test_a_second_signal_ends_the_server_at_once(spare: LLM) -> None:
         assert not s.server.should_exit
         s.server.handle_exit(signal.SIGINT, None)
         assert s.server.should_exit
-        until(lambda: not s.thread.is_alive(), "it ends while a client waits", patience=3)
+        until(lambda: not s.thread.is_alive(), "it ends while a client waits", timeout=3)

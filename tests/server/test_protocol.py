@@ -28,11 +28,11 @@ from forerun.server.protocol import (
 )
 from forerun.server.responses import to_chat
 from tests import tiny
-from tests.server.serving import Front, serving
+from tests.server.serving import ApiClient, serving
 
 HI = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "def add(a, b):", "max_tokens": 12, "seed": 3},
     CHAT: {"messages": HI, "max_tokens": 12, "seed": 3},
     RESPONSES: {"input": "hi", "max_output_tokens": 12, "seed": 3},
@@ -59,12 +59,12 @@ def text_of(path: str, answer: dict[str, Any]) -> str:
     return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
 
 
-def text(front: Front, path: str, **fields: Any) -> str:
-    return text_of(path, front.answer(path, ASKED[path] | fields))
+def text(api: ApiClient, path: str, **fields: Any) -> str:
+    return text_of(path, api.answer(path, REQUESTS[path] | fields))
 
 
-def refusal(front: Front, path: str, **fields: Any) -> dict[str, Any]:
-    response = front.http.post(path, json=ASKED[path] | fields)
+def refusal(api: ApiClient, path: str, **fields: Any) -> dict[str, Any]:
+    response = api.http.post(path, json=REQUESTS[path] | fields)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
@@ -167,21 +167,21 @@ def test_null_is_absent_in_every_field(model: Any, body: Any) -> None:
     assert StreamOptions.model_validate({"include_usage": None}) == StreamOptions()
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_negative_seed_is_random_and_returned(front: Front, path: str) -> None:
-    asked = ASKED[path] | {"seed": -1, "temperature": 1}
-    answers = [front.answer(path, asked) for _ in range(3)]
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_negative_seed_is_random_and_returned(api: ApiClient, path: str) -> None:
+    asked = REQUESTS[path] | {"seed": -1, "temperature": 1}
+    answers = [api.answer(path, asked) for _ in range(3)]
     texts = [text_of(path, answer) for answer in answers]
     assert len(set(texts)) > 1
-    assert text(front, path, seed=answers[0]["seed"], temperature=1) == texts[0]
+    assert text(api, path, seed=answers[0]["seed"], temperature=1) == texts[0]
 
 
-def test_biases_name_tokens_by_integers(front: Front) -> None:
+def test_biases_name_tokens_by_integers(api: ApiClient) -> None:
     asked = {"max_tokens": 3, "temperature": 0}
-    forced = front.complete(**asked, logit_bias={"69": 100})["choices"]
-    assert front.complete(**asked, logit_bias={"69.0": 100.0})["choices"] == forced
+    forced = api.complete(**asked, logit_bias={"69": 100})["choices"]
+    assert api.complete(**asked, logit_bias={"69.0": 100.0})["choices"] == forced
     for name in ("x", "1.5", "", "6_9", " 69", "٦", "1e3"):
-        assert "token ids" in refusal(front, COMPLETIONS, logit_bias={name: 1})["message"]
+        assert "token ids" in refusal(api, COMPLETIONS, logit_bias={name: 1})["message"]
 
 
 def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
@@ -195,21 +195,21 @@ def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
 # Foreign fields
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_an_alias_means_the_same(front: Front, path: str) -> None:
-    penalised = text(front, path, repetition_penalty=0.05)
-    assert text(front, path, repeat_penalty=0.05) == penalised != text(front, path)
+@pytest.mark.parametrize("path", REQUESTS)
+def test_an_alias_means_the_same(api: ApiClient, path: str) -> None:
+    penalised = text(api, path, repetition_penalty=0.05)
+    assert text(api, path, repeat_penalty=0.05) == penalised != text(api, path)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    short = text(front, path, **{limit: 5})
+    short = text(api, path, **{limit: 5})
     for name in ALIASES:
-        assert text(front, path, **{limit: None, name: 5}) == short, name
+        assert text(api, path, **{limit: None, name: 5}) == short, name
 
 
 CONST = {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}
 GRAMMAR = 'start: "up" | "down"'
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("fields", "form"),
     [
@@ -225,22 +225,22 @@ GRAMMAR = 'start: "up" | "down"'
     ids=lambda value: next(iter(value)) if "type" not in value else "",
 )
 def test_guided_output_is_a_response_format(
-    front: Front, path: str, fields: Any, form: Any
+    api: ApiClient, path: str, fields: Any, form: Any
 ) -> None:
-    assert text(front, path, **fields) == text(front, path, response_format=form)
+    assert text(api, path, **fields) == text(api, path, response_format=form)
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["full", "streamed"])
-def test_ignored_fields_are_named_in_a_header(front: Front, path: str, stream: bool) -> None:
-    asked = ASKED[path] | {"stream": stream}
+def test_ignored_fields_are_named_in_a_header(api: ApiClient, path: str, stream: bool) -> None:
+    asked = REQUESTS[path] | {"stream": stream}
     extra = {"num_ctx": 4096, "keep_alive": "5m", "mirostat": 0, "ttl": None}
-    response = front.http.post(path, json=asked | extra)
+    response = api.http.post(path, json=asked | extra)
     assert response.headers["x-forerun-ignored"] == "num_ctx, keep_alive", response.text
-    assert "x-forerun-ignored" not in front.http.post(path, json=asked).headers
+    assert "x-forerun-ignored" not in api.http.post(path, json=asked).headers
     ignored = {name: 1 for name, rule in TABLE.items() if isinstance(rule, NoEffect)}
     if not stream:
-        assert text(front, path, **ignored) == text(front, path)
+        assert text(api, path, **ignored) == text(api, path)
 
 
 @pytest.mark.parametrize(("model", "body"), MODELS)
@@ -252,22 +252,22 @@ def test_restricted_fields_accept_the_value_of_what_happens_anyway(model: Any, b
                 assert model.model_validate(body | {name: value}) == plain, name
 
 
-@pytest.mark.parametrize(("path", "model"), list(zip(ASKED, dict(MODELS), strict=True)))
-def test_other_values_of_restricted_fields_are_refused(front: Front, path: str, model: Any) -> None:
+@pytest.mark.parametrize(("path", "model"), list(zip(REQUESTS, dict(MODELS), strict=True)))
+def test_other_values_of_restricted_fields_are_refused(api: ApiClient, path: str, model: Any) -> None:
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
-            error = refusal(front, path, **{name: "other", "repetition_penalty": 1.1})
+            error = refusal(api, path, **{name: "other", "repetition_penalty": 1.1})
             assert error["param"] == name and rule.advice in error["message"]
 
 
-def test_the_window_of_penalties_matters_with_penalties_only(front: Front) -> None:
-    assert text(front, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(front, CHAT)
-    assert refusal(front, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
-    penalised = text(front, CHAT, repetition_penalty=1.7)
-    assert text(front, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalised
+def test_the_window_of_penalties_matters_with_penalties_only(api: ApiClient) -> None:
+    assert text(api, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(api, CHAT)
+    assert refusal(api, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
+    penalised = text(api, CHAT, repetition_penalty=1.7)
+    assert text(api, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalised
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -278,9 +278,9 @@ def test_the_window_of_penalties_matters_with_penalties_only(front: Front) -> No
     ],
 )
 def test_an_unknown_field_gets_the_nearest_name(
-    front: Front, path: str, name: str, hint: str
+    api: ApiClient, path: str, name: str, hint: str
 ) -> None:
-    error = refusal(front, path, **{name: 1})
+    error = refusal(api, path, **{name: 1})
     assert error["param"] == name and hint in error["message"]
 
 
@@ -294,8 +294,8 @@ def test_an_unknown_field_gets_the_nearest_name(
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}),
     ],
 )
-def test_conflicting_fields_are_refused(front: Front, path: str, fields: Any) -> None:
-    assert "give one" in refusal(front, path, **fields)["message"]
+def test_conflicting_fields_are_refused(api: ApiClient, path: str, fields: Any) -> None:
+    assert "give one" in refusal(api, path, **fields)["message"]
 
 
 VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex": "a", "json": {}}]
@@ -303,17 +303,17 @@ VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex":
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_wrong_values_of_aliases_are_refused(front: Front, value: Any) -> None:
-    for path in ASKED:
+def test_wrong_values_of_aliases_are_refused(api: ApiClient, value: Any) -> None:
+    for path in REQUESTS:
         for name, rule in TABLE.items():
             if isinstance(rule, Alias):
-                body = ASKED[path] | {name: value, "max_tokens": 2}
-                response = front.http.post(path, json=body)
+                body = REQUESTS[path] | {name: value, "max_tokens": 2}
+                response = api.http.post(path, json=body)
                 assert response.status_code in (200, 400), (name, response.text)
 
 
-def test_the_published_schema_has_the_foreign_fields(front: Front) -> None:
-    schemas = front.http.get("/openapi.json").json()["components"]["schemas"]
+def test_the_published_schema_has_the_foreign_fields(api: ApiClient) -> None:
+    schemas = api.http.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert set(TABLE) <= set(chat) and chat["mirostat"]["enum"] == [0, None]
     assert chat["num_ctx"]["description"].startswith("Ignored")
@@ -421,13 +421,13 @@ def test_variables_of_the_request_override_its_effort(reasoner: LLM) -> None:
     ],
 )
 def test_reasoning_that_the_template_ignores_is_named(
-    front: Front, path: str, body: dict[str, Any], wrong: Any, name: str
+    api: ApiClient, path: str, body: dict[str, Any], wrong: Any, name: str
 ) -> None:
     length = {"options": {"num_predict": 2}} if path.startswith("/api") else {"n_predict": 2}
-    response = front.http.post(path, json=body | length)
+    response = api.http.post(path, json=body | length)
     assert response.status_code == 200 and response.headers["x-forerun-ignored"] == name
     if wrong is not None:
-        response = front.http.post(path, json=body | {name: wrong})
+        response = api.http.post(path, json=body | {name: wrong})
         assert response.status_code == 400
         assert "low" in response.text and "high" in response.text
 
@@ -436,14 +436,14 @@ def test_reasoning_that_the_template_ignores_is_named(
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "tiny/"])
-def test_a_model_has_a_card(front: Front, name: str) -> None:
-    (listed,) = front.http.get("/v1/models").json()["data"]
-    assert front.http.get(f"/v1/models/{name}").json() == listed
+def test_a_model_has_a_card(api: ApiClient, name: str) -> None:
+    (listed,) = api.http.get("/v1/models").json()["data"]
+    assert api.http.get(f"/v1/models/{name}").json() == listed
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "a/b:c", "tiny:q4", "%20", "tiny/x", "x" * 3000])
-def test_other_models_are_not_found(front: Front, name: str) -> None:
-    response = front.http.get(f"/v1/models/{name}")
+def test_other_models_are_not_found(api: ApiClient, name: str) -> None:
+    response = api.http.get(f"/v1/models/{name}")
     error = response.json()["error"]
     assert response.status_code == 404
     assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -461,7 +461,7 @@ def test_names_of_models_may_have_slashes(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags"])
-def test_head_is_answered(front: Front, path: str) -> None:
-    response = front.http.head(path)
+def test_head_is_answered(api: ApiClient, path: str) -> None:
+    response = api.http.head(path)
     assert response.status_code == 200 and response.content == b""
-    assert response.headers["content-type"] == front.http.get(path).headers["content-type"]
+    assert response.headers["content-type"] == api.http.get(path).headers["content-type"]

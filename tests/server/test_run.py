@@ -23,25 +23,25 @@ from forerun.server.acceptor import RECEIVE_BYTES, Acceptor
 from forerun.server.run import ConnectionPool, Phase
 from forerun.server.settings import Settings
 from tests.server.serving import (
-    ASKED,
+    REQUEST,
     Serving,
     connected,
-    head,
-    held,
-    narrow,
+    engine_blocked,
     post,
+    post_headers,
     received,
     serving,
     slow,
+    small_buffer_listener,
     until,
 )
 
 LONG = {"prompt": "x = 1\n", "ignore_eos": True, "speculative": False, "stream": True}
 STREAM = LONG | {"max_tokens": 1900}
 SOON = 0.1
-HEAD = head(None)
+HEADERS = post_headers(None)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
+CHUNKED = HEADERS + b"Transfer-Encoding: chunked\r\n"
 CLOSE = b"Connection: close\r\n"
 
 
@@ -90,26 +90,26 @@ def shared(spare: LLM) -> Iterator[Serving]:
 def test_incomplete_headers_expire(spare: LLM) -> None:
     with serving(spare, header_timeout=SOON) as s:
         long = HEALTH + b"X: " + b"a" * 9000
-        for sent in (b"GET /hea", HEAD, long):
+        for sent in (b"GET /hea", HEADERS, long):
             assert error_of(answer_to(s, sent)).startswith("408 ")
         assert answer_to(s, b"") == b"" and s.complete()["choices"]
         for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):  # the second request expires too
             answers = answer_to(s, HEALTH + b"\r\n" + more)
             assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
-        with connected(s, head(1_000_000, "/nowhere")) as connection:  # answered before its body
+        with connected(s, post_headers(1_000_000, "/nowhere")) as connection:  # answered before its body
             assert connection.recv(12) == b"HTTP/1.1 404"
-            until(lambda: not num_open(s), "the rest of the body expires", patience=5)
+            until(lambda: not num_open(s), "the rest of the body expires", timeout=5)
         with connected(s) as other:
-            with held(s.service), connected(s, post(ASKED)) as connection:
+            with engine_blocked(s.service), connected(s, post(REQUEST)) as connection:
                 assert received(other) == b"", "a request in work would have expired by now"
                 until(lambda: s.service.jobs, "it is taken")
-            with connected(s, post(ASKED)) as connection:
+            with connected(s, post(REQUEST)) as connection:
                 assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_trickling_does_not_move_the_deadlines(spare: LLM) -> None:
     with serving(spare, header_timeout=3 * SOON, body_timeout=3 * SOON) as s:
-        for sent, piece in ((HEAD, b"X: y\r\n"), (head(9999), b" ")):
+        for sent, piece in ((HEADERS, b"X: y\r\n"), (post_headers(9999), b" ")):
             with connected(s, sent) as connection:
                 assert error_of(trickled(connection, piece)).startswith("408 ")
 
@@ -117,7 +117,7 @@ def test_trickling_does_not_move_the_deadlines(spare: LLM) -> None:
 def test_incomplete_bodies_expire(spare: LLM) -> None:
     with serving(spare, body_timeout=SOON, header_timeout=SOON) as s:
         for path in ("/v1/completions", "/tokenize", "/api/chat"):
-            answer = answer_to(s, post(ASKED, 1000, path))
+            answer = answer_to(s, post(REQUEST, 1000, path))
             assert b"HTTP/1.1 408" in answer and b"--body-timeout" in answer, path
         assert s.complete()["choices"] and not s.logged
 
@@ -132,7 +132,7 @@ def chunks(content: bytes, size: int, extension: bytes = b"") -> bytes:
 
 
 def padded(length: int) -> bytes:
-    return json.dumps(ASKED | {"user": "x" * length}).encode()
+    return json.dumps(REQUEST | {"user": "x" * length}).encode()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
     with serving(spare, api_key=("k",)) as s, connected(s, half) as connection:
         assert connection.recv(12) == b"HTTP/1.1 401"
         connection.sendall(b"1\r\nx\r\n" * 20_000)
-        until(lambda: not num_open(s), "it is closed", patience=5)
+        until(lambda: not num_open(s), "it is closed", timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
         b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
-        HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEADERS + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEADERS + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HEADERS + b"Content-Length: -1\r\n\r\n",
         CHUNKED + b"\r\nx\r\n",
     ],
 )
@@ -212,7 +212,7 @@ def test_what_is_not_http_is_refused_at_once(shared: Serving, sent: bytes) -> No
 
 def test_pipelined_requests_are_answered_in_turn(shared: Serving) -> None:
     """With an empty line between them, as some old clients send; none behind a chunked body."""
-    both = answer_to(shared, post(ASKED) + b"\r\n" + post(ASKED) + b"GET /nowhere HTTP/1.0\r\n\r\n")
+    both = answer_to(shared, post(REQUEST) + b"\r\n" + post(REQUEST) + b"GET /nowhere HTTP/1.0\r\n\r\n")
     assert both.count(b"HTTP/1.1 200") == 2 and both.count(b"HTTP/1.1 404") == 1
     answer = answer_to(shared, CHUNKED + b"\r\n" + chunks(padded(0), 1000) + HEALTH + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
@@ -227,7 +227,7 @@ def test_an_upgrade_is_ignored(shared: Serving, chunked: bool) -> None:
     framing = (
         b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
     )
-    with connected(shared, HEAD + upgrade + framing + b"\r\n" + body) as connection:
+    with connected(shared, HEADERS + upgrade + framing + b"\r\n" + body) as connection:
         assert b"HTTP/1.1 200" in received(connection, b"usage")
         connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
         assert b"HTTP/1.1 200" in received(connection)
@@ -331,15 +331,15 @@ def test_the_memory_of_all_bodies_is_bounded(spare: LLM, monkeypatch: pytest.Mon
             return str(answer.json()["error"]["message"])
 
         with connected(s, post(large, 4990)), connected(s, post(large, 4990)):
-            until(full, "they have arrived", patience=5)
+            until(full, "they have arrived", timeout=5)
             assert full().startswith("the requests in work hold 6000 bytes")
             assert s.complete()["choices"]
-        until(lambda: not full(), "there is room again", patience=5)
-        body = post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})
-        with held(s.service), connected(s, body):
+        until(lambda: not full(), "there is room again", timeout=5)
+        body = post(REQUEST | {"prompt": "x " * 900, "user": "x" * 2000})
+        with engine_blocked(s.service), connected(s, body):
             until(lambda: s.service.jobs, "it is taken")
             assert full()
-        until(lambda: not full(), "the request has ended", patience=5)
+        until(lambda: not full(), "the request has ended", timeout=5)
 
 
 # ------------------------------------------------------------ number of connections
@@ -358,7 +358,7 @@ def gone(connection: socket.socket) -> bool:
 
 def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
     with serving(spare, max_connections=3) as s, ExitStack() as stack:
-        unfinished = [stack.enter_context(connected(s, post(ASKED, 999))) for _ in range(3)]
+        unfinished = [stack.enter_context(connected(s, post(REQUEST, 999))) for _ in range(3)]
         until(lambda: num_open(s) == 3, "they are open")
         assert s.complete()["choices"]
         assert received(unfinished[0]) == b"", "the one that waited longest made room"
@@ -367,7 +367,7 @@ def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
         assert num_open(s) <= 3
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half of the headers"])
+@pytest.mark.parametrize("sent", [b"", HEADERS], ids=["nothing", "half of the headers"])
 def test_connections_without_a_request_make_room(spare: LLM, sent: bytes) -> None:
     with serving(spare, max_connections=3) as s, ExitStack() as stack:
         silent = [stack.enter_context(connected(s, sent)) for _ in range(5)]
@@ -401,9 +401,9 @@ def test_a_request_in_work_keeps_its_connection(one_by_one: LLM) -> None:
 
 def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
     with serving(spare, max_connections=2) as s:
-        with held(s.service), connected(s, post(ASKED)), connected(s, post(ASKED)):
+        with engine_blocked(s.service), connected(s, post(REQUEST)), connected(s, post(REQUEST)):
             until(lambda: len(s.service.jobs) == 2, "two are in work")
-            answer = answer_to(s, post(ASKED))
+            answer = answer_to(s, post(REQUEST))
             assert error_of(answer).startswith("503 ")
             assert b"retry-after" in answer and b"--max-connections" in answer
             assert s.http.get("/health").status_code == 200 and len(s.service.jobs) == 2
@@ -415,7 +415,7 @@ def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
 
 def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
     """Its events are freed, and other clients get their text."""
-    with serving(spare, listener=narrow(), write_timeout=SOON) as s:
+    with serving(spare, listener=small_buffer_listener(), write_timeout=SOON) as s:
         expected = s.complete(seed=1)["choices"][0]["text"]
         body = post(STREAM | {"logprobs": 20, "n": 2})
         with connected(s, body, receive_buffer=4096) as connection:
@@ -423,7 +423,7 @@ def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
             until(lambda: s.service.jobs, "it is taken")
             handle = weakref.ref(next(iter(s.service.jobs.values())))
             until(lambda: not num_open(s), "the server closes the connection")
-            s.rest()
+            s.wait_until_idle()
             until(lambda: gc.collect() >= 0 and handle() is None, "its events are freed")
             assert s.complete(seed=1)["choices"][0]["text"] == expected
         assert not s.logged
@@ -431,7 +431,7 @@ def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
 
 def test_a_slow_reader_gets_everything(one_by_one: LLM) -> None:
     """It takes longer than the limit for the whole stream, but never that long for a piece."""
-    with serving(one_by_one, listener=narrow(), write_timeout=5 * SOON) as s:
+    with serving(one_by_one, listener=small_buffer_listener(), write_timeout=5 * SOON) as s:
         with connected(s, post(LONG | {"max_tokens": 100}), receive_buffer=4096) as connection:
             for _ in range(12):
                 assert connection.recv(2048)
@@ -445,14 +445,14 @@ def test_an_unread_stream_pauses_and_continues(spare: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
     asked = {"prompt": "x = 1\n", "seed": 5, "temperature": 0.8, "ignore_eos": True}
     asked["max_tokens"] = 1000
-    with serving(spare, listener=narrow(), write_timeout=0, max_unread=1) as s:
+    with serving(spare, listener=small_buffer_listener(), write_timeout=0, max_unread=1) as s:
         expected = s.complete(**asked)["choices"][0]["text"]
         sent = post(asked | {"stream": True, "logprobs": 20})
         with connected(s, sent, 4096) as one, connected(s, sent, 4096) as two:
             until(lambda: len(s.service.jobs) == 2, "they are taken")
             taken = dict(s.service.jobs)
             until(lambda: all(handle.paused for handle in taken.values()), "they pause")
-            until(lambda: not s.service.llm.engine.busy, "the engine rests", patience=5)
+            until(lambda: not s.service.llm.engine.busy, "the engine rests", timeout=5)
             for job, handle in taken.items():
                 assert job.request and job.request.produced < 1000 and handle.unread < 500_000
             assert s.complete()["choices"], "their places are free"
@@ -491,14 +491,14 @@ def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.Monk
         size = len(s.http.get("/docs").content)
     limit = int(2.5 * size)
     with (
-        serving(spare, listener=narrow(), write_timeout=0, max_unread=limit) as s,
+        serving(spare, listener=small_buffer_listener(), write_timeout=0, max_unread=limit) as s,
         ExitStack() as stack,
     ):
         for _ in range(6):
             stack.enter_context(connected(s, sent, 4096))
         until(lambda: unsent(s) > 0, "responses are written")
         assert len(s.http.get("/docs").content) == size
-        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", patience=5)
+        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", timeout=5)
 
 
 # ------------------------------------------------------------ before the first request
