@@ -105,7 +105,7 @@ class Generation:
                 "rate": round(self.rate, 4),
                 "tokens": [self.token(t, s) for t, s in zip(emitted, sources, strict=False)],
                 "draft": draft,
-                "bonus": self.token(own) | self.p_and_noise(),
+                "bonus": self.token(own) | self.scores(),
                 "t_draft_ms": round(0.008 + 0.006 * len(draft), 4) if draft else 0.0,
                 "t_verify_ms": round(verify_ms, 4) + (0 if step else 4),
             }
@@ -137,9 +137,7 @@ class Generation:
             first = len(nodes) + 1
             for text in siblings:
                 verdict = {"parent": parent, "accepted": accepted and text == right}
-                nodes.append(
-                    self.token(text, source) | self.p_and_noise() | {"q": self.q()} | verdict
-                )
+                nodes.append(self.token(text, source) | self.scores() | {"q": self.q()} | verdict)
             parent = first + (siblings.index(right) if accepted else 0)
             kept += accepted
         return nodes, kept
@@ -149,7 +147,7 @@ class Generation:
         index = words.index(text) if text in words else len(words)
         return {"id": index, "text": text, "source": source}
 
-    def p_and_noise(self) -> dict[str, float]:
+    def scores(self) -> dict[str, float]:
         noise = round(self.rng.gauss(0.6, 1.2), 4)
         return {"p": round(self.rng.betavariate(2, 1), 4), "noise": noise}
 

@@ -318,9 +318,7 @@ def test_cross_origin_requests_are_refused(server: Serving) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", COMPLETIONS, "/v1/responses", "/tokenize"]
 )
-def test_bodies_need_a_content_type_that_pages_cannot_send_without_preflight(
-    server: Serving, path: str
-) -> None:
+def test_bodies_need_a_content_type_of_json(server: Serving, path: str) -> None:
     """Old browsers send forms without an Origin; only scripts leave the content type out."""
     prompt: dict[str, Any] = {"prompt": "x"}
     if path == "/v1/chat/completions":

@@ -313,9 +313,7 @@ def test_fields_that_clients_add_are_ignored_and_named(place: str, name: str) ->
         (assistant([{"type": "refusal", "refusal": "No."}]), ()),
     ],
 )
-def test_items_of_a_response_are_accepted_as_input(
-    state: ServerState, item: Json, ignored: Any
-) -> None:
+def test_items_of_a_response_are_accepted(state: ServerState, item: Json, ignored: Any) -> None:
     body = request(RESPONSES, [HI, item, HI])
     assert body.ignored == ignored and prepare_chat(state, to_chat(body))[1]
 

@@ -63,12 +63,12 @@ def server(model: Path) -> Iterator[Serving]:
         yield running
 
 
-def chat_body(text: str, **options: Any) -> dict[str, Any]:
+def chat(text: str, **options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": 2, "chat_template_kwargs": options}
 
 
-def grammar_body(grammar: str) -> dict[str, Any]:
+def constrained(grammar: str) -> dict[str, Any]:
     form = {"type": "grammar", "grammar": grammar}
     return {"prompt": "x", "max_tokens": 2, "response_format": form}
 
@@ -76,24 +76,22 @@ def grammar_body(grammar: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body, message",
     [
-        (chat_body("loop"), "takes over 0.5 seconds"),
-        pytest.param(
-            chat_body("hi", times=99999), "takes over 0.5 seconds", marks=pytest.mark.full
-        ),
-        (chat_body("grow"), "256 MiB"),
-        (chat_body("flood"), "too long"),
-        (chat_body("refuse"), "I will not"),
+        (chat("loop"), "takes over 0.5 seconds"),
+        pytest.param(chat("hi", times=99999), "takes over 0.5 seconds", marks=pytest.mark.full),
+        (chat("grow"), "256 MiB"),
+        (chat("flood"), "too long"),
+        (chat("refuse"), "I will not"),
     ],
     ids=["loop of the template", "loop of an option", "memory", "long text", "an exception"],
 )
-def test_templates_and_options_that_exceed_a_limit_are_refused(
+def test_templates_over_a_limit_are_refused(
     body: dict[str, Any], message: str, server: Serving
 ) -> None:
     start = time.monotonic()
     answer = server.http.post(CHAT, json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
     assert time.monotonic() - start < 15
-    assert server.http.post(CHAT, json=chat_body("hi")).status_code == 200
+    assert server.http.post(CHAT, json=chat("hi")).status_code == 200
 
 
 def test_other_requests_are_served_while_grammars_are_compiled(
@@ -106,15 +104,12 @@ def test_other_requests_are_served_while_grammars_are_compiled(
             raise BusyError("no worker is free")
 
     workers = compiler.SANDBOX
-    bodies = [grammar_body(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
+    bodies = [constrained(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
     with ThreadPoolExecutor(len(bodies)) as clients:
         post = partial(httpx2.post, server.url + COMPLETIONS, timeout=TIMEOUT)
         refused = [clients.submit(post, json=body) for body in bodies]
         until(lambda: len(workers._busy) == WORKERS, "grammars are compiled")
-        for path, body in (
-            (COMPLETIONS, {"prompt": "x", "max_tokens": 2}),
-            (CHAT, chat_body("hi")),
-        ):
+        for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, chat("hi"))):
             assert server.http.post(path, json=body).status_code == 200
         assert not all(future.done() for future in refused)
         monkeypatch.setattr(compiler, "SANDBOX", Full())  # refuse the others at once
@@ -141,7 +136,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for file in files for child in file.read_text().split()]
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_time(pid: int) -> float:
     """Return the seconds of processor time of a process; 0 if it has ended."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -161,12 +156,9 @@ def test_a_server_that_ends_leaves_no_workers(signal_number: signal.Signals, mod
         server = processes.Server(process)
         try:
             server.wait_until_up()
-            for request in (
-                (chat_body("loop"), CHAT),
-                (grammar_body(ENDLESS_GRAMMAR), COMPLETIONS),
-            ) * 4:
+            for request in ((chat("loop"), CHAT), (constrained(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
                 threading.Thread(target=ask, args=(server, *request), daemon=True).start()
-            busy = lambda: any(cpu_seconds(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
+            busy = lambda: any(cpu_time(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
             until(busy, "workers compute")
             workers = children(process.pid)
             process.send_signal(signal_number)
@@ -183,7 +175,7 @@ def test_the_command_line_refuses_an_endless_template(model: Path) -> None:
 
 
 def test_workers_need_little_memory(server: Serving) -> None:
-    for path, body in ((CHAT, chat_body("hi")), (COMPLETIONS, grammar_body("start: /[a-z]+/"))):
+    for path, body in ((CHAT, chat("hi")), (COMPLETIONS, constrained("start: /[a-z]+/"))):
         assert server.http.post(path, json=body).status_code == 200
     for workers in (chat_template.SANDBOX, compiler.SANDBOX):
         for pid in workers.processes:

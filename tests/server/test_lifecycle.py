@@ -30,8 +30,14 @@ from tests.server.serving import post_headers, until
 ROOT = Path(__file__).parents[2]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
-LONG = 8000  # tokens: 24 texts of that length take longer than any test waits
-REQUEST = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
+LONG = 8000  # tokens; 24 texts of this length take longer than any test waits
+REQUEST = {
+    "prompt": PROMPT,
+    "max_tokens": 24,
+    "temperature": 0.8,
+    "seed": 3,
+    "return_token_ids": True,
+}
 
 
 def start_fresh(*arguments: str) -> subprocess.Popen[str]:
@@ -78,7 +84,7 @@ class Server:
         self.url = f"http://{self.address[0]}:{self.address[1]}"
         self.reader.start()
         assert self.get("/health")[0] == 200
-        self.usual_files = self.files() + 1  # the connection that asks may count
+        self.usual_files = self.files() + 1  # the connection of this request may count
 
     def connect(self, sent: bytes) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=30)
@@ -132,8 +138,8 @@ def serving(*flags: str, **env: str) -> Iterator[Server]:
             process.kill()
 
 
-def load(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
-    """Start streams, of which some wait for a place."""
+def start_streams(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
+    """Start streams, of which some wait for a slot."""
     body = {"max_tokens": tokens, "ignore_eos": True, "speculative": False}
     with ThreadPoolExecutor(count) as pool:
         streams = list(pool.map(lambda seed: server.open_stream(**body, seed=seed), range(count)))
@@ -141,8 +147,8 @@ def load(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
     return streams
 
 
-def finish(streams: list[Iterator[str]]) -> list[int]:
-    """Read streams to their orderly ends; return their numbers of tokens."""
+def read_streams(streams: list[Iterator[str]]) -> list[int]:
+    """Read streams, which must end regularly; return their numbers of tokens."""
     with ThreadPoolExecutor(len(streams)) as pool:
         read = list(pool.map(list, streams))
     counts = []
@@ -157,18 +163,18 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 # ------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize(("sign", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
-def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: float) -> None:
+@pytest.mark.parametrize(("signal_number", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
+def test_the_shutdown_timeout_ends_all_streams_regularly(signal_number: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
-        streams = load(server, 24, LONG)
-        server.process.send_signal(sign)
-        assert sum(finish(streams)) < 24 * LONG
+        streams = start_streams(server, 24, LONG)
+        server.process.send_signal(signal_number)
+        assert sum(read_streams(streams)) < 24 * LONG
         assert server.end(bound + 4) == 0
 
 
 def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a second signal uvicorn skips the application's shutdown; a thread in native code has
-    then aborted Python's exit."""
+    """After a second signal uvicorn skips the application's shutdown; a thread in native code
+    once aborted Python's exit then."""
     servers: list[server_run.Server] = []
 
     def second_signal(server: server_run.Server, sockets: list[socket.socket]) -> None:
@@ -187,7 +193,7 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
     assert not servers[0].service._thread.is_alive()
 
 
-def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
+def test_idle_and_incomplete_connections_do_not_delay_the_shutdown() -> None:
     with serving("--shutdown-timeout", "0") as server, ExitStack() as stack:
         for _ in range(5):
             stack.enter_context(server.connect(post_headers(100) + b'{"prompt"'))
@@ -200,14 +206,16 @@ def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
+    ("signal_number", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
 )
-def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> None:
+def test_a_signal_during_loading_ends_the_process(
+    signal_number: int, codes: tuple[int, ...]
+) -> None:
     with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
             until(lambda: "libtorch_python" in maps.read_text(), "torch is loaded")
-            process.send_signal(sign)
+            process.send_signal(signal_number)
             _, errors = process.communicate(timeout=10)
         finally:
             process.kill()
@@ -224,7 +232,9 @@ def test_incomplete_requests_are_closed_with_their_clients() -> None:
             with ExitStack() as stack:
                 for _ in range(20):
                     stack.enter_context(server.connect(post_headers(100) + body))
-                until(lambda: server.files() >= server.usual_files + 18, "they are open", 5)
+                until(
+                    lambda: server.files() >= server.usual_files + 18, "the connections are open", 5
+                )
                 assert server.post(REQUEST)[0] == 200
             until(server.closed, "the connections are closed")
 
@@ -232,7 +242,7 @@ def test_incomplete_requests_are_closed_with_their_clients() -> None:
 # ------------------------------------------------------------ files and keys
 
 
-def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
+def test_configuration_file_flags_and_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     lines = ["max-rows = 2", 'served_name = "from the file"', 'api_key = ["one"]', "max_queue = 0"]
     file.write_text("\n".join([*lines, 'draft = "ngram"']))
@@ -251,30 +261,32 @@ def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
-    source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
+    source, complete, partial = (tmp_path / name for name in ("input", "complete", "partial"))
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 1, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": f"job {i}", "url": "/v1/completions", "body": body | {"seed": i}})
         for i in range(8)
     ]
     source.write_text("\n".join(lines))
-    assert run("batch", str(source), str(whole), *flags)[0] == 0
-    with start("batch", str(source), str(parts), *flags) as process:
+    assert run("batch", str(source), str(complete), *flags)[0] == 0
+    with start("batch", str(source), str(partial), *flags) as process:
         try:
-            until(lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 2, "two answers")
+            until(
+                lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 2, "two answers"
+            )
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert len(texts(parts)) < 8
-    parts.write_bytes(parts.read_bytes()[:-20])  # as if it had been killed while it wrote
-    assert run("batch", str(source), str(parts), *flags)[0] == 0
-    assert texts(parts) == texts(whole) and len(texts(whole)) == 8
+    assert len(texts(partial)) < 8
+    partial.write_bytes(partial.read_bytes()[:-20])  # as after a crash while writing
+    assert run("batch", str(source), str(partial), *flags)[0] == 0
+    assert texts(partial) == texts(complete) and len(texts(complete)) == 8
 
 
 def texts(file: Path) -> dict[str, str]:
-    """Return the texts by custom id, each of which must be there once."""
+    """Return the texts by custom id, each of which must occur once."""
     answers = [json.loads(line) for line in file.read_text().splitlines()]
     found = {a["custom_id"]: a["response"]["body"]["choices"][0]["text"] for a in answers}
     assert len(found) == len(answers)

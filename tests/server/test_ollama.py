@@ -1,4 +1,4 @@
-"""Ollama's API: the texts of OpenAI's in Ollama's formats, and its errors."""
+"""Ollama's API: the same texts as OpenAI's API in Ollama's formats, and its errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def generate(api: ApiClient, **body: Any) -> str:
     return full(api, "/api/generate", **{"prompt": "hi there"} | body)["response"]
 
 
-def openai(api: ApiClient, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
-    asked = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
-    return api.answer("/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+def openai_chat(api: ApiClient, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
+    request = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
+    return api.answer("/v1/chat/completions", request)["choices"][0]["message"]["content"]
 
 
 def error_of(response: Any, status: int) -> str:
@@ -60,8 +60,8 @@ def error_of(response: Any, status: int) -> str:
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
-def test_a_chat_is_openais(api: ApiClient, model: str) -> None:
-    text = openai(api)
+def test_a_chat_equals_that_of_openais_api(api: ApiClient, model: str) -> None:
+    text = openai_chat(api)
     answer = full(api, "/api/chat", messages=HI, model=model)
     assert answer["message"] == {"role": "assistant", "content": text} and answer["model"] == model
     *parts, last = lines(api, "/api/chat", messages=HI, model=model)
@@ -75,22 +75,22 @@ def test_a_chat_is_openais(api: ApiClient, model: str) -> None:
 
 
 def test_a_generation_is_a_chat_of_one_message(api: ApiClient) -> None:
-    assert generate(api) == openai(api)
+    assert generate(api) == openai_chat(api)
     parts = lines(api, "/api/generate", prompt="hi there")
-    assert "".join(part["response"] for part in parts) == openai(api)
+    assert "".join(part["response"] for part in parts) == openai_chat(api)
     system = [{"role": "system", "content": "be brief"}, *HI]
-    assert generate(api, system="be brief") == openai(api, system)
+    assert generate(api, system="be brief") == openai_chat(api, system)
     raw = generate(api, prompt="def f(", raw=True)
     completion = api.complete(prompt="def f(", max_tokens=24, seed=11, temperature=0.9)
     assert raw == completion["choices"][0]["text"]
 
 
-def test_options_mean_what_they_mean_elsewhere(api: ApiClient) -> None:
+def test_options_mean_the_same_as_fields_of_openais_api(api: ApiClient) -> None:
     own = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5}
-    penalised = openai(api, **own, repetition_penalty=1.3)
+    penalized = openai_chat(api, **own, repetition_penalty=1.3)
     options = OPTIONS | own | {"repeat_penalty": 1.3}
-    assert chat(api, options=options) == penalised != openai(api)
-    text = openai(api)
+    assert chat(api, options=options) == penalized != openai_chat(api)
+    text = openai_chat(api)
     cut = full(api, "/api/chat", messages=HI, options=OPTIONS | {"stop": [text[6:9]]})
     assert cut["message"]["content"] == text[: text.index(text[6:9])]
     assert cut["done_reason"] == "stop"
@@ -100,8 +100,8 @@ def test_options_mean_what_they_mean_elsewhere(api: ApiClient) -> None:
 
 def test_format_is_a_grammar(api: ApiClient) -> None:
     assert json.loads(chat(api, format=SCHEMA))["a"] in ("x", "y")
-    assert chat(api, format="json") == openai(api, response_format={"type": "json_object"})
-    assert chat(api, format="") == openai(api)
+    assert chat(api, format="json") == openai_chat(api, response_format={"type": "json_object"})
+    assert chat(api, format="") == openai_chat(api)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
@@ -122,13 +122,13 @@ def test_arguments_of_calls_are_objects(serve: Serving, monkeypatch: pytest.Monk
     assert first["message"]["tool_calls"] == calls and not first["done"] and last["done"]
 
 
-def test_calls_and_their_results_are_read_as_openais(api: ApiClient) -> None:
+def test_tool_calls_and_results_are_read_like_those_of_openais_api(api: ApiClient) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     own = [*HI, called, {"role": "tool", "tool_name": "f", "content": "5"}]
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     same = [*HI, called, {"role": "tool", "name": "f", "content": "5"}]
-    assert chat(api, messages=own, tools=[TOOL]) == openai(api, same, tools=[TOOL])
+    assert chat(api, messages=own, tools=[TOOL]) == openai_chat(api, same, tools=[TOOL])
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_calls_and_their_results_are_read_as_openais(api: ApiClient) -> None:
 )
 def test_ignored_fields_are_named(api: ApiClient, path: str, body: Any, ignored: str) -> None:
     options = {"num_ctx": 9, "num_predict": 2}
-    asked = {"model": "tiny", "options": options} | body
-    assert api.http.post(f"/api/{path}", json=asked).headers["x-forerun-ignored"] == ignored
+    request = {"model": "tiny", "options": options} | body
+    assert api.http.post(f"/api/{path}", json=request).headers["x-forerun-ignored"] == ignored
 
 
-def test_curls_content_type_is_json_unless_a_browser_asks(api: ApiClient) -> None:
+def test_curls_default_content_type_is_json_except_from_browsers(api: ApiClient) -> None:
     """A page may send a form to another origin without a preflight request."""
     body = b'{"model": "tiny", "prompt": "x", "stream": false, "options": {"num_predict": 2}}'
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -229,7 +229,9 @@ X: dict[str, Any] = {"prompt": "x"}
         ("show", {"model": None}, "model"),
     ],
 )
-def test_wrong_requests_get_one_line(api: ApiClient, path: str, body: Any, message: str) -> None:
+def test_invalid_requests_are_refused_in_one_line(
+    api: ApiClient, path: str, body: Any, message: str
+) -> None:
     response = api.http.post(f"/api/{path}", json={"model": "tiny"} | body)
     assert message in error_of(response, 400)
 
@@ -257,10 +259,10 @@ def test_other_models_and_paths_are_not_found(api: ApiClient) -> None:
         ("/v1/responses", {"input": "hi"}, "output_tokens"),
     ],
 )
-def test_an_answer_that_nothing_ends_has_a_default_limit(
+def test_an_answer_without_a_limit_gets_the_default_one(
     spare: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, counted: str
 ) -> None:
-    """A model without a chat template filled the context: 32,761 tokens for a greeting."""
+    """A model without a chat template once filled the context: 32,761 tokens for a greeting."""
     monkeypatch.setattr(openai_api, "DEFAULT_MAX_TOKENS", 24)
     with serving(spare, served_name="tiny") as s:
         answer = s.answer(path, {"model": "tiny", **body})

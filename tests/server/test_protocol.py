@@ -1,4 +1,4 @@
-"""Requests as clients of other servers write them: numbers, foreign fields, formats, reasoning."""
+"""Requests as clients of other servers write them: numbers, their fields, formats, reasoning."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refusal(api: ApiClient, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def message_of(model: Any, body: dict[str, Any]) -> str:
-    """Return the message for a request that is refused."""
+    """Return the error message for an invalid request."""
     with pytest.raises(ValidationError) as error:
         model.model_validate(body)
     return errors.body(RequestValidationError(error.value.errors()))[1]["error"]["message"]
@@ -119,7 +119,7 @@ def test_a_negative_length_fills_the_context(model: Any, body: Any, value: float
     assert "-1 for as many tokens" in message_of(model, body | {"n_predict": -3})
 
 
-def test_ollamas_options_are_read_alike() -> None:
+def test_numbers_in_ollamas_options_are_read_alike() -> None:
     def read(**options: Any) -> ChatRequest:
         body = {"model": "tiny", "messages": HI, "options": options}
         return ollama_to_chat(OllamaChat.model_validate(body))
@@ -135,7 +135,7 @@ def test_ollamas_options_are_read_alike() -> None:
 @pytest.mark.parametrize(("model", "body"), MODELS)
 @pytest.mark.parametrize("name", ["n_predict", "top_k", "seed", "min_tokens"])
 @pytest.mark.parametrize("value", ["5", "", True, 2.5, []])
-def test_errors_say_which_number_to_send(model: Any, body: Any, name: str, value: Any) -> None:
+def test_errors_ask_for_an_integer(model: Any, body: Any, name: str, value: Any) -> None:
     message = message_of(model, body | {name: value})
     assert "give a whole number" in message
     assert ("without quotation marks" in message) == isinstance(value, str)
@@ -169,17 +169,17 @@ def test_null_is_absent_in_every_field(model: Any, body: Any) -> None:
 
 @pytest.mark.parametrize("path", REQUESTS)
 def test_a_negative_seed_is_random_and_returned(api: ApiClient, path: str) -> None:
-    asked = REQUESTS[path] | {"seed": -1, "temperature": 1}
-    answers = [api.answer(path, asked) for _ in range(3)]
+    body = REQUESTS[path] | {"seed": -1, "temperature": 1}
+    answers = [api.answer(path, body) for _ in range(3)]
     texts = [text_of(path, answer) for answer in answers]
     assert len(set(texts)) > 1
     assert text(api, path, seed=answers[0]["seed"], temperature=1) == texts[0]
 
 
-def test_biases_name_tokens_by_integers(api: ApiClient) -> None:
-    asked = {"max_tokens": 3, "temperature": 0}
-    forced = api.complete(**asked, logit_bias={"69": 100})["choices"]
-    assert api.complete(**asked, logit_bias={"69.0": 100.0})["choices"] == forced
+def test_keys_of_logit_bias_are_integers(api: ApiClient) -> None:
+    body = {"max_tokens": 3, "temperature": 0}
+    forced = api.complete(**body, logit_bias={"69": 100})["choices"]
+    assert api.complete(**body, logit_bias={"69.0": 100.0})["choices"] == forced
     for name in ("x", "1.5", "", "6_9", " 69", "٦", "1e3"):
         assert "token ids" in refusal(api, COMPLETIONS, logit_bias={name: 1})["message"]
 
@@ -192,13 +192,13 @@ def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
 
 
-# Foreign fields
+# Fields of other servers
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_an_alias_means_the_same(api: ApiClient, path: str) -> None:
-    penalised = text(api, path, repetition_penalty=0.05)
-    assert text(api, path, repeat_penalty=0.05) == penalised != text(api, path)
+def test_aliases_have_the_same_effect(api: ApiClient, path: str) -> None:
+    penalized = text(api, path, repetition_penalty=0.05)
+    assert text(api, path, repeat_penalty=0.05) == penalized != text(api, path)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     short = text(api, path, **{limit: 5})
     for name in ALIASES:
@@ -233,18 +233,18 @@ def test_guided_output_is_a_response_format(
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["full", "streamed"])
 def test_ignored_fields_are_named_in_a_header(api: ApiClient, path: str, stream: bool) -> None:
-    asked = REQUESTS[path] | {"stream": stream}
+    body = REQUESTS[path] | {"stream": stream}
     extra = {"num_ctx": 4096, "keep_alive": "5m", "mirostat": 0, "ttl": None}
-    response = api.http.post(path, json=asked | extra)
+    response = api.http.post(path, json=body | extra)
     assert response.headers["x-forerun-ignored"] == "num_ctx, keep_alive", response.text
-    assert "x-forerun-ignored" not in api.http.post(path, json=asked).headers
+    assert "x-forerun-ignored" not in api.http.post(path, json=body).headers
     ignored = {name: 1 for name, rule in TABLE.items() if isinstance(rule, NoEffect)}
     if not stream:
         assert text(api, path, **ignored) == text(api, path)
 
 
 @pytest.mark.parametrize(("model", "body"), MODELS)
-def test_restricted_fields_accept_the_value_of_what_happens_anyway(model: Any, body: Any) -> None:
+def test_restricted_fields_accept_the_default_behaviour(model: Any, body: Any) -> None:
     plain = model.model_validate(body)
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
@@ -253,18 +253,20 @@ def test_restricted_fields_accept_the_value_of_what_happens_anyway(model: Any, b
 
 
 @pytest.mark.parametrize(("path", "model"), list(zip(REQUESTS, dict(MODELS), strict=True)))
-def test_other_values_of_restricted_fields_are_refused(api: ApiClient, path: str, model: Any) -> None:
+def test_other_values_of_restricted_fields_are_refused(
+    api: ApiClient, path: str, model: Any
+) -> None:
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
             error = refusal(api, path, **{name: "other", "repetition_penalty": 1.1})
             assert error["param"] == name and rule.advice in error["message"]
 
 
-def test_the_window_of_penalties_matters_with_penalties_only(api: ApiClient) -> None:
+def test_repeat_last_n_is_ignored_without_penalties(api: ApiClient) -> None:
     assert text(api, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(api, CHAT)
     assert refusal(api, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
-    penalised = text(api, CHAT, repetition_penalty=1.7)
-    assert text(api, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalised
+    penalized = text(api, CHAT, repetition_penalty=1.7)
+    assert text(api, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalized
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -277,7 +279,7 @@ def test_the_window_of_penalties_matters_with_penalties_only(api: ApiClient) -> 
         ("qqqqqqqqq", "/docs"),
     ],
 )
-def test_an_unknown_field_gets_the_nearest_name(
+def test_errors_suggest_the_nearest_field_name(
     api: ApiClient, path: str, name: str, hint: str
 ) -> None:
     error = refusal(api, path, **{name: 1})
@@ -312,7 +314,7 @@ def test_wrong_values_of_aliases_are_refused(api: ApiClient, value: Any) -> None
                 assert response.status_code in (200, 400), (name, response.text)
 
 
-def test_the_published_schema_has_the_foreign_fields(api: ApiClient) -> None:
+def test_the_published_schema_has_the_fields_of_other_servers(api: ApiClient) -> None:
     schemas = api.http.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert set(TABLE) <= set(chat) and chat["mirostat"]["enum"] == [0, None]
@@ -332,7 +334,7 @@ def test_the_published_schema_has_the_foreign_fields(api: ApiClient) -> None:
         {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": None, "regex": None},
     ],
 )
-def test_a_schema_may_stand_in_several_places(form: dict[str, Any]) -> None:
+def test_a_schema_may_be_given_in_several_ways(form: dict[str, Any]) -> None:
     nested = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 
     def grammar(model: Any, body: Any, form: Any) -> Any:
@@ -403,7 +405,7 @@ def test_reasoning_effort_reaches_the_template(reasoner: LLM, effort: str, expec
         assert fields_without_effect(reasoner, request) == []
 
 
-def test_variables_of_the_request_override_its_effort(reasoner: LLM) -> None:
+def test_template_variables_override_the_reasoning_effort(reasoner: LLM) -> None:
     body = {"messages": HI, "enable_thinking": False, "reasoning_effort": "low"}
     assert formatted(reasoner, ChatRequest.model_validate(body)) == "hi|low|False"
     think = {"model": "tiny", "messages": HI, "think": True}
@@ -450,7 +452,7 @@ def test_other_models_are_not_found(api: ApiClient, name: str) -> None:
 
 
 def test_names_of_models_may_have_slashes(spare: LLM) -> None:
-    """The card has the time of the model's file: replicas and restarts agree on it."""
+    """The card has the time of the model's file, on which replicas and restarts agree."""
     with serving(spare, served_name="org/sub/tiny:1b") as s:
         for name in ("org/sub/tiny:1b", "org%2Fsub%2Ftiny:1b"):
             card = s.http.get(f"/v1/models/{name}").json()
