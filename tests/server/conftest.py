@@ -12,7 +12,7 @@ import pytest
 from forerun.llm import LLM
 from tests import tiny
 from tests.cluster.deployed import NEEDS_RAY, deployed
-from tests.server.serving import ApiClient, Serving, serving
+from tests.server.serving import Client, Serving, serving
 
 CLUSTER_PLAN = """max_queue = 64
 [[models]]
@@ -49,14 +49,14 @@ def server(serve: Serving) -> Serving:
 
 
 @pytest.fixture(scope="session", params=["serve", pytest.param("cluster", marks=NEEDS_RAY)])
-def api(request: pytest.FixtureRequest) -> Iterator[ApiClient]:
+def api(request: pytest.FixtureRequest) -> Iterator[Client]:
     if request.param == "serve":
         yield request.getfixturevalue("serve")
         return
     with deployed(CLUSTER_PLAN.format(model=tiny.spoken())) as (_, http):
-        yield ApiClient(url=str(http.base_url).rstrip("/"), http=http)
+        yield Client(url=str(http.base_url).rstrip("/"), http=http)
 
 
 @pytest.fixture(scope="session")
-def client(api: ApiClient) -> openai.OpenAI:
+def client(api: Client) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{api.url}/v1", api_key="x", max_retries=0)

@@ -43,7 +43,7 @@ IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M
 
 
 @dataclass(kw_only=True)
-class ApiClient:
+class Client:
     """A server known only by its address; `logged` has its errors if it runs in this process."""
 
     url: str
@@ -77,7 +77,7 @@ class ApiClient:
 
 
 @dataclass(kw_only=True)
-class Serving(ApiClient):
+class Serving(Client):
     """A server in this process."""
 
     server: Server
@@ -171,7 +171,7 @@ def post(body: dict[str, Any], length: int | None = None, path: str = "/v1/compl
 
 
 @contextmanager
-def connected(s: ApiClient, sent: bytes = b"", receive_buffer: int = 0) -> Iterator[socket.socket]:
+def connected(s: Client, sent: bytes = b"", receive_buffer: int = 0) -> Iterator[socket.socket]:
     """Open a connection and send something."""
     host, port = s.url.removeprefix("http://").split(":")
     with socket.socket() as connection:

@@ -26,8 +26,8 @@ from tests.server.serving import Serving, serving
 # Indices for all clients or for one client, which are loaded and unloaded while the server runs
 
 
-REQUEST = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
-REQUEST |= {"speculative": {"depth": 4}}
+BODY = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
+BODY |= {"speculative": {"depth": 4}}
 
 
 def write(llm: LLM, path: Path, *texts: str) -> None:
@@ -39,12 +39,10 @@ def write(llm: LLM, path: Path, *texts: str) -> None:
 
 @pytest.fixture
 def folder(spare: LLM, tmp_path: Path) -> Path:
-    """Two indices: one for all clients, and one with the model's answer to REQUEST."""
-    (output,) = spare.generate(
-        REQUEST["prompt"], SamplingParams.pure(max_tokens=REQUEST["max_tokens"])
-    )
+    """Two indices: one for all clients, and one with the model's answer to BODY."""
+    (output,) = spare.generate(BODY["prompt"], SamplingParams.pure(max_tokens=BODY["max_tokens"]))
     write(spare, tmp_path / "shared", "unrelated words that the prompt does not ask for")
-    write(spare, tmp_path / "acme" / "answers", REQUEST["prompt"] + output.text)
+    write(spare, tmp_path / "acme" / "answers", BODY["prompt"] + output.text)
     return tmp_path
 
 
@@ -82,7 +80,7 @@ def unload(server: Serving, name: str) -> httpx2.Response:
 def answer(server: Serving, client: str, **options: Any) -> tuple[str, int]:
     """Return a text, and the number of its tokens that were drafted from an index."""
     server.service.llm.forget()
-    response = ask(server, client, "POST", "/v1/completions", json=REQUEST | options).json()
+    response = ask(server, client, "POST", "/v1/completions", json=BODY | options).json()
     counts = response["metrics"]["forerun"]["by_source"].get("retrieval", {})
     return response["choices"][0]["text"], int(counts.get("accepted", 0))
 

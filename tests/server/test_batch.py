@@ -150,9 +150,7 @@ def test_failures_of_the_engine_are_retried(
     ],
     ids=["cut", "second", "deep", "number", "id", "twice"],
 )
-def test_an_invalid_input_file_is_an_error_of_one_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_an_invalid_input_is_reported_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text)
     with pytest.raises(RequestError) as error:

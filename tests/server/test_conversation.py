@@ -41,7 +41,7 @@ from forerun.server.responses import Responses, to_chat
 from forerun.server.state import ServerState
 from forerun.server.streaming import Formatter
 from forerun.types import Event
-from tests.server.serving import ApiClient, Serving
+from tests.server.serving import Client, Serving
 
 Json = dict[str, Any]
 MODELS: dict[str, type[Body]] = {
@@ -195,35 +195,31 @@ USUAL = settings(
 @example([([GENERATED[2]], False), ([GENERATED[4]], True), ([GENERATED[5]], False)])
 def test_answers_are_accepted_in_the_next_request(state: ServerState, turns: Any) -> None:
     """As the clients' own models dump them, whatever the model wrote, streamed and in full."""
-    conversations: dict[str, list[Json]] = {name: [] for name in ("anthropic", *MODELS)}
+    chats: dict[str, list[Json]] = {name: [] for name in ("anthropic", *MODELS)}
     for pieces, stream in turns:
         message = openai_message(state, pieces, stream)
-        conversations[CHAT] += [HI, message, *results(CHAT, message)]
+        chats[CHAT] += [HI, message, *results(CHAT, message)]
         used: list[Json] = [
             {"type": "tool_result", "tool_use_id": call["id"], "content": "5"}
             for call in message["tool_calls"] or ()
         ]
         used.append({"type": "text", "text": "and?", "cache_control": {}})
-        conversations["anthropic"] += [
-            HI,
-            anthropic_message(message),
-            {"role": "user", "content": used},
-        ]
+        chats["anthropic"] += [HI, anthropic_message(message), {"role": "user", "content": used}]
         items = openai_items(state, pieces, stream)
-        conversations[RESPONSES] += [HI, *items]
+        chats[RESPONSES] += [HI, *items]
         text = [{"type": "output_text", "text": "5", "annotations": []}]
         output = {"type": "function_call_output", "output": text}
         ids = [item["call_id"] for item in items if item["type"] == "function_call"]
-        conversations[RESPONSES] += [output | {"call_id": id_} for id_ in ids]
+        chats[RESPONSES] += [output | {"call_id": id_} for id_ in ids]
         other = ollama_message(state, pieces, stream)
-        conversations[OLLAMA] += [HI, other, *results(OLLAMA, other)]
+        chats[OLLAMA] += [HI, other, *results(OLLAMA, other)]
     found = {}
     for name, path in [*zip(MODELS, MODELS, strict=True), ("anthropic", CHAT)]:
-        messages = [*conversations[name], HI]
+        messages = [*chats[name], HI]
         assert prepare_chat(state, chat_of(request(path, messages)))[1]
         found[name] = [without_ids(values) for values in formatted(path, messages)]
     for name in (CHAT, "anthropic"):
-        assert prepare_chat(state, chat_of(request(OLLAMA, [*conversations[name], HI])))[1]
+        assert prepare_chat(state, chat_of(request(OLLAMA, [*chats[name], HI])))[1]
     assert found[CHAT] == found[RESPONSES]
     calls = [
         [message.get("tool_calls") for message in messages if message["role"] == "assistant"]
@@ -319,7 +315,7 @@ def test_items_of_a_response_are_accepted(state: ServerState, item: Json, ignore
 
 
 @pytest.mark.parametrize("path", [*MODELS, "/tokenize"])
-def test_ignored_fields_within_messages_are_in_the_header(api: ApiClient, path: str) -> None:
+def test_ignored_fields_within_messages_are_in_the_header(api: Client, path: str) -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     messages = [HI | {"content": [part, part]}, HI | {"phase": "commentary"}]
     body: Json = {"model": "tiny", "input" if path == RESPONSES else "messages": messages}
@@ -350,7 +346,7 @@ def test_ignored_fields_within_messages_are_in_the_header(api: ApiClient, path: 
     ],
 )
 def test_unsupported_fields_are_refused_with_advice(
-    api: ApiClient, place: str, extra: Json, where: str, advice: str
+    api: Client, place: str, extra: Json, where: str, advice: str
 ) -> None:
     response = api.http.post(CHAT, json=PLACES[place](extra))
     error = response.json()["error"]
@@ -376,7 +372,7 @@ def test_unsupported_items_are_refused_with_advice(item: Json, advice: str) -> N
     assert advice in str(error.value)
 
 
-def test_errors_in_nested_objects_suggest_the_nearest_field(api: ApiClient) -> None:
+def test_errors_in_nested_objects_suggest_the_nearest_field(api: Client) -> None:
     schema = {"schema": {}, "strikt": True}
     for extra, name in (
         ({"stream_options": {"include_usag": True}}, "'include_usage'"),

@@ -40,7 +40,7 @@ def expected(llm: LLM, **given: Any) -> list[int]:
     return llm.generate(PROMPT, params, draft="off")[0].token_ids
 
 
-def test_library_uses_default_sampling_for_absent_parameters(llm: LLM) -> None:
+def test_library_uses_default_sampling(llm: LLM) -> None:
     assert llm.sampling == {**DEFAULT, **llm.recommended}
     defaults = SamplingParams(seed=SEED, max_tokens=TOKENS)
     assert llm.generate(PROMPT, defaults)[0].token_ids == expected(llm)
@@ -55,9 +55,7 @@ def test_library_uses_default_sampling_for_absent_parameters(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 1.5}, {"top_p": 1.0, "top_k": 0}])
-def test_server_uses_default_sampling_for_absent_parameters(
-    server: Serving, llm: LLM, given: dict[str, Any]
-) -> None:
+def test_server_uses_default_sampling(server: Serving, llm: LLM, given: dict[str, Any]) -> None:
     tokens = expected(llm, **given)  # before the server's own thread uses the engine
     body = {"prompt": PROMPT, "seed": SEED, "max_tokens": TOKENS, "return_token_ids": True}
     (choice,) = server.complete(**body, **given)["choices"]

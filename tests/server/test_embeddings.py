@@ -15,7 +15,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.server.embeddings import CHUNK, EmbeddingBatch
 from tests import tiny
-from tests.server.serving import ApiClient, serving, slow, sse
+from tests.server.serving import Client, serving, slow, sse
 
 LONG = {"prompt": "x = 1\n", "max_tokens": 150, "ignore_eos": True, "seed": 4, "logprobs": 2}
 LONG |= {"temperature": 0.8, "speculative": False, "return_token_ids": True}
@@ -52,7 +52,7 @@ def test_an_embedding_is_the_mean_of_the_last_states(family: str, kernels: str) 
         )
 
 
-def test_openai_client_reads_both_encodings(client: openai.OpenAI, api: ApiClient) -> None:
+def test_openai_client_reads_both_encodings(client: openai.OpenAI, api: Client) -> None:
     texts = ["def add(a, b):", "return a + b", "x"]
     packed = client.embeddings.create(model="tiny", input=texts)  # base64 by default
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -69,7 +69,7 @@ def test_openai_client_reads_both_encodings(client: openai.OpenAI, api: ApiClien
     assert list(struct.unpack(f"<{len(vectors[0])}f", base64.b64decode(encoded))) == vectors[0]
 
 
-def test_embeddings_do_not_depend_on_other_texts(api: ApiClient) -> None:
+def test_embeddings_do_not_depend_on_other_texts(api: Client) -> None:
     texts = [f"line {i}\n" * (1 + 13 * i % 29) for i in range(40)]
     together = api.answer("/v1/embeddings", {"input": texts})["data"]
     for i in (0, 7, 39):
@@ -77,7 +77,7 @@ def test_embeddings_do_not_depend_on_other_texts(api: ApiClient) -> None:
         assert alone["embedding"] == pytest.approx(together[i]["embedding"], abs=1e-6)
 
 
-def test_ollama_formats_have_the_same_vectors(api: ApiClient) -> None:
+def test_ollama_formats_have_the_same_vectors(api: Client) -> None:
     def embed(given: Any) -> Any:
         return api.answer("/api/embed", {"model": "tiny", "input": given})
 
@@ -140,9 +140,7 @@ def test_a_failure_is_reported_and_the_next_request_works(
         assert s.complete()["choices"]
 
 
-def test_a_shutdown_ends_an_embedding_between_two_chunks(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shutdown_ends_work_between_chunks(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(spare) as s:
         read = EmbeddingBatch.step
 

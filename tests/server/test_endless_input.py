@@ -84,9 +84,7 @@ def constrained(grammar: str) -> dict[str, Any]:
     ],
     ids=["loop of the template", "loop of an option", "memory", "long text", "an exception"],
 )
-def test_templates_over_a_limit_are_refused(
-    body: dict[str, Any], message: str, server: Serving
-) -> None:
+def test_endless_templates_are_refused(body: dict[str, Any], message: str, server: Serving) -> None:
     start = time.monotonic()
     answer = server.http.post(CHAT, json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
@@ -144,8 +142,8 @@ def cpu_time(pid: int) -> float:
     return 0
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_leaves_no_workers(signal_number: signal.Signals, model: Path) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_leaves_no_workers(sig: signal.Signals, model: Path) -> None:
     flags = ("--port", "0", "--shutdown-timeout", "0.2")
 
     def ask(server: processes.Server, body: dict[str, Any], path: str) -> None:
@@ -161,8 +159,8 @@ def test_a_server_that_ends_leaves_no_workers(signal_number: signal.Signals, mod
             busy = lambda: any(cpu_time(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
             until(busy, "workers compute")
             workers = children(process.pid)
-            process.send_signal(signal_number)
-            assert process.wait(6) == (0 if signal_number == signal.SIGTERM else -signal_number)
+            process.send_signal(sig)
+            assert process.wait(6) == (0 if sig == signal.SIGTERM else -sig)
         finally:
             process.kill()
     ended = lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)  # noqa: E731

@@ -32,7 +32,7 @@ from forerun.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from tests.server.serving import BODIES, HI, TIMEOUT, ApiClient, Serving, sse
+from tests.server.serving import BODIES, HI, TIMEOUT, Client, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
@@ -56,7 +56,7 @@ LONG = 10**400
 
 
 def refused(
-    api: ApiClient, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
+    api: Client, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
 ) -> dict[str, Any]:
     """Send a request that must be refused, check the form of the error and return it."""
     response = api.http.post(path, content=content, headers={"content-type": kind})
@@ -96,7 +96,7 @@ LIMITS = {COMPLETION: "max_tokens", CHAT: "max_completion_tokens", RESPONSE: "ma
 
 
 @pytest.fixture(scope="module")
-def schema(api: ApiClient) -> Any:
+def schema(api: Client) -> Any:
     import schemathesis  # importing it takes seconds
 
     api.complete()  # a gateway has no metrics before the first response
@@ -114,7 +114,7 @@ def test_every_operation_of_the_schema_is_tested(schema: Any) -> None:
     [*itertools.product(["POST"], BODIES, [True, False]), *(("GET", path, True) for path in GET)],
 )
 def test_no_generated_request_makes_the_server_fail(
-    schema: Any, api: ApiClient, method: str, path: str, valid: bool
+    schema: Any, api: Client, method: str, path: str, valid: bool
 ) -> None:
     from schemathesis.generation import GenerationMode
 
@@ -425,9 +425,7 @@ def long_text(before: str, after: str = '"}') -> bytes:
 
 MESSAGES = '{"model": "tiny", "messages": ['
 SCORED = {"prompt": "x = 1\n" * 300, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 0}
-SLOW: dict[
-    str, tuple[str, Callable[[], bytes]]
-] = {  # bodies are made when they are sent, since some are large
+SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when sent, since some are large
     "long prompt": (COMPLETION, lambda: body(prompt="word " * (8 * MEGABYTE // 5 - 100))),
     "long text to tokenize": (TOKENIZE, lambda: long_text('{"prompt": "')),
     "long message": (CHAT, lambda: long_text('{"messages": [{"role":"user","content":"', '"}]}')),
@@ -594,9 +592,7 @@ def test_concurrent_slow_requests_do_not_delay_a_stream(serve: Serving, step: in
         (body(speculative={"draft": "a" * 5000}), "aaa"),
     ],
 )
-def test_errors_name_the_limit_in_one_short_line(
-    serve: Serving, content: bytes, message: str
-) -> None:
+def test_errors_name_limits_in_one_short_line(serve: Serving, content: bytes, message: str) -> None:
     error = refused(serve, COMPLETION, content)["message"]
     assert message in error and "1" * 100 not in error and "a" * 100 not in error
 

@@ -31,13 +31,8 @@ ROOT = Path(__file__).parents[2]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
 LONG = 8000  # tokens; 24 texts of this length take longer than any test waits
-REQUEST = {
-    "prompt": PROMPT,
-    "max_tokens": 24,
-    "temperature": 0.8,
-    "seed": 3,
-    "return_token_ids": True,
-}
+REQUEST = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3}
+REQUEST |= {"return_token_ids": True}
 
 
 def start_fresh(*arguments: str) -> subprocess.Popen[str]:
@@ -163,11 +158,11 @@ def read_streams(streams: list[Iterator[str]]) -> list[int]:
 # ------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize(("signal_number", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
-def test_the_shutdown_timeout_ends_all_streams_regularly(signal_number: int, bound: float) -> None:
+@pytest.mark.parametrize(("sig", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
+def test_the_shutdown_timeout_ends_all_streams_regularly(sig: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
         streams = start_streams(server, 24, LONG)
-        server.process.send_signal(signal_number)
+        server.process.send_signal(sig)
         assert sum(read_streams(streams)) < 24 * LONG
         assert server.end(bound + 4) == 0
 
@@ -206,16 +201,14 @@ def test_idle_and_incomplete_connections_do_not_delay_the_shutdown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
+    ("sig", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
 )
-def test_a_signal_during_loading_ends_the_process(
-    signal_number: int, codes: tuple[int, ...]
-) -> None:
+def test_a_signal_during_loading_ends_the_process(sig: int, codes: tuple[int, ...]) -> None:
     with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
             until(lambda: "libtorch_python" in maps.read_text(), "torch is loaded")
-            process.send_signal(signal_number)
+            process.send_signal(sig)
             _, errors = process.communicate(timeout=10)
         finally:
             process.kill()
@@ -232,9 +225,7 @@ def test_incomplete_requests_are_closed_with_their_clients() -> None:
             with ExitStack() as stack:
                 for _ in range(20):
                     stack.enter_context(server.connect(post_headers(100) + body))
-                until(
-                    lambda: server.files() >= server.usual_files + 18, "the connections are open", 5
-                )
+                until(lambda: server.files() >= server.usual_files + 18, "they are open", 5)
                 assert server.post(REQUEST)[0] == 200
             until(server.closed, "the connections are closed")
 
@@ -261,7 +252,7 @@ def test_configuration_file_flags_and_keys(tmp_path: Path) -> None:
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
-    source, complete, partial = (tmp_path / name for name in ("input", "complete", "partial"))
+    source, complete, cut = (tmp_path / name for name in ("input", "complete", "cut"))
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 1, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": f"job {i}", "url": "/v1/completions", "body": body | {"seed": i}})
@@ -269,20 +260,18 @@ def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     ]
     source.write_text("\n".join(lines))
     assert run("batch", str(source), str(complete), *flags)[0] == 0
-    with start("batch", str(source), str(partial), *flags) as process:
+    with start("batch", str(source), str(cut), *flags) as process:
         try:
-            until(
-                lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 2, "two answers"
-            )
+            until(lambda: cut.exists() and cut.read_bytes().count(b"\n") >= 2, "two answers")
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert len(texts(partial)) < 8
-    partial.write_bytes(partial.read_bytes()[:-20])  # as after a crash while writing
-    assert run("batch", str(source), str(partial), *flags)[0] == 0
-    assert texts(partial) == texts(complete) and len(texts(complete)) == 8
+    assert len(texts(cut)) < 8
+    cut.write_bytes(cut.read_bytes()[:-20])  # as after a crash while writing
+    assert run("batch", str(source), str(cut), *flags)[0] == 0
+    assert texts(cut) == texts(complete) and len(texts(complete)) == 8
 
 
 def texts(file: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from forerun.llm import LLM
 from forerun.server import conversation
 from forerun.server import openai as openai_api
-from tests.server.serving import ApiClient, Serving, serving
+from tests.server.serving import Client, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
 OPTIONS = {"num_predict": 24, "seed": 11, "temperature": 0.9}
@@ -29,26 +29,26 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 COUNTS |= {"eval_count", "eval_duration"}
 
 
-def lines(api: ApiClient, path: str, **body: Any) -> list[dict[str, Any]]:
+def lines(api: Client, path: str, **body: Any) -> list[dict[str, Any]]:
     response = api.http.post(path, json={"model": "tiny", "options": OPTIONS} | body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def full(api: ApiClient, path: str, **body: Any) -> dict[str, Any]:
+def full(api: Client, path: str, **body: Any) -> dict[str, Any]:
     return api.answer(path, {"model": "tiny", "stream": False, "options": OPTIONS} | body)
 
 
-def chat(api: ApiClient, **body: Any) -> str:
+def chat(api: Client, **body: Any) -> str:
     return full(api, "/api/chat", **{"messages": HI} | body)["message"]["content"]
 
 
-def generate(api: ApiClient, **body: Any) -> str:
+def generate(api: Client, **body: Any) -> str:
     return full(api, "/api/generate", **{"prompt": "hi there"} | body)["response"]
 
 
-def openai_chat(api: ApiClient, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
+def openai_chat(api: Client, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
     request = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
     return api.answer("/v1/chat/completions", request)["choices"][0]["message"]["content"]
 
@@ -60,7 +60,7 @@ def error_of(response: Any, status: int) -> str:
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
-def test_a_chat_equals_that_of_openais_api(api: ApiClient, model: str) -> None:
+def test_a_chat_equals_that_of_openais_api(api: Client, model: str) -> None:
     text = openai_chat(api)
     answer = full(api, "/api/chat", messages=HI, model=model)
     assert answer["message"] == {"role": "assistant", "content": text} and answer["model"] == model
@@ -74,7 +74,7 @@ def test_a_chat_equals_that_of_openais_api(api: ApiClient, model: str) -> None:
     assert last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
 
 
-def test_a_generation_is_a_chat_of_one_message(api: ApiClient) -> None:
+def test_a_generation_is_a_chat_of_one_message(api: Client) -> None:
     assert generate(api) == openai_chat(api)
     parts = lines(api, "/api/generate", prompt="hi there")
     assert "".join(part["response"] for part in parts) == openai_chat(api)
@@ -85,7 +85,7 @@ def test_a_generation_is_a_chat_of_one_message(api: ApiClient) -> None:
     assert raw == completion["choices"][0]["text"]
 
 
-def test_options_mean_the_same_as_fields_of_openais_api(api: ApiClient) -> None:
+def test_options_mean_the_same_as_fields_of_openais_api(api: Client) -> None:
     own = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5}
     penalized = openai_chat(api, **own, repetition_penalty=1.3)
     options = OPTIONS | own | {"repeat_penalty": 1.3}
@@ -98,14 +98,14 @@ def test_options_mean_the_same_as_fields_of_openais_api(api: ApiClient) -> None:
     assert len({generate(api, **random) for _ in range(3)}) > 1
 
 
-def test_format_is_a_grammar(api: ApiClient) -> None:
+def test_format_is_a_grammar(api: Client) -> None:
     assert json.loads(chat(api, format=SCHEMA))["a"] in ("x", "y")
     assert chat(api, format="json") == openai_chat(api, response_format={"type": "json_object"})
     assert chat(api, format="") == openai_chat(api)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_a_request_without_a_prompt_loads_the_model(api: ApiClient, path: str) -> None:
+def test_a_request_without_a_prompt_loads_the_model(api: Client, path: str) -> None:
     assert api.answer(path, {"model": "tiny"})["done_reason"] == "load"
     assert api.answer(path, {"model": "tiny", "keep_alive": 0})["done_reason"] == "unload"
 
@@ -122,7 +122,7 @@ def test_arguments_of_calls_are_objects(serve: Serving, monkeypatch: pytest.Monk
     assert first["message"]["tool_calls"] == calls and not first["done"] and last["done"]
 
 
-def test_tool_calls_and_results_are_read_like_those_of_openais_api(api: ApiClient) -> None:
+def test_tool_calls_and_results_are_read_like_those_of_openais_api(api: Client) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     own = [*HI, called, {"role": "tool", "tool_name": "f", "content": "5"}]
@@ -139,13 +139,13 @@ def test_tool_calls_and_results_are_read_like_those_of_openais_api(api: ApiClien
         ("embed", {"input": "x"}, "options"),
     ],
 )
-def test_ignored_fields_are_named(api: ApiClient, path: str, body: Any, ignored: str) -> None:
+def test_ignored_fields_are_named(api: Client, path: str, body: Any, ignored: str) -> None:
     options = {"num_ctx": 9, "num_predict": 2}
     request = {"model": "tiny", "options": options} | body
     assert api.http.post(f"/api/{path}", json=request).headers["x-forerun-ignored"] == ignored
 
 
-def test_curls_default_content_type_is_json_except_from_browsers(api: ApiClient) -> None:
+def test_curls_default_content_type_is_json_except_from_browsers(api: Client) -> None:
     """A page may send a form to another origin without a preflight request."""
     body = b'{"model": "tiny", "prompt": "x", "stream": false, "options": {"num_predict": 2}}'
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -156,7 +156,7 @@ def test_curls_default_content_type_is_json_except_from_browsers(api: ApiClient)
     assert response.status_code == 400
 
 
-def test_the_model_is_listed_running_and_shown(api: ApiClient, llm: LLM) -> None:
+def test_the_model_is_listed_running_and_shown(api: Client, llm: LLM) -> None:
     (listed,) = api.http.get("/api/tags").json()["models"]
     assert listed["name"] == listed["model"] == "tiny:latest"
     assert listed["size"] > 0 and len(listed["digest"]) == 64
@@ -184,7 +184,7 @@ def test_a_name_with_a_tag_stays_as_it_is(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["pull", "push", "create", "copy", "delete"])
-def test_models_are_not_managed(api: ApiClient, name: str) -> None:
+def test_models_are_not_managed(api: Client, name: str) -> None:
     method = "DELETE" if name == "delete" else "POST"
     response = api.http.request(method, f"/api/{name}", json={"model": "x"})
     assert "forerun serve" in error_of(response, 501)
@@ -229,14 +229,12 @@ X: dict[str, Any] = {"prompt": "x"}
         ("show", {"model": None}, "model"),
     ],
 )
-def test_invalid_requests_are_refused_in_one_line(
-    api: ApiClient, path: str, body: Any, message: str
-) -> None:
+def test_errors_are_reported_in_one_line(api: Client, path: str, body: Any, message: str) -> None:
     response = api.http.post(f"/api/{path}", json={"model": "tiny"} | body)
     assert message in error_of(response, 400)
 
 
-def test_other_models_and_paths_are_not_found(api: ApiClient) -> None:
+def test_other_models_and_paths_are_not_found(api: Client) -> None:
     for path, body in (
         ("chat", {"messages": HI}),
         ("generate", X),

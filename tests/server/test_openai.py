@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from tests import tiny
-from tests.server.serving import ApiClient, sse
+from tests.server.serving import Client, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
@@ -164,7 +164,7 @@ def test_a_streamed_completion_joins_to_the_full_one(
     assert usages[0].model_dump(exclude=cached) == full.usage.model_dump(exclude=cached)
 
 
-def test_continuous_usage_counts_every_token_once(api: ApiClient) -> None:
+def test_continuous_usage_counts_every_token_once(api: Client) -> None:
     options = {"continuous_usage_stats": True}
     body = {"prompt": CODE, "max_tokens": 30, "stream": True, "stream_options": options}
     body["return_token_ids"] = True
@@ -213,7 +213,7 @@ def prompt_logprobs(reference: LLM, prompt: Any, top: int) -> list[Any]:
 @pytest.mark.parametrize("prompt", ["def add(a, b):", "wörd ☃ wörd", "a"])
 @pytest.mark.parametrize("max_tokens", [0, 0.0, 6])
 def test_an_echo_has_the_logprobs_of_its_prompt(
-    api: ApiClient, reference: LLM, prompt: str, max_tokens: float
+    api: Client, reference: LLM, prompt: str, max_tokens: float
 ) -> None:
     params = {"prompt": prompt, "logprobs": 2, "seed": 3, "ignore_eos": True}
     answer = api.complete(**params, echo=True, max_tokens=max_tokens)
@@ -244,7 +244,7 @@ def test_an_echo_has_the_logprobs_of_its_prompt(
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_streamed_echo_joins_to_the_full_one(api: ApiClient, max_tokens: int) -> None:
+def test_a_streamed_echo_joins_to_the_full_one(api: Client, max_tokens: int) -> None:
     """A long prompt comes in several chunks, each with its own log-probabilities."""
     params = {"prompt": [LONG, "x = 1"], "n": 2, "echo": True, "logprobs": 3}
     params |= {"seed": 5, "max_tokens": max_tokens}
@@ -261,7 +261,7 @@ def test_a_streamed_echo_joins_to_the_full_one(api: ApiClient, max_tokens: int) 
         assert index > 1 or len(own) > 4
 
 
-def test_lm_evaluation_harness_gets_correct_sums(api: ApiClient, reference: LLM) -> None:
+def test_lm_evaluation_harness_gets_correct_sums(api: Client, reference: LLM) -> None:
     """Like lm-evaluation-harness, send context and continuation as ids, and generate one token."""
     context = reference.tokens("def add(a, b):")
     tokens = context + reference.tokens("\n    return a + b")
@@ -273,7 +273,7 @@ def test_lm_evaluation_harness_gets_correct_sums(api: ApiClient, reference: LLM)
         assert sum(logprobs) == pytest.approx(sum(e.logprob for e in entries), abs=1e-2)
 
 
-def test_a_cached_prompt_is_scored_like_a_new_one(api: ApiClient) -> None:
+def test_a_cached_prompt_is_scored_like_a_new_one(api: Client) -> None:
     """The prefix cache has no logits, so cached tokens must be processed again."""
     api.complete(prompt=LONG, max_tokens=2)
     params = {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
@@ -284,7 +284,7 @@ def test_a_cached_prompt_is_scored_like_a_new_one(api: ApiClient) -> None:
     assert bare == {"index": 0, "text": "x = 1", "finish_reason": "length", "logprobs": None}
 
 
-def test_prompt_logprobs_in_vllms_format(api: ApiClient, reference: LLM) -> None:
+def test_prompt_logprobs_in_vllms_format(api: Client, reference: LLM) -> None:
     (choice,) = api.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
     first, *rest = choice["prompt_logprobs"]
     entries = prompt_logprobs(reference, "def add(a, b):", 2)
@@ -315,9 +315,7 @@ def test_prompt_logprobs_in_vllms_format(api: ApiClient, reference: LLM) -> None
         ("responses", {"input": "x", "prompt_logprobs": 1}, "/v1/completions"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
-    api: ApiClient, path: str, body: Any, message: str
-) -> None:
+def test_what_cannot_be_scored_is_refused(api: Client, path: str, body: Any, message: str) -> None:
     response = api.http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
@@ -479,7 +477,7 @@ def test_tool_calls_that_the_model_chooses(
 
 @pytest.mark.parametrize(("parallel", "count"), [(False, 1), (True, 2), (None, 2)])
 def test_parallel_tool_calls_may_be_forbidden(
-    api: ApiClient, parallel: bool | None, count: int
+    api: Client, parallel: bool | None, count: int
 ) -> None:
     """The model generates two calls; the second is dropped where the request asks for one."""
     text = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
@@ -506,7 +504,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_unicode_line_ends_are_escaped_in_streams(api: ApiClient, path: str) -> None:
+def test_unicode_line_ends_are_escaped_in_streams(api: Client, path: str) -> None:
     """Clients split streams at any of Unicode's line ends, Ollama's own among them."""
     body = {"model": "tiny", "stream": True} | STREAMS[path]
     raw = api.http.post(path, json=body).content.decode()

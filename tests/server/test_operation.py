@@ -337,9 +337,7 @@ def test_a_disconnect_ends_the_request(own: Serving, path: str, stream: bool) ->
         with connected(own, post(BODIES[path] | {"stream": stream}, path=path)) as connection:
             if stream:
                 assert b"200" in connection.recv(100)
-            until(
-                lambda: any(r.produced > 2 for r in list(requests.values())), "tokens are generated"
-            )
+            until(lambda: any(r.produced > 2 for r in list(requests.values())), "it generates")
             (job,) = own.service.jobs
         own.wait_until_idle()
     assert job.request is not None and job.request.produced < 800
@@ -351,9 +349,7 @@ def test_many_disconnects_leave_no_kv_page_in_use(own: Serving) -> None:
         for stream in (True, False):
             with connected(own, post(LONG | {"stream": stream})):
                 until(lambda: own.service.jobs, "the request waits")
-        until(
-            lambda: not own.server.server_state.connections, "the server has noticed the disconnect"
-        )
+        until(lambda: not own.server.server_state.connections, "they are closed")
     with slow(own.service, 0.002):
         own.wait_until_idle()
         for i in range(12):

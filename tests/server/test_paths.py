@@ -33,19 +33,19 @@ PAGES = ("/", "/docs", "/nowhere", "/playground/..%2fapp.py", "/playground/app.j
 
 
 @pytest.fixture(scope="module")
-def secret_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a unique name that holds a model and a drafter."""
-    secret_folder = tmp_path_factory.mktemp("secret-place")
+    root = tmp_path_factory.mktemp("secret-place")
     for name in ("served", "drafter"):
-        shutil.copytree(tiny.spoken(), secret_folder / name)
-    return secret_folder
+        shutil.copytree(tiny.spoken(), root / name)
+    return root
 
 
 @pytest.fixture(scope="module")
-def server(secret_folder: Path) -> Iterator[Serving]:
+def server(root: Path) -> Iterator[Serving]:
     llm = LLM(
-        secret_folder / "served",
-        draft=f"model:{secret_folder / 'drafter'}",
+        root / "served",
+        draft=f"model:{root / 'drafter'}",
         context=256,
         kv_tokens=1024,
         max_rows=4,
@@ -69,27 +69,25 @@ def responses(s: Serving) -> Iterator[tuple[str, str]]:
         yield path, f"{response.headers} {response.text}"
 
 
-def folders_in(secret_folder: Path, text: str) -> list[str]:
+def folders_in(root: Path, text: str) -> list[str]:
     """Return the directories above the model that a response names."""
-    parents = [str(folder) for folder in secret_folder.parents if len(folder.parts) > 1]
-    return [folder for folder in (secret_folder.name, *parents, str(Path.home())) if folder in text]
+    parents = [str(folder) for folder in root.parents if len(folder.parts) > 1]
+    return [folder for folder in (root.name, *parents, str(Path.home())) if folder in text]
 
 
-def test_no_response_names_a_directory(server: Serving, secret_folder: Path) -> None:
+def test_no_response_names_a_directory(server: Serving, root: Path) -> None:
     found = list(responses(server))
     paths = {request.split()[1] for request, _ in found if request.startswith("post")}
     assert paths >= set(BODIES)
     assert sum(text.startswith("200") for _, text in found) >= len(BODIES) + 8
-    assert [request for request, text in found if folders_in(secret_folder, text)] == []
+    assert [request for request, text in found if folders_in(root, text)] == []
     (model,) = server.http.get("/v1/models").json()["data"]
     assert (model["id"], model["root"]) == ("served", "served")
 
 
-def test_no_response_names_a_directory_after_the_model_is_deleted(
-    secret_folder: Path, tmp_path: Path
-) -> None:
+def test_no_directory_is_named_after_the_model_is_deleted(root: Path, tmp_path: Path) -> None:
     """Requests do not read the files of the model again."""
-    shutil.copytree(secret_folder / "served", tmp_path / "served")
+    shutil.copytree(root / "served", tmp_path / "served")
     with serving(LLM(tmp_path / "served", context=256, kv_tokens=1024, max_rows=4)) as s:
         shutil.rmtree(tmp_path / "served")
         assert [request for request, text in responses(s) if folders_in(tmp_path, text)] == []
@@ -97,18 +95,18 @@ def test_no_response_names_a_directory_after_the_model_is_deleted(
 
 
 def test_the_fingerprint_does_not_depend_on_the_directory(
-    server: Serving, secret_folder: Path, tmp_path: Path
+    server: Serving, root: Path, tmp_path: Path
 ) -> None:
     """Otherwise clients could find names of directories by trial."""
-    shutil.copytree(secret_folder / "served", tmp_path / "served")
+    shutil.copytree(root / "served", tmp_path / "served")
     with serving(LLM(tmp_path / "served", context=256, kv_tokens=1024, max_rows=4)) as s:
         assert s.complete()["system_fingerprint"] == server.complete()["system_fingerprint"]
 
 
 def test_the_name_of_a_model_in_the_working_directory(
-    secret_folder: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(secret_folder / "served")
-    for given in (".", "../served", "../served/", str(secret_folder / "served")):
+    monkeypatch.chdir(root / "served")
+    for given in (".", "../served", "../served/", str(root / "served")):
         llm = SimpleNamespace(config=Config(model=given))
         assert served_name(llm, Settings()) == "served", given  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def text_of(page: Any) -> str:
     return "".join(text for text, _ in shown(page))
 
 
-def call_module(page: Any, call: str, *arguments: Any) -> Any:
+def js(page: Any, call: str, *arguments: Any) -> Any:
     """Call a function of one of the page's modules, "module.function"."""
     name, function = call.split(".")
     code = f"(args) => import('/playground/{name}.js').then((m) => m.{function}(...args))"
@@ -255,25 +255,19 @@ def test_explanations_of_a_round(open_page: Open, fake: Any) -> None:
         draft = [{"parent": i, "source": "suffix"} for i in range(depth)]
         round_ = {"depth": depth, "rate": rate, "draft": draft}
         options = {"draft": "suffix", "depth": asked_depth}
-        assert words in call_module(page, "rounds.why", round_, False, options, costs)
+        assert words in js(page, "rounds.why", round_, False, options, costs)
     foreseen = "1 of 2 were drafted while the target checked the round before"
-    for sources, draft_option, words in (
+    for sources, option, words in (
         (["model"], "model", ""),
         (["ahead&model", "model"], "ahead(model)", foreseen),
         (["model", "model"], "suffix|ahead(model)", "was not foreseen"),
-        (
-            ["suffix&model", "model"],
-            "suffix>model",
-            "1 of 2 were proposed by more than one drafter",
-        ),
+        (["suffix&model", "model"], "suffix>model", "1 of 2 were proposed by several drafters"),
     ):
-        text = call_module(
-            page, "rounds.whence", [{"source": source} for source in sources], draft_option
-        )
+        text = js(page, "rounds.whence", [{"source": source} for source in sources], option)
         assert words in text if words else not text
     round_ = {"draft": [{"parent": i, "accepted": True} for i in range(3)], "tokens": [{}, {}]}
     ended = "accepted, but the request ended before it"
-    assert [call_module(page, "rounds.fate", round_, i) for i in (1, 2)] == ["accepted", ended]
+    assert [js(page, "rounds.fate", round_, i) for i in (1, 2)] == ["accepted", ended]
 
 
 # ------------------------------------------------------------ plain decoding beside
@@ -303,7 +297,7 @@ def test_the_plain_run_is_the_same_request_without_speculation(open_page: Open, 
         ([1, 2, 3], [1, 4, 3], 1),
         ([], [], -1),
     ):
-        assert call_module(page, "run.firstDifference", a, b) == at
+        assert js(page, "run.firstDifference", a, b) == at
 
 
 def test_the_first_different_token_is_marked(open_page: Open, fake: Any) -> None:
@@ -360,7 +354,7 @@ def test_both_answers_are_replayed_from_their_start(open_page: Open, fake: Any) 
     page.locator("#run:enabled").wait_for()
     assert page.text_content("#talk") == before and len(fake.bodies) == num_requests
     steps = [{"at": at} for at in (500, 500, 520, 600)]  # half a second went into the prompt
-    due = [call_module(page, "player.due", steps, at) for at in (0, 19, 20, 99, 100)]
+    due = [js(page, "player.due", steps, at) for at in (0, 19, 20, 99, 100)]
     assert due == [2, 2, 3, 3, 4]
     page = open_page(fake.url)  # reduced motion
     run(page, max_tokens=60)

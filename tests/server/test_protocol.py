@@ -28,7 +28,7 @@ from forerun.server.protocol import (
 )
 from forerun.server.responses import to_chat
 from tests import tiny
-from tests.server.serving import ApiClient, serving
+from tests.server.serving import Client, serving
 
 HI = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -59,11 +59,11 @@ def text_of(path: str, answer: dict[str, Any]) -> str:
     return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
 
 
-def text(api: ApiClient, path: str, **fields: Any) -> str:
+def text(api: Client, path: str, **fields: Any) -> str:
     return text_of(path, api.answer(path, REQUESTS[path] | fields))
 
 
-def refusal(api: ApiClient, path: str, **fields: Any) -> dict[str, Any]:
+def refusal(api: Client, path: str, **fields: Any) -> dict[str, Any]:
     response = api.http.post(path, json=REQUESTS[path] | fields)
     assert response.status_code == 400, response.text
     return response.json()["error"]
@@ -168,7 +168,7 @@ def test_null_is_absent_in_every_field(model: Any, body: Any) -> None:
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_negative_seed_is_random_and_returned(api: ApiClient, path: str) -> None:
+def test_a_negative_seed_is_random_and_returned(api: Client, path: str) -> None:
     body = REQUESTS[path] | {"seed": -1, "temperature": 1}
     answers = [api.answer(path, body) for _ in range(3)]
     texts = [text_of(path, answer) for answer in answers]
@@ -176,7 +176,7 @@ def test_a_negative_seed_is_random_and_returned(api: ApiClient, path: str) -> No
     assert text(api, path, seed=answers[0]["seed"], temperature=1) == texts[0]
 
 
-def test_keys_of_logit_bias_are_integers(api: ApiClient) -> None:
+def test_keys_of_logit_bias_are_integers(api: Client) -> None:
     body = {"max_tokens": 3, "temperature": 0}
     forced = api.complete(**body, logit_bias={"69": 100})["choices"]
     assert api.complete(**body, logit_bias={"69.0": 100.0})["choices"] == forced
@@ -196,7 +196,7 @@ def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_aliases_have_the_same_effect(api: ApiClient, path: str) -> None:
+def test_aliases_have_the_same_effect(api: Client, path: str) -> None:
     penalized = text(api, path, repetition_penalty=0.05)
     assert text(api, path, repeat_penalty=0.05) == penalized != text(api, path)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
@@ -224,15 +224,13 @@ GRAMMAR = 'start: "up" | "down"'
     ],
     ids=lambda value: next(iter(value)) if "type" not in value else "",
 )
-def test_guided_output_is_a_response_format(
-    api: ApiClient, path: str, fields: Any, form: Any
-) -> None:
+def test_guided_output_is_a_response_format(api: Client, path: str, fields: Any, form: Any) -> None:
     assert text(api, path, **fields) == text(api, path, response_format=form)
 
 
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["full", "streamed"])
-def test_ignored_fields_are_named_in_a_header(api: ApiClient, path: str, stream: bool) -> None:
+def test_ignored_fields_are_named_in_a_header(api: Client, path: str, stream: bool) -> None:
     body = REQUESTS[path] | {"stream": stream}
     extra = {"num_ctx": 4096, "keep_alive": "5m", "mirostat": 0, "ttl": None}
     response = api.http.post(path, json=body | extra)
@@ -253,16 +251,14 @@ def test_restricted_fields_accept_the_default_behaviour(model: Any, body: Any) -
 
 
 @pytest.mark.parametrize(("path", "model"), list(zip(REQUESTS, dict(MODELS), strict=True)))
-def test_other_values_of_restricted_fields_are_refused(
-    api: ApiClient, path: str, model: Any
-) -> None:
+def test_other_values_of_restricted_fields_are_refused(api: Client, path: str, model: Any) -> None:
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
             error = refusal(api, path, **{name: "other", "repetition_penalty": 1.1})
             assert error["param"] == name and rule.advice in error["message"]
 
 
-def test_repeat_last_n_is_ignored_without_penalties(api: ApiClient) -> None:
+def test_repeat_last_n_is_ignored_without_penalties(api: Client) -> None:
     assert text(api, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(api, CHAT)
     assert refusal(api, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
     penalized = text(api, CHAT, repetition_penalty=1.7)
@@ -280,7 +276,7 @@ def test_repeat_last_n_is_ignored_without_penalties(api: ApiClient) -> None:
     ],
 )
 def test_errors_suggest_the_nearest_field_name(
-    api: ApiClient, path: str, name: str, hint: str
+    api: Client, path: str, name: str, hint: str
 ) -> None:
     error = refusal(api, path, **{name: 1})
     assert error["param"] == name and hint in error["message"]
@@ -296,7 +292,7 @@ def test_errors_suggest_the_nearest_field_name(
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}),
     ],
 )
-def test_conflicting_fields_are_refused(api: ApiClient, path: str, fields: Any) -> None:
+def test_conflicting_fields_are_refused(api: Client, path: str, fields: Any) -> None:
     assert "give one" in refusal(api, path, **fields)["message"]
 
 
@@ -305,7 +301,7 @@ VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex":
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_wrong_values_of_aliases_are_refused(api: ApiClient, value: Any) -> None:
+def test_wrong_values_of_aliases_are_refused(api: Client, value: Any) -> None:
     for path in REQUESTS:
         for name, rule in TABLE.items():
             if isinstance(rule, Alias):
@@ -314,7 +310,7 @@ def test_wrong_values_of_aliases_are_refused(api: ApiClient, value: Any) -> None
                 assert response.status_code in (200, 400), (name, response.text)
 
 
-def test_the_published_schema_has_the_fields_of_other_servers(api: ApiClient) -> None:
+def test_the_published_schema_has_the_fields_of_other_servers(api: Client) -> None:
     schemas = api.http.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert set(TABLE) <= set(chat) and chat["mirostat"]["enum"] == [0, None]
@@ -423,7 +419,7 @@ def test_template_variables_override_the_reasoning_effort(reasoner: LLM) -> None
     ],
 )
 def test_reasoning_that_the_template_ignores_is_named(
-    api: ApiClient, path: str, body: dict[str, Any], wrong: Any, name: str
+    api: Client, path: str, body: dict[str, Any], wrong: Any, name: str
 ) -> None:
     length = {"options": {"num_predict": 2}} if path.startswith("/api") else {"n_predict": 2}
     response = api.http.post(path, json=body | length)
@@ -438,13 +434,13 @@ def test_reasoning_that_the_template_ignores_is_named(
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "tiny/"])
-def test_a_model_has_a_card(api: ApiClient, name: str) -> None:
+def test_a_model_has_a_card(api: Client, name: str) -> None:
     (listed,) = api.http.get("/v1/models").json()["data"]
     assert api.http.get(f"/v1/models/{name}").json() == listed
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "a/b:c", "tiny:q4", "%20", "tiny/x", "x" * 3000])
-def test_other_models_are_not_found(api: ApiClient, name: str) -> None:
+def test_other_models_are_not_found(api: Client, name: str) -> None:
     response = api.http.get(f"/v1/models/{name}")
     error = response.json()["error"]
     assert response.status_code == 404
@@ -463,7 +459,7 @@ def test_names_of_models_may_have_slashes(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags"])
-def test_head_is_answered(api: ApiClient, path: str) -> None:
+def test_head_is_answered(api: Client, path: str) -> None:
     response = api.http.head(path)
     assert response.status_code == 200 and response.content == b""
     assert response.headers["content-type"] == api.http.get(path).headers["content-type"]

@@ -96,9 +96,7 @@ def test_incomplete_headers_expire(spare: LLM) -> None:
         for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):  # the second request expires too
             answers = answer_to(s, HEALTH + b"\r\n" + more)
             assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
-        with connected(
-            s, post_headers(1_000_000, "/nowhere")
-        ) as connection:  # answered before its body
+        with connected(s, post_headers(1_000_000, "/nowhere")) as connection:  # before its body
             assert connection.recv(12) == b"HTTP/1.1 404"
             until(lambda: not num_open(s), "the rest of the body expires", timeout=5)
         with connected(s) as other:
@@ -214,9 +212,8 @@ def test_invalid_http_is_refused_at_once(shared: Serving, sent: bytes) -> None:
 
 def test_pipelined_requests_are_answered_in_turn(shared: Serving) -> None:
     """Empty lines between requests are allowed; a chunked body ends the connection."""
-    both = answer_to(
-        shared, post(REQUEST) + b"\r\n" + post(REQUEST) + b"GET /nowhere HTTP/1.0\r\n\r\n"
-    )
+    twice = post(REQUEST) + b"\r\n" + post(REQUEST)
+    both = answer_to(shared, twice + b"GET /nowhere HTTP/1.0\r\n\r\n")
     assert both.count(b"HTTP/1.1 200") == 2 and both.count(b"HTTP/1.1 404") == 1
     answer = answer_to(shared, CHUNKED + b"\r\n" + chunks(padded(0), 1000) + HEALTH + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
@@ -482,9 +479,7 @@ def test_events_queued_while_the_event_loop_is_busy_do_not_count_as_unread(
         assert answer.count(b'"text"') == 1000 and b"error" not in answer
 
 
-def test_the_total_size_of_written_answers_is_bounded(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_answers_are_bounded_in_total(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest unread response is dropped; clients that read get their responses."""
     monkeypatch.setattr(run, "LARGE_WRITE", 1000)
     sent = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"

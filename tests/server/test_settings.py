@@ -97,7 +97,7 @@ def test_a_file_holds_options_of_engine_and_server(tmp_path: Path) -> None:
         ("port = 1\nport = 2", "is not TOML"),
     ],
 )
-def test_an_invalid_file_is_reported_in_one_line(
+def test_file_errors_are_reported_in_one_line(
     tmp_path: Path, text: str | bytes, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

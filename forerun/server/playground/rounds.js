@@ -37,7 +37,7 @@ export function whence(draft, asked = "") {
   const said = [];
   if (ahead) said.push(` ${ahead} of ${draft.length} were drafted while the target checked the round before, which was foreseen.`);
   else if (asked.includes("ahead(")) said.push(" What the round before came to was not foreseen, so this was drafted after it.");
-  if (together) said.push(` ${together} of ${draft.length} were proposed by more than one drafter.`);
+  if (together) said.push(` ${together} of ${draft.length} were proposed by several drafters.`);
   return said.join("");
 }
 
