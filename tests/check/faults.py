@@ -100,11 +100,7 @@ def rows_late(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Ver
     return rule(draft, np.concatenate([p[1:], p[-1:]]), coins)
 
 
-@change(
-    "independent-match",
-    "a token is accepted if an independent draw of the target is equal",
-    "token",
-)
+@change("independent-match", "accepted if an independent draw of the target is equal", "token")
 def independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
     for node in range(1, len(draft)):
         if coins.draw(p[node - 1], node - 1) != draft.tokens[node]:

@@ -5,7 +5,7 @@ import pytest
 from forerun.check.report import CLAIMS, Certificate, Finding
 
 
-def make_certificate(**passed: bool | None) -> Certificate:
+def make(**passed: bool | None) -> Certificate:
     """A certificate with a finding per part, all passed but those named."""
     findings = [
         Finding(
@@ -20,18 +20,15 @@ def make_certificate(**passed: bool | None) -> Certificate:
     "certificate, prefix",
     [
         (
-            make_certificate(),
+            make(),
             "certified: speculation does not change the output of Model (int8): 5 of 5 checks",
         ),
         (
-            make_certificate(texts=False),
+            make(texts=False),
             "NOT certified: speculation changes the output of Model (int8): 4 of 5",
         ),
-        (make_certificate(faults=False), "NOT certified: the checks missed 1 injected faults"),
-        (
-            make_certificate(distribution=None),
-            "NOT certified: Model (int8) was not fully tested: 4 of 5",
-        ),
+        (make(faults=False), "NOT certified: the checks missed 1 injected faults"),
+        (make(distribution=None), "NOT certified: Model (int8) was not fully tested: 4 of 5"),
     ],
 )
 def test_the_verdict_is_one_line(certificate: Certificate, prefix: str) -> None:
@@ -40,7 +37,7 @@ def test_the_verdict_is_one_line(certificate: Certificate, prefix: str) -> None:
 
 
 def test_every_part_has_an_example() -> None:
-    made = make_certificate()
+    made = make()
     made.findings.append(Finding("rules", "strongest", True, "evidence", {"evidence": 7.0}))
     shown = dict(made.parts())
     assert list(shown) == ["rules 2 of 2", *(f"{part} 1 of 1" for part in list(CLAIMS)[1:])]
@@ -50,6 +47,6 @@ def test_every_part_has_an_example() -> None:
 
 @pytest.mark.parametrize("part", CLAIMS)
 def test_parts_that_failed_or_were_not_tested_claim_nothing(part: str) -> None:
-    failed = dict(make_certificate(**{part: False}).parts())
+    failed = dict(make(**{part: False}).parts())
     assert failed[f"{part} 0 of 1"].endswith("NOT confirmed: 1 failed, see above.")
-    assert dict(make_certificate(**{part: None}).parts())[f"{part} 0 of 1"].endswith("Not tested.")
+    assert dict(make(**{part: None}).parts())[f"{part} 0 of 1"].endswith("Not tested.")

@@ -109,9 +109,8 @@ def test_info(stocked: FakeHub, forerun) -> None:
     code, out, _ = forerun("info", wide, "--json")
     answer = json.loads(out)
     assert code == 1 and answer["fits"] is False and answer["target"] == TARGET
-    assert {"name": "fusion", "ok": True, "text": answer["checks"][4]["text"]} == answer["checks"][
-        4
-    ]
+    check = answer["checks"][4]
+    assert check == {"name": "fusion", "ok": True, "text": check["text"]}
     code, out, err = forerun("info", "org/none")
     assert (code, out) == (2, "") and "no such repository" in err and len(err.splitlines()) == 1
 

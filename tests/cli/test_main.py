@@ -214,7 +214,7 @@ def test_max_tokens_is_cut_to_the_context_with_a_note_if_it_was_given(forerun) -
     answer = json.loads(out)
     room = 64 - answer["stats"]["prompt_tokens"]
     assert code == 0 and answer["stats"]["completion_tokens"] <= room
-    assert err.startswith(f"note: --max-tokens 500 is cut to {room}:  ")
+    assert err.startswith(f"note: --max-tokens 500 is cut to {room}: ")
     assert len(err.splitlines()) == 1
     code, out, err = forerun("generate", "x = 1\n", "--kv-tokens", "64", "--json", *MODEL)
     assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= room

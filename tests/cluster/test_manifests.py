@@ -20,9 +20,7 @@ DEPLOY = ROOT / "deploy"
 
 
 def documents(name: str) -> dict[str, Any]:
-    return {
-        document["kind"]: document for document in yaml.safe_load_all((DEPLOY / name).read_text())
-    }
+    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / name).read_text())}
 
 
 def test_the_kuberay_plan_is_valid_and_agrees_with_its_manifest() -> None:
