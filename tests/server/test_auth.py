@@ -69,7 +69,7 @@ def plant(server: Serving, client: str = "alice", **more: Any) -> None:
 def probe(server: Serving, client: str, **more: Any) -> tuple[str, dict[str, int], list[Any]]:
     """Ask for the beginning of the secret with its next token forced.
 
-    A drafter that remembers the secret then drafts the rest of it. Return the complete answer, the
+    A drafter that remembers the secret then drafts its rest. Return the complete answer, the
     counters of drafted and cached tokens, and the drafted nodes.
     """
     tokens = server.service.llm.tokens(SECRET)

@@ -194,7 +194,7 @@ USUAL = settings(
 @example([(['<tool_call>{"name": "w", "arguments": "Paris"}</tool_call>'], True)])
 @example([([GENERATED[2]], False), ([GENERATED[4]], True), ([GENERATED[5]], False)])
 def test_answers_are_accepted_in_the_next_request(state: ServerState, turns: Any) -> None:
-    """As the clients' own models dump them, whatever the model wrote, streamed and in full."""
+    """Clients send back what their own models dump, for any generated text, streamed or not."""
     chats: dict[str, list[Json]] = {name: [] for name in ("anthropic", *MODELS)}
     for pieces, stream in turns:
         message = openai_message(state, pieces, stream)
@@ -689,7 +689,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 REFERENCES: dict[
     str, tuple[dict[str, Any], list[Any], list[Any]]
-] = {  # a schema, what it takes, what it does not
+] = {  # schema, accepted values, rejected values
     "$defs": (closed(a={"$ref": "#/$defs/x"}) | DEFS, [{"a": "leaf"}, {}], [{"a": 1}]),
     "definitions": (
         closed(a={"$ref": "#/definitions/x"}) | {"definitions": {"x": LEAF}},
@@ -796,7 +796,7 @@ def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
 
 
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
-    """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
+    """The error names the mistake in the schema, not the grammar that is made from the schema."""
     grammar = conversation.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")
