@@ -76,7 +76,7 @@ def examine() -> dict[str, DoctorFinding]:
             findings[name] = probe()
         except Exception as error:  # a broken machine must not end the report
             why = first_line(error)
-            findings[name] = DoctorFinding(f"cannot be told: {why}", None)
+            findings[name] = DoctorFinding(f"unknown: {why}", None)
     return findings
 
 

@@ -1,8 +1,8 @@
 """Faults to inject: those of `forerun check`, and others that tests must find.
 
-A fault changes a rule's code, what a drafter says it drew from (as the rule sees it), or the random
-numbers. Most were shipped by a real engine. On random distributions the mean total variation
-distances go from 0.26 (a greedy token treated as sampled) down to 1e-4 (a draw in bfloat16).
+A fault changes a rule's code, the draft distribution that the rule receives, or the random numbers.
+Most of them occurred in released engines. On random distributions the mean total variation distance
+ranges from 0.26 (a greedy token treated as sampled) down to 1e-4 (a draw in bfloat16).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MatchFault(Fault):
     """A fault in the code of the `match` rule."""
 
     def rule(self, name: str) -> Rule:
-        """The rule for an engine: its coins are the target's own draws."""
+        """Return the rule for an engine: its coins are the target's own draws."""
         code = self.code(name)
 
         def verify(
@@ -81,7 +81,7 @@ def noise(name: str, description: str, *rules: str) -> Callable[[type[Noise]], t
     return register
 
 
-# Faults in the rule.
+# Faults of the rule.
 
 
 @change(
@@ -114,10 +114,10 @@ def independent_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins
 
 @change("skipped-rejection", "a token is accepted behind a rejected one", "token")
 def skipped_rejection(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
-    laws = [probs_of(draft, node, p) for node in range(1, len(draft))]
-    tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(laws)]
+    probs = [probs_of(draft, node, p) for node in range(1, len(draft))]
+    tests = [(p[i][draft.tokens[i + 1]], q[draft.tokens[i + 1]]) for i, q in enumerate(probs)]
     last = max((i + 1 for i, (a, b) in enumerate(tests) if coins.accept(a, b, i + 1)), default=0)
-    weights = p[last] if last == len(draft) - 1 else residual(p[last], laws[last])
+    weights = p[last] if last == len(draft) - 1 else residual(p[last], probs[last])
     return Verdict([*draft.tokens[1 : last + 1], coins.draw(weights, last)], list(range(last + 1)))
 
 
@@ -186,11 +186,11 @@ def late_match(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Ve
     return rule(draft, p, ChangedCoins(coins.accept, draw))
 
 
-# Faults of the drafter, as the rule sees them: tokens were not drawn from q.
+# Faults of the drafter: tokens were not drawn from the q that the rule receives.
 
 
 def stored(function: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """The stored distribution is a function of the one that tokens were drawn from."""
+    """Return a fault that stores a function of the distribution that tokens were drawn from."""
 
     def code(rule: RatioRule, draft: Draft, p: np.ndarray, coins: Coins) -> Verdict:
         if draft.probs is None:
@@ -214,7 +214,7 @@ def in_bfloat16(probs: np.ndarray) -> np.ndarray:
         return torch.tensor(np.log(probs)).bfloat16().double().softmax(-1).numpy()
 
 
-@change("truncated-law", "q holds only the two most likely tokens", *RATIO_RULES)
+@change("truncated-probs", "q holds only the two most likely tokens", *RATIO_RULES)
 @stored
 def top2(probs: np.ndarray) -> np.ndarray:
     kept = np.where(probs >= np.sort(probs)[-2], probs, 0)

@@ -79,7 +79,7 @@ def test_a_correct_engine_is_certified(llm):
         ("lenient-match", "match", {"rules", "texts"}),
     ],
 )
-def test_a_certificate_with_a_fault_fails_and_says_where(name, rule, parts, llm, monkeypatch):
+def test_a_fault_fails_the_certificate_in_the_expected_parts(name, rule, parts, llm, monkeypatch):
     monkeypatch.setattr(certificate, "FAULTS", FAULTS)
     made = certify(llm, scope([rule], fault=name), ignore)
     assert not made.passed and parts <= {finding.part for finding in made.failed}
@@ -92,7 +92,7 @@ def test_the_distribution_of_the_running_engine_shows_faults(name, engine):
 
 
 def greedy_as_sampled(draft: Draft, node: int, q: np.ndarray) -> list[Children]:
-    """The fault of a drafter that treats its most likely token as sampled from q."""
+    """Return children like a drafter that treats its most likely token as sampled from q."""
     return [([(int(np.argmax(q)), Proposal.SAMPLED)], q, 1)]
 
 
@@ -107,8 +107,8 @@ def test_a_greedy_token_treated_as_sampled_is_found(rule):
     "name, rule",
     [(name, rule) for name, f in FAULTS.items() for rule in f.rules if name != "noise-by-round"],
 )
-def test_every_fault_is_found_on_toy_models_with_its_size(name, rule, monkeypatch):
-    """Rounding alone rejects nothing: with a fault in it the error exceeds what float64 adds."""
+def test_every_fault_is_found_on_toy_models_and_measured(name, rule, monkeypatch):
+    """The measured error must exceed the rounding errors of float64."""
     monkeypatch.setattr(oracle, "SEEDS", SEEDS)
     monkeypatch.setattr(oracle, "NUM_ROUNDS", ROUNDS)
     failed = [
@@ -148,7 +148,7 @@ def test_a_divergence_has_position_tokens_and_margin(engine):
     assert near.passed is True and "near ties" in near.text
 
 
-def test_without_time_nothing_is_certified(llm):
+def test_nothing_is_certified_without_time(llm):
     made = certify(llm, scope(["match"], seconds=0.0), ignore)
     assert made.untested and not made.failed and not made.passed
     assert "raise --seconds" in made.untested[0].text
@@ -172,7 +172,7 @@ def test_draft_probs_count_deterministic_children_as_certain():
 
 
 def changed(engine, change):
-    """Logits of forward passes over several tokens are changed."""
+    """Apply `change` to the logits of forward passes over several tokens."""
     logits = engine.logits
     engine.logits = lambda tokens, first=0, step=None: (
         logits(tokens, first, step) if step == 1 else change(logits(tokens, first, step))
@@ -180,7 +180,7 @@ def changed(engine, change):
     return engine
 
 
-def test_forward_passes_that_differ_say_where_and_by_how_much(engine):
+def test_different_logits_are_reported_with_position_and_size(engine):
     def rounded(logits):
         logits[3, 7] += 2.0**-10
         return logits
@@ -193,7 +193,7 @@ def test_forward_passes_that_differ_say_where_and_by_how_much(engine):
     assert engine.check_forward().passed is True
 
 
-def test_forward_passes_without_numbers_fail_on_any_kernels(engine):
+def test_nan_logits_fail_on_any_kernels(engine):
     engine.exact = False
     assert changed(engine, lambda logits: logits.log()).check_forward().passed is False
     assert engine.logit_noise == np.inf
@@ -208,7 +208,7 @@ def test_forward_passes_without_numbers_fail_on_any_kernels(engine):
         ({"rules": ("match",), "seconds": -1.0}, "--seconds -1"),
     ],
 )
-def test_bad_scopes_are_one_line(options, message):
+def test_invalid_scopes_are_reported_in_one_line(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         Scope(**{"drafts": ()} | options)
     assert "\n" not in str(error.value)

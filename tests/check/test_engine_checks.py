@@ -10,7 +10,7 @@ from forerun.verify import Noise
 
 
 class SharedSources(Noise):
-    """The fault of a drafter that ignores which source of the tree it is."""
+    """Noise of a drafter that ignores its index among the drafters of a tree."""
 
     def draft(self, node: int) -> int:
         return Noise(self.seed, self.root).draft(node)
@@ -21,7 +21,7 @@ def test_drafters_of_one_tree_draw_independently() -> None:
 
 
 def test_shared_random_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the drafters, and in the engine: an older engine gave both drafters the same source."""
+    """The fault is found in the drafters and in the engine, which once gave both the same source."""
     test = compare_drafters(SharedSources)
     assert test.rejected and test.describe_worst()[0] // len(TARGET) == 1
     monkeypatch.setattr(

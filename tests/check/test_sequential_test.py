@@ -1,5 +1,4 @@
-"""The sequential test rejects biased samplers, not correct ones, however often one looks; its
-bounds hold."""
+"""The sequential test rejects biased samplers and never correct ones; its bounds hold."""
 
 import numpy as np
 import pytest
@@ -19,12 +18,12 @@ def run(probs, tokens, seed):
 
 
 def test_the_right_distribution_is_never_rejected_at_any_token():
-    """24,000 looks: at ALPHA = 1e-4 even one refutation would be a bug."""
+    """With 24,000 evaluations at ALPHA = 1e-4, even one rejection would be a bug."""
     assert not any(run(PROBS, 400, seed)[1] for seed in range(60))
 
 
 def test_capital_is_a_martingale():
-    """Exactly: over every string of three tokens, the expected capital is 1."""
+    """The expected capital over all strings of three tokens is exactly 1."""
     strings = np.stack(np.meshgrid(*[range(4)] * 3), -1).reshape(-1, 3)
     expected = 0.0
     for string in strings:
@@ -47,7 +46,7 @@ def test_a_wrong_distribution_is_rejected(bias, within):
 
 @pytest.mark.parametrize("occurs", [True, False])
 def test_impossible_events_are_rejected_within_a_few_tokens(occurs):
-    """An event of probability 0 or 1 that goes the other way; capital does not overflow."""
+    """An event of probability 0 occurs, or one of probability 1 does not; capital stays finite."""
     test = SequentialTest(1)
     for token in range(5000):
         test.add([occurs], [float(not occurs)])

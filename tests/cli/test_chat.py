@@ -1,4 +1,4 @@
-"""`forerun chat` as one meets it: keys on a terminal, and lines in a pipe."""
+"""`forerun chat` as users run it: keys on a terminal, and lines in a pipe."""
 
 import io
 import json
@@ -25,8 +25,7 @@ STATISTICS = r"tokens[^\n]* · context \d+ of 2048"
 
 
 class Terminal:
-    """A pseudo-terminal with `forerun chat` in it. `wait` goes through what it writes, each part
-    seen once."""
+    """A pseudo-terminal that runs `forerun chat`; `wait` consumes its output up to a match."""
 
     def __init__(self, *flags: str, state: Path, columns: int = 100) -> None:
         self.end, inner = os.openpty()
@@ -60,10 +59,10 @@ class Terminal:
             return ""
         try:
             data = os.read(self.end, 65536)
-        except OSError:  # what Linux says when nobody holds the other end any more
+        except OSError:  # Linux raises this when the other end is closed
             data = b""
         if not data:
-            raise EOFError(f"it ended: {CONTROL.sub('', self.raw)}")
+            raise EOFError(f"forerun chat ended: {CONTROL.sub('', self.raw)}")
         return data.decode(errors="replace")
 
     def say(self, text: str) -> re.Match[str]:
@@ -74,7 +73,7 @@ class Terminal:
         return found
 
     def leave(self, keys: str = CTRL_D) -> int:
-        """Send these keys at the prompt; the exit code."""
+        """Send these keys at the prompt and return the exit code."""
         self.send(keys)
         with suppress(EOFError):
             self.wait("(?!)")
@@ -91,10 +90,10 @@ def terminal(tmp_path: Path) -> Iterator:
         return made[-1]
 
     yield open_
-    for one in made:
-        one.process.kill()
-        one.process.wait()
-        os.close(one.end)
+    for each in made:
+        each.process.kill()
+        each.process.wait()
+        os.close(each.end)
 
 
 def saved(terminal: Terminal, file: Path) -> list[dict[str, str]]:
@@ -104,96 +103,97 @@ def saved(terminal: Terminal, file: Path) -> list[dict[str, str]]:
     return json.loads(file.read_text())["messages"]
 
 
-def asked(terminal: Terminal, file: Path) -> list[str]:
+def user_messages(terminal: Terminal, file: Path) -> list[str]:
     return [m["content"] for m in saved(terminal, file) if m["role"] == "user"]
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(terminal, tmp_path: Path) -> None:
-    here = terminal("--max-tokens", "1900", "--ignore-eos", "-t", "1", "--draft", "off")
-    here.send("hello" + ENTER)
-    here.wait(r"hello\s*\n(?s:.{40})")
-    here.send(CTRL_C)
-    here.wait(r"\d+ tokens \(interrupted\)[^\n]*")
-    here.send("/set max-tokens 8" + ENTER)
-    here.say("again")
-    first, second, third, fourth = saved(here, tmp_path / "talk.json")
+    chat = terminal("--max-tokens", "1900", "--ignore-eos", "-t", "1", "--draft", "off")
+    chat.send("hello" + ENTER)
+    chat.wait(r"hello\s*\n(?s:.{40})")
+    chat.send(CTRL_C)
+    chat.wait(r"\d+ tokens \(interrupted\)[^\n]*")
+    chat.send("/set max-tokens 8" + ENTER)
+    chat.say("again")
+    first, second, third, fourth = saved(chat, tmp_path / "talk.json")
     assert [m["content"] for m in (first, third)] == ["hello", "again"]
     assert len(second["content"]) >= 20 and fourth["content"]
-    assert here.leave() == 0
+    assert chat.leave() == 0
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_ctrl_d_leaves(terminal, tmp_path: Path) -> None:
-    here = terminal("-n", "4")
-    here.send("never mind" + CTRL_C)
-    here.wait("Ctrl-D or /bye leaves")
-    here.say("hello")
-    assert asked(here, tmp_path / "talk.json") == ["hello"]
-    assert here.leave() == 0
+    chat = terminal("-n", "4")
+    chat.send("never mind" + CTRL_C)
+    chat.wait("Ctrl-D or /bye leaves")
+    chat.say("hello")
+    assert user_messages(chat, tmp_path / "talk.json") == ["hello"]
+    assert chat.leave() == 0
     assert terminal().leave("/bye" + ENTER) == 0
 
 
 def test_several_lines_are_one_message(terminal, tmp_path: Path) -> None:
-    here = terminal("-n", "4")
-    here.say("\x1b[200~one\ntwo\n\x1b[201~")
-    here.say('"""three\rfour"""')
-    assert asked(here, tmp_path / "talk.json") == ["one\ntwo\n", "three\nfour"]
+    chat = terminal("-n", "4")
+    chat.say("\x1b[200~one\ntwo\n\x1b[201~")
+    chat.say('"""three\rfour"""')
+    assert user_messages(chat, tmp_path / "talk.json") == ["one\ntwo\n", "three\nfour"]
 
 
-def test_what_was_typed_is_remembered_over_sessions(terminal, tmp_path: Path) -> None:
-    here = terminal("-n", "4")
-    here.say("a thing to say")
-    assert here.leave() == 0
+def test_the_input_history_is_kept_between_sessions(terminal, tmp_path: Path) -> None:
+    chat = terminal("-n", "4")
+    chat.say("a thing to say")
+    assert chat.leave() == 0
     kept = tmp_path / "state" / "forerun" / "history"
     assert "a thing to say" in kept.read_text() and kept.stat().st_mode & 0o77 == 0
     again = terminal("-n", "4")
     again.send(UP)
     again.wait("a thing to say")
     again.say("")
-    assert asked(again, tmp_path / "talk.json") == ["a thing to say"]
+    assert user_messages(again, tmp_path / "talk.json") == ["a thing to say"]
 
 
-def test_a_history_that_cannot_be_written_costs_one_line(terminal, tmp_path: Path) -> None:
+def test_an_unwritable_history_is_reported_in_one_line(terminal, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where a directory should be")
-    here = Terminal("-n", "4", state=tmp_path / "state")
-    here.wait("note: what you type is not kept: [^\n]*\n")
-    here.wait("Send a message")
-    here.say("hello")
-    assert here.leave() == 0
-    os.close(here.end)
+    chat = Terminal("-n", "4", state=tmp_path / "state")
+    chat.wait("note: what you type is not kept: [^\n]*\n")
+    chat.wait("Send a message")
+    chat.say("hello")
+    assert chat.leave() == 0
+    os.close(chat.end)
 
 
-def test_commands_are_not_sent(terminal, tmp_path: Path) -> None:
-    here = terminal("-n", "4", "--no-stats")
-    here.send("/sav talk" + ENTER)
-    here.wait(r"forerun: there is no command '/sav': did you mean '/save'\?")
-    here.send("/set temperature -1" + ENTER)
-    here.wait("forerun: temperature -1.0 is out of range")
-    here.send("/stats" + ENTER)
-    here.wait("statistics are on")
-    here.say("//sav talk")
-    assert asked(here, tmp_path / "talk.json") == ["/sav talk"]
+def test_commands_are_not_sent_to_the_model(terminal, tmp_path: Path) -> None:
+    chat = terminal("-n", "4", "--no-stats")
+    chat.send("/sav talk" + ENTER)
+    chat.wait(r"forerun: there is no command '/sav': did you mean '/save'\?")
+    chat.send("/set temperature -1" + ENTER)
+    chat.wait("forerun: temperature -1.0 is out of range")
+    chat.send("/stats" + ENTER)
+    chat.wait("statistics are on")
+    chat.say("//sav talk")
+    assert user_messages(chat, tmp_path / "talk.json") == ["/sav talk"]
 
 
-def test_a_full_context_drops_the_oldest_and_says_so(terminal, tmp_path: Path) -> None:
-    here = terminal("-n", "500", "--ignore-eos")
+def test_a_full_context_drops_the_oldest_messages_with_a_note(terminal, tmp_path: Path) -> None:
+    chat = terminal("-n", "500", "--ignore-eos")
     for text in ("one", "two", "three"):
-        here.say(text)
-    here.send("four" + ENTER)
+        chat.say(text)
+    chat.send("four" + ENTER)
     dropped = int(
-        here.wait(r"note: the context is full: the oldest (\d+) messages are forgotten").group(1)
+        chat.wait(r"note: the context is full: the oldest (\d+) messages are forgotten").group(1)
     )
-    here.wait(STATISTICS)
-    assert asked(here, tmp_path / "talk.json") == ["one", "two", "three", "four"] and dropped >= 2
-    here.send("\x1b[200~" + "long words " * 600 + "\x1b[201~" + ENTER)
-    here.wait("forerun: this message takes")
-    here.say("five")
-    assert here.leave() == 0
+    chat.wait(STATISTICS)
+    assert dropped >= 2
+    assert user_messages(chat, tmp_path / "talk.json") == ["one", "two", "three", "four"]
+    chat.send("\x1b[200~" + "long words " * 600 + "\x1b[201~" + ENTER)
+    chat.wait("forerun: this message takes")
+    chat.say("five")
+    assert chat.leave() == 0
 
 
 def test_the_statistics_fit_a_narrow_terminal(terminal) -> None:
-    here = terminal("-n", "4", columns=30)
-    here.send("hello" + ENTER)
-    line = here.wait(r"\n(4 tokens[^\n]*)\n").group(1)
+    chat = terminal("-n", "4", columns=30)
+    chat.send("hello" + ENTER)
+    line = chat.wait(r"\n(4 tokens[^\n]*)\n").group(1)
     assert len(line) <= 30
 
 
@@ -227,7 +227,7 @@ def test_a_pipe_has_no_prompt_and_short_statistics(
     assert "per pass" not in piped(forerun, monkeypatch, "hello\n", "--no-stats")[2]
 
 
-def test_what_is_refused_in_a_pipe_shows_in_the_exit_code(
+def test_a_refused_line_in_a_pipe_sets_the_exit_code(
     forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, err = piped(forerun, monkeypatch, "x " * 4000 + "\nhello\n", "--json")

@@ -1,4 +1,4 @@
-"""A conversation without a terminal: what fits, what is read anew, commands, parameters, files."""
+"""A conversation without a terminal: context, cached prefixes, commands, parameters, files."""
 
 import json
 from pathlib import Path
@@ -30,34 +30,34 @@ def commands(llm: LLM) -> Commands:
 
 
 def turn(talk: Conversation, text: str, tokens: int = 16):
-    """One message answered; the completion and how many messages were left out."""
+    """Answer one message; return the completion and the number of dropped messages."""
     messages, dropped, _ = talk.ask(text, tokens)
     (done,) = talk.llm.generate(messages, SamplingParams.pure(max_tokens=tokens, ignore_eos=True))
     talk.add(messages, done.text)
     return done, dropped
 
 
-def test_a_turn_reads_only_what_is_new(llm: LLM) -> None:
+def test_a_turn_processes_only_new_tokens(llm: LLM) -> None:
     talk = Conversation(llm, "be brief")
     first, _ = turn(talk, "what is a name and what is a colour of it?")
     second, _ = turn(talk, "and then?")
     assert second.stats.cached_tokens >= first.stats.prompt_tokens // 16 * 16 > 0
 
 
-def test_the_oldest_turns_go_first_and_the_system_message_stays(llm: LLM) -> None:
-    talk, gone = Conversation(llm, "be brief"), 0
+def test_the_oldest_turns_are_dropped_and_the_system_message_stays(llm: LLM) -> None:
+    talk, total = Conversation(llm, "be brief"), 0
     for i in range(12):
         done, dropped = turn(talk, f"number {i}: " + "true false " * 8, 32)
-        gone += dropped
+        total += dropped
         assert done.stats.prompt_tokens + 32 <= talk.room == 512
         assert talk.messages[0] == {"role": "system", "content": "be brief"}
         assert [m["role"] for m in talk.said] == ["user", "assistant"] * (len(talk.said) // 2)
-        assert len(talk.said) == 2 * (i + 1) - gone and f"number {i}:" in talk.said[-2]["content"]
-    assert gone and gone % 2 == 0
+        assert len(talk.said) == 2 * (i + 1) - total and f"number {i}:" in talk.said[-2]["content"]
+    assert total and total % 2 == 0
 
 
-def test_what_goes_leaves_room_for_the_next_turns(llm: LLM) -> None:
-    """Else every turn of a full conversation would be read from the beginning."""
+def test_dropping_leaves_room_for_several_turns(llm: LLM) -> None:
+    """Otherwise each turn of a full conversation would process its prompt from the beginning."""
     talk, drops = Conversation(llm), []
     for _ in range(16):
         drops.append(turn(talk, "and?", 24)[1])
@@ -108,7 +108,7 @@ def test_parameters_are_set_by_their_names(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("/set temperature hot", "temperature 'hot' is not a number"),
         ("/set max-tokens 1.5", "max-tokens '1.5' is not a whole number"),
@@ -122,45 +122,42 @@ def test_parameters_are_set_by_their_names(commands: Commands) -> None:
         ("/load nowhere.json", "nowhere.json cannot be read"),
     ],
 )
-def test_errors_change_nothing(commands: Commands, line: str, says: str) -> None:
+def test_invalid_commands_change_nothing(commands: Commands, line: str, message: str) -> None:
     before = commands.parameters.params
     with pytest.raises(RequestError) as error:
         commands.run(line)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert commands.parameters.params is before
 
 
-def test_leaving_and_switching(commands: Commands) -> None:
+def test_exit_help_and_stats(commands: Commands) -> None:
     assert commands.stats and "off" in commands.run("/stats") and not commands.stats
     assert "/save FILE" in commands.run("/?") == commands.run("/help")
     commands.run("/exit")
     assert commands.left
 
 
-def test_saved_and_loaded(commands: Commands, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_loaded(commands: Commands, tmp_path: Path) -> None:
     talk, file = commands.conversation, tmp_path / "talk.json"
     talk.system = "kürze"
     turn(talk, "hello", 4)
     assert "3 messages" in commands.run(f"/save {file}")
-    said = talk.messages
+    messages = talk.messages
     talk.clear()
     assert "3 messages" in commands.run(f"/load {file}")
-    assert talk.messages == said
+    assert talk.messages == messages
     assert talk.system == "kürze"
-    file.write_text(json.dumps(said))  # a list alone is as good
-    assert read(file) == said
+    file.write_text(json.dumps(messages))  # a list without an object
+    assert read(file) == messages
     with pytest.raises(ForerunError, match="cannot be written"):
         commands.run(f"/save {tmp_path}")
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_a_file_holds_what_the_context_does_not(
-    llm: LLM, tmp_path: Path, system: str | None
-) -> None:
-    """Turns that were dropped from a full context are written, in order and once, and come back
-    with the file."""
+def test_a_saved_file_includes_dropped_turns(llm: LLM, tmp_path: Path, system: str | None) -> None:
+    """Turns dropped from a full context are written in order and once, and loaded with the file."""
     talk, file, texts = Conversation(llm, system), tmp_path / "talk.json", []
     dropped = 0
     for i in range(12):
@@ -168,9 +165,9 @@ def test_a_file_holds_what_the_context_does_not(
         dropped += turn(talk, texts[-1], 32)[1]
     assert dropped == len(talk.forgotten) > 0
     assert f"{len(talk.forgotten)} messages" in Commands(talk, Parameters({})).run("/show")
-    said = Commands(talk, Parameters({})).run(f"/save {file}")
+    output = Commands(talk, Parameters({})).run(f"/save {file}")
     written = read(file)
-    assert f"{len(written)} messages" in said and written == talk.whole
+    assert f"{len(written)} messages" in output and written == talk.whole
     assert [m["content"] for m in written if m["role"] == "user"] == texts
     first = ["system"] if system else []
     assert [m["role"] for m in written] == first + ["user", "assistant"] * 12
@@ -195,7 +192,7 @@ def test_a_file_holds_what_the_context_does_not(
         '[{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]',
     ],
 )  # fmt: skip
-def test_a_broken_file_changes_nothing(commands: Commands, tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_changes_nothing(commands: Commands, tmp_path: Path, text: str) -> None:
     (tmp_path / "talk.json").write_text(text)
     commands.run("/system stays")
     with pytest.raises(RequestError) as error:
@@ -203,7 +200,7 @@ def test_a_broken_file_changes_nothing(commands: Commands, tmp_path: Path, text:
     assert "\n" not in str(error.value) and commands.conversation.system == "stays"
 
 
-def test_what_a_line_is() -> None:
+def test_lines_are_classified() -> None:
     assert is_command("/help") and not is_command("//help") and not is_command("1/2")
     assert message("//help") == "/help"
     assert message('"""a\nb"""') == "a\nb"

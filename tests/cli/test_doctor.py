@@ -1,4 +1,4 @@
-"""The doctor: something to say about everything, advice where it is due, and never a traceback."""
+"""The doctor: a finding for each topic, advice where needed, and never a traceback."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_json(forerun) -> None:
         assert "portable" in answer["kernels"]["possible"]
 
 
-def test_a_line_each_and_advice_below(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_finding_is_a_line_with_advice_below(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {
         "kernels": doctor.DoctorFinding("torch only", None, "install a compiler"),
         "cuda": doctor.DoctorFinding("none", []),
@@ -41,7 +41,7 @@ def test_a_line_each_and_advice_below(forerun, monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_the_best_instruction_set_is_left_active() -> None:
+def test_the_best_instruction_set_stays_active() -> None:
     if native.library() is None:
         pytest.skip(native.reason())
     possible = doctor.examine()["kernels"].value["possible"]
@@ -49,7 +49,7 @@ def test_the_best_instruction_set_is_left_active() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_default_model_is_found_or_it_says_how_to_get_it(
+def test_the_default_model_is_found_or_its_installation_is_explained(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     path = Path("packages") / "model.gguf" if there else None
@@ -69,20 +69,19 @@ def test_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "load", "says"), [(0.5, 0.0, "--threads 1"), (None, 99.0, "other programs")]
+    ("quota", "load", "advice"), [(0.5, 0.0, "--threads 1"), (None, 99.0, "other programs")]
 )
-def test_what_slows_the_threads(
-    monkeypatch: pytest.MonkeyPatch, quota: float | None, load: float, says: str
+def test_advice_on_slow_threads(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, load: float, advice: str
 ) -> None:
     monkeypatch.setattr(doctor, "cores", lambda: 2)
     monkeypatch.setattr(doctor, "_quota", lambda: quota)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert says in doctor._threads().advice
+    assert advice in doctor._threads().advice
 
 
 def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that cannot be read, libraries that are broken: each is a line, and the others are
-    still there."""
+    """Unreadable files and broken libraries get a line each; the other findings stay."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken\nbadly")
@@ -101,7 +100,7 @@ def test_probes_that_fail_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.Path, "read_text", fail)
     findings = doctor.examine()
     assert {name.replace(" ", "_") for name in findings} | {"advice"} == NAMES
-    failed = [f for f in findings.values() if f.text == "cannot be told: broken"]
+    failed = [f for f in findings.values() if f.text == "unknown: broken"]
     assert len(failed) >= 9 and all(f.value is None for f in failed)
     json.dumps(doctor.as_dict(findings))
 

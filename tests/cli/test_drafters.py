@@ -1,5 +1,4 @@
-"""`forerun drafters`: what it prints, its exit codes, one line for whatever goes wrong, and no
-torch."""
+"""`forerun drafters`: output, exit codes, errors of one line, and no import of torch."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_list(home: Path, forerun) -> None:
     )
 
 
-def test_list_says_what_to_do(home: Path, forerun) -> None:
+def test_an_empty_list_suggests_the_next_step(home: Path, forerun) -> None:
     code, out, err = forerun("list", "--domain", "poems")
     assert (code, out) == (0, "") and "drafters search MODEL asks the Hub" in err
     for words, text in (
@@ -70,7 +69,7 @@ def test_list_says_what_to_do(home: Path, forerun) -> None:
 
 
 def test_a_table_on_a_terminal(home: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are never cut: they are there to be copied."""
+    """Names are never truncated, since users copy them."""
     own = directory(home / "a-name-that-is-rather-long", eagle_config(TARGET))
     directory(home / "other", eagle_config(TARGET, speculators_model_type="xpress"))
     monkeypatch.setattr(search, "BUNDLED", home / "none")
@@ -108,9 +107,10 @@ def test_info(stocked: FakeHub, forerun) -> None:
     assert "forerun drafts with it" not in out
     assert err == f"forerun: {wide} does not fit {TARGET}: hidden size\n"
     code, out, _ = forerun("info", wide, "--json")
-    said = json.loads(out)
-    assert code == 1 and said["fits"] is False and said["target"] == TARGET
-    assert {"name": "fusion", "ok": True, "text": said["checks"][4]["text"]} == said["checks"][4]
+    answer = json.loads(out)
+    assert code == 1 and answer["fits"] is False and answer["target"] == TARGET
+    check = answer["checks"][4]
+    assert check == {"name": "fusion", "ok": True, "text": check["text"]}
     code, out, err = forerun("info", "org/none")
     assert (code, out) == (2, "") and "no such repository" in err and len(err.splitlines()) == 1
 
@@ -126,8 +126,8 @@ def test_pull(stocked: FakeHub, forerun, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 0
     assert f"--draft eagle3:{HEAD}" in out
     assert "it is not checked against org/Big-8B" in err
-    said = json.loads(forerun("pull", HEAD, "--json")[1])
-    assert said["path"] and said["draft"] == f"eagle3:{HEAD}" and said["fits"]
+    answer = json.loads(forerun("pull", HEAD, "--json")[1])
+    assert answer["path"] and answer["draft"] == f"eagle3:{HEAD}" and answer["fits"]
     assert json.loads(forerun("list", "--json")[1])["drafters"][0]["name"] == HEAD
 
 
@@ -156,7 +156,9 @@ def test_push(stocked: FakeHub, home: Path, forerun) -> None:
     assert forerun("push", str(own), "me/x", "--yes")[0] == 2
 
 
-def test_push_asks(stocked: FakeHub, home: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_asks_for_confirmation(
+    stocked: FakeHub, home: Path, forerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = directory(home / "mine", eagle_config(TARGET))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     for answer, done in (("n", 0), ("y", 1)):
@@ -178,8 +180,8 @@ def test_help_has_examples(forerun) -> None:
     assert "search" in forerun()[1]
 
 
-def test_by_the_environment_and_without_torch(tmp_path: Path) -> None:
-    """HF_ENDPOINT is all that it takes; and all of it is a question between two commands."""
+def test_commands_use_hf_endpoint_and_do_not_import_torch(tmp_path: Path) -> None:
+    """Only HF_ENDPOINT is set. The commands must be quick, so they do not import torch."""
     with serving() as (fake, url):
         fake.add(TARGET, target_config())
         fake.add(HEAD, eagle_config(), eagle_shapes())

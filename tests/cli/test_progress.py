@@ -1,5 +1,4 @@
-"""What verbs show while they run: a bar on a terminal that leaves no trace, few lines in a pipe,
-none with JSON."""
+"""Progress: a bar on a terminal that is removed at the end, few lines in a pipe, none with JSON."""
 
 import io
 import os
@@ -23,14 +22,14 @@ CHECK = [
 ]  # fmt: skip
 
 
-class Heard(Tell):
-    """What was told."""
+class RecordedProgress(Tell):
+    """Receiver that records all reports."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, float | None, float | None]] = []
+        self.reports: list[tuple[str, float | None, float | None]] = []
 
     def __call__(self, what: str, done: float | None = None, total: float | None = None) -> None:
-        self.told.append((what, done, total))
+        self.reports.append((what, done, total))
 
 
 def screen() -> Console:
@@ -41,7 +40,7 @@ def written(console: Console) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_at_most_one_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     lines = ProgressLines()
     lines("loading")
     for i in range(1000):
@@ -51,7 +50,7 @@ def test_a_pipe_gets_a_line_for_each_tenth_at_most(capsys: pytest.CaptureFixture
     assert out == "" and err.splitlines() == ["loading", *rounds]
 
 
-def test_a_count_that_begins_anew_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restarted_count_is_reported_again(capsys: pytest.CaptureFixture[str]) -> None:
     lines = ProgressLines()
     for what in ("short", "long"):
         lines(what, 0, 2)
@@ -60,7 +59,7 @@ def test_a_count_that_begins_anew_is_told_again(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.split() == ["short", "short", "long", "long"]
 
 
-def test_nothing_beside_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress(quiet=True) as tell:
         tell("loading")
         tell("round 1", 0, 9)
@@ -68,21 +67,21 @@ def test_nothing_beside_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_parts_add_up_to_the_whole() -> None:
-    """Of parts within parts too; what is not counted stands where the count stood."""
-    heard = Heard()
+def test_parts_add_up_to_one_count() -> None:
+    """Parts may contain parts; an activity without a count keeps the previous count."""
+    recorded = RecordedProgress()
     for i in range(2):
-        part = Part(heard, i, 2, "look, ")
+        part = Part(recorded, i, 2, "look, ")
         part("loading")
         for j in range(2):
             Part(part, j, 2)("round", 1, 2)
         part("loading")
-    shares = [done / total for _, done, total in heard.told if done is not None and total]
+    shares = [done / total for _, done, total in recorded.reports if done is not None and total]
     assert shares == [0, 0.125, 0.375, 0.375, 0.5, 0.625, 0.875, 0.875]
-    assert heard.told[0][0] == "look, loading"
+    assert recorded.reports[0][0] == "look, loading"
 
 
-def test_a_bar_counts_and_tells_the_time_left() -> None:
+def test_a_bar_shows_count_and_remaining_time() -> None:
     console = screen()
     bar = Bar(console, measuring=True)
     bar("loading")
@@ -94,17 +93,17 @@ def test_a_bar_counts_and_tells_the_time_left() -> None:
     text = written(console)
     assert "loading" in text and "round 3 of 4" in text and " 50%" in text and "a new stage" in text
     assert "[found] something\n" in text
-    assert re.search(r"50% \d:\d\d:\d\d", text), "from two counts on the time left is known"
+    assert re.search(r"50% \d:\d\d:\d\d", text), "two counts give an estimate"
     assert text.endswith("\x1b[2K") or text.rstrip().endswith("\x1b[2K"), "the line is cleared"
     assert text.count(CURSOR[0]) == text.count(CURSOR[1]) and text.rfind(CURSOR[1]) > text.rfind(
         CURSOR[0]
     )
 
 
-def test_lines_go_above_a_bar_and_other_bars_have_the_terminal(
+def test_lines_appear_above_a_bar_and_other_bars_replace_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a download, for one; the next stage has a bar again."""
+    """Other bars are for example those of downloads; the next stage has a bar again."""
     console, real = screen(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", real)
     bar = Bar(console, measuring=True)
@@ -122,8 +121,8 @@ def test_lines_go_above_a_bar_and_other_bars_have_the_terminal(
     assert "round 2" in written(console) and sys.stderr is real
 
 
-def test_no_thread_turns_a_bar_while_something_is_timed() -> None:
-    """A spinner before it has one, which ends; bars of what is not timed have one too."""
+def test_no_thread_updates_a_bar_during_measurements() -> None:
+    """A spinner before a measurement has a thread, which ends; other bars have one too."""
     before = set(threading.enumerate())
     timed, other = Bar(screen(), measuring=True), Bar(screen(), measuring=False)
     timed("loading")
@@ -133,15 +132,15 @@ def test_no_thread_turns_a_bar_while_something_is_timed() -> None:
     spinner.join(20)
     assert set(threading.enumerate()) == before
     other("claim 1 of 4", 0, 4)
-    (turning,) = set(threading.enumerate()) - before
+    (updating,) = set(threading.enumerate()) - before
     timed.end()
     other.end()
-    turning.join(20)
+    updating.join(20)
     assert set(threading.enumerate()) == before
 
 
 def terminal(*args: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
-    """(exit code, what it wrote) of a command on a pseudo-terminal."""
+    """Run a command on a pseudo-terminal; return the exit code and its output."""
     end, inner = os.openpty()
     termios.tcsetwinsize(inner, (40, 120))
     env = os.environ | {"TERM": "xterm-256color"} | environ
@@ -151,7 +150,7 @@ def terminal(*args: str, interrupt_at: str = "", **environ: str) -> tuple[int, s
     while True:
         try:
             data = os.read(end, 65536)
-        except OSError:  # what Linux says when nobody holds the other end any more
+        except OSError:  # Linux raises this when the other end is closed
             data = b""
         if not data:
             break
@@ -169,7 +168,7 @@ def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
     assert (
         re.search(r"check \d of 6, texts: match with suffix", text) and "━" in text and "%" in text
     )
-    assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is back"
+    assert text.rfind(CURSOR[1]) > text.rfind(CURSOR[0]), "the cursor is shown again"
     after = text[text.rfind(CURSOR[1]) :]
     assert re.search(r"\ncertified: |\x1b\[2K.*certified: |certified: ", after)
     assert "check " not in after
@@ -177,7 +176,7 @@ def test_check_on_a_terminal_shows_one_bar_and_then_the_verdict() -> None:
 
 
 def test_ctrl_c_leaves_a_clean_terminal() -> None:
-    # it must not be over before it is interrupted
+    # long enough not to end before the interrupt
     endless = [*CHECK, "--texts", "2000", "--samples", "100000"]
     code, text = terminal(*endless, interrupt_at="check 1 of")
     assert code == 130

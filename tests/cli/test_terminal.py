@@ -1,5 +1,4 @@
-"""The line of statistics: what it says, what it leaves out, and from where it knows how fast plain
-decoding is."""
+"""The line of statistics, the measured speed of plain decoding, and the wrapping of lines."""
 
 import pytest
 
@@ -18,7 +17,7 @@ def completion(rounds: list[tuple[int, int]], reason: str = "stop") -> Completio
     return Completion("", [0] * tokens, reason, stats, [], None, 7, [0] * 10)
 
 
-def test_how_an_answer_ended_how_fast_and_how_full_the_context_is() -> None:
+def test_summary_shows_finish_reason_speed_and_context() -> None:
     done = completion([(0, 0), (3, 3), (3, 1)], "length")
     assert summary(done, 100, None) == [
         "7 tokens (cut at max-tokens)", "2 tokens/s", "context 17 of 100", "2.33 per pass"
@@ -26,16 +25,16 @@ def test_how_an_answer_ended_how_fast_and_how_full_the_context_is() -> None:
     assert summary(done, 17, None)[0] == "7 tokens (context full)"
     assert summary(done, 100, 0.25)[2] == "0.6 times plain"
     assert "7" not in "".join(summary(completion([(0, 0)]), 100, 1.0)), (
-        "no speed of one step, and never the seed"
+        "neither the speed of a single step nor the seed is shown"
     )
 
 
-def test_nothing_is_compared_with_plain_decoding_by_an_answer_that_was_plain() -> None:
+def test_plain_answers_are_not_compared_with_plain_decoding() -> None:
     assert not any("plain" in part for part in summary(completion([(0, 0)] * 8), 100, 0.25))
 
 
 @pytest.mark.parametrize("plain_steps", [terminal.ENOUGH - 1, terminal.ENOUGH])
-def test_the_speed_of_plain_decoding_is_that_of_steps_without_a_draft(
+def test_plain_speed_is_measured_on_steps_without_a_draft(
     plain_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = [(0, 0), *[(0, 0)] * plain_steps, (4, 2)]
@@ -49,7 +48,7 @@ def test_the_speed_of_plain_decoding_is_that_of_steps_without_a_draft(
     assert clock.plain == (0.5 if plain_steps == terminal.ENOUGH else None)
 
 
-def test_an_answer_whose_steps_were_not_all_seen_teaches_nothing() -> None:
+def test_answers_with_unobserved_steps_are_ignored() -> None:
     clock = Clock()
     clock.start()
     clock.stop(completion([(0, 0)] * 9))
@@ -57,8 +56,7 @@ def test_an_answer_whose_steps_were_not_all_seen_teaches_nothing() -> None:
 
 
 def on_screen(text: str, width: int, pieces: int = 3) -> list[str]:
-    """The lines that a terminal of this width shows of a text that comes in pieces of so many
-    characters."""
+    """Return the lines that a terminal of this width shows of a text in pieces of this size."""
     lines = terminal.WrappedLines(lambda: width)
     parts = [
         part
@@ -78,13 +76,13 @@ def on_screen(text: str, width: int, pieces: int = 3) -> list[str]:
         ("exactly ten", ["exactly", "ten"]),
         ("0123456789 ten", ["0123456789", "ten"]),
         ("a\nb c\n\nd", ["a", "b c", "", "d"]),
-        ("01234567890123 x", ["01234567890123 x"]),  # longer than a line: as the terminal breaks it
+        ("01234567890123 x", ["01234567890123 x"]),  # the terminal breaks a longer word
         ("ab 你好你好你好", ["ab 你好你", "好你好"]),
         ("", [""]),
     ],
 )
-def test_words_stand_whole_on_a_line(text: str, lines: list[str], pieces: int) -> None:
-    """Terminals break lines anywhere: words were split at the right edge."""
+def test_words_are_not_split_at_line_ends(text: str, lines: list[str], pieces: int) -> None:
+    """Terminals break lines at any character."""
     assert on_screen(text, 10, pieces) == lines
 
 

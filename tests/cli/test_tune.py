@@ -1,5 +1,4 @@
-"""`forerun tune`: everything is looked at, the best for longer, and what is chosen is surely
-faster."""
+"""`forerun tune` measures all candidates, the best for longer; its choice is reliably faster."""
 
 import json
 from pathlib import Path
@@ -66,7 +65,7 @@ def result(draft: str, depth: int | str, low: float, times: float, high: float) 
         ),
     ],
 )
-def test_the_choice_is_surely_faster_and_as_simple_as_can_be(
+def test_the_choice_is_reliably_faster_and_as_simple_as_possible(
     results: list, draft: str, depth: int | str, why: str
 ) -> None:
     choice = choose([result(*r) for r in results])
@@ -74,7 +73,7 @@ def test_the_choice_is_surely_faster_and_as_simple_as_can_be(
     assert choice.interval[0] > 1 or draft == "off"
 
 
-def test_plain_decoding_is_no_candidate() -> None:
+def test_plain_decoding_is_not_a_candidate() -> None:
     drafts = [
         result("suffix", 2, 1.0, 1.1, 1.2),
         result("off", 0, 1.0, 9.0, 9.0),
@@ -86,12 +85,12 @@ def test_plain_decoding_is_no_candidate() -> None:
         tune({}, DecodePlan(params, ["off"]), [])
 
 
-def test_what_is_at_hand_needs_nothing_but_the_model() -> None:
+def test_default_candidates_need_only_the_model() -> None:
     assert set(AT_HAND) == {"suffix", "suffix+recycle", "ngram"}
     assert not any(argument for draft in AT_HAND for _, argument in parse_draft(draft))
 
 
-def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
+def test_tune_writes_a_file_that_serve_reads(
     pair: Pair, tmp_path: Path, forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
@@ -114,7 +113,7 @@ def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--drafts", "off"], "nothing to choose between"),
         (["--drafts", "sufix"], "suffix"),
@@ -125,6 +124,6 @@ def test_a_pair_is_tuned_and_the_file_is_what_serve_reads(
         (["--tokens", "1"], "at least 2"),
     ],
 )
-def test_bad_flags_are_refused_in_one_line(flags: list[str], says: str, forerun) -> None:
+def test_bad_flags_are_refused_in_one_line(flags: list[str], message: str, forerun) -> None:
     code, out, err = forerun("tune", MODEL[1], *flags)
-    assert code == 2 and not out and says in err and len(err.strip().splitlines()) == 1
+    assert code == 2 and not out and message in err and len(err.strip().splitlines()) == 1

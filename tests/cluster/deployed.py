@@ -1,4 +1,4 @@
-"""`forerun deploy` in a process of its own."""
+"""`forerun deploy` as a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDS_RAY = pytest.mark.skipif(
 def deployed(plan: str) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
     """Run the cluster of a plan in TOML; yield its process and a client of its address.
 
-    At the end it must exit in order and leave none of its processes.
+    At the end it must exit with code 0 and leave none of its processes.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
@@ -57,7 +57,7 @@ def deployed(plan: str) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]
 
 
 def descendants(pid: int, name: str = "") -> set[int]:
-    """Ids of the processes below a process whose command line contains a name."""
+    """Return the ids of descendants of a process whose command line contains a name."""
     listed = subprocess.run(
         ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
     ).stdout

@@ -1,4 +1,4 @@
-"""The ingress with replicas that are functions in this process, without the processes of Ray."""
+"""The ingress, tested with replicas that are functions in this process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FakeStream:
 
 
 def answering(*parts: str, start: Mapping[str, Any] = START, dies: bool = False) -> Answer:
-    """A replica that sends these parts of a body, and then ends the answer or dies."""
+    """Return a replica that sends these parts of a body, and then ends the answer or dies."""
 
     async def answer(scope: Mapping[str, Any], body: bytes) -> AsyncIterator[list[Any]]:
         for i, part in enumerate(parts):
@@ -115,7 +115,7 @@ def ask(
     draining: bool = False,
     **body: Any,
 ) -> httpx2.Response:
-    """The answer of an ingress with these handles: to a POST if there is a body, else to a GET."""
+    """Return the answer of an ingress with these handles to a POST, or to a GET without a body."""
     ingress = ingress_of(handles, plan)
     ingress.draining = draining
     content = json.dumps(body).encode() if body else content
@@ -142,11 +142,11 @@ def handles(*answers: Answer) -> dict[str, FakeHandle]:
         ("/api/show", {"name": "large:latest"}, "large"),
         ("/v1/completions", {"name": "large"}, "small"),
         ("/api/pull", {"model": "anything"}, "small"),
-        ("/v1/completions", {"model": 5}, "small"),  # a replica reports the mistake
+        ("/v1/completions", {"model": 5}, "small"),  # a replica reports the error
         ("/v1/models/large", {}, "large"),
     ],
 )
-def test_model_of_a_request(path: str, body: dict[str, Any], expected: str) -> None:
+def test_the_model_of_a_request_is_found(path: str, body: dict[str, Any], expected: str) -> None:
     assert ask(handles(answering("small")), path, **body).text == expected
 
 
@@ -157,7 +157,7 @@ def test_unknown_model_is_an_error_that_names_the_known_ones(path: str) -> None:
     assert "no model 'medium' here, only 'small', 'large:latest'" in response.text
 
 
-def test_invalid_json_is_left_to_a_replica() -> None:
+def test_invalid_json_is_sent_to_a_replica() -> None:
     found = handles(answering("invalid"))
     assert ask(found, content=b'{"model": ').text == "invalid"
     assert found["small"].requests[0][1] == b'{"model": '
@@ -175,7 +175,7 @@ def test_keys_and_sizes_are_checked_before_a_body_is_read() -> None:
     assert ask(found, plan=plan, headers=key, prompt="x").text == "small"
 
 
-def test_requests_of_a_conversation_have_one_key() -> None:
+def test_requests_of_a_conversation_have_the_same_routing_key() -> None:
     found = handles(answering("small"))
     first = [{"role": "user", "content": "hello"}]
     ask(found, messages=first)
@@ -185,7 +185,7 @@ def test_requests_of_a_conversation_have_one_key() -> None:
     assert one == same != other
 
 
-def test_a_request_whose_replica_dies_before_it_answers_goes_to_another_one() -> None:
+def test_a_request_is_retried_if_its_replica_dies_before_it_answers() -> None:
     found = handles(answering(dies=True), answering("second"))
     response = ask(found, prompt="x")
     assert (response.status_code, response.text) == (200, "second")
@@ -193,7 +193,7 @@ def test_a_request_whose_replica_dies_before_it_answers_goes_to_another_one() ->
 
 
 def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
-    """Replicas went on for nobody when the answer was no stream."""
+    """Replicas once continued without a client if the answer was not streamed."""
     ended = []
 
     async def never(scope: Any, body: bytes) -> AsyncIterator[list[Any]]:
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
     assert ended and found["small"].cancelled == 1
 
 
-def test_a_request_is_given_up_after_some_deaths() -> None:
+def test_a_request_fails_after_several_dead_replicas() -> None:
     found = handles(answering(dies=True))
     response = ask(found, prompt="x")
     assert response.status_code == 503
@@ -248,7 +248,7 @@ def test_a_stream_whose_replica_dies_ends_with_one_error(start: Any, last: str) 
     assert len(found["small"].requests) == 1
 
 
-def test_an_answer_without_events_is_broken_off() -> None:
+def test_an_unstreamed_answer_whose_replica_dies_is_aborted() -> None:
     """An answer that is not a stream has no place for an error: its connection must end."""
     with pytest.raises(Exception, match="response already started"):
         ask(handles(answering("half", dies=True)), prompt="x")
@@ -266,14 +266,14 @@ def test_health_needs_a_replica_of_every_model_that_must_have_one(path: str) -> 
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/completions"])
-def test_a_server_that_shuts_down_refuses(path: str) -> None:
+def test_requests_are_refused_during_shutdown(path: str) -> None:
     found = {name: FakeHandle(answering("x"), pages=[("a", "ok")]) for name in handles()}
     response = ask(found, path, draining=True)
     assert (response.status_code, "shutting down" in response.text) == (503, True)
 
 
-def test_health_is_no_question_to_a_replica() -> None:
-    """A replica that works or hangs would answer late: the last check is what counts."""
+def test_health_reports_the_last_check_without_asking_replicas() -> None:
+    """A replica that is busy or hangs would answer late."""
     found = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
     ingress = ingress_of(found)
 
@@ -286,8 +286,8 @@ def test_health_is_no_question_to_a_replica() -> None:
     assert asyncio.run(both()) == [503, 200]
 
 
-def test_health_fails_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that ended with an error of Ray would have left the last answer for ever."""
+def test_health_fails_when_replicas_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an error of Ray in a check would keep the last answer forever."""
     monkeypatch.setattr(serving, "CHECK_SECONDS", 0.0)
     found: dict[str, Any] = {name: FakeHandle(pages=[("a", "ok")]) for name in handles()}
     ingress = ingress_of(found)
@@ -305,7 +305,7 @@ def test_health_fails_when_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) 
     assert asyncio.run(live()) == [200, 503, 200]
 
 
-def test_a_replica_learns_the_address_and_the_id_of_a_request() -> None:
+def test_a_replica_receives_client_address_and_request_id() -> None:
     found = handles(answering("small"))
     response = ask(found, prompt="x", headers={"x-request-id": "a b"})
     ((scope, _, _),) = found["small"].requests
@@ -314,7 +314,7 @@ def test_a_replica_learns_the_address_and_the_id_of_a_request() -> None:
     assert response.headers["x-request-id"] == "ab"
 
 
-def test_lists_have_the_entries_of_all_models() -> None:
+def test_model_lists_have_the_entries_of_all_models() -> None:
     found = {
         name: FakeHandle(pages=[("a", json.dumps({"object": "list", "data": [{"id": name}]}))])
         for name in ("small", "large:latest")
@@ -336,7 +336,7 @@ def test_metrics_of_all_replicas_are_one_page() -> None:
     assert merge_metrics({}) == b""
 
 
-def test_metrics_need_the_key_of_the_operator(tmp_path: Any) -> None:
+def test_metrics_need_the_operator_key(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("alice key-of-alice\n")
     plan = TWO | {"api_keys": str(tmp_path / "keys")}
     headers = {"authorization": "Bearer key-of-alice"}
@@ -368,17 +368,17 @@ def test_a_replica_sends_the_start_with_the_first_part() -> None:
     assert [message["body"] for batch in rest for message in batch] == [b""]
 
 
-def test_an_application_hears_that_its_client_has_gone() -> None:
-    heard = []
+def test_an_application_is_notified_of_a_disconnect() -> None:
+    received = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send(dict(START))
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
         try:
-            heard.append((await receive())["type"])
+            received.append((await receive())["type"])
         except asyncio.CancelledError:
-            heard.append("cancelled")
+            received.append("cancelled")
 
     async def leave() -> None:
         answer: Any = replica_of(app).answer({"type": "http"}, b"", "")
@@ -387,10 +387,10 @@ def test_an_application_hears_that_its_client_has_gone() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(leave())
-    assert heard in (["http.disconnect"], ["cancelled"])
+    assert received in (["http.disconnect"], ["cancelled"])
 
 
-def test_an_error_of_the_application_is_raised() -> None:
+def test_errors_of_the_application_are_raised() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""The files in deploy/ agree with each other and with forerun. Docker and Kubernetes do not run."""
+"""The files in deploy/ agree with each other and with forerun. Docker and Kubernetes are not run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def documents(name: str) -> dict[str, Any]:
     return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / name).read_text())}
 
 
-def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
+def test_the_kuberay_plan_is_valid_and_agrees_with_its_manifest() -> None:
     found = documents("kuberay.yaml")
     plan = make_plan(tomllib.loads(found["ConfigMap"]["data"]["cluster.toml"]))
     cluster = found["RayJob"]["spec"]["rayClusterSpec"]
@@ -48,19 +48,19 @@ def test_the_plan_for_kuberay_is_a_plan_that_fits_its_manifest() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > plan.settings.shutdown_timeout
 
 
-def test_the_arguments_of_the_model_server_are_those_of_serve() -> None:
+def test_the_model_server_uses_valid_arguments_of_serve() -> None:
     pod = documents("model-server.yaml")["Deployment"]["spec"]["template"]["spec"]
     words = pod["containers"][0]["args"]
     assert pod["terminationGracePeriodSeconds"] > float(
         words[words.index("--shutdown-timeout") + 1]
     )
-    result = CliRunner().invoke(app, [*words, "--port", "70000"])  # all but this one is taken
+    result = CliRunner().invoke(app, [*words, "--port", "70000"])  # an error in this argument only
     assert (
         "70000" in result.output + str(result.exception) and "No such option" not in result.output
     )
 
 
-def test_the_container_is_built_of_what_there_is() -> None:
+def test_the_dockerfile_uses_existing_files_and_extras() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     kept = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.M)
     assert all((ROOT / name).exists() for name in kept)

@@ -70,7 +70,7 @@ def test_options_of_models_server_and_ray() -> None:
         (ONE | {"retries": 1}, "a cluster has no retries"),
     ],
 )
-def test_mistakes_are_one_line(given: dict[str, object], message: str) -> None:
+def test_errors_are_reported_in_one_line(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(given)
     assert message in str(error.value)
@@ -105,7 +105,7 @@ def test_check_shows_what_would_be_started(tmp_path: Path) -> None:
     ]
 
 
-def test_caches_without_a_size_share_a_quarter_of_the_free_memory(
+def test_kv_caches_without_a_size_share_a_quarter_of_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_module, "free_ram", lambda: 100 << 20)

@@ -1,4 +1,4 @@
-"""`forerun deploy` as a whole: one cluster on Ray with two models, asked over HTTP."""
+"""`forerun deploy` from end to end: a cluster on Ray with two models, used over HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def http(cluster: tuple[subprocess.Popen[str], httpx2.Client]) -> httpx2.Client:
 
 
 def metric(http: httpx2.Client, name: str, model: str = "small") -> dict[str, float]:
-    """Values of a metric by replica."""
+    """Return the values of a metric by replica."""
     found = re.findall(rf"^{name}{{(.*)}} (\S+)$", http.get("/metrics").text, re.M)
     values: dict[str, float] = {}
     for labels, value in found:
@@ -58,17 +58,17 @@ def test_keys_are_needed_for_all_but_health(http: httpx2.Client) -> None:
     assert http.get("/ready").json() == {"status": "ready"}
 
 
-def test_a_stream_has_the_text_of_a_whole_answer(http: httpx2.Client) -> None:
+def test_a_stream_has_the_text_of_a_full_answer(http: httpx2.Client) -> None:
     body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
     answer = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-request-id"] == "mine"
-    whole = answer.json()["choices"][0]["text"]
+    full = answer.json()["choices"][0]["text"]
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert "".join(event["choices"][0]["text"] for event in sse(response)) == whole
+        assert "".join(event["choices"][0]["text"] for event in sse(response)) == full
     other = http.post("/v1/completions", json=body | {"model": "other"}).json()
     assert other["model"] == "other"
-    assert other["choices"][0]["text"] == whole
+    assert other["choices"][0]["text"] == full
 
 
 def test_models_are_listed_together_and_unknown_ones_refused(http: httpx2.Client) -> None:
@@ -79,7 +79,7 @@ def test_models_are_listed_together_and_unknown_ones_refused(http: httpx2.Client
     assert "'small', 'other'" in answer.json()["error"]["message"]
 
 
-def test_turns_of_a_conversation_find_their_prefix_in_the_cache(http: httpx2.Client) -> None:
+def test_turns_of_a_conversation_use_the_prefix_cache(http: httpx2.Client) -> None:
     before = metric(http, "forerun_requests_total")
     for name in ("ann", "bob", "eve", "joe", "kim", "lea"):
         prompt = f"{name} is here and asks for more. " * 20
@@ -94,7 +94,7 @@ def test_turns_of_a_conversation_find_their_prefix_in_the_cache(http: httpx2.Cli
     assert len(after) == 2  # the conversations are spread over both replicas
 
 
-def test_a_request_ends_when_its_client_goes_away(http: httpx2.Client) -> None:
+def test_a_disconnect_ends_the_request(http: httpx2.Client) -> None:
     body = LONG | {"n": 32, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -103,7 +103,7 @@ def test_a_request_ends_when_its_client_goes_away(http: httpx2.Client) -> None:
     until(lambda: not sum(metric(http, "forerun_running").values()), "the request has ended")
 
 
-def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
+def test_a_killed_replica_ends_streams_with_an_error_and_other_requests_succeed(
     cluster: tuple[subprocess.Popen[str], httpx2.Client],
 ) -> None:
     process, http = cluster
@@ -126,16 +126,16 @@ def test_a_killed_replica_breaks_streams_with_an_error_and_loses_nothing_else(
         for pid in replicas:
             os.kill(pid, signal.SIGKILL)
         last = [answer.result() for answer in answers]
-    whole, streamed = last[1::2], last[0::2]
-    assert all(answer["usage"]["completion_tokens"] == 1900 for answer in whole)
+    full, streamed = last[1::2], last[0::2]
+    assert all(answer["usage"]["completion_tokens"] == 1900 for answer in full)
     errors = [event["error"]["message"] for event in streamed if "error" in event]
     assert errors
     assert all("has died" in error for error in errors)
     assert all("error" in event or event["choices"][0]["finish_reason"] for event in streamed)
-    until(lambda: len(metric(http, "forerun_running")) == 2, "new replicas are up", patience=90)
+    until(lambda: len(metric(http, "forerun_running")) == 2, "new replicas are up", timeout=90)
 
 
-def test_a_signal_lets_requests_end_and_refuses_new_ones() -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones() -> None:
     """The fixture `deployed` checks that the exit code is 0 and no process is left."""
     with deployed(f"[[models]]\nname = 'small'\n{MODEL}") as (process, http):
         short = LONG | {"max_tokens": 900, "stream": True}
@@ -148,4 +148,4 @@ def test_a_signal_lets_requests_end_and_refuses_new_ones() -> None:
                 until(lambda: http.get("/health").status_code == 503, "health reports the shutdown")
                 *_, last = events
         assert last["choices"][0]["finish_reason"] == "length"
-        assert long.result().status_code in (200, 503)  # it has ended, or was ended with an error
+        assert long.result().status_code in (200, 503)  # it completed, or was ended with an error

@@ -27,7 +27,7 @@ def chat(*texts: str, **options: Any) -> dict[str, Any]:
     return {"messages": messages} | options
 
 
-def test_turns_of_a_conversation_have_one_key() -> None:
+def test_turns_of_a_conversation_have_the_same_key() -> None:
     first = affinity_key(chat("Be brief.", "Who was Bach?"), "tenant")
     later = chat("Be brief.", "Who was Bach?", "A composer.", "And Abel?", max_tokens=5)
     assert affinity_key(later, "tenant") == first
@@ -42,7 +42,7 @@ def test_a_growing_prompt_keeps_its_key() -> None:
     assert affinity_key({"prompt": ids}, "t") == affinity_key({"prompt": [*ids, 7]}, "t")
 
 
-def test_tenants_and_cache_keys_separate_requests() -> None:
+def test_tenants_and_cache_keys_determine_the_key() -> None:
     body = chat("Be brief.", "Who was Bach?")
     assert affinity_key(body, "a") != affinity_key(body, "b")
     other = chat("Be brief.", "Who was Abel?")
@@ -68,7 +68,7 @@ def test_invalid_bodies_have_a_key_too(body: dict[str, Any]) -> None:
     assert len(affinity_key(body, "tenant")) == 32
 
 
-def test_idle_replicas_share_the_keys_evenly_and_each_keeps_its_own() -> None:
+def test_keys_are_spread_evenly_and_keep_their_replica() -> None:
     loads = dict.fromkeys(NAMES, 0)
     chosen = {f"key{i}": choose_replica(f"key{i}", loads) for i in range(1000)}
     counts = Counter(chosen.values())
@@ -79,13 +79,13 @@ def test_idle_replicas_share_the_keys_evenly_and_each_keeps_its_own() -> None:
     assert moved == {key for key, name in chosen.items() if name == "replica2"}
 
 
-def test_a_busy_replica_is_passed_over() -> None:
+def test_a_busy_replica_is_skipped() -> None:
     loads = dict.fromkeys(NAMES, 1)
-    favourite = choose_replica("key", loads)
-    assert choose_replica("key", loads | {favourite: 1 + MAX_LEAD}) == favourite
-    second = choose_replica("key", loads | {favourite: 2 + MAX_LEAD})
-    assert second != favourite
-    others = {name: 1 for name in NAMES if name != favourite}
+    preferred = choose_replica("key", loads)
+    assert choose_replica("key", loads | {preferred: 1 + MAX_LEAD}) == preferred
+    second = choose_replica("key", loads | {preferred: 2 + MAX_LEAD})
+    assert second != preferred
+    others = {name: 1 for name in NAMES if name != preferred}
     assert second == choose_replica("key", others)  # the next of the same ranking
 
 

@@ -1,4 +1,4 @@
-"""Energy counters: only what counters say, on counters and clocks that are set here."""
+"""Energy counters, with counter files and clocks that the tests set."""
 
 import sys
 from pathlib import Path
@@ -77,8 +77,8 @@ def test_packages_and_dram_are_counted_once(server: Path, clock: Clock) -> None:
     assert spent.per_token(60) == pytest.approx(2) and spent.per_token(0) is None
 
 
-def test_a_counter_that_wraps(tmp_path: Path, clock: Clock) -> None:
-    """It is unwrapped once; a window in which it may wrap unnoticed has no energy."""
+def test_a_wrapped_counter_is_corrected_once(tmp_path: Path, clock: Clock) -> None:
+    """One wrap is corrected; a window in which the counter may wrap twice has no energy."""
     directory = zone(tmp_path, "intel-rapl:0", "package-0", RANGE - 4_000_000)
     meter = Meter(tmp_path, clock)
     first = meter.read()
@@ -90,7 +90,7 @@ def test_a_counter_that_wraps(tmp_path: Path, clock: Clock) -> None:
     assert spent.joules == {"package-0": None} and "wrap more than once" in spent.reason
 
 
-def test_short_windows(server: Path, clock: Clock) -> None:
+def test_short_windows_have_no_energy(server: Path, clock: Clock) -> None:
     meter = Meter(server, clock)
     first = meter.read()
     clock.now += 1.9
@@ -101,7 +101,7 @@ def test_short_windows(server: Path, clock: Clock) -> None:
     assert meter.since(first).total == 0 and not meter.since(first).reason
 
 
-def test_a_counter_that_fails_spoils_its_window(server: Path, clock: Clock) -> None:
+def test_a_counter_that_fails_invalidates_its_window(server: Path, clock: Clock) -> None:
     meter = Meter(server, clock)
     first = meter.read()
     clock.now += 3
@@ -112,8 +112,8 @@ def test_a_counter_that_fails_spoils_its_window(server: Path, clock: Clock) -> N
     assert partly.total is None and partly.per_token(4) is None
 
 
-def test_counters_that_cannot_be_read(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the command that helps, with a path that a shell can expand."""
+def test_unreadable_counters_are_reported(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the command that gives access, with a path that a shell can expand."""
     meter = Meter(server / "nothing")
     assert meter.devices == [] and "virtual machines" in meter.method
     assert meter.method.startswith("unavailable: ")
@@ -136,11 +136,11 @@ def test_counters_that_cannot_be_read(server: Path, monkeypatch: pytest.MonkeyPa
 
 
 class NvmlError(Exception):
-    """As pynvml raises it."""
+    """The exception that pynvml raises."""
 
 
 def cuda(monkeypatch: pytest.MonkeyPatch, millijoules: dict[str, int]) -> None:
-    """Two devices that torch numbers in another order than NVML."""
+    """Fake two devices that torch and NVML number in different orders."""
 
     def energy_of(handle: str) -> int:
         if handle not in millijoules:
@@ -162,7 +162,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, millijoules: dict[str, int]) -> None:
 
 
 def test_cuda_devices(server: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices have torch's names; a counter without a range has no longest window."""
+    """Devices have torch's names; windows of a counter without a range may have any length."""
     millijoules = {"GPU-a": 5_000, "GPU-b": 9_000}
     cuda(monkeypatch, millijoules)
     meter = Meter(server, clock)
@@ -183,7 +183,7 @@ def test_cuda_devices(server: Path, clock: Clock, monkeypatch: pytest.MonkeyPatc
     assert INSTALL in Meter(server).absent[0]
 
 
-def test_cost() -> None:
+def test_cost_per_million() -> None:
     assert cost_per_million(3.6, 1000) == pytest.approx(1.0)
     assert cost_per_million(0, 50) == 0 and cost_per_million(1, 0) is None
     for price in (-1, float("nan"), float("inf")):
@@ -236,7 +236,7 @@ def test_the_clock_equals_the_counter_and_advances_between_updates(tmp_path: Pat
     (machine.zone / "energy_uj").unlink()
     before = machine.clock()
     machine.seconds.now += 1.0
-    assert machine.clock() - before == pytest.approx(40, rel=0.05)  # the recent power
+    assert machine.clock() - before == pytest.approx(40, rel=0.05)  # by the recent power
 
 
 def test_the_clock_is_monotonic_and_wraps_with_the_counter(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_the_clock_is_monotonic_and_wraps_with_the_counter(tmp_path: Path) -> No
 
 
 def test_objective_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused without a counter before loading; else costs are joules and outputs the same."""
+    """Without a counter it is refused before loading; else costs are joules, outputs the same."""
     monkeypatch.setattr(energy, "Meter", lambda: Meter(tmp_path))
     with pytest.raises(ConfigError, match="objective=energy needs an energy counter"):
         LLM(tmp_path / "no model", objective="energy")
@@ -277,4 +277,4 @@ def test_objective_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     assert outputs[0] == outputs[1]
     assert llm.engine.policy.forward_seconds(1) >= 0.4  # a step reads the counter several times
-    assert llm.engine.policy.cost_table() == ({}, {})  # which are not seconds
+    assert llm.engine.policy.cost_table() == ({}, {})  # costs in joules are not reported as seconds

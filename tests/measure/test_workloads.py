@@ -58,7 +58,7 @@ def test_the_builtin_set() -> None:
         assert t.category != "chat" or is_transcript
 
 
-def test_the_set_is_installed() -> None:
+def test_the_builtin_set_is_packaged() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["forerun"]
     assert any(TASKS in TASKS.parents[1].glob(pattern) for pattern in patterns)
@@ -91,12 +91,12 @@ TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
         ),
     ],
 )
-def test_forms_of_files(write: Write, name: str, text: str, prompts: list) -> None:
-    """Text is one prompt; JSON lines end at newlines only, since texts contain other breaks."""
+def test_file_formats(write: Write, name: str, text: str, prompts: list) -> None:
+    """A text file is one prompt; JSON lines end at newlines only, not at other line breaks."""
     assert [t.prompt for t in read_tasks(write(name, text))] == prompts
 
 
-def test_fields(write: Write) -> None:
+def test_fields_of_tasks(write: Write) -> None:
     lines = [
         {"id": "a", "category": "edit", "prompt": "x", "prediction": "y", "documents": ["u", "v"]},
         {
@@ -117,7 +117,7 @@ def test_fields(write: Write) -> None:
 
 
 def line(**fields: object) -> tuple[str, str]:
-    """A file whose second line is an object with these fields."""
+    """Return a file whose second line is an object with these fields."""
     return "a.jsonl", '"x"\n' + json.dumps(fields)
 
 
@@ -135,8 +135,8 @@ BAD = {
     "brackets without end": (("a.jsonl", "[" * 100_000), "line 1: this is larger or deeper"),
     "a number without end": (("a.json", f"[{'1' * 5000}]"), "line 1: this is larger or deeper"),
     "null": (("a.jsonl", "null"), "line 1: null is no prompt"),
-    "halves": (("a.jsonl", "[1.5]"), "[1.5] is no prompt"),
-    "truths": (("a.jsonl", "[true]"), "[true] is no prompt"),
+    "a fraction": (("a.jsonl", "[1.5]"), "[1.5] is no prompt"),
+    "a boolean": (("a.jsonl", "[true]"), "[true] is no prompt"),
     "a token below 0": (("a.jsonl", "[1, -1]"), "[1, -1] is no prompt"),
     "no tokens": (("a.jsonl", "[]"), "[] is no prompt"),
     "several texts": (("a.jsonl", '["x", "y"]'), "is no prompt"),
@@ -170,11 +170,11 @@ BAD = {
         'prompt 2: the id "7" is used twice',
     ),
     "no turns": (line(turns=[]), "turns and messages must be lists, not []"),
-    "a turn that is none": (line(turns="x"), 'turns and messages must be lists, not "x"'),
+    "a turn that is a text": (line(turns="x"), 'turns and messages must be lists, not "x"'),
     "an empty turn": (line(turns=["", "x"]), "the prompt is empty"),
     "turns of numbers": (line(turns=[1]), "there is no user message"),
     "messages without a user": (line(messages=TALK[:1]), "there is no user message"),
-    "messages that are none": (
+    "messages that are numbers": (
         line(messages=[3, TALK[1]]),
         "is no prompt: give a text, token ids or messages",
     ),
@@ -194,26 +194,28 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("file", "says"), BAD.values(), ids=BAD.keys())
-def test_bad_files(write: Write, file: tuple[str, str], says: str) -> None:
-    """Each is one short line that names the file and says what is wrong."""
+@pytest.mark.parametrize(("file", "expected"), BAD.values(), ids=BAD.keys())
+def test_invalid_files_are_reported_in_one_line(
+    write: Write, file: tuple[str, str], expected: str
+) -> None:
+    """Each error is one short line that names the file and the mistake."""
     with pytest.raises(RequestError) as caught:
         read_tasks(write(*file))
     message = str(caught.value)
-    assert says in message and file[0] in message
+    assert expected in message and file[0] in message
     assert "\n" not in message and len(message.replace(str(write(*file)), "")) < 300
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)))
     (tmp_path / "zeros.txt").write_bytes(bytes(64))
-    for name, says in [
+    for name, expected in [
         ("missing", "No such file"),
         (".", "Is a directory"),
         ("binary.jsonl", "not UTF-8"),
         ("zeros.txt", "not UTF-8"),
     ]:
-        with pytest.raises(RequestError, match=f"cannot be read: .*{says}") as caught:
+        with pytest.raises(RequestError, match=f"cannot be read: .*{expected}") as caught:
             read_tasks(tmp_path / name)
         assert "\n" not in str(caught.value)
 
@@ -233,7 +235,7 @@ def test_categories() -> None:
 
 
 def test_spec_bench(write: Write) -> None:
-    """Its thirteen categories are kept, and eight of them go by one name, as in its tables."""
+    """Its thirteen categories are kept, and `mt_bench` selects eight of them, as in its tables."""
     others = ["translation", "summarization", "qa", "math_reasoning", "rag"]
     rows = [
         {"question_id": 81 + i, "category": name, "turns": [f"{name}?", "and then?"]}
@@ -251,7 +253,7 @@ def test_spec_bench(write: Write) -> None:
         of_categories(tasks, ["mtbench"])
 
 
-def test_passages_are_different_and_of_the_right_length() -> None:
+def test_passages_differ_and_have_the_requested_length() -> None:
     def encode(text: str) -> list[int]:
         return [ord(c) for c in text]
 
@@ -262,8 +264,8 @@ def test_passages_are_different_and_of_the_right_length() -> None:
         excerpts(encode, 3, 10_000_000)
 
 
-def test_tasks_of_a_command(pair: Pair, write: Write) -> None:
-    """A file, built-in categories, prompts beside the model, or passages."""
+def test_choice_of_tasks(pair: Pair, write: Write) -> None:
+    """Tasks come from a file, built-in categories, prompts beside the model, or passages."""
     target = str(pair.directory / "target")
     assert [t.category for t in choose_tasks(target, None, "chat", 1, 1)] == ["chat"] * 4
     assert len(choose_tasks(target, None, "all", 1, 1)) == 32
@@ -274,7 +276,7 @@ def test_tasks_of_a_command(pair: Pair, write: Write) -> None:
 
 
 def test_written_out_dialogues_become_messages() -> None:
-    """Only those that wait for the assistant; anything else is one message."""
+    """This holds only for dialogues that end before an answer; other texts are one message."""
     user = {"role": "user", "content": "a"}
     dialogue = "User: a\nAssistant: b\nUser: c: d\nAssistant:"
     answer = {"role": "assistant", "content": "b"}
@@ -289,7 +291,7 @@ def test_written_out_dialogues_become_messages() -> None:
         assert conversation(text) == [{"role": "user", "content": text}]
 
 
-def test_prompts_as_a_model_reads_them(pair: Pair) -> None:
+def test_token_ids_of_prompts(pair: Pair) -> None:
     target = str(pair.directory / "target")
     tasks = [Task("a", "file", [5, 6]), Task("b", "file", "def f"), Task("c", "chat", "def f")]
     ids, text, chat = token_ids(target, tasks)

@@ -1,8 +1,7 @@
 """One server with a tiny model for most tests, and a second model for tests that damage theirs.
 
-Tests that need only the address of a server use `front`, and run twice: with the server of this
-process, and with a cluster of two replicas where Ray is installed (`pytest tests/server -k door`).
-Modules of such tests define `server = front`.
+Tests that need only the address of a server use `api` and run twice: with the server of this
+process, and with a cluster of two replicas where Ray is installed (`pytest tests/server -k cluster`).
 """
 
 from collections.abc import Iterator
@@ -13,9 +12,9 @@ import pytest
 from forerun.llm import LLM
 from tests import tiny
 from tests.cluster.deployed import NEEDS_RAY, deployed
-from tests.server.serving import Front, Serving, serving
+from tests.server.serving import Client, Serving, serving
 
-DOOR = """max_queue = 64
+CLUSTER_PLAN = """max_queue = 64
 [[models]]
 name = "tiny"
 model = "{model}"
@@ -49,15 +48,15 @@ def server(serve: Serving) -> Serving:
     return serve
 
 
-@pytest.fixture(scope="session", params=["serve", pytest.param("door", marks=NEEDS_RAY)])
-def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+@pytest.fixture(scope="session", params=["serve", pytest.param("cluster", marks=NEEDS_RAY)])
+def api(request: pytest.FixtureRequest) -> Iterator[Client]:
     if request.param == "serve":
         yield request.getfixturevalue("serve")
         return
-    with deployed(DOOR.format(model=tiny.spoken())) as (_, http):
-        yield Front(url=str(http.base_url).rstrip("/"), http=http)
+    with deployed(CLUSTER_PLAN.format(model=tiny.spoken())) as (_, http):
+        yield Client(url=str(http.base_url).rstrip("/"), http=http)
 
 
 @pytest.fixture(scope="session")
-def client(front: Front) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0)
+def client(api: Client) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{api.url}/v1", api_key="x", max_retries=0)

@@ -2,7 +2,7 @@
 
     python -m tests.server.fake_playground 8123
 
-The first line of the prompt (in a chat: of the last message) chooses what happens:
+The first line of the prompt (in a chat: of the last message) chooses the scenario:
 `#fake: slow | differ | html | lean | narrow | refuse | full | busy | stopping | break | cut`.
 Tokens follow from the prompt and the seed alone, as under the rule `match`; drafts are right four
 times out of five.
@@ -37,7 +37,7 @@ INFO = {
 CHAT = INFO | {"chat": True}
 NO_ROOM = "max_tokens must be at most 2048: the context is <no longer> than that"
 TOO_LONG = "the prompt has 2100 tokens, the context only 2048: shorten the prompt"
-REFUSALS = {  # kind: (status, message, parameter, code)
+REFUSALS = {  # scenario: (status, message, parameter, code)
     "refuse": (400, NO_ROOM, "max_tokens", None),
     "full": (400, TOO_LONG, None, "context_length_exceeded"),
     "busy": (429, "256 requests wait already: try again in a moment", None, None),
@@ -56,34 +56,34 @@ def pieces(text: str) -> list[str]:
     return re.findall(r"\n *| ?\w+|[^\w\s]|\s", text)
 
 
-def asked(body: dict[str, Any]) -> str:
+def prompt_of(body: dict[str, Any]) -> str:
     """Return the prompt, or the last message."""
     return body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
 
 
-def kind(body: dict[str, Any]) -> str:
-    """Return what is to happen."""
-    return (re.match(r"#fake: (\w+)", asked(body)) or [None, ""])[1]
+def scenario_of(body: dict[str, Any]) -> str:
+    """Return the scenario that the first line of the prompt chooses, or ""."""
+    return (re.match(r"#fake: (\w+)", prompt_of(body)) or [None, ""])[1]
 
 
 class Generation:
     """The invented tokens and drafts of one request."""
 
     def __init__(self, body: dict[str, Any]) -> None:
-        self.kind = kind(body)
+        self.scenario = scenario_of(body)
         self.speculative = body.get("speculative") or {}
-        self.rng = random.Random(f"{asked(body)} {body['seed']} {self.speculative}")
+        self.rng = random.Random(f"{prompt_of(body)} {body['seed']} {self.speculative}")
         self.tokens = pieces(HTML)
-        if self.kind != "html":
-            shuffled = random.Random(f"{asked(body)} {body['seed']}")
+        if self.scenario != "html":
+            shuffled = random.Random(f"{prompt_of(body)} {body['seed']}")
             tokens = pieces(TEXT * (1 + body["max_tokens"] // 100))
             words = sorted(set(tokens))
             self.tokens = [
                 shuffled.choice(words) if shuffled.random() < 0.05 else token for token in tokens
             ]
         self.words = sorted(set(self.tokens))
-        self.tokens = self.tokens[: 5 if self.kind == "narrow" else body["max_tokens"]]
-        if self.kind == "differ" and not self.speculative:
+        self.tokens = self.tokens[: 5 if self.scenario == "narrow" else body["max_tokens"]]
+        if self.scenario == "differ" and not self.speculative:
             self.tokens[5] = " else"
         self.rate = 0.6
 
@@ -105,7 +105,7 @@ class Generation:
                 "rate": round(self.rate, 4),
                 "tokens": [self.token(t, s) for t, s in zip(emitted, sources, strict=False)],
                 "draft": draft,
-                "bonus": self.token(own) | self.chances(),
+                "bonus": self.token(own) | self.scores(),
                 "t_draft_ms": round(0.008 + 0.006 * len(draft), 4) if draft else 0.0,
                 "t_verify_ms": round(verify_ms, 4) + (0 if step else 4),
             }
@@ -116,8 +116,8 @@ class Generation:
     def depth(self, step: int) -> int:
         if not self.speculative or step == 0:  # the first pass reads the prompt
             return 0
-        asked = self.speculative["depth"]
-        return self.rng.choice([0, 3, 4, 5, 6]) if asked == "auto" else asked
+        depth = self.speculative["depth"]
+        return self.rng.choice([0, 3, 4, 5, 6]) if depth == "auto" else depth
 
     def draft(self, at: int, depth: int) -> tuple[list[dict[str, Any]], int]:
         """Draft a chain, or two nodes a level for a draft model; return it and the accepted depth."""
@@ -137,7 +137,7 @@ class Generation:
             first = len(nodes) + 1
             for text in siblings:
                 verdict = {"parent": parent, "accepted": accepted and text == right}
-                nodes.append(self.token(text, source) | self.chances() | {"q": self.q()} | verdict)
+                nodes.append(self.token(text, source) | self.scores() | {"q": self.q()} | verdict)
             parent = first + (siblings.index(right) if accepted else 0)
             kept += accepted
         return nodes, kept
@@ -147,7 +147,7 @@ class Generation:
         index = words.index(text) if text in words else len(words)
         return {"id": index, "text": text, "source": source}
 
-    def chances(self) -> dict[str, float]:
+    def scores(self) -> dict[str, float]:
         noise = round(self.rng.gauss(0.6, 1.2), 4)
         return {"p": round(self.rng.betavariate(2, 1), 4), "noise": noise}
 
@@ -169,15 +169,15 @@ def chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         count += len(trace["tokens"])
         drafted += len(trace["draft"])
         accepted.append(sum(node["accepted"] for node in trace["draft"]))
-        if generation.kind == "slow":
+        if generation.scenario == "slow":
             time.sleep(0.03)
-        if generation.kind == "break" and len(accepted) == 5:
+        if generation.scenario == "break" and len(accepted) == 5:
             yield error("the model ran out of <memory>")
             return
-        if generation.kind == "cut" and len(accepted) == 5:
+        if generation.scenario == "cut" and len(accepted) == 5:
             return
         text = "".join(token["text"] for token in trace["tokens"])
-        more = {} if generation.kind == "lean" else {"x_spec": trace}
+        more = {} if generation.scenario == "lean" else {"x_spec": trace}
         yield chunk([choice(text, chat=chat)]) | more
     yield chunk([choice("", "length", chat)])
     metrics = {
@@ -214,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = {"/": "index.html"}.get(self.path, self.path.removeprefix("/playground/"))
         if self.path == "/server_info":
-            if self.guarded():
+            if self.is_authorized():
                 self.answer(200, "application/json", json.dumps(self.server.info).encode())
         elif (PAGE / name).is_file() and "/" not in name:
             self.answer(200, TYPES[Path(name).suffix], (PAGE / name).read_bytes())
@@ -223,44 +223,44 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.guarded():
+        if not self.is_authorized():
             return
         self.server.bodies.append(body)
         self.server.paths.append(self.path)
-        if kind(body) in REFUSALS:
-            status, *refusal = REFUSALS[kind(body)]
+        if scenario_of(body) in REFUSALS:
+            status, *refusal = REFUSALS[scenario_of(body)]
             self.answer(status, "application/json", json.dumps(error(*refusal)).encode())
             return
-        self.head(200, "text/event-stream")
+        self.send_head(200, "text/event-stream")
         try:
             for event in chunks(body):
                 self.wfile.write(
                     b": a comment\r\n"
                     + f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode()
                 )
-            if kind(body) not in ("break", "cut"):
+            if scenario_of(body) not in ("break", "cut"):
                 self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             self.server.aborted += 1
 
-    def guarded(self) -> bool:
+    def is_authorized(self) -> bool:
         if not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}":
             return True
         self.answer(401, "application/json", json.dumps(error("an API key is needed")).encode())
         return False
 
     def answer(self, status: int, kind: str, body: bytes) -> None:
-        self.head(status, kind)
+        self.send_head(status, kind)
         self.wfile.write(body)
 
-    def head(self, status: int, kind: str) -> None:
+    def send_head(self, status: int, kind: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Security-Policy", CSP)
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -268,7 +268,7 @@ class FakeServer(ThreadingHTTPServer):
 
     Attributes:
         bodies: bodies of the requests it got, and `paths` their paths.
-        aborted: number of streams that the client gave up.
+        aborted: number of streams that the client closed before their end.
     """
 
     daemon_threads = True

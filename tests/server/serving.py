@@ -23,8 +23,8 @@ from forerun.server.run import Server
 from forerun.server.settings import Settings
 from forerun.types import Event
 
-PATIENCE = 30.0  # seconds until a test fails that waits for something
-ASKED = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
+TIMEOUT = 30.0  # maximum number of seconds that a test waits for a condition
+REQUEST = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
 HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {  # short requests, without the model that Ollama's API needs
     "/v1/completions": {"prompt": "x = ", "max_tokens": 2},
@@ -43,7 +43,7 @@ IDLE = re.compile(r"^forerun_(?:running|waiting|kv_used)(?:\{.*\})? 0\.0$", re.M
 
 
 @dataclass(kw_only=True)
-class Front:
+class Client:
     """A server known only by its address; `logged` has its errors if it runs in this process."""
 
     url: str
@@ -62,8 +62,8 @@ class Front:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def rest(self) -> None:
-        """Wait until the metrics tell that nothing runs or waits and no KV page is held."""
+    def wait_until_idle(self) -> None:
+        """Wait until the metrics show no running or waiting request and no KV page in use."""
 
         def idle() -> bool:
             page = self.http.get("/metrics").text
@@ -73,29 +73,29 @@ class Front:
                 > 0
             )
 
-        until(idle, "it is at rest")
+        until(idle, "the server is idle")
 
 
 @dataclass(kw_only=True)
-class Serving(Front):
+class Serving(Client):
     """A server in this process."""
 
     server: Server
     service: EngineService
     thread: threading.Thread
 
-    def rest(self) -> None:
-        """Wait until nothing runs; then no KV page may be held or lost."""
+    def wait_until_idle(self) -> None:
+        """Wait until nothing runs, and check that no KV page is in use or lost."""
         engine = self.service.llm.engine
-        until(lambda: not engine.busy and not self.service.jobs, "the engine is at rest")
-        until(lambda: engine.target.cache.pages.used == 0, "no page is held", patience=3)
+        until(lambda: not engine.busy and not self.service.jobs, "the engine is idle")
+        until(lambda: engine.target.cache.pages.used == 0, "no page is in use", timeout=3)
         engine.target.cache.pages.check()
 
 
-def until(true: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until a condition holds, which must happen within `patience` seconds."""
-    end = time.monotonic() + patience
-    while not true():
+def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) -> None:
+    """Wait until a condition holds, which must happen within `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not condition():
         assert time.monotonic() < end, f"timed out: {what}"
         time.sleep(0.005)
 
@@ -108,36 +108,36 @@ def sse(response: httpx2.Response) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def held(service: EngineService) -> Iterator[None]:
+def engine_blocked(service: EngineService) -> Iterator[None]:
     """Block the engine's thread."""
     begun, go = threading.Event(), threading.Event()
 
     def hold() -> None:
         begun.set()
-        go.wait(PATIENCE)
+        go.wait(TIMEOUT)
 
     service._commands.put(hold)
-    assert begun.wait(PATIENCE)
+    assert begun.wait(TIMEOUT)
     try:
         yield
     finally:
         go.set()
 
 
-def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def make_engine_fail(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Make the engine fail once, after this number of steps."""
     engine = llm.engine
     step = engine.step
     steps: list[int] = []
 
-    def fails() -> list[Event]:
+    def step_or_fail() -> list[Event]:
         steps.append(1)
         if len(steps) == after + 1:
             raise RuntimeError("on purpose")
         return step()
 
     monkeypatch.setattr(engine.multi_step, "seconds", 0.0)  # it would need too few steps
-    monkeypatch.setattr(engine, "step", fails)
+    monkeypatch.setattr(engine, "step", step_or_fail)
 
 
 @contextmanager
@@ -146,18 +146,18 @@ def slow(service: EngineService, seconds: float = 0.01) -> Iterator[None]:
     engine = service.llm.engine
     step = engine.step
 
-    def slowly() -> list[Event]:
+    def slow_step() -> list[Event]:
         time.sleep(seconds)
         return step()
 
-    engine.step = slowly  # type: ignore[method-assign]
+    engine.step = slow_step  # type: ignore[method-assign]
     try:
         yield
     finally:
         del engine.step
 
 
-def head(length: int | None, path: str = "/v1/completions", more: str = "") -> bytes:
+def post_headers(length: int | None, path: str = "/v1/completions", more: str = "") -> bytes:
     """Return the headers of a POST request; without a length the headers are not complete."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     text = "\r\n".join(lines) + f"\r\n{more}"
@@ -167,11 +167,11 @@ def head(length: int | None, path: str = "/v1/completions", more: str = "") -> b
 def post(body: dict[str, Any], length: int | None = None, path: str = "/v1/completions") -> bytes:
     """Return a POST request, which announces `length` bytes if that is given."""
     content = json.dumps(body).encode()
-    return head(length or len(content), path) + content
+    return post_headers(length or len(content), path) + content
 
 
 @contextmanager
-def connected(s: Front, sent: bytes = b"", receive_buffer: int = 0) -> Iterator[socket.socket]:
+def connected(s: Client, sent: bytes = b"", receive_buffer: int = 0) -> Iterator[socket.socket]:
     """Open a connection and send something."""
     host, port = s.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
@@ -194,15 +194,15 @@ def received(connection: socket.socket, end: bytes = b"") -> bytes:
     return data
 
 
-def narrow() -> socket.socket:
+def small_buffer_listener() -> socket.socket:
     """Return a listener with a small send buffer, so that a client that stops reading is noticed."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listener
 
 
-class Errors(logging.Handler):
-    """Keeps records of errors and those with a traceback."""
+class ErrorCollector(logging.Handler):
+    """Collects log records of errors and records with a traceback."""
 
     def __init__(self, records: list[logging.LogRecord]) -> None:
         super().__init__(logging.DEBUG)
@@ -230,19 +230,19 @@ def serving(
     server = Server(app, settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     logged: list[logging.LogRecord] = []
-    handler = Errors(logged)
+    handler = ErrorCollector(logged)
     logging.getLogger().addHandler(handler)
     try:
         thread.start()
         until(lambda: server.started, "the server starts")
-        with httpx2.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
+        with httpx2.Client(base_url=url, timeout=TIMEOUT, headers=headers) as http:
             service = app.state.service
             yield Serving(
                 url=url, http=http, logged=logged, server=server, service=service, thread=thread
             )
     finally:
         server.should_exit = True
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         logging.getLogger().removeHandler(handler)
         listener.close()
     assert not thread.is_alive(), "the server did not shut down"

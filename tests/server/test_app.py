@@ -23,26 +23,26 @@ from forerun.server.app import make_app
 from forerun.server.settings import Settings
 from tests.server.serving import Serving, serving
 
-# Indices for all clients or for one, which change while the server runs
+# Indices for all clients or for one client, which are loaded and unloaded while the server runs
 
 
-ASKED = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
-ASKED |= {"speculative": {"depth": 4}}
+BODY = {"prompt": "the name of the colour is", "max_tokens": 24, "temperature": 0}
+BODY |= {"speculative": {"depth": 4}}
 
 
-def write(llm: LLM, place: Path, *texts: str) -> None:
+def write(llm: LLM, path: Path, *texts: str) -> None:
     assert llm.tokenizer is not None
-    with adding(place, llm.tokenizer, llm.decoder.config.vocab) as writer:
+    with adding(path, llm.tokenizer, llm.decoder.config.vocab) as writer:
         for text in texts:
             writer.add(IndexedFile(text, len(text), 0), [llm.tokenizer.encode(text)])
 
 
 @pytest.fixture
 def folder(spare: LLM, tmp_path: Path) -> Path:
-    """Two indices: one for all clients, and one with the model's answer to ASKED."""
-    (output,) = spare.generate(ASKED["prompt"], SamplingParams.pure(max_tokens=ASKED["max_tokens"]))
-    write(spare, tmp_path / "shared", "other words altogether, and nothing that is asked for")
-    write(spare, tmp_path / "acme" / "answers", ASKED["prompt"] + output.text)
+    """Two indices: one for all clients, and one with the model's answer to BODY."""
+    (output,) = spare.generate(BODY["prompt"], SamplingParams.pure(max_tokens=BODY["max_tokens"]))
+    write(spare, tmp_path / "shared", "unrelated words that the prompt does not ask for")
+    write(spare, tmp_path / "acme" / "answers", BODY["prompt"] + output.text)
     return tmp_path
 
 
@@ -80,7 +80,7 @@ def unload(server: Serving, name: str) -> httpx2.Response:
 def answer(server: Serving, client: str, **options: Any) -> tuple[str, int]:
     """Return a text, and the number of its tokens that were drafted from an index."""
     server.service.llm.forget()
-    response = ask(server, client, "POST", "/v1/completions", json=ASKED | options).json()
+    response = ask(server, client, "POST", "/v1/completions", json=BODY | options).json()
     counts = response["metrics"]["forerun"]["by_source"].get("retrieval", {})
     return response["choices"][0]["text"], int(counts.get("accepted", 0))
 
@@ -105,22 +105,22 @@ def test_an_index_serves_its_client_until_it_is_unloaded(server: Serving) -> Non
     assert retrieved("other") > 5
     assert unload(server, "acme/answers").json()["deleted"]
     assert retrieved("acme") == 0
-    assert len(texts) == 1, "an index changes how fast an answer comes, and nothing else"
+    assert len(texts) == 1, "an index changes only the speed of an answer"
 
 
-def test_an_index_in_use_is_read_again(server: Serving, folder: Path) -> None:
+def test_loading_an_index_in_use_reads_it_again(server: Serving, folder: Path) -> None:
     before = ask(server, "operator", "GET").json()["data"][1]["tokens"]
     write(server.service.llm, folder / "shared", "a text more")
     assert load(server, name="shared").json()["tokens"] > before
 
 
-def test_clients_neither_see_nor_change_indices(server: Serving) -> None:
-    tried = [
+def test_only_the_operator_lists_and_changes_indices(server: Serving) -> None:
+    operations = [
         ("GET", "/v1/indices", {}),
         ("POST", "/v1/indices", {"json": {"name": "shared"}}),
         ("DELETE", "/v1/indices/shared", {}),
     ]
-    for client, (method, path, options) in itertools.product(("acme", "other"), tried):
+    for client, (method, path, options) in itertools.product(("acme", "other"), operations):
         response = ask(server, client, method, path, **options)
         assert response.status_code == 403 and "operator" in response.json()["error"]["message"]
 
@@ -144,7 +144,7 @@ def test_unusable_indices_are_refused(server: Serving, folder: Path) -> None:
     (folder / "broken" / LIST).write_text(json.dumps({"version": 1}))
     response = load(server, name="broken")
     assert response.status_code == 400 and "holds no index" in response.json()["error"]["message"]
-    assert load(server, name="shared", client="nobody").status_code == 400
+    assert load(server, name="shared", client="unknown").status_code == 400
     assert load(server, name=5).status_code == 400
     for name in ("nothing", "acme/answers"):
         assert unload(server, name).status_code == 404
@@ -169,24 +169,24 @@ def test_indices_change_while_requests_run(server: Serving) -> None:
     assert len(texts) == 1 and statuses == {200} and not server.logged
 
 
-def test_clients_without_indices_share_one_set(server: Serving) -> None:
+def test_clients_without_indices_share_one_search(server: Serving) -> None:
     for i in range(20):
         answer(server, "other", cache_salt=f"{i}")
     assert len(server.service.llm.engine.proposers["retrieval"]._searches) == 1  # type: ignore[attr-defined]
 
 
-def test_a_folder_that_is_not_there_is_one_line(spare: LLM, tmp_path: Path) -> None:
+def test_a_missing_index_folder_is_a_load_error(spare: LLM, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"there is no folder .* make it, and indices in it"):
         make_app(spare, Settings(indices=str(tmp_path / "none")))
 
 
-# /docs: it needs no network and no scripts, and has every endpoint of the document
+# The page /docs
 
 
 COMMAND = re.compile("<pre>(.*?)</pre>", flags=re.S)
 
 
-def test_the_page_asks_for_nothing_else(serve: Serving) -> None:
+def test_docs_page_loads_no_scripts_or_external_resources(serve: Serving) -> None:
     response = serve.http.get("/docs")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
@@ -194,7 +194,7 @@ def test_the_page_asks_for_nothing_else(serve: Serving) -> None:
     assert not re.search(r'(src|href)="(?!#|/|data:)', response.text)
 
 
-def test_it_has_every_endpoint_and_field_of_the_document(serve: Serving) -> None:
+def test_docs_page_has_every_endpoint_and_field_of_the_openapi_document(serve: Serving) -> None:
     page, document = serve.http.get("/docs").text, serve.http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -206,8 +206,8 @@ def test_it_has_every_endpoint_and_field_of_the_document(serve: Serving) -> None
             assert f"<code>{name}</code>" in page, name
 
 
-def test_its_commands_work(serve: Serving) -> None:
-    """Each is sent as curl would send it."""
+def test_commands_of_the_docs_page_work(serve: Serving) -> None:
+    """Each command is sent as curl would send it."""
     found = [shlex.split(unescape(text)) for text in COMMAND.findall(serve.http.get("/docs").text)]
     assert len(found) > 15
     for words in found:
@@ -226,7 +226,7 @@ def test_its_commands_work(serve: Serving) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("secret",)], ids=["open", "with a key"])
-def test_it_opens_without_the_key_and_says_where_one_is_needed(
+def test_docs_page_needs_no_key_and_shows_whether_requests_need_one(
     spare: LLM, keys: tuple[str, ...]
 ) -> None:
     with serving(spare, api_key=keys, served_name="<b>&") as s:

@@ -1,4 +1,4 @@
-"""A short run of scripts/attack.py: all of its corpus, small, against a server of its own."""
+"""A short run of scripts/attack.py: its whole corpus at a small scale, against a server that it starts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_corpus_is_not_refused_by_size_alone() -> None:
 
 
 @pytest.mark.one_in(0)
-def test_other_clients_notice_no_attack() -> None:
-    """They get their text; no 500, no traceback, and no memory is left; SIGTERM ends the server.
+def test_an_attack_does_not_affect_other_clients() -> None:
+    """Texts stay the same; no status 500, traceback or leak; SIGTERM ends the server.
 
     The memory is compared after a first pass over all attacks, since a fresh process allocates at
     the first use of many features. What a second pass adds is a leak.
@@ -43,13 +43,13 @@ def test_other_clients_notice_no_attack() -> None:
     report = json.loads(done.stdout)
     assert {attack.partition(":")[0] for attack in report["attacks"]} == set(names)
     assert report["under attack"]["texts"] and report["tracebacks"] == 0
-    timings = ("tokens ", "/health ")  # which depend on the machine
+    timings = ("tokens ", "/health ")  # these depend on the machine
     assert [failed for failed in report["failed"] if not failed.startswith(timings)] == []
 
 
 @pytest.mark.parametrize(
     "url", ["http://a.example:8000", "http://192.168.1.7", "http://0.0.0.0:8000"]
 )
-def test_only_this_machine_is_attacked(url: str) -> None:
+def test_only_servers_of_this_machine_can_be_attacked(url: str) -> None:
     with pytest.raises(SystemExit, match="not of this machine"):
         attack.Server(attack.arguments(["--url", url]))

@@ -46,36 +46,36 @@ def shared(spare: LLM, keys: Path) -> Iterator[Serving]:
         yield server
 
 
-def ask(server: Serving, who: str, path: str, body: Any = None) -> httpx2.Response:
-    headers = {"Authorization": f"Bearer key-of-{who}"}
+def ask(server: Serving, client: str, path: str, body: Any = None) -> httpx2.Response:
+    headers = {"Authorization": f"Bearer key-of-{client}"}
     method = "GET" if body is None else "POST"
     return server.http.request(method, path, json=body, headers=headers)
 
 
-def plant(server: Serving, who: str = "alice", **more: Any) -> None:
+def plant(server: Serving, client: str = "alice", **more: Any) -> None:
     """Send the secret as a prompt and as an output, the latter complete and cut off."""
     server.service.llm.forget()
     body = {"prompt": SECRET * 3, "max_tokens": 8} | GREEDY | more
-    assert ask(server, who, COMPLETIONS, body).status_code == 200
+    assert ask(server, client, COMPLETIONS, body).status_code == 200
     forced = {"response_format": {"type": "choice", "choice": [SECRET]}, "max_tokens": 200}
-    assert ask(server, who, COMPLETIONS, body | forced).status_code == 200
-    headers = {"Authorization": f"Bearer key-of-{who}"}
+    assert ask(server, client, COMPLETIONS, body | forced).status_code == 200
+    headers = {"Authorization": f"Bearer key-of-{client}"}
     stream = body | {"stream": True, "max_tokens": 99}
     with server.http.stream("POST", COMPLETIONS, json=stream, headers=headers) as answer:
         next(answer.iter_lines())
-    server.rest()
+    server.wait_until_idle()
 
 
-def probe(server: Serving, who: str, **more: Any) -> tuple[str, dict[str, int], list[Any]]:
+def probe(server: Serving, client: str, **more: Any) -> tuple[str, dict[str, int], list[Any]]:
     """Ask for the beginning of the secret with its next token forced.
 
-    A drafter that remembers the secret then drafts the rest of it. Returns the whole answer, the
+    A drafter that remembers the secret then drafts its rest. Return the complete answer, the
     counters of drafted and cached tokens, and the drafted nodes.
     """
     tokens = server.service.llm.tokens(SECRET)
     bias = {"logit_bias": {str(tokens[NUM_KNOWN]): 100}, "stream_options": {"include_usage": True}}
     body = {"prompt": tokens[:NUM_KNOWN], "max_tokens": 40} | bias | GREEDY | DEEP | more
-    answer = ask(server, who, COMPLETIONS, body)
+    answer = ask(server, client, COMPLETIONS, body)
     chunks = list(sse(answer))
     nodes = [node for chunk in chunks for node in chunk.get("x_spec", {}).get("draft", [])]
     sources = chunks[-1]["metrics"]["forerun"]["by_source"]
@@ -100,7 +100,7 @@ def test_another_key_gets_what_a_fresh_server_would_give(shared: Serving, draft:
     assert [node["id"] for node in after] == [node["id"] for node in nodes]
     assert "told nobody" not in text + text_after
     text, counters_own, nodes = probe(shared, "alice", **more)
-    assert counters_own[source] > counters.get(source, 0), "there was something to find"
+    assert counters_own[source] > counters.get(source, 0), "the secret was remembered"
     hidden = [node for node in nodes if node["source"] == source and not node["accepted"]]
     assert hidden and "told nobody" not in text
     assert all((node["id"], node["text"], node["p"]) == (None, "", None) for node in hidden)
@@ -118,7 +118,7 @@ FIELDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_no_field_opens_another_tenant(shared: Serving, field: str) -> None:
+def test_no_field_gives_access_to_another_tenant(shared: Serving, field: str) -> None:
     plant(shared, cache_salt="alice")
     body = {"prompt": BEGINNING, "max_tokens": 60, field: FIELDS[field]} | GREEDY | DEEP
     answer = ask(shared, "mallory", COMPLETIONS, body)
@@ -149,21 +149,21 @@ def test_no_endpoint_shows_what_another_tenant_sent(shared: Serving) -> None:
         assert not re.search(r"(?<![.\d])4711", answer.text), path
 
 
-def test_counts_over_all_tenants_are_for_the_operator(shared: Serving) -> None:
+def test_only_the_operator_sees_counts_over_all_tenants(shared: Serving) -> None:
     refused = ask(shared, "mallory", "/metrics")
     assert refused.status_code == 403 and "operator" in refused.json()["error"]["message"]
     assert ask(shared, "operator", "/metrics").status_code == 200
     plant(shared)
     body = {"prompt": BEGINNING, "max_tokens": 4} | GREEDY | DEEP
-    for who, allowed in (("mallory", False), ("operator", True)):
-        costs = ask(shared, who, "/server_info").json()["costs"]
+    for client, allowed in (("mallory", False), ("operator", True)):
+        costs = ask(shared, client, "/server_info").json()["costs"]
         assert bool(costs["pass_ms"]) is bool(costs["draft_ms"]) is allowed
-        chunks = sse(ask(shared, who, COMPLETIONS, body))
+        chunks = sse(ask(shared, client, COMPLETIONS, body))
         rates = [chunk["x_spec"]["rate"] for chunk in chunks if "x_spec" in chunk]
         assert rates and all((rate is not None) is allowed for rate in rates)
 
 
-def test_one_salt_is_one_memory_within_a_key(shared: Serving) -> None:
+def test_cache_salts_separate_the_memory_of_one_key(shared: Serving) -> None:
     plant(shared, cache_salt="a conversation")
     assert probe(shared, "alice", cache_salt="a conversation")[1].get("memory", 0) > 0
     assert "memory" not in probe(shared, "alice", cache_salt="another")[1]
@@ -174,17 +174,17 @@ def test_one_salt_is_one_memory_within_a_key(shared: Serving) -> None:
     ("host", "share", "remembered"),
     [("127.0.0.1", False, True), ("0.0.0.0", False, False), ("0.0.0.0", True, True)],
 )
-def test_without_keys_this_machine_is_one_tenant(
+def test_without_keys_local_clients_share_one_memory(
     spare: LLM, host: str, share: bool, remembered: bool
 ) -> None:
     with serving(spare, host=host, share_memory=share) as server:
         plant(server)
-        assert ("memory" in probe(server, "anybody")[1]) == remembered
+        assert ("memory" in probe(server, "any")[1]) == remembered
         plant(server, cache_salt="mine")
-        assert probe(server, "anybody", cache_salt="mine")[1].get("memory", 0) > 0
+        assert probe(server, "any", cache_salt="mine")[1].get("memory", 0) > 0
 
 
-def test_keys_may_share_the_memory(spare: LLM, keys: Path) -> None:
+def test_share_memory_joins_the_memories_of_keys(spare: LLM, keys: Path) -> None:
     """This also shows that `probe` notices a leak."""
     with serving(spare, api_keys=str(keys), share_memory=True) as server:
         plant(server)
@@ -204,13 +204,13 @@ def test_tenants_cannot_be_forged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (b"alice\n", "line 1: give a name and a key"),
         (b"a b c\n", "line 1: give a name and a key"),
         (b"a x\na y\n", "line 2: the name 'a' was there before"),
         (b"a x\nb x\n", "the key of b is given twice"),
-        (b"# nobody\n\n", "has no keys"),
+        (b"# none\n\n", "has no keys"),
         (b"a \x01\n", "visible ASCII"),
         ("a ключ\n".encode(), "visible ASCII"),
         (b"a " + b"x" * 600, "visible ASCII"),
@@ -218,13 +218,13 @@ def test_tenants_cannot_be_forged() -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_file_of_keys_is_one_line_without_a_key(
-    tmp_path: Path, text: bytes | None, says: str
+def test_an_invalid_key_file_is_reported_in_one_line_without_its_keys(
+    tmp_path: Path, text: bytes | None, message: str
 ) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_bytes(text)
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         ApiKeys(Settings(api_keys=str(file)))
     assert "\n" not in str(error.value) and "xxx" not in str(error.value)
 
@@ -234,9 +234,9 @@ def test_a_bad_file_of_keys_is_one_line_without_a_key(
 LOOPBACK = ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:80", "127.8.9.1"]
 LOOPBACK += ["[::1]", "[::1]:8000"]
 ADDRESSES = ["192.168.1.7:8000", "10.0.0.1", "[fe80::1]:8000", "0.0.0.0:8000"]
-STRANGE = ["a.example", "a.example:8000", "localhost.a.example", "127.0.0.1.a.example"]
-STRANGE += ["xlocalhost", "localhost@a.example", "[::1]a.example", "[::1].a.example:8000", "127.1"]
-STRANGE += ["2130706433", "localhost:8000:1", "[::1", "::1]", ":8000", "[]", " "]
+FOREIGN = ["a.example", "a.example:8000", "localhost.a.example", "127.0.0.1.a.example"]
+FOREIGN += ["xlocalhost", "localhost@a.example", "[::1]a.example", "[::1].a.example:8000", "127.1"]
+FOREIGN += ["2130706433", "localhost:8000:1", "[::1", "::1]", ":8000", "[]", " "]
 
 
 def status(host_header: str, origin: str | None = None, **options: Any) -> int:
@@ -250,32 +250,32 @@ def statuses(hosts: list[str], **options: Any) -> set[int]:
     return {status(host, **options) for host in hosts}
 
 
-@pytest.mark.parametrize("listens", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
-def test_on_loopback_only_its_own_names_are_answered(listens: str) -> None:
-    assert is_loopback(listens)
-    assert statuses(LOOPBACK, host=listens) == {0}
-    assert statuses([*ADDRESSES, *STRANGE, socket.gethostname()], host=listens) == {421}
+@pytest.mark.parametrize("bind_host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_a_loopback_server_accepts_only_loopback_hosts(bind_host: str) -> None:
+    assert is_loopback(bind_host)
+    assert statuses(LOOPBACK, host=bind_host) == {0}
+    assert statuses([*ADDRESSES, *FOREIGN, socket.gethostname()], host=bind_host) == {421}
 
 
-@pytest.mark.parametrize("listens", ["0.0.0.0", "::", "192.168.1.7"])
-def test_elsewhere_addresses_and_the_machines_name_are_answered_too(listens: str) -> None:
-    assert not is_loopback(listens)
-    assert statuses([*LOOPBACK, *ADDRESSES, socket.gethostname()], host=listens) == {0}
-    assert statuses(STRANGE, host=listens) == {421}
+@pytest.mark.parametrize("bind_host", ["0.0.0.0", "::", "192.168.1.7"])
+def test_other_servers_also_accept_addresses_and_the_host_name(bind_host: str) -> None:
+    assert not is_loopback(bind_host)
+    assert statuses([*LOOPBACK, *ADDRESSES, socket.gethostname()], host=bind_host) == {0}
+    assert statuses(FOREIGN, host=bind_host) == {421}
 
 
-@pytest.mark.parametrize("listens", ["127.0.0.1", "0.0.0.0"])
-def test_names_may_be_added(listens: str) -> None:
+@pytest.mark.parametrize("bind_host", ["127.0.0.1", "0.0.0.0"])
+def test_allowed_hosts_adds_names(bind_host: str) -> None:
     for name in ("llm.example", "LLM.example:9000", "llm.example."):
-        assert status("llm.example:8000", host=listens, allowed_hosts=name) == 0
-        assert status("a.example", host=listens, allowed_hosts=name) == 421
-    assert statuses([*ADDRESSES, *STRANGE], host=listens, allowed_hosts="*") == {0}
+        assert status("llm.example:8000", host=bind_host, allowed_hosts=name) == 0
+        assert status("a.example", host=bind_host, allowed_hosts=name) == 421
+    assert statuses([*ADDRESSES, *FOREIGN], host=bind_host, allowed_hosts="*") == {0}
     assert status("box.lan", host="box.lan") == 0 and status("a.example", host="box.lan") == 421
     assert status("192.168.1.7", allowed_hosts="192.168.1.7") == 0
     assert status("10.0.0.1", allowed_hosts="192.168.1.7") == 421
 
 
-def test_only_own_pages_and_allowed_ones_may_call() -> None:
+def test_only_same_origin_and_allowed_origins_may_call() -> None:
     for host, origin in (
         ("localhost:8000", "http://localhost:8000"),
         ("[::1]:8000", "http://[::1]:8000"),
@@ -284,16 +284,16 @@ def test_only_own_pages_and_allowed_ones_may_call() -> None:
         ("llm.example:443", "https://LLM.example"),
     ):
         assert status(host, origin, allowed_hosts="llm.example") == 0
-    others = ["null", "", "http://a.example", "http://localhost", "http://localhost:8001"]
-    others += ["https://localhost.a.example:8000", "http://127.0.0.1:8000", "file://"]
-    others += ["localhost:8000", "chrome-extension://localhost:8000", "http://localhost:8000.a"]
-    assert {status("localhost:8000", origin) for origin in others} == {403}
-    assert {status("localhost:8000", o, allowed_origins="*") for o in others} == {0}
+    refused = ["null", "", "http://a.example", "http://localhost", "http://localhost:8001"]
+    refused += ["https://localhost.a.example:8000", "http://127.0.0.1:8000", "file://"]
+    refused += ["localhost:8000", "chrome-extension://localhost:8000", "http://localhost:8000.a"]
+    assert {status("localhost:8000", origin) for origin in refused} == {403}
+    assert {status("localhost:8000", o, allowed_origins="*") for o in refused} == {0}
     assert status("localhost:8000", "app://x", allowed_origins="app://x") == 0
     assert status("localhost:8000", "app://y", allowed_origins="app://x") == 403
 
 
-def test_a_rebound_name_reads_nothing(server: Serving) -> None:
+def test_dns_rebinding_is_refused_on_every_path(server: Serving) -> None:
     paths = ("/", "/health", "/v1/models", "/docs", "/playground/app.js", "/nowhere", "/api/tags")
     for path in paths:
         answer = server.http.get(path, headers={"host": "a.example:8000"})
@@ -301,8 +301,8 @@ def test_a_rebound_name_reads_nothing(server: Serving) -> None:
         assert "--allowed-hosts" in answer.text
 
 
-def test_foreign_pages_start_no_work(server: Serving) -> None:
-    """Browsers send the first two content types, and none at all, without asking."""
+def test_cross_origin_requests_are_refused(server: Serving) -> None:
+    """Browsers send the first two content types, and none at all, without a preflight request."""
     body = b'{"prompt": "x", "messages": []}'
     for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/api/generate", "/api/chat"):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json", None):
@@ -318,7 +318,7 @@ def test_foreign_pages_start_no_work(server: Serving) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", COMPLETIONS, "/v1/responses", "/tokenize"]
 )
-def test_bodies_need_a_content_type_that_no_page_sends_unasked(server: Serving, path: str) -> None:
+def test_bodies_need_a_content_type_of_json(server: Serving, path: str) -> None:
     """Old browsers send forms without an Origin; only scripts leave the content type out."""
     prompt: dict[str, Any] = {"prompt": "x"}
     if path == "/v1/chat/completions":
@@ -343,18 +343,18 @@ def test_bodies_need_a_content_type_that_no_page_sends_unasked(server: Serving, 
         assert answer.status_code == 400 and advice + "none" in answer.text
 
 
-def test_requests_belong_to_clients_that_share_the_slots(
+def test_the_engine_receives_the_client_of_each_request(
     shared: Serving, serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client is a key, or without keys an address."""
-    for server, who, client in ((shared, "alice", "alice"), (serve, "nobody", "127.0.0.1")):
+    """The slots are shared fairly among clients: a client is a key, or without keys an address."""
+    for server, key, client in ((shared, "alice", "alice"), (serve, "none", "127.0.0.1")):
         engine, seen = server.service.llm.engine, []
         add = engine.add
 
-        def noted(*tokens: Any, add: Any = add, seen: Any = seen, **options: Any) -> Any:
+        def recorded(*tokens: Any, add: Any = add, seen: Any = seen, **options: Any) -> Any:
             seen.append(options["client"])
             return add(*tokens, **options)
 
-        monkeypatch.setattr(engine, "add", noted)
-        assert ask(server, who, COMPLETIONS, {"prompt": "def f(", "max_tokens": 2}).is_success
+        monkeypatch.setattr(engine, "add", recorded)
+        assert ask(server, key, COMPLETIONS, {"prompt": "def f(", "max_tokens": 2}).is_success
         assert seen == [client]

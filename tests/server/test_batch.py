@@ -1,4 +1,4 @@
-"""Batch files: every line is answered once, as the server would answer it."""
+"""Batch files: every line gets one response, which equals that of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from forerun.errors import RequestError
 from forerun.llm import LLM
 from forerun.server import batch
-from tests.server.serving import Serving, failing
+from tests.server.serving import Serving, make_engine_fail
 
 Json = dict[str, Any]
 COMPLETIONS = "/v1/completions"
@@ -57,15 +57,15 @@ def run(spare: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
 CHANGING = ("id", "created", "created_at", "metrics", "prompt_tokens_details")
 
 
-def fixed(value: Any) -> Any:
+def stable(value: Any) -> Any:
     """Drop what differs between runs: ids, times, counts of the cache, speculation."""
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if k not in (*CHANGING, "input_tokens_details")}
-        return {name: fixed(item) for name, item in kept.items()}
-    return [fixed(item) for item in value] if isinstance(value, list) else value
+        return {name: stable(item) for name, item in kept.items()}
+    return [stable(item) for item in value] if isinstance(value, list) else value
 
 
-def test_responses_are_the_servers(run: Any, server: Serving) -> None:
+def test_responses_equal_those_of_the_server(run: Any, server: Serving) -> None:
     answers = run(LINES)
     assert sorted(answers) == sorted(request["custom_id"] for request in LINES)
     for request in LINES:
@@ -73,10 +73,10 @@ def test_responses_are_the_servers(run: Any, server: Serving) -> None:
         assert answer["error"] is None and answer["response"]["status_code"] == 200
         assert answer["id"] and answer["response"]["request_id"]
         expected = server.answer(request["url"], request["body"] | {"stream": False})
-        assert fixed(answer["response"]["body"]) == fixed(expected)
+        assert stable(answer["response"]["body"]) == stable(expected)
 
 
-def test_wrong_lines_are_answered_with_errors(run: Any) -> None:
+def test_invalid_lines_are_answered_with_errors(run: Any) -> None:
     regex = {"type": "regex", "regex": "("}
     wrong = [
         line("url", "/v1/embeddings", {}),
@@ -100,14 +100,14 @@ def test_wrong_lines_are_answered_with_errors(run: Any) -> None:
         assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_more_lines_than_run_at_once(run: Any) -> None:
+def test_more_lines_than_slots(run: Any) -> None:
     bodies = [{"prompt": f"x{i} = ", "max_tokens": 3, "seed": i} for i in range(40)]
     answers = run([line(str(i), COMPLETIONS, body) for i, body in enumerate(bodies)])
     assert len(answers) == 40
     assert all(answer["response"]["status_code"] == 200 for answer in answers.values())
 
 
-def test_a_cut_output_is_continued(
+def test_a_truncated_output_is_continued(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out.jsonl"
@@ -117,7 +117,7 @@ def test_a_cut_output_is_continued(
     again = run(LINES)
     assert target.read_text().splitlines(keepends=True)[:2] == lines[:2]  # not done again
     for name, answer in again.items():
-        assert fixed(answer["response"]["body"]) == fixed(first[name]["response"]["body"])
+        assert stable(answer["response"]["body"]) == stable(first[name]["response"]["body"])
 
     def never(**options: Any) -> LLM:
         raise AssertionError("nothing is left to do, so no model is needed")
@@ -133,7 +133,7 @@ def test_failures_of_the_engine_are_retried(
 ) -> None:
     body = {"prompt": "x", "max_tokens": 30, "speculative": False}
     with monkeypatch.context() as patch:
-        failing(spare, patch, after=2)
+        make_engine_fail(spare, patch, after=2)
         assert run([line("a", COMPLETIONS, body)])["a"]["response"]["status_code"] == 503
     assert run([line("a", COMPLETIONS, body)])["a"]["response"]["status_code"] == 200
 
@@ -150,7 +150,7 @@ def test_failures_of_the_engine_are_retried(
     ],
     ids=["cut", "second", "deep", "number", "id", "twice"],
 )
-def test_a_wrong_source_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_input_is_reported_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text)
     with pytest.raises(RequestError) as error:
@@ -159,7 +159,7 @@ def test_a_wrong_source_is_one_line(tmp_path: Path, text: str, message: str) -> 
     assert not target.exists()
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
     source, latin = tmp_path / "in.jsonl", tmp_path / "latin.jsonl"
     source.write_text('{"custom_id": "a"}\n')
     latin.write_bytes(b'{"custom_id": "\xff"}\n')
@@ -183,7 +183,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     ],
 )
 def test_other_files_are_not_overwritten(tmp_path: Path, content: bytes) -> None:
-    """A text without a newline looks like a cut line: it must not be dropped."""
+    """A text without a newline looks like a truncated line, which must not be dropped."""
     source, other = tmp_path / "in.jsonl", tmp_path / "notes.txt"
     source.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
     other.write_bytes(content)
@@ -196,5 +196,5 @@ def test_only_a_newline_ends_a_line(run: Any) -> None:
     """JSON may hold U+2028 and U+0085 as they are."""
     body = {"prompt": "a\u2028b\u0085c", "max_tokens": 2}
     text = json.dumps(line("a\u2028b", COMPLETIONS, body), ensure_ascii=False) + "\r\n"
-    for _ in range(2):  # and the output can be continued
+    for _ in range(2):  # the second run continues the output of the first
         assert run([text])["a\u2028b"]["response"]["status_code"] == 200

@@ -1,4 +1,4 @@
-"""Conversations as clients send them back: the server's own answers, and what clients add."""
+"""Conversations that clients send back: the server's own answers, and fields that clients add."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from forerun.server.responses import Responses, to_chat
 from forerun.server.state import ServerState
 from forerun.server.streaming import Formatter
 from forerun.types import Event
-from tests.server.serving import Front, Serving
+from tests.server.serving import Client, Serving
 
 Json = dict[str, Any]
 MODELS: dict[str, type[Body]] = {
@@ -194,32 +194,32 @@ USUAL = settings(
 @example([(['<tool_call>{"name": "w", "arguments": "Paris"}</tool_call>'], True)])
 @example([([GENERATED[2]], False), ([GENERATED[4]], True), ([GENERATED[5]], False)])
 def test_answers_are_accepted_in_the_next_request(state: ServerState, turns: Any) -> None:
-    """As the clients' own models dump them, whatever the model wrote, streamed and in full."""
-    talks: dict[str, list[Json]] = {name: [] for name in ("anthropic", *MODELS)}
+    """Clients send back what their own models dump, for any generated text, streamed or not."""
+    chats: dict[str, list[Json]] = {name: [] for name in ("anthropic", *MODELS)}
     for pieces, stream in turns:
         message = openai_message(state, pieces, stream)
-        talks[CHAT] += [HI, message, *results(CHAT, message)]
+        chats[CHAT] += [HI, message, *results(CHAT, message)]
         used: list[Json] = [
             {"type": "tool_result", "tool_use_id": call["id"], "content": "5"}
             for call in message["tool_calls"] or ()
         ]
         used.append({"type": "text", "text": "and?", "cache_control": {}})
-        talks["anthropic"] += [HI, anthropic_message(message), {"role": "user", "content": used}]
+        chats["anthropic"] += [HI, anthropic_message(message), {"role": "user", "content": used}]
         items = openai_items(state, pieces, stream)
-        talks[RESPONSES] += [HI, *items]
+        chats[RESPONSES] += [HI, *items]
         text = [{"type": "output_text", "text": "5", "annotations": []}]
         output = {"type": "function_call_output", "output": text}
         ids = [item["call_id"] for item in items if item["type"] == "function_call"]
-        talks[RESPONSES] += [output | {"call_id": id_} for id_ in ids]
+        chats[RESPONSES] += [output | {"call_id": id_} for id_ in ids]
         other = ollama_message(state, pieces, stream)
-        talks[OLLAMA] += [HI, other, *results(OLLAMA, other)]
+        chats[OLLAMA] += [HI, other, *results(OLLAMA, other)]
     found = {}
     for name, path in [*zip(MODELS, MODELS, strict=True), ("anthropic", CHAT)]:
-        messages = [*talks[name], HI]
+        messages = [*chats[name], HI]
         assert prepare_chat(state, chat_of(request(path, messages)))[1]
         found[name] = [without_ids(values) for values in formatted(path, messages)]
     for name in (CHAT, "anthropic"):
-        assert prepare_chat(state, chat_of(request(OLLAMA, [*talks[name], HI])))[1]
+        assert prepare_chat(state, chat_of(request(OLLAMA, [*chats[name], HI])))[1]
     assert found[CHAT] == found[RESPONSES]
     calls = [
         [message.get("tool_calls") for message in messages if message["role"] == "assistant"]
@@ -248,7 +248,7 @@ def test_absent_arguments_are_an_empty_object(path: str, arguments: Any) -> None
     assert values["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
 
 
-# What clients add
+# Fields that clients add
 
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -275,7 +275,7 @@ PLACES: dict[str, Callable[[Json], Json]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", EXTRA)
-def test_what_clients_add_is_ignored_by_name(place: str, name: str) -> None:
+def test_fields_that_clients_add_are_ignored_and_named(place: str, name: str) -> None:
     extra = {} if (place, name) == ("call", "id") else {name: EXTRA[name]}
     body = PLACES[place](extra)
     for model in (ChatRequest, OllamaChat):
@@ -309,20 +309,20 @@ def test_what_clients_add_is_ignored_by_name(place: str, name: str) -> None:
         (assistant([{"type": "refusal", "refusal": "No."}]), ()),
     ],
 )
-def test_items_of_a_response_are_read(state: ServerState, item: Json, ignored: Any) -> None:
+def test_items_of_a_response_are_accepted(state: ServerState, item: Json, ignored: Any) -> None:
     body = request(RESPONSES, [HI, item, HI])
     assert body.ignored == ignored and prepare_chat(state, to_chat(body))[1]
 
 
 @pytest.mark.parametrize("path", [*MODELS, "/tokenize"])
-def test_ignored_fields_within_messages_are_in_the_header(front: Front, path: str) -> None:
+def test_ignored_fields_within_messages_are_in_the_header(api: Client, path: str) -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     messages = [HI | {"content": [part, part]}, HI | {"phase": "commentary"}]
     body: Json = {"model": "tiny", "input" if path == RESPONSES else "messages": messages}
     body |= {CHAT: {"max_tokens": 2}, RESPONSES: {"max_output_tokens": 2}}.get(path, {})
     body |= {"options": {"num_predict": 2}} if path == OLLAMA else {}
     for more in [{}] if path == "/tokenize" else [{"stream": False}, {"stream": True}]:
-        response = front.http.post(path, json=body | more)
+        response = api.http.post(path, json=body | more)
         assert response.headers["x-forerun-ignored"] == "cache_control, phase", response.text
 
 
@@ -346,9 +346,9 @@ def test_ignored_fields_within_messages_are_in_the_header(front: Front, path: st
     ],
 )
 def test_unsupported_fields_are_refused_with_advice(
-    front: Front, place: str, extra: Json, where: str, advice: str
+    api: Client, place: str, extra: Json, where: str, advice: str
 ) -> None:
-    response = front.http.post(CHAT, json=PLACES[place](extra))
+    response = api.http.post(CHAT, json=PLACES[place](extra))
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == where, error
     assert error["message"].startswith(f"{where}: ") and advice in error["message"]
@@ -372,18 +372,18 @@ def test_unsupported_items_are_refused_with_advice(item: Json, advice: str) -> N
     assert advice in str(error.value)
 
 
-def test_other_objects_name_the_nearest_field_too(front: Front) -> None:
+def test_errors_in_nested_objects_suggest_the_nearest_field(api: Client) -> None:
     schema = {"schema": {}, "strikt": True}
     for extra, name in (
         ({"stream_options": {"include_usag": True}}, "'include_usage'"),
         ({"response_format": {"type": "json_schema", "json_schema": schema}}, "'strict'"),
         ({"speculative": {"dept": 3}}, "'depth'"),
     ):
-        error = front.http.post(CHAT, json={"messages": [HI]} | extra).json()["error"]
+        error = api.http.post(CHAT, json={"messages": [HI]} | extra).json()["error"]
         assert name in error["message"] and "Extra inputs" not in error["message"], error
 
 
-# What reaches the template
+# Messages as the chat template receives them
 
 
 TEXT = [{"type": "output_text", "text": "Yes."}]
@@ -464,8 +464,8 @@ def tool(name: str, **parameters: object) -> Tool:
 KNOWN = [tool("w"), tool("v")]
 
 
-def found(text: str, known: list[Tool] = KNOWN) -> tuple[str, list[tuple[str, Any]]]:
-    """The text that is left, and the calls as (name, arguments)."""
+def parsed(text: str, known: list[Tool] = KNOWN) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the text without calls, and the calls as (name, arguments)."""
     rest, calls = ToolCallParser(known).read(text, is_last=True)
     assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
     return rest, [
@@ -530,7 +530,7 @@ UNUSUAL: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {  # text, text wit
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_calls_are_found_in_unusual_texts(case: str) -> None:
     text, rest, calls = UNUSUAL[case]
-    assert found(text) == (rest, calls)
+    assert parsed(text) == (rest, calls)
     assert streamed(list(text)) == (rest, calls)
 
 
@@ -541,16 +541,16 @@ NOT_OBJECTS += [
 
 
 @pytest.mark.parametrize("arguments", NOT_OBJECTS)
-def test_a_call_whose_arguments_could_not_come_back_is_none(arguments: str) -> None:
-    """What is handed out as a call must be accepted in the next request."""
+def test_calls_whose_arguments_could_not_be_sent_back_stay_text(arguments: str) -> None:
+    """The server must accept each call that it returns in the next request."""
     text = f'<tool_call>{{"name": "w", "arguments": {arguments}}}</tool_call>'
-    assert found(text) == (text, []) == streamed(list(text))
+    assert parsed(text) == (text, []) == streamed(list(text))
 
 
 @pytest.mark.parametrize("arguments", ['""', "null", '" "', '"null"', '"{}"', "{}"])
-def test_no_arguments_are_an_empty_object(arguments: str) -> None:
-    assert found(f'{{"name": "w", "arguments": {arguments}}}') == ("", [("w", {})])
-    assert found(f'{{"name": "w", "parameters": {arguments}}}') == ("", [("w", {})])
+def test_empty_arguments_are_an_empty_object(arguments: str) -> None:
+    assert parsed(f'{{"name": "w", "arguments": {arguments}}}') == ("", [("w", {})])
+    assert parsed(f'{{"name": "w", "parameters": {arguments}}}') == ("", [("w", {})])
 
 
 MARKS = ["<tool_call>", "</tool_call>", "<tool", "x", "\\", *'{}[]":,; \n']
@@ -559,8 +559,7 @@ PIECES = st.lists(st.sampled_from([*MARKS, *OBJECTS]), max_size=14)
 
 
 def expected(text: str) -> tuple[str, list[str]]:
-    """The text without calls and the names that are called, by Python's own reader of one JSON
-    value."""
+    """Return the text without calls and the names of the calls, found by Python's JSON decoder."""
     decoder = json.JSONDecoder(strict=False)
     rest: list[str] = []
     calls: list[str] = []
@@ -576,7 +575,7 @@ def expected(text: str) -> tuple[str, list[str]]:
             at += 1
         return at
 
-    at, opening = 0, 0  # where reading goes on, and what is text if no call follows
+    at = opening = 0  # the position, and the start of what is text unless a call follows
     wanted = True
     while True:
         read = value(skipped(at)) if wanted else None
@@ -605,22 +604,22 @@ def expected(text: str) -> tuple[str, list[str]]:
 
 @given(PIECES)
 @example(["{", '"name": "w"', "}", ",", "x"])
-def test_calls_are_found_as_by_a_reader_of_values(pieces: list[str]) -> None:
+def test_calls_equal_those_of_a_reference_parser(pieces: list[str]) -> None:
     text = "".join(pieces)
     rest, calls = ToolCallParser([tool("w")]).read(text, is_last=True)
     assert (rest, [call["function"]["name"] for call in calls]) == expected(text)
 
 
 @given(PIECES, st.lists(st.integers(0, 200), max_size=30))
-def test_a_stream_says_what_the_whole_says(pieces: list[str], cuts: list[int]) -> None:
+def test_parsing_in_pieces_equals_parsing_at_once(pieces: list[str], cuts: list[int]) -> None:
     text = "".join(pieces)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[a:b] for a, b in pairwise(places)]
-    assert streamed(parts) == streamed(list(text)) == found(text)
+    assert streamed(parts) == streamed(list(text)) == parsed(text)
 
 
-def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
-    """And a call as soon as it is whole: nobody waits for the end of the answer."""
+def test_text_is_streamed_as_soon_as_it_cannot_begin_a_call() -> None:
+    """A call is streamed as soon as it is complete, not at the end of the answer."""
     parser = ToolCallParser(KNOWN)
     assert parser.read("Use <tool_call>{", False) == ("Use ", [])
     assert parser.read("name} here <to", False) == ("<tool_call>{name} here ", [])
@@ -631,18 +630,17 @@ def test_text_is_streamed_as_soon_as_it_can_be_no_call() -> None:
     assert parser.read(" x", False) == (" x", []) and parser.read("", True) == ("", [])
 
 
-NOWHERE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"']
-NOWHERE += ['<tool_call>{"a":"', "<tool_call>[", '<tool_call>{"a":"\\"', '<tool_call>{",":[","']
-NOWHERE += ['<tool_call>{"a":{"b":', "<tool_call>{}", '{"a":"<tool_call>"},']
+INCOMPLETE = ["<tool_call>{", "<tool_call> ", "}", "} <tool_call>{", " ", "{", '<tool_call>{"']
+INCOMPLETE += ['<tool_call>{"a":"', "<tool_call>[", '<tool_call>{"a":"\\"', '<tool_call>{",":[","']
+INCOMPLETE += ['<tool_call>{"a":{"b":', "<tool_call>{}", '{"a":"<tool_call>"},']
 
 
-@pytest.mark.parametrize("piece", NOWHERE)
-@pytest.mark.parametrize("size", [1 << 20, 12], ids=["whole", "streamed"])
-def test_many_marks_that_lead_nowhere_take_linear_time(
+@pytest.mark.parametrize("piece", INCOMPLETE)
+@pytest.mark.parametrize("size", [1 << 20, 12], ids=["at once", "streamed"])
+def test_many_incomplete_calls_are_parsed_in_linear_time(
     piece: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No character is read for more than two values, which is counted here: it took minutes
-    once."""
+    """Each character is scanned at most twice, which is counted here; quadratic time took minutes."""
     scans = [Counted(conversation.WITHIN_STRING), Counted(conversation.BETWEEN_STRINGS)]
     monkeypatch.setattr(conversation, "WITHIN_STRING", scans[0])
     monkeypatch.setattr(conversation, "BETWEEN_STRINGS", scans[1])
@@ -669,7 +667,7 @@ class Counted:
 
 
 def accepts(llm: LLM, grammar: Grammar | None, text: str) -> bool:
-    """Whether the compiled grammar takes the text, and nothing has to follow."""
+    """Return True if the compiled grammar accepts the text as a complete output."""
     assert grammar is not None and llm.tokenizer is not None
     core = llm.engine.grammars.compiled_each(grammar, 1)[0].core.deep_copy()
     return (
@@ -691,7 +689,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 REFERENCES: dict[
     str, tuple[dict[str, Any], list[Any], list[Any]]
-] = {  # a schema, what it takes, what it does not
+] = {  # schema, accepted values, rejected values
     "$defs": (closed(a={"$ref": "#/$defs/x"}) | DEFS, [{"a": "leaf"}, {}], [{"a": 1}]),
     "definitions": (
         closed(a={"$ref": "#/definitions/x"}) | {"definitions": {"x": LEAF}},
@@ -798,7 +796,7 @@ def test_parameters_that_allow_no_object_are_refused(kind: object) -> None:
 
 
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(llm: LLM) -> None:
-    """It says what is wrong with the schema, and nothing of the grammar that is made of it."""
+    """The error names the mistake in the schema, not the grammar that is made from the schema."""
     grammar = conversation.required_call([tool("f", **closed(a={"$ref": "#/nowhere"}))], "required")
     with pytest.raises(RequestError) as error:
         accepts(llm, grammar, "")

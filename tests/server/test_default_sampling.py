@@ -1,4 +1,4 @@
-"""Default sampling is the same everywhere: the model authors' settings, else forerun's."""
+"""Default sampling is the same in all interfaces: the model authors' settings, else forerun's."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def expected(llm: LLM, **given: Any) -> list[int]:
     return llm.generate(PROMPT, params, draft="off")[0].token_ids
 
 
-def test_the_library_takes_them_where_nothing_is_said(llm: LLM) -> None:
+def test_library_uses_default_sampling(llm: LLM) -> None:
     assert llm.sampling == {**DEFAULT, **llm.recommended}
-    bare = SamplingParams(seed=SEED, max_tokens=TOKENS)
-    assert llm.generate(PROMPT, bare)[0].token_ids == expected(llm)
-    stream = llm.stream(PROMPT, bare)
+    defaults = SamplingParams(seed=SEED, max_tokens=TOKENS)
+    assert llm.generate(PROMPT, defaults)[0].token_ids == expected(llm)
+    stream = llm.stream(PROMPT, defaults)
     assert [token for event in stream for token in event.token_ids] == expected(llm)
-    one = SamplingParams(seed=SEED, max_tokens=TOKENS, top_k=1)
-    assert llm.generate(PROMPT, one)[0].token_ids == expected(llm, temperature=0.0)
-    cold = SamplingParams(seed=SEED, max_tokens=TOKENS, temperature=0)
+    top_1 = SamplingParams(seed=SEED, max_tokens=TOKENS, top_k=1)
+    assert llm.generate(PROMPT, top_1)[0].token_ids == expected(llm, temperature=0.0)
+    greedy = SamplingParams(seed=SEED, max_tokens=TOKENS, temperature=0)
     assert (
-        llm.generate(PROMPT, cold)[0].token_ids == expected(llm, temperature=0.0) != expected(llm)
+        llm.generate(PROMPT, greedy)[0].token_ids == expected(llm, temperature=0.0) != expected(llm)
     )
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 1.5}, {"top_p": 1.0, "top_k": 0}])
-def test_so_does_the_server(server: Serving, llm: LLM, given: dict[str, Any]) -> None:
+def test_server_uses_default_sampling(server: Serving, llm: LLM, given: dict[str, Any]) -> None:
     tokens = expected(llm, **given)  # before the server's own thread uses the engine
-    asked = {"prompt": PROMPT, "seed": SEED, "max_tokens": TOKENS, "return_token_ids": True}
-    (choice,) = server.complete(**asked, **given)["choices"]
+    body = {"prompt": PROMPT, "seed": SEED, "max_tokens": TOKENS, "return_token_ids": True}
+    (choice,) = server.complete(**body, **given)["choices"]
     assert choice["token_ids"] == tokens
     options = {"seed": SEED, "num_predict": TOKENS, **given}
     body = {"model": "tiny", "prompt": PROMPT, "raw": True, "stream": False, "options": options}
     assert server.answer("/api/generate", body)["response"] == choice["text"]
 
 
-def test_the_server_reports_them(server: Serving, llm: LLM) -> None:
+def test_server_reports_default_sampling(server: Serving, llm: LLM) -> None:
     body = {"model": "tiny", "input": "x", "max_output_tokens": 1}
     response = server.answer("/v1/responses", body)
     for name in ("temperature", "top_p"):
@@ -78,7 +78,7 @@ def test_the_server_reports_them(server: Serving, llm: LLM) -> None:
         assert f"{name} {llm.sampling[name]}" in shown
 
 
-def test_a_conversation_says_where_each_comes_from(llm: LLM) -> None:
+def test_chat_shows_where_each_parameter_comes_from(llm: LLM) -> None:
     parameters = Parameters({}, llm.recommended)
     assert {name: getattr(parameters.params, name) for name in DEFAULT} == llm.sampling
     shown = Commands(Conversation(llm), parameters).run("/show")
@@ -97,7 +97,7 @@ def test_a_conversation_says_where_each_comes_from(llm: LLM) -> None:
         ({"do_sample": True, "temperature": 0.3, "min_p": 0.2}, {"temperature": 0.3, "min_p": 0.2}),
     ],
 )
-def test_the_command_line(
+def test_command_line_uses_generation_config(
     forerun, tmp_path: Path, settings: dict[str, Any] | None, differs: dict[str, Any]
 ) -> None:
     import shutil

@@ -1,5 +1,4 @@
-"""Embeddings: the mean of the last hidden states, as a plain forward pass gives them, beside
-running generations."""
+"""Embeddings: the mean of the last hidden states of a forward pass, also while requests generate."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from forerun.kernels import native
 from forerun.llm import LLM
 from forerun.server.embeddings import CHUNK, EmbeddingBatch
 from tests import tiny
-from tests.server.serving import Front, serving, slow, sse
+from tests.server.serving import Client, serving, slow, sse
 
 LONG = {"prompt": "x = 1\n", "max_tokens": 150, "ignore_eos": True, "seed": 4, "logprobs": 2}
 LONG |= {"temperature": 0.8, "speculative": False, "return_token_ids": True}
@@ -25,7 +24,7 @@ KERNELS = ["torch", pytest.param("native", marks=NATIVE)]
 
 
 def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
-    """By transformers: the states behind its last norm, averaged."""
+    """Return the normalized mean of the states after the last norm, computed by transformers."""
     model = tiny.hf.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -37,7 +36,7 @@ def expected(directory: Any, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_an_embedding_is_the_mean_of_the_last_states(family: str, kernels: str) -> None:
-    """Read together and in chunks that a page does not divide."""
+    """The texts share forward passes, in chunks that are not aligned with pages."""
     directory = tiny.family(family)
     llm = LLM(directory, kernels=kernels, dtype="float32", chunk=10, page=16)
     texts = [[(7 * i + n) % tiny.VOCAB for i in range(n)] for n in (1, 5, 37)]
@@ -53,7 +52,7 @@ def test_an_embedding_is_the_mean_of_the_last_states(family: str, kernels: str) 
         )
 
 
-def test_openais_client_reads_both_encodings(client: openai.OpenAI, front: Front) -> None:
+def test_openai_client_reads_both_encodings(client: openai.OpenAI, api: Client) -> None:
     texts = ["def add(a, b):", "return a + b", "x"]
     packed = client.embeddings.create(model="tiny", input=texts)  # base64 by default
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -61,51 +60,50 @@ def test_openais_client_reads_both_encodings(client: openai.OpenAI, front: Front
     assert [entry.index for entry in packed.data] == [0, 1, 2]
     assert [entry.embedding for entry in packed.data] == vectors
     assert all(abs(np.linalg.norm(vector) - 1) < 1e-6 for vector in vectors)
-    ids = [front.answer("/tokenize", {"prompt": text})["tokens"] for text in texts]
+    ids = [api.answer("/tokenize", {"prompt": text})["tokens"] for text in texts]
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(map(len, ids))
     by_ids = client.embeddings.create(model="tiny", input=ids, encoding_format="float")
     assert [entry.embedding for entry in by_ids.data] == vectors
-    asked = {"input": ids[0], "encoding_format": "base64", "dimensions": len(vectors[0])}
-    encoded = front.answer("/v1/embeddings", asked)["data"][0]["embedding"]
+    body = {"input": ids[0], "encoding_format": "base64", "dimensions": len(vectors[0])}
+    encoded = api.answer("/v1/embeddings", body)["data"][0]["embedding"]
     assert list(struct.unpack(f"<{len(vectors[0])}f", base64.b64decode(encoded))) == vectors[0]
 
 
-def test_other_texts_change_no_vector(front: Front) -> None:
+def test_embeddings_do_not_depend_on_other_texts(api: Client) -> None:
     texts = [f"line {i}\n" * (1 + 13 * i % 29) for i in range(40)]
-    together = front.answer("/v1/embeddings", {"input": texts})["data"]
+    together = api.answer("/v1/embeddings", {"input": texts})["data"]
     for i in (0, 7, 39):
-        (alone,) = front.answer("/v1/embeddings", {"input": texts[i]})["data"]
+        (alone,) = api.answer("/v1/embeddings", {"input": texts[i]})["data"]
         assert alone["embedding"] == pytest.approx(together[i]["embedding"], abs=1e-6)
 
 
-def test_ollamas_formats_hold_the_same_vectors(front: Front) -> None:
+def test_ollama_formats_have_the_same_vectors(api: Client) -> None:
     def embed(given: Any) -> Any:
-        return front.answer("/api/embed", {"model": "tiny", "input": given})
+        return api.answer("/api/embed", {"model": "tiny", "input": given})
 
-    data = front.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]
+    data = api.answer("/v1/embeddings", {"input": ["one", "two"]})["data"]
     vectors = [entry["embedding"] for entry in data]
     answer = embed(["one", "two"])
     assert answer["embeddings"] == vectors and answer["model"] == "tiny"
     assert answer["prompt_eval_count"] > 1
     assert embed("one")["embeddings"][0] == pytest.approx(vectors[0])
-    older = front.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})
+    older = api.answer("/api/embeddings", {"model": "tiny", "prompt": "two"})
     assert older["embedding"] == pytest.approx(vectors[1])
     assert embed([])["embeddings"] == embed("")["embeddings"] == []
     long = "x = 1\n" * 3000
-    ids = front.answer("/tokenize", {"prompt": long})["tokens"][:2048]
-    (cut,) = front.answer("/v1/embeddings", {"input": ids})["data"]
+    ids = api.answer("/tokenize", {"prompt": long})["tokens"][:2048]
+    (cut,) = api.answer("/v1/embeddings", {"input": ids})["data"]
     assert embed(long)["embeddings"][0] == cut["embedding"]
 
 
-def test_generations_go_on_between_chunks_unchanged(
+def test_generations_continue_unchanged_between_chunks(
     spare: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tokens and log-probabilities are the same, while longer texts are read than fit into
-    the page pool."""
+    """Tokens and log-probabilities stay the same while texts larger than the page pool are read."""
     with serving(spare) as s:
         alone = s.answer("/v1/completions", LONG)["choices"][0]
         with slow(s.service), monkeypatch.context() as patch:
-            order = watched(spare, patch)
+            order = recorded_order(spare, patch)
             with s.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
                 events = sse(response)
                 parts = [next(events)]
@@ -119,10 +117,10 @@ def test_generations_go_on_between_chunks_unchanged(
         assert values == alone["logprobs"]["token_logprobs"]
         assert len(vectors) == 2 and during.count("read") == -(-2000 // CHUNK) + 1
         assert "read read" not in " ".join(during)
-        s.rest()
+        s.wait_until_idle()
 
 
-def watched(llm: LLM, patch: pytest.MonkeyPatch) -> list[str]:
+def recorded_order(llm: LLM, patch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows with what the engine's thread does."""
     order: list[str] = []
     step, read = llm.engine.step, EmbeddingBatch.step
@@ -142,7 +140,7 @@ def test_a_failure_is_reported_and_the_next_request_works(
         assert s.complete()["choices"]
 
 
-def test_a_shutdown_ends_it_between_two_chunks(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_ends_work_between_chunks(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(spare) as s:
         read = EmbeddingBatch.step
 

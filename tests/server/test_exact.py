@@ -1,4 +1,4 @@
-"""The same seed gives the same tokens: over HTTP, beside others, with any draft, streamed or not."""
+"""The same seed gives the same tokens over HTTP: beside other requests, with any draft, streamed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.server.serving import Serving, sse
 
 COMPLETIONS = "/v1/completions"
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def"
-ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0.8, "seed": 77}
-ASKED["return_token_ids"] = True
+REQUEST: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0.8, "seed": 77}
+REQUEST["return_token_ids"] = True
 NAMES = {"type": "array", "items": {"type": "string", "maxLength": 12}}
 SCHEMA = {
     "type": "object",
@@ -29,17 +29,17 @@ DRAFTS = [
 ]
 
 
-def ids(server: Serving, **options: Any) -> list[int]:
-    (choice,) = server.answer(COMPLETIONS, ASKED | options)["choices"]
+def token_ids(server: Serving, **options: Any) -> list[int]:
+    (choice,) = server.answer(COMPLETIONS, REQUEST | options)["choices"]
     return list(choice["token_ids"])
 
 
 @pytest.fixture(scope="module")
 def alone(server: Serving) -> list[int]:
     """The tokens without speculation and without other requests."""
-    tokens = ids(server, speculative=False)
+    tokens = token_ids(server, speculative=False)
     assert len(tokens) == 48
-    assert ids(server, speculative=False, seed=78) != tokens
+    assert token_ids(server, speculative=False, seed=78) != tokens
     return tokens
 
 
@@ -51,13 +51,13 @@ def alone(server: Serving) -> list[int]:
 def test_drafts_and_depths_change_nothing(
     server: Serving, alone: list[int], speculative: object
 ) -> None:
-    assert ids(server, speculative=speculative) == alone
+    assert token_ids(server, speculative=speculative) == alone
 
 
 def test_documents_streaming_and_traces_change_nothing(server: Serving, alone: list[int]) -> None:
     text = server.http.post("/detokenize", json={"tokens": alone}).json()["prompt"]
-    assert ids(server, documents=[text, "unlike"], speculative={"depth": 8}) == alone
-    body = ASKED | {"stream": True, "trace": True}
+    assert token_ids(server, documents=[text, "unlike"], speculative={"depth": 8}) == alone
+    body = REQUEST | {"stream": True, "trace": True}
     with server.http.stream("POST", COMPLETIONS, json=body) as response:
         events = list(sse(response))
     assert [t for e in events for t in e["choices"][0]["token_ids"]] == alone
@@ -75,7 +75,7 @@ def test_other_requests_change_nothing(server: Serving, alone: list[int]) -> Non
         | kinds[i % 4]
         for i in range(31)
     ]
-    bodies.insert(16, dict(ASKED))
+    bodies.insert(16, dict(REQUEST))
 
     def tokens(body: dict[str, Any]) -> list[int]:
         return list(server.answer(COMPLETIONS, body)["choices"][0]["token_ids"])
@@ -88,7 +88,7 @@ def test_other_requests_change_nothing(server: Serving, alone: list[int]) -> Non
 
 
 def test_a_drawn_seed_is_reported_and_repeats(server: Serving) -> None:
-    body = {k: v for k, v in ASKED.items() if k != "seed"} | {"n": 2}
+    body = {k: v for k, v in REQUEST.items() if k != "seed"} | {"n": 2}
     first, second = (server.answer(COMPLETIONS, body) for _ in range(2))
     assert first["seed"] != second["seed"]
     for answer in (first, second):
@@ -102,8 +102,8 @@ def test_a_drawn_seed_is_reported_and_repeats(server: Serving) -> None:
 
 def test_negative_and_large_seeds(server: Serving) -> None:
     for seed in (-1, 0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)):
-        first = server.answer(COMPLETIONS, ASKED | {"seed": seed})
-        again = ids(server, seed=first["seed"], speculative=False)
+        first = server.answer(COMPLETIONS, REQUEST | {"seed": seed})
+        again = token_ids(server, seed=first["seed"], speculative=False)
         assert first["choices"][0]["token_ids"] == again
 
 

@@ -1,4 +1,4 @@
-"""Hostile requests: each is refused at once in one line, and holds up nobody else."""
+"""Hostile requests: each is refused in one line and does not delay other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from forerun.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from tests.server.serving import BODIES, HI, PATIENCE, Front, Serving, sse
+from tests.server.serving import BODIES, HI, TIMEOUT, Client, Serving, sse
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
@@ -56,14 +56,14 @@ LONG = 10**400
 
 
 def refused(
-    front: Front, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
+    api: Client, path: str, content: bytes, field: str | None = None, kind: str = JSON_TYPE
 ) -> dict[str, Any]:
     """Send a request that must be refused, check the form of the error and return it."""
-    response = front.http.post(path, content=content, headers={"content-type": kind})
+    response = api.http.post(path, content=content, headers={"content-type": kind})
     status = response.status_code
     assert 400 <= status < 500 and status != 429, (content[:150], response.text[:300])
     assert response.headers["x-request-id"] and set(response.json()) == {"error"}
-    assert "connection" not in response.headers, "the client may ask on"
+    assert "connection" not in response.headers, "the connection stays open"
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) <= 500
@@ -76,11 +76,11 @@ def refused(
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_fails(serve: Serving) -> Iterator[None]:
-    """None of these requests makes the engine fail or is logged as a fault of the server."""
+    """Check that no request makes the engine fail or is logged as an error of the server."""
     failures = serve.service.failures
     serve.logged.clear()
     yield
-    serve.rest()
+    serve.wait_until_idle()
     assert serve.complete(seed=1)["choices"][0]["finish_reason"] == "length"
     assert serve.service.failures == failures
     assert not serve.logged, [record.getMessage() for record in serve.logged[:5]]
@@ -96,14 +96,14 @@ LIMITS = {COMPLETION: "max_tokens", CHAT: "max_completion_tokens", RESPONSE: "ma
 
 
 @pytest.fixture(scope="module")
-def schema(front: Front) -> Any:
-    import schemathesis  # its import takes seconds
+def schema(api: Client) -> Any:
+    import schemathesis  # importing it takes seconds
 
-    front.complete()  # a gateway has no metrics before the first response
-    return schemathesis.openapi.from_url(f"{front.url}/openapi.json")
+    api.complete()  # a gateway has no metrics before the first response
+    return schemathesis.openapi.from_url(f"{api.url}/openapi.json")
 
 
-def test_every_operation_is_tried(schema: Any) -> None:
+def test_every_operation_of_the_schema_is_tested(schema: Any) -> None:
     found = {(o.ok().method.upper(), o.ok().path) for o in schema.get_all_operations()}
     assert found == {("POST", path) for path in BODIES} | {("GET", path) for path in GET}
 
@@ -114,7 +114,7 @@ def test_every_operation_is_tried(schema: Any) -> None:
     [*itertools.product(["POST"], BODIES, [True, False]), *(("GET", path, True) for path in GET)],
 )
 def test_no_generated_request_makes_the_server_fail(
-    schema: Any, front: Front, method: str, path: str, valid: bool
+    schema: Any, api: Client, method: str, path: str, valid: bool
 ) -> None:
     from schemathesis.generation import GenerationMode
 
@@ -201,7 +201,7 @@ TOKENS: list[Any] = [[-1], [4096], [1 << 70], [1.5], [True], [None]]
 PROMPTS: list[Any] = [[""], [[]], [[], [5]], [5, "a"], ["a", 5], "x = 1\n" * 3000, [5] * 5000]
 LENGTHS: list[Any] = [0, -3, -1.5, 1 << 33, LONG]
 NAMES = ["nothing", "", "model", "model:/etc", "Suffix", SURROGATE]
-RANGES: dict[str, list[Any]] = {  # of every endpoint that generates
+RANGES: dict[str, list[Any]] = {  # fields of every endpoint that generates
     "model": ["gpt-5", "", "tiny ", "a\nb"],
     "temperature": [-1, -0.001, 101, 1e308, LONG],
     "top_p": [0, -0.1, 1.1],
@@ -221,7 +221,7 @@ RANGES: dict[str, list[Any]] = {  # of every endpoint that generates
         *({"rule": rule} for rule in ("nothing", "", 5, "MATCH", SURROGATE)),
     ],
 }
-CHOICES: dict[str, list[Any]] = RANGES | {  # of completions and chats
+CHOICES: dict[str, list[Any]] = RANGES | {  # fields of completions and chats
     "n": [0, -1, 1025, 1 << 80],
     "logit_bias": [{key: 1} for key in ("x", "", "1.5", "-1", "4096", "9" * 50, "9" * 5000)],
     "stream_options": [{"include_usage": 1}, {"usage": True}],
@@ -311,7 +311,7 @@ def test_values_out_of_range_are_refused(serve: Serving, path: str, name: str) -
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_bodies_of_another_shape_are_refused(serve: Serving, path: str) -> None:
+def test_malformed_bodies_are_refused(serve: Serving, path: str) -> None:
     text = json.dumps(GOOD[path])
     for content in (b"", b" ", b"null", b"[]", b"5", b'"x"', b"{}", b"[" * 100_000, b"\0" * 100):
         refused(serve, path, content)
@@ -350,7 +350,7 @@ def test_errors_do_not_grow_with_the_request(model: type[Body], value: dict[str,
 def test_requests_beyond_every_limit_are_refused_before_any_work(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """429 means: try again. What can never be taken is a 400."""
+    """Status 429 asks a client to try again, so what can never be accepted gets status 400."""
     monkeypatch.setattr(serve.service.llm.tokenizer, "encode", None)
     many_prompts = {"prompt": ["a"] * 500, "documents": ["def f(x):\n    return x\n" * 500]}
     for more in ({"n": 1000}, many_prompts, {"prompt": ["a"] * 20, "n": 20}):
@@ -389,11 +389,11 @@ def test_a_grammar_without_an_end_ends_by_max_tokens(serve: Serving, form: dict[
         assert response.json()["usage"]["completion_tokens"] == 40
 
 
-# Requests that are made to keep the server busy
+# Requests that take much time to process
 
 
 MEGABYTE = 1 << 20
-ALLOWED = 0.5  # seconds; 0.05 on a quiet machine, and seconds before each of these was repaired
+MAX_DELAY = 0.5  # seconds; about 0.05 on an idle machine
 TRIES = 3
 USER = '{"role": "user", "content": ""}'
 LARGE_TOOL = {"type": "object", "description": "x" * 50_000}
@@ -425,7 +425,7 @@ def long_text(before: str, after: str = '"}') -> bytes:
 
 MESSAGES = '{"model": "tiny", "messages": ['
 SCORED = {"prompt": "x = 1\n" * 300, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 0}
-SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent: some are large
+SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when sent, since some are large
     "long prompt": (COMPLETION, lambda: body(prompt="word " * (8 * MEGABYTE // 5 - 100))),
     "long text to tokenize": (TOKENIZE, lambda: long_text('{"prompt": "')),
     "long message": (CHAT, lambda: long_text('{"messages": [{"role":"user","content":"', '"}]}')),
@@ -497,12 +497,12 @@ SLOW: dict[str, tuple[str, Callable[[], bytes]]] = {  # made when they are sent:
 
 
 class Watch:
-    """Measures how long the event loop and the engine leave a sign of life unanswered."""
+    """Measures the longest time that the event loop and the engine take to respond."""
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
-        self.loop_held = 0.0
-        self.engine_held = 0.0
+        self.loop_delay = 0.0
+        self.engine_delay = 0.0
         self.ended = threading.Event()
         self._asked: float | None = None
 
@@ -513,11 +513,11 @@ class Watch:
                 self._asked = before
                 self.service._commands.put(self._answer)
             await asyncio.sleep(every)
-            self.loop_held = max(self.loop_held, time.perf_counter() - before - every)
+            self.loop_delay = max(self.loop_delay, time.perf_counter() - before - every)
 
     def _answer(self) -> None:
         assert self._asked is not None
-        self.engine_held = max(self.engine_held, time.perf_counter() - self._asked)
+        self.engine_delay = max(self.engine_delay, time.perf_counter() - self._asked)
         self._asked = None
 
 
@@ -530,42 +530,42 @@ def watched(service: EngineService) -> Iterator[Watch]:
         yield watch
     finally:
         watch.ended.set()
-        beating.result(PATIENCE)
+        beating.result(TIMEOUT)
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", SLOW)
-def test_neither_the_event_loop_nor_the_engine_is_held(name: str, serve: Serving) -> None:
-    """What holds them does so each time; other processes of the machine do it once."""
+def test_slow_requests_block_neither_event_loop_nor_engine(name: str, serve: Serving) -> None:
+    """A request that blocks does so on every try; other processes delay single tries."""
     path, make = SLOW[name]
     content = make()
     for _ in range(TRIES):
         with watched(serve.service) as watch:
             response = serve.http.post(path, content=content, headers=JSON)
-        serve.rest()
+        serve.wait_until_idle()
         assert response.status_code in (200, 400, 404), response.text[:300]
         assert response.status_code == 200 or len(response.text) < 700
-        held = max(watch.loop_held, watch.engine_held)
-        if held < ALLOWED:
+        delay = max(watch.loop_delay, watch.engine_delay)
+        if delay < MAX_DELAY:
             break
-    assert held < ALLOWED
+    assert delay < MAX_DELAY
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None:
-    """Six attackers beside one client that reads a stream; all of them if `step` is 1."""
+def test_concurrent_slow_requests_do_not_delay_a_stream(serve: Serving, step: int) -> None:
+    """Six clients send slow requests, every `step`-th of SLOW, while another reads a stream."""
 
     def attack(items: list[tuple[str, bytes]]) -> None:
-        with httpx2.Client(base_url=serve.url, timeout=PATIENCE) as http:
+        with httpx2.Client(base_url=serve.url, timeout=TIMEOUT) as http:
             for path, content in items:
                 http.post(path, content=content, headers=JSON)
 
     items = [(path, make()) for path, make in list(SLOW.values())[::step]]
     threads = [threading.Thread(target=attack, args=(items[i::6],)) for i in range(6)]
-    asked = body(max_tokens=1500, stream=True, ignore_eos=True, speculative=False)
+    streamed = body(max_tokens=1500, stream=True, ignore_eos=True, speculative=False)
     with (
         watched(serve.service) as watch,
-        serve.http.stream("POST", COMPLETION, content=asked, headers=JSON) as stream,
+        serve.http.stream("POST", COMPLETION, content=streamed, headers=JSON) as stream,
     ):
         for i, event in enumerate(sse(stream)):
             assert "error" not in event
@@ -575,8 +575,8 @@ def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None
         for thread in threads:
             thread.join()
     # the clients share this interpreter
-    assert max(watch.loop_held, watch.engine_held) < 4 * ALLOWED
-    serve.rest()
+    assert max(watch.loop_delay, watch.engine_delay) < 4 * MAX_DELAY
+    serve.wait_until_idle()
 
 
 @pytest.mark.parametrize(
@@ -592,9 +592,9 @@ def test_many_of_them_at_once_beside_a_stream(serve: Serving, step: int) -> None
         (body(speculative={"draft": "a" * 5000}), "aaa"),
     ],
 )
-def test_a_bound_is_named_in_one_short_line(serve: Serving, content: bytes, message: str) -> None:
-    said = refused(serve, COMPLETION, content)["message"]
-    assert message in said and "1" * 100 not in said and "a" * 100 not in said
+def test_errors_name_limits_in_one_short_line(serve: Serving, content: bytes, message: str) -> None:
+    error = refused(serve, COMPLETION, content)["message"]
+    assert message in error and "1" * 100 not in error and "a" * 100 not in error
 
 
 def test_a_slot_is_reserved_before_any_work(

@@ -1,6 +1,6 @@
 """The engine service: races of cancelling, refusals and failures.
 
-No job may wait forever, nothing may leak, and the tokens of other jobs must not change.
+No job may wait forever, no memory may leak, and the tokens of other jobs must not change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from forerun.types import Event
 from tests import tiny
 from tests.engine.build import check_idle
 
-PATIENCE = 10.0
-Body = Callable[[LLM, EngineService], Coroutine[Any, Any, None]]
+TIMEOUT = 10.0
+Scenario = Callable[[LLM, EngineService], Coroutine[Any, Any, None]]
 Tokens = list[tuple[list[int], str | None]]
 
 
@@ -52,12 +52,12 @@ def job(
     return Job([3 + (seed + i) % 40 for i in range(prompt)], params, draft, "auto")
 
 
-def play(llm: LLM, body: Body, queue: int = 1000, ends: bool = True) -> None:
-    """Run `body` with a service; if it `ends`, nothing may be left of its jobs."""
+def run_scenario(llm: LLM, scenario: Scenario, queue: int = 1000, ends: bool = True) -> None:
+    """Run a scenario with a service; if `ends`, check that its jobs have ended and freed all."""
 
     async def main() -> None:
         async with asyncio.timeout(60), running(llm, queue) as service:
-            await body(llm, service)
+            await scenario(llm, service)
             if ends:
                 await until(
                     lambda: not service.jobs and not service._running and not llm.engine.busy
@@ -79,13 +79,13 @@ async def running(llm: LLM, queue: int) -> AsyncIterator[EngineService]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-async def soon(work: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(PATIENCE):
+async def in_time(work: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(TIMEOUT):
         return await work
 
 
@@ -101,11 +101,11 @@ async def output(handle: RequestHandle) -> Tokens:
 
 
 async def run(service: EngineService, *jobs: Job) -> Tokens:
-    result: Tokens = await soon(output(service.submit(jobs)))
+    result: Tokens = await in_time(output(service.submit(jobs)))
     return result
 
 
-def failing(
+def make_forward_fail(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool], error: BaseException
 ) -> None:
     """Make forward passes of the target fail while `when` returns True."""
@@ -116,12 +116,12 @@ def failing(
             raise error
         return forward(*arguments, **options)
 
-    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # whose passes are native calls
+    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # native rounds do not call forward
     monkeypatch.setattr(llm.engine.target, "forward", fail)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["an event is there", "no event comes"])
-def test_the_deadline_ends_the_events_and_not_their_consumer(waits: bool) -> None:
+def test_a_deadline_is_raised_by_the_iterator_of_events(waits: bool) -> None:
     async def main() -> None:
         handle = RequestHandle([job()], timeout=0.05)
         event = Event(0, [1], [""], ["a"])
@@ -133,51 +133,51 @@ def test_the_deadline_ends_the_events_and_not_their_consumer(waits: bool) -> Non
             deadline = handle.deadline or 0.0
             await until(lambda: asyncio.get_running_loop().time() > deadline)
         with pytest.raises(TimeoutError):
-            await soon(anext(events))
+            await in_time(anext(events))
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
 def test_unread_jobs_pause_and_continue_with_the_same_tokens(llm: LLM, draft: str) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         expected = await run(service, job(1, 40, draft), job(2, 40, draft))
         service.unread_each = 2000
         handle = service.submit([job(1, 40, draft), job(2, 40, draft)])
         await until(lambda: handle.paused and not llm.engine.busy)
         assert handle.unread > 4000 and llm.engine.scheduler.running == []
-        assert await run(service, job(3)), "others use the places"
-        assert await soon(output(handle)) == expected
+        assert await run(service, job(3)), "other requests use the slots"
+        assert await in_time(output(handle)) == expected
         late = service.submit([job(1, 40, draft)])
         await until(lambda: late.paused)
         service.cancel(late)
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_unread_jobs_end_after_the_write_timeout(llm: LLM) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         service.unread_each, service.write_timeout = 2000, 0.05
-        # texts that cannot end before the engine learns that they pause
+        # long enough not to end before the engine pauses them
         handle = service.submit([job(1, 110), job(2, 110)])
         await until(lambda: handle.paused and not service.jobs)
         with pytest.raises(RequestError, match=r"has not read its answer for 0\.05 s"):
-            await soon(output(handle))
+            await in_time(output(handle))
         assert handle.unread == 0
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
-def test_what_has_ended_is_freed_at_once(llm: LLM) -> None:
-    """Without the garbage collector, and while the timer of a paused request would still run."""
+def test_cancelled_requests_are_freed_at_once(llm: LLM) -> None:
+    """They need no garbage collection, and the timer of a paused request does not keep them."""
 
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         service.unread_each, service.write_timeout = 2000, 60
         handles = [service.submit([job(1, 40)])]
         kept = weakref.ref(handles[0]), weakref.ref(handles[0].jobs[0])
         await until(lambda: handles[0].paused)
         service.cancel(handles[0])
-        await soon(service.call(lambda: None))
+        await in_time(service.call(lambda: None))
         gc.disable()
         try:
             handles.clear()
@@ -185,55 +185,55 @@ def test_what_has_ended_is_freed_at_once(llm: LLM) -> None:
         finally:
             gc.enable()
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_cancelling_before_admission_and_after_the_end(llm: LLM) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         for seed in range(50):
             handle = service.submit([job(seed), job(seed + 1)])
             service.cancel(handle)
             service.cancel(handle)
             assert not service.jobs
         handle = service.submit([job()])
-        assert (await soon(output(handle)))[0][1] == "length"
+        assert (await in_time(output(handle)))[0][1] == "length"
         service.cancel(handle)
         service.end_all()
-        await soon(service.call(lambda: None))
+        await in_time(service.call(lambda: None))
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_jobs_are_admitted_together_or_not_at_all(llm: LLM) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         other = service.submit([job(7)])
         handle = service.submit([job(1), job(2), job(3, prompt=400), job(4)])
         with pytest.raises(RequestError):
-            await soon(handle.accepted())
+            await in_time(handle.accepted())
         assert not set(service.jobs) & set(handle.jobs)
-        assert len((await soon(output(other)))[0][0]) == 20
+        assert len((await in_time(output(other)))[0][0]) == 20
         for _ in range(20):  # refused and cancelled at the same time
             handle = service.submit([job(1), job(3, prompt=400)])
             await asyncio.sleep(0)
             service.cancel(handle)
-        await soon(service.call(lambda: None))
+        await in_time(service.call(lambda: None))
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_the_limit_counts_all_jobs_of_a_handle(llm: LLM) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         first = service.submit([job(i) for i in range(4)])
         with pytest.raises(BusyError):
             service.submit([job(8), job(9)])
         service.cancel(first)
         await run(service, *(job(i) for i in range(5)))
 
-    play(llm, body, queue=2)
+    run_scenario(llm, scenario, queue=2)
 
 
-def test_clients_get_the_text_so_far_when_all_jobs_are_ended(llm: LLM) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+def test_ending_all_jobs_keeps_the_text_so_far(llm: LLM) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         handles = [service.submit([job(i, tokens=200)]) for i in range(6)]
         service.draining = True
         with pytest.raises(UnavailableError):
@@ -241,30 +241,30 @@ def test_clients_get_the_text_so_far_when_all_jobs_are_ended(llm: LLM) -> None:
         service.end_all()
         service.end_all()
         for handle in handles:
-            assert [reason for _, reason in await soon(output(handle))] == ["abort"]
+            assert [reason for _, reason in await in_time(output(handle))] == ["abort"]
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_a_failed_step_ends_only_the_jobs_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         expected = await run(service, job(5))
-        failing(llm, monkeypatch, lambda: not service.failures, RuntimeError("a test"))
+        make_forward_fail(llm, monkeypatch, lambda: not service.failures, RuntimeError("a test"))
         lost = [service.submit([job(i, tokens=100), job(i + 1, tokens=100)]) for i in range(5)]
-        outcomes = await soon(asyncio.gather(*map(output, lost), return_exceptions=True))
+        outcomes = await in_time(asyncio.gather(*map(output, lost), return_exceptions=True))
         assert all(isinstance(o, UnavailableError) or len(o) == 2 for o in outcomes)
         assert any(isinstance(o, UnavailableError) for o in outcomes)
         assert service.alive and service.failures == 1
         assert await run(service, job(5)) == expected
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_an_engine_that_lost_its_model_is_not_restarted(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
-        failing(llm, monkeypatch, lambda: True, LostError("a test"))
+    async def scenario(llm: LLM, service: EngineService) -> None:
+        make_forward_fail(llm, monkeypatch, lambda: True, LostError("a test"))
         with pytest.raises(UnavailableError):
             await run(service, job(1))
         assert not service.alive and service.failures == 1
@@ -272,11 +272,11 @@ def test_an_engine_that_lost_its_model_is_not_restarted(
             service.submit([job(2)])
         llm.engine.reset()
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a test"), BaseException("a panic")], ids=repr)
-def test_an_error_of_one_request_ends_that_one(
+def test_an_error_of_one_request_ends_only_that_request(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     adjust = filters._adjust
@@ -286,11 +286,11 @@ def test_an_error_of_one_request_ends_that_one(
             raise error
         adjust(logits, draft, state)
 
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         expected = [await run(service, job(i, presence_penalty=0.5)) for i in range(6)]
         monkeypatch.setattr(filters, "_adjust", fail)
         handles = [service.submit([job(i, presence_penalty=0.5)]) for i in range(6)]
-        outcomes = await soon(asyncio.gather(*map(output, handles), return_exceptions=True))
+        outcomes = await in_time(asyncio.gather(*map(output, handles), return_exceptions=True))
         failed = outcomes.pop(3)
         assert outcomes == expected[:3] + expected[4:]
         assert isinstance(failed, ForerunError)
@@ -298,80 +298,80 @@ def test_an_error_of_one_request_ends_that_one(
         assert logged_body(failed)[0] == 500
         assert service.alive and service.failures == 0
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
-def test_a_failed_step_does_not_revoke_an_end_that_was_posted_before(
+def test_a_failed_step_does_not_affect_a_job_that_ended_before(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         expected = await run(service, job(1, tokens=1))
         alone = lambda: len(llm.engine.requests) == 1 and not service.failures  # noqa: E731
-        failing(llm, monkeypatch, alone, RuntimeError("a test"))
+        make_forward_fail(llm, monkeypatch, alone, RuntimeError("a test"))
         handle = service.submit([job(1, tokens=1), job(2, tokens=50)])
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not service.failures and time.monotonic() < end:
-            time.sleep(0.001)  # the event loop is busy meanwhile
+            time.sleep(0.001)  # keeps the event loop busy
         items: dict[int, list[Any]] = {0: [], 1: []}
         while not all(done and not isinstance(done[-1], Event) for done in items.values()):
-            one, item = await soon(handle._queue.get())
+            one, item = await in_time(handle._queue.get())
             items[one.index].append(item)
         *events, last = items[0]
         assert last is None and [t for e in events for t in e.token_ids] == expected[0][0]
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_a_job_that_ends_in_a_failing_step_gets_the_error(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    land, ended = llm.engine._emit, []
-    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # which emits nothing itself
+    emit, ended = llm.engine._emit, []
+    monkeypatch.setattr(llm.engine.multi_step, "seconds", 0.0)  # native rounds do not call _emit
 
-    def fails(*arguments: Any) -> Any:
+    def emit_or_fail(*arguments: Any) -> Any:
         if ended:
-            raise RuntimeError("behind a job that has ended")
-        event = land(*arguments)
+            raise RuntimeError("after a job has ended")
+        event = emit(*arguments)
         ended.extend([1] if event.finish_reason else [])
         return event
 
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         handles = [service.submit([job(seed, draft="off")]) for seed in (1, 2)]
-        monkeypatch.setattr(llm.engine, "_emit", fails)
+        monkeypatch.setattr(llm.engine, "_emit", emit_or_fail)
         for handle in handles:
             with pytest.raises(UnavailableError):
-                await soon(output(handle))
+                await in_time(output(handle))
         monkeypatch.undo()
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 def test_unexpected_errors_of_admission_and_calls_are_reported(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine, "add", lambda *_, **__: 1 / 0)
             with pytest.raises(UnavailableError):
                 await run(service, job(1), job(2))
         assert not service.jobs
         with pytest.raises(ZeroDivisionError):
-            await soon(service.call(lambda: 1 / 0))
+            await in_time(service.call(lambda: 1 / 0))
         assert service.failures == 0 and (await run(service, job()))[0][1] == "length"
 
-    play(llm, body)
+    run_scenario(llm, scenario)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("resets", [True, False], ids=["a panic", "no restart is possible"])
-def test_the_end_of_the_engine_is_reported(
+def test_a_crashed_engine_is_reported_to_all_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, resets: bool
 ) -> None:
     """A panic of a Rust library is a BaseException; a lost device makes `reset` fail."""
 
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         error = BaseException("a panic") if resets else RuntimeError("the device is lost")
-        failing(llm, monkeypatch, lambda: True, error)
+        make_forward_fail(llm, monkeypatch, lambda: True, error)
         with monkeypatch.context() as patch:
             if not resets:
                 patch.setattr(llm.engine, "reset", lambda: 1 / 0)
@@ -380,11 +380,11 @@ def test_the_end_of_the_engine_is_reported(
                     await run(service, *(job(i) for i in range(5)))
                 assert not service.jobs
 
-    play(llm, body, ends=False)
+    run_scenario(llm, scenario, ends=False)
 
 
-def test_a_storm_of_cancels_changes_no_tokens(llm: LLM) -> None:
-    """With preemption (the KV cache is small), refused jobs, and cancels at any moment."""
+def test_random_cancellations_change_no_tokens(llm: LLM) -> None:
+    """The small KV cache causes preemption; some jobs are refused or cancelled at any time."""
     rng = random.Random(4)
     alone = {
         seed: llm.generate((one := job(seed, 10 + 8 * seed)).tokens, one.params, draft="off")[0]
@@ -404,12 +404,12 @@ def test_a_storm_of_cancels_changes_no_tokens(llm: LLM) -> None:
             work.cancel()
             service.cancel(handle)
         try:
-            outcome = await soon(work)
+            outcome = await in_time(work)
         except (asyncio.CancelledError, RequestError):
             return
         assert [tokens for tokens, _ in outcome] == [alone[seed].token_ids for seed in seeds]
 
-    async def body(llm: LLM, service: EngineService) -> None:
+    async def scenario(llm: LLM, service: EngineService) -> None:
         await asyncio.gather(*(one_client(service) for _ in range(150)))
 
-    play(llm, body)
+    run_scenario(llm, scenario)

@@ -1,4 +1,4 @@
-"""The size of a response is estimated before generation; large ones are refused or sent in parts."""
+"""Response sizes are estimated before generation; large responses are refused or sent in parts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refusal(server: Serving, path: str, body: dict[str, Any]) -> str:
 def test_a_response_that_would_be_too_large_is_refused(
     serve: Serving, limit: int, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a token is generated: 20 KB that asked for 82 MB were answered."""
+    """It is refused before a token is generated; a request of 20 KB once got 82 MB."""
     steps: list[int] = []
     engine = serve.service.llm.engine
     step = engine.step
@@ -71,16 +71,14 @@ def test_a_response_that_would_be_too_large_is_refused(
     assert not steps
 
 
-def test_an_answer_without_a_limit_ends_where_the_response_is_full(
-    serve: Serving, limit: int
-) -> None:
-    asked = {"messages": HI, "temperature": 0, "ignore_eos": True, **SCORED}
-    answer = serve.answer(CHAT, asked)
+def test_an_answer_without_a_limit_ends_at_the_size_limit(serve: Serving, limit: int) -> None:
+    body = {"messages": HI, "temperature": 0, "ignore_eos": True, **SCORED}
+    answer = serve.answer(CHAT, body)
     assert large_responses.MIN_TOKENS < answer["usage"]["completion_tokens"] < 1900
     assert answer["choices"][0]["finish_reason"] == "length"
     assert limit / 4 < len(json.dumps(answer, ensure_ascii=False)) < 1.5 * limit
-    assert "n" in refusal(serve, CHAT, asked | {"n": 64}), "too many to leave room for any"
-    assert "max_tokens" in refusal(serve, CHAT, asked | {"max_tokens": 2000})
+    assert "n" in refusal(serve, CHAT, body | {"n": 64}), "the choices together exceed the limit"
+    assert "max_tokens" in refusal(serve, CHAT, body | {"max_tokens": 2000})
 
 
 PROMPT = {"prompt": "x = 1\n" * 100}
@@ -102,9 +100,9 @@ def test_the_estimate_is_close_to_the_size(
 ) -> None:
     found: list[int] = []
 
-    def recorded(orders: Any, context: int, estimate: Any) -> Any:
-        found.append(estimate(orders, [order.params.max_tokens for order in orders]))
-        return limit_orders(orders, context, estimate)
+    def recorded(jobs: Any, context: int, estimate: Any) -> Any:
+        found.append(estimate(jobs, [job.params.max_tokens for job in jobs]))
+        return limit_orders(jobs, context, estimate)
 
     monkeypatch.setattr(large_responses, "limit_orders", recorded)
     response = serve.http.post(path, json=body | {"ignore_eos": True, "temperature": 0})
@@ -113,23 +111,23 @@ def test_the_estimate_is_close_to_the_size(
 
 
 def test_usual_requests_of_large_models_are_accepted() -> None:
-    """A full context of 131,072 tokens, sixteen answers, log-probabilities of a long one."""
+    """A full context of 131,072 tokens, sixteen of them, log-probabilities of a long answer."""
 
-    def order(count: int, logprobs: int | None = None) -> Job:
+    def job(count: int, logprobs: int | None = None) -> Job:
         return Job([1] * 8192, SamplingParams(max_tokens=count, logprobs=logprobs), "off", 0)
 
-    def estimate(orders: Any, lengths: Any) -> int:
-        pairs = zip(orders, lengths, strict=True)
+    def estimate(jobs: Any, lengths: Any) -> int:
+        pairs = zip(jobs, lengths, strict=True)
         return sum(choice_size(o, count, LONG_LOGPROB_BYTES, False) for o, count in pairs)
 
-    for orders in ([order(131072)], [order(131072)] * 16, [order(131072, 1)], [order(8192, 20)]):
-        assert limit_orders(orders, 1 << 17, estimate) is orders
+    for jobs in ([job(131072)], [job(131072)] * 16, [job(131072, 1)], [job(8192, 20)]):
+        assert limit_orders(jobs, 1 << 17, estimate) is jobs
     with pytest.raises(ApiError, match="MiB"):
-        limit_orders([order(131072, 5)] * 16, 1 << 17, estimate)
+        limit_orders([job(131072, 5)] * 16, 1 << 17, estimate)
 
 
 def test_a_large_response_is_sent_in_parts() -> None:
-    """In one piece the interpreter, and with it the event loop, is held while it is copied."""
+    """Copying it in one piece would block the event loop."""
     text = 'é\u2028"\\' * (1 << 20)
     value = {"text": text, "ids": list(range(300_000)), "none": None, "list": [[1], {"a": "b"}]}
     assert json.loads("".join(json_slices(value))) == value
@@ -150,7 +148,7 @@ def test_a_large_response_is_sent_in_parts() -> None:
     assert len(parts) > 50 and max(len(part["body"]) for part in parts) <= 4 * SLICE_CHARACTERS
 
 
-def test_large_responses_arrive(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_responses_are_complete(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = serve.answer("/tokenize", {"prompt": "ab " * 9000})["tokens"]
     assert serve.answer("/detokenize", {"tokens": tokens * 3})["prompt"].count("ab") == 27_000
     response = serve.http.post(COMPLETIONS, json=LONG | {"n": 24, "echo": True, "max_tokens": 1})
@@ -160,13 +158,13 @@ def test_large_responses_arrive(serve: Serving, monkeypatch: pytest.MonkeyPatch)
     assert "fewer tokens" in refusal(serve, "/detokenize", {"tokens": [70] * 2000})
 
 
-def test_a_text_of_long_tokens_ends_at_the_limit(
+def test_a_text_of_unusually_long_tokens_is_refused_at_the_limit(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bias can make a model generate its longest tokens, which the estimate does not know."""
     for name, value in (("MAX_BYTES", 300), ("CHOICE_BYTES", 0), ("TOKEN_BYTES", 0)):
         monkeypatch.setattr(large_responses, name, value)
-    asked = {"prompt": "x", "temperature": 0, "ignore_eos": True}
-    response = serve.http.post(COMPLETIONS, json=asked | {"max_tokens": 1500})
+    body = {"prompt": "x", "temperature": 0, "ignore_eos": True}
+    response = serve.http.post(COMPLETIONS, json=body | {"max_tokens": 1500})
     assert response.status_code == 400 and "longer than usual" in response.text
-    assert serve.answer(COMPLETIONS, asked | {"max_tokens": 20})
+    assert serve.answer(COMPLETIONS, body | {"max_tokens": 20})

@@ -25,13 +25,14 @@ from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests import tiny
 from tests.forked import Spoken as start
-from tests.server.serving import head, until
+from tests.server.serving import post_headers, until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def walk(path):\n    for name in os.listdir(path):\n"
 MODEL = str(tiny.spoken())
-LONG = 8000  # tokens: 24 texts of that length take longer than any test waits
-ONE = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "return_token_ids": True}
+LONG = 8000  # tokens; 24 texts of this length take longer than any test waits
+REQUEST = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3}
+REQUEST |= {"return_token_ids": True}
 
 
 def start_fresh(*arguments: str) -> subprocess.Popen[str]:
@@ -78,7 +79,7 @@ class Server:
         self.url = f"http://{self.address[0]}:{self.address[1]}"
         self.reader.start()
         assert self.get("/health")[0] == 200
-        self.usual_files = self.files() + 1  # the connection that asks may count
+        self.usual_files = self.files() + 1  # the connection of this request may count
 
     def connect(self, sent: bytes) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=30)
@@ -96,7 +97,7 @@ class Server:
     def open_stream(self, **body: Any) -> Iterator[str]:
         """Start a stream, and yield its data lines."""
         connection = http.client.HTTPConnection(*self.address, timeout=30)
-        content = json.dumps(ONE | {"stream": True} | body)
+        content = json.dumps(REQUEST | {"stream": True} | body)
         connection.request("POST", "/v1/completions", content, self.headers)
         response = connection.getresponse()
         assert response.status == 200
@@ -132,8 +133,8 @@ def serving(*flags: str, **env: str) -> Iterator[Server]:
             process.kill()
 
 
-def load(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
-    """Start streams, of which some wait for a place."""
+def start_streams(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
+    """Start streams, of which some wait for a slot."""
     body = {"max_tokens": tokens, "ignore_eos": True, "speculative": False}
     with ThreadPoolExecutor(count) as pool:
         streams = list(pool.map(lambda seed: server.open_stream(**body, seed=seed), range(count)))
@@ -141,8 +142,8 @@ def load(server: Server, count: int, tokens: int) -> list[Iterator[str]]:
     return streams
 
 
-def finish(streams: list[Iterator[str]]) -> list[int]:
-    """Read streams to their orderly ends; return their numbers of tokens."""
+def read_streams(streams: list[Iterator[str]]) -> list[int]:
+    """Read streams, which must end regularly; return their numbers of tokens."""
     with ThreadPoolExecutor(len(streams)) as pool:
         read = list(pool.map(list, streams))
     counts = []
@@ -157,18 +158,18 @@ def finish(streams: list[Iterator[str]]) -> list[int]:
 # ------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize(("sign", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
-def test_the_shutdown_is_bounded_and_streams_end_in_order(sign: int, bound: float) -> None:
+@pytest.mark.parametrize(("sig", "bound"), [(signal.SIGTERM, 0.5), (signal.SIGINT, 0.0)])
+def test_the_shutdown_timeout_ends_all_streams_regularly(sig: int, bound: float) -> None:
     with serving("--max-rows", "2", "--shutdown-timeout", str(bound)) as server:
-        streams = load(server, 24, LONG)
-        server.process.send_signal(sign)
-        assert sum(finish(streams)) < 24 * LONG
+        streams = start_streams(server, 24, LONG)
+        server.process.send_signal(sig)
+        assert sum(read_streams(streams)) < 24 * LONG
         assert server.end(bound + 4) == 0
 
 
 def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a second signal uvicorn skips the application's shutdown; a thread in native code has
-    then aborted Python's exit."""
+    """After a second signal uvicorn skips the application's shutdown; a thread in native code
+    once aborted Python's exit then."""
     servers: list[server_run.Server] = []
 
     def second_signal(server: server_run.Server, sockets: list[socket.socket]) -> None:
@@ -187,10 +188,10 @@ def test_no_thread_of_the_engine_outlives_the_server(monkeypatch: pytest.MonkeyP
     assert not servers[0].service._thread.is_alive()
 
 
-def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
+def test_idle_and_incomplete_connections_do_not_delay_the_shutdown() -> None:
     with serving("--shutdown-timeout", "0") as server, ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(server.connect(head(100) + b'{"prompt"'))
+            stack.enter_context(server.connect(post_headers(100) + b'{"prompt"'))
         idle = stack.enter_context(
             server.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         )
@@ -200,14 +201,14 @@ def test_idle_and_half_sent_connections_do_not_delay_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sign", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
+    ("sig", "codes"), [(signal.SIGTERM, (-signal.SIGTERM, 0)), (signal.SIGINT, (130,))]
 )
-def test_a_signal_while_the_model_loads(sign: int, codes: tuple[int, ...]) -> None:
+def test_a_signal_during_loading_ends_the_process(sig: int, codes: tuple[int, ...]) -> None:
     with start_fresh("serve", MODEL, "--port", "0") as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
             until(lambda: "libtorch_python" in maps.read_text(), "torch is loaded")
-            process.send_signal(sign)
+            process.send_signal(sig)
             _, errors = process.communicate(timeout=10)
         finally:
             process.kill()
@@ -223,58 +224,58 @@ def test_incomplete_requests_are_closed_with_their_clients() -> None:
         for body in (b"", b'{"prompt": "de'):
             with ExitStack() as stack:
                 for _ in range(20):
-                    stack.enter_context(server.connect(head(100) + body))
+                    stack.enter_context(server.connect(post_headers(100) + body))
                 until(lambda: server.files() >= server.usual_files + 18, "they are open", 5)
-                assert server.post(ONE)[0] == 200
+                assert server.post(REQUEST)[0] == 200
             until(server.closed, "the connections are closed")
 
 
 # ------------------------------------------------------------ files and keys
 
 
-def test_a_configuration_file_flags_and_keys(tmp_path: Path) -> None:
+def test_configuration_file_flags_and_keys(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     lines = ["max-rows = 2", 'served_name = "from the file"', 'api_key = ["one"]', "max_queue = 0"]
     file.write_text("\n".join([*lines, 'draft = "ngram"']))
     flags = ("--config", str(file), "--served-name", "from the flag")
     with serving(*flags, FORERUN_API_KEY="two") as server:
-        assert server.get("/health")[0] == 200 and server.post(ONE)[0] == 401
+        assert server.get("/health")[0] == 200 and server.post(REQUEST)[0] == 401
         for key, status in (("one", 200), ("two", 200), ("three", 401)):
             server.headers["Authorization"] = f"Bearer {key}"
             assert server.get("/v1/models")[0] == status
         server.headers["Authorization"] = "Bearer two"
         assert json.loads(server.get("/v1/models")[1])["data"][0]["id"] == "from the flag"
         assert json.loads(server.get("/server_info")[1])["draft"] == "ngram"
-        assert server.post(ONE | {"n": 3})[0] in (400, 429)
-        assert server.post(ONE | {"n": 2})[0] == 200
+        assert server.post(REQUEST | {"n": 3})[0] in (400, 429)
+        assert server.post(REQUEST | {"n": 2})[0] == 200
 
 
 def test_an_interrupted_batch_continues(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--max-rows", "1", "--draft", "off")
-    source, whole, parts = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "parts.jsonl"))
+    source, complete, cut = (tmp_path / name for name in ("input", "complete", "cut"))
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 1, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": f"job {i}", "url": "/v1/completions", "body": body | {"seed": i}})
         for i in range(8)
     ]
     source.write_text("\n".join(lines))
-    assert run("batch", str(source), str(whole), *flags)[0] == 0
-    with start("batch", str(source), str(parts), *flags) as process:
+    assert run("batch", str(source), str(complete), *flags)[0] == 0
+    with start("batch", str(source), str(cut), *flags) as process:
         try:
-            until(lambda: parts.exists() and parts.read_bytes().count(b"\n") >= 2, "two answers")
+            until(lambda: cut.exists() and cut.read_bytes().count(b"\n") >= 2, "two answers")
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert len(texts(parts)) < 8
-    parts.write_bytes(parts.read_bytes()[:-20])  # as if it had been killed while it wrote
-    assert run("batch", str(source), str(parts), *flags)[0] == 0
-    assert texts(parts) == texts(whole) and len(texts(whole)) == 8
+    assert len(texts(cut)) < 8
+    cut.write_bytes(cut.read_bytes()[:-20])  # as after a crash while writing
+    assert run("batch", str(source), str(cut), *flags)[0] == 0
+    assert texts(cut) == texts(complete) and len(texts(complete)) == 8
 
 
 def texts(file: Path) -> dict[str, str]:
-    """Return the texts by custom id, each of which must be there once."""
+    """Return the texts by custom id, each of which must occur once."""
     answers = [json.loads(line) for line in file.read_text().splitlines()]
     found = {a["custom_id"]: a["response"]["body"]["choices"][0]["text"] for a in answers}
     assert len(found) == len(answers)

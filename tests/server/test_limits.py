@@ -1,4 +1,4 @@
-"""Limits of JSON, threads and file descriptors, and turns of requests."""
+"""Limits of JSON, threads and file descriptors, and the order in which requests start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from forerun.server.limits import (
 from forerun.server.settings import Settings
 from forerun.server.state import ServerState
 from tests import tiny
-from tests.server.serving import ASKED, connected, held, post, serving, until
+from tests.server.serving import REQUEST, connected, engine_blocked, post, serving, until
 from tests.server.test_lifecycle import Server
 
 ROOT = Path(__file__).parents[2]
@@ -62,13 +62,13 @@ def test_json_is_parsed_and_written_as_json_does(value: Any, escaped: bool) -> N
 @pytest.mark.parametrize(
     "items", [list(range(1000)), [[1.5] * 200] * 3, [{"a": i} for i in range(200)]]
 )
-def test_slices_of_long_lists_join(items: list[Any]) -> None:
+def test_slices_of_long_lists_join_to_the_value(items: list[Any]) -> None:
     value = {"choices": [{"logprobs": {"content": items}}], "data": items}
     assert json.loads("".join(json_slices(value))) == value
 
 
 @pytest.mark.parametrize(
-    "body, says",
+    "body, message",
     [
         (b"[" + b"1," * VALUES + b"1]", "values"),
         (b"[" + b"[]," * OBJECTS + b"1]", "lists and objects"),
@@ -80,8 +80,8 @@ def test_slices_of_long_lists_join(items: list[Any]) -> None:
         *((f"[{text}]".encode(), "none that JSON has") for text in ("NaN", "1e999", '"\\ud800"', '"\\uDfff"')),
     ],
 )  # fmt: skip
-def test_json_over_a_limit_is_refused(body: bytes, says: str) -> None:
-    with pytest.raises(ApiError, match=says) as error:
+def test_json_over_a_limit_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as error:
         parse(body)
     assert error.value.status == 400 and len(str(error.value)) < 120
 
@@ -90,7 +90,7 @@ def test_json_over_a_limit_is_refused(body: bytes, says: str) -> None:
     "body",
     [b"", b"{", b'"', b"\xff", b'{"a": 1}}', "[1]".encode("utf-16"), b'\\"[', b"\xef\xbb\xbf1"],
 )
-def test_what_is_not_json_is_a_value_error(body: bytes) -> None:
+def test_invalid_json_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError):
         parse(body)
 
@@ -152,7 +152,7 @@ def test_no_more_calls_run_than_there_are_threads() -> None:
     assert len(broken) == 6
 
 
-def test_one_request_starts_in_an_iteration_of_the_event_loop() -> None:
+def test_one_request_starts_per_iteration_of_the_event_loop() -> None:
     nothing: Any = None
     passed: list[int] = []
 
@@ -190,11 +190,11 @@ def test_nothing_is_parsed_for_a_client_that_left_before_its_turn(
     with serving(spare) as s:
         monkeypatch.setattr(ServerState, "wait_turn", wait)
         monkeypatch.setattr(limits, "parse", recorded)
-        with connected(s, post(ASKED)):
-            until(lambda: len(turns) == 1, "it waits for its turn")
-        until(lambda: not s.server.server_state.connections, "it has gone")
+        with connected(s, post(REQUEST)):
+            until(lambda: len(turns) == 1, "the request waits for its turn")
+        until(lambda: not s.server.server_state.connections, "the client has disconnected")
         s.service._post(turns[0].set)
-        until(lambda: not s.server.server_state.tasks, "its request has ended")
+        until(lambda: not s.server.server_state.tasks, "the request has ended")
         assert not parsed
         assert s.complete()["choices"] and len(parsed) == 1
 
@@ -202,21 +202,21 @@ def test_nothing_is_parsed_for_a_client_that_left_before_its_turn(
 # ------------------------------------------------------------ file descriptors
 
 
-def test_connections_leave_file_descriptors_for_others(
+def test_the_number_of_connections_leaves_spare_file_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def most(limit: int) -> int:
+    def fitted(limit: int) -> int:
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
         return limits.fit_connections(Settings()).max_connections
 
-    assert most(100_000) == most(resource.RLIM_INFINITY) == 512 and not caplog.records
-    assert 1 < most(400) < 400 - limits.SPARE_DESCRIPTORS
+    assert fitted(100_000) == fitted(resource.RLIM_INFINITY) == 512 and not caplog.records
+    assert 1 < fitted(400) < 400 - limits.SPARE_DESCRIPTORS
     assert "may have 400 files open" in caplog.text and "--max-connections" in caplog.text
-    assert most(50) == 1 and len(caplog.records) == 2
+    assert fitted(50) == 1 and len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_a_failed_preparation_concerns_its_own_request(
+def test_a_failed_preparation_fails_only_its_own_request(
     spare: LLM, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     error = OSError(code, "on purpose")
@@ -230,25 +230,25 @@ def test_a_failed_preparation_concerns_its_own_request(
         with monkeypatch.context() as patch:
             patch.setattr(spare.engine.grammars, "compiled_each", fail)
             form = {"response_format": {"type": "regex", "regex": "zq+"}}
-            answer = s.http.post("/v1/completions", json=ASKED | form)
+            answer = s.http.post("/v1/completions", json=REQUEST | form)
             assert answer.status_code == (503 if code == errno.EMFILE else 500)
             assert s.complete()["choices"] and s.service.failures == 0
         assert len(s.logged) == (0 if code == errno.EMFILE else 1)
 
 
 def test_failed_housekeeping_ends_no_request(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import without a file descriptor ended all requests."""
-    tried = []
+    """An import without a free file descriptor once ended all requests."""
+    attempts = []
 
     def fail(_: object) -> None:
-        tried.append(1)
+        attempts.append(1)
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("forerun.server.jobs.IDLE_SECONDS", 0.01)
     with serving(spare) as s, monkeypatch.context() as patch:
         patch.setattr(type(spare.cost_store), "save", fail)
-        until(lambda: tried, "the engine is idle")
-        with held(s.service):
+        until(lambda: attempts, "the engine is idle")
+        with engine_blocked(s.service):
             pass
         assert s.complete()["choices"] and s.service.failures == 0
 
@@ -287,7 +287,7 @@ print(json.dumps(found))
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", [(), ("key",)], ids=["without keys", "with keys"])
 def test_no_request_imports_a_module(key: tuple[str, ...]) -> None:
-    """An import needs a file descriptor, which clients may have taken."""
+    """An import needs a file descriptor, and clients may hold all of them."""
     command = [sys.executable, "-c", FIRST_REQUESTS, str(tiny.spoken()), *key]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
@@ -297,7 +297,7 @@ def test_no_request_imports_a_module(key: tuple[str, ...]) -> None:
 
 
 def test_clients_cannot_take_all_file_descriptors() -> None:
-    """Of 160, with 400 half-sent connections: other requests are answered, and the log is short."""
+    """With 160 descriptors and 400 open connections, requests are served and the log is short."""
     command = f"ulimit -n 160; exec {sys.executable} -m forerun serve {tiny.spoken()} --port 0"
     with (
         subprocess.Popen(
@@ -308,14 +308,14 @@ def test_clients_cannot_take_all_file_descriptors() -> None:
         stack.callback(process.kill)
         server = Server(process)  # type: ignore[arg-type]
         server.wait_until_up()
-        usual = server.post(ASKED)
+        usual = server.post(REQUEST)
         half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"
         for _ in range(400):
             stack.enter_context(server.connect(half))
         for i in range(4):
             form = {"response_format": {"type": "regex", "regex": f"a+{i}"}}
             assert server.post({"prompt": "x", "max_tokens": 4} | form)[0] == 200
-        assert server.post(ASKED)[1]["choices"] == usual[1]["choices"]
+        assert server.post(REQUEST)[1]["choices"] == usual[1]["choices"]
         process.terminate()
         server.end(20)
     lines = "".join(server.lines)

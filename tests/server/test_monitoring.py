@@ -83,10 +83,10 @@ def test_the_number_of_kinds_is_limited(log: tuple[logging.Logger, io.StringIO])
 
 
 def test_lines_for_terminals_and_programs_are_limited_in_length() -> None:
-    record = logging.LogRecord("forerun", logging.WARNING, "", 0, "it is late", (), None)
+    record = logging.LogRecord("forerun", logging.WARNING, "", 0, "the request is late", (), None)
     record.facts = {"seconds": 1.5, "error": None}
     plain = PlainLines().format(record)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING: it is late seconds=1.5", plain)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING: the request is late seconds=1.5", plain)
     assert json.loads(JsonLines().format(record))["seconds"] == 1.5
     record.msg = "x" * 10_000_000
     for formatter in (PlainLines(), JsonLines()):
@@ -94,7 +94,7 @@ def test_lines_for_terminals_and_programs_are_limited_in_length() -> None:
         assert len(line) < MAX_LENGTH + 200 and "characters" in line
 
 
-def test_what_a_starting_server_prints() -> None:
+def test_greeting_and_announcement() -> None:
     lines = greeting(FACTS, URL).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) < 80 and "tiny (draft suffix)" in lines[0]
     assert [line.split()[-1] for line in lines[1:]] == [f"{URL}/v1", f"{URL}/", f"{URL}/docs"]
@@ -107,10 +107,10 @@ def test_what_a_starting_server_prints() -> None:
 
 def test_a_terminal_gets_the_greeting_and_nothing_else() -> None:
     outer, inner = pty.openpty()
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     flags = ["serve", str(tiny.spoken()), "--port", "0", "--kv-tokens", "2048"]
-    process = Process(flags, nowhere, nowhere, inner, {**os.environ})
-    os.close(nowhere)
+    process = Process(flags, devnull, devnull, inner, {**os.environ})
+    os.close(devnull)
     os.close(inner)
     printed = b""
     try:

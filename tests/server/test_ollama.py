@@ -1,4 +1,4 @@
-"""Ollama's API: the texts of OpenAI's in Ollama's formats, and its errors."""
+"""Ollama's API: the same texts as OpenAI's API in Ollama's formats, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from forerun.llm import LLM
 from forerun.server import conversation
 from forerun.server import openai as openai_api
-from tests.server.serving import Front, Serving, serving
+from tests.server.serving import Client, Serving, serving
 
 HI = [{"role": "user", "content": "hi there"}]
 OPTIONS = {"num_predict": 24, "seed": 11, "temperature": 0.9}
@@ -29,28 +29,28 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 COUNTS |= {"eval_count", "eval_duration"}
 
 
-def lines(front: Front, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = front.http.post(path, json={"model": "tiny", "options": OPTIONS} | body)
+def lines(api: Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    response = api.http.post(path, json={"model": "tiny", "options": OPTIONS} | body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def full(front: Front, path: str, **body: Any) -> dict[str, Any]:
-    return front.answer(path, {"model": "tiny", "stream": False, "options": OPTIONS} | body)
+def full(api: Client, path: str, **body: Any) -> dict[str, Any]:
+    return api.answer(path, {"model": "tiny", "stream": False, "options": OPTIONS} | body)
 
 
-def chat(front: Front, **body: Any) -> str:
-    return full(front, "/api/chat", **{"messages": HI} | body)["message"]["content"]
+def chat(api: Client, **body: Any) -> str:
+    return full(api, "/api/chat", **{"messages": HI} | body)["message"]["content"]
 
 
-def generate(front: Front, **body: Any) -> str:
-    return full(front, "/api/generate", **{"prompt": "hi there"} | body)["response"]
+def generate(api: Client, **body: Any) -> str:
+    return full(api, "/api/generate", **{"prompt": "hi there"} | body)["response"]
 
 
-def openai(front: Front, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
-    asked = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
-    return front.answer("/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+def openai_chat(api: Client, messages: list[dict[str, Any]] = HI, **more: Any) -> str:
+    request = {"messages": messages, "max_tokens": 24, "seed": 11, "temperature": 0.9} | more
+    return api.answer("/v1/chat/completions", request)["choices"][0]["message"]["content"]
 
 
 def error_of(response: Any, status: int) -> str:
@@ -60,11 +60,11 @@ def error_of(response: Any, status: int) -> str:
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
-def test_a_chat_is_openais(front: Front, model: str) -> None:
-    text = openai(front)
-    answer = full(front, "/api/chat", messages=HI, model=model)
+def test_a_chat_equals_that_of_openais_api(api: Client, model: str) -> None:
+    text = openai_chat(api)
+    answer = full(api, "/api/chat", messages=HI, model=model)
     assert answer["message"] == {"role": "assistant", "content": text} and answer["model"] == model
-    *parts, last = lines(front, "/api/chat", messages=HI, model=model)
+    *parts, last = lines(api, "/api/chat", messages=HI, model=model)
     assert "".join(part["message"]["content"] for part in parts) == text and len(parts) > 1
     assert not any(part["done"] for part in parts) and last["done"]
     assert last.keys() == {"model", "created_at", "message", "done", "done_reason"} | COUNTS
@@ -74,40 +74,40 @@ def test_a_chat_is_openais(front: Front, model: str) -> None:
     assert last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
 
 
-def test_a_generation_is_a_chat_of_one_message(front: Front) -> None:
-    assert generate(front) == openai(front)
-    parts = lines(front, "/api/generate", prompt="hi there")
-    assert "".join(part["response"] for part in parts) == openai(front)
+def test_a_generation_is_a_chat_of_one_message(api: Client) -> None:
+    assert generate(api) == openai_chat(api)
+    parts = lines(api, "/api/generate", prompt="hi there")
+    assert "".join(part["response"] for part in parts) == openai_chat(api)
     system = [{"role": "system", "content": "be brief"}, *HI]
-    assert generate(front, system="be brief") == openai(front, system)
-    raw = generate(front, prompt="def f(", raw=True)
-    completion = front.complete(prompt="def f(", max_tokens=24, seed=11, temperature=0.9)
+    assert generate(api, system="be brief") == openai_chat(api, system)
+    raw = generate(api, prompt="def f(", raw=True)
+    completion = api.complete(prompt="def f(", max_tokens=24, seed=11, temperature=0.9)
     assert raw == completion["choices"][0]["text"]
 
 
-def test_options_mean_what_they_mean_elsewhere(front: Front) -> None:
+def test_options_mean_the_same_as_fields_of_openais_api(api: Client) -> None:
     own = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5}
-    penalised = openai(front, **own, repetition_penalty=1.3)
+    penalized = openai_chat(api, **own, repetition_penalty=1.3)
     options = OPTIONS | own | {"repeat_penalty": 1.3}
-    assert chat(front, options=options) == penalised != openai(front)
-    text = openai(front)
-    cut = full(front, "/api/chat", messages=HI, options=OPTIONS | {"stop": [text[6:9]]})
+    assert chat(api, options=options) == penalized != openai_chat(api)
+    text = openai_chat(api)
+    cut = full(api, "/api/chat", messages=HI, options=OPTIONS | {"stop": [text[6:9]]})
     assert cut["message"]["content"] == text[: text.index(text[6:9])]
     assert cut["done_reason"] == "stop"
     random = {"options": OPTIONS | {"seed": -1}}
-    assert len({generate(front, **random) for _ in range(3)}) > 1
+    assert len({generate(api, **random) for _ in range(3)}) > 1
 
 
-def test_format_is_a_grammar(front: Front) -> None:
-    assert json.loads(chat(front, format=SCHEMA))["a"] in ("x", "y")
-    assert chat(front, format="json") == openai(front, response_format={"type": "json_object"})
-    assert chat(front, format="") == openai(front)
+def test_format_is_a_grammar(api: Client) -> None:
+    assert json.loads(chat(api, format=SCHEMA))["a"] in ("x", "y")
+    assert chat(api, format="json") == openai_chat(api, response_format={"type": "json_object"})
+    assert chat(api, format="") == openai_chat(api)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_a_request_without_a_prompt_loads_the_model(front: Front, path: str) -> None:
-    assert front.answer(path, {"model": "tiny"})["done_reason"] == "load"
-    assert front.answer(path, {"model": "tiny", "keep_alive": 0})["done_reason"] == "unload"
+def test_a_request_without_a_prompt_loads_the_model(api: Client, path: str) -> None:
+    assert api.answer(path, {"model": "tiny"})["done_reason"] == "load"
+    assert api.answer(path, {"model": "tiny", "keep_alive": 0})["done_reason"] == "unload"
 
 
 def test_arguments_of_calls_are_objects(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +122,13 @@ def test_arguments_of_calls_are_objects(serve: Serving, monkeypatch: pytest.Monk
     assert first["message"]["tool_calls"] == calls and not first["done"] and last["done"]
 
 
-def test_calls_and_their_results_are_read_as_openais(front: Front) -> None:
+def test_tool_calls_and_results_are_read_like_those_of_openais_api(api: Client) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     own = [*HI, called, {"role": "tool", "tool_name": "f", "content": "5"}]
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     same = [*HI, called, {"role": "tool", "name": "f", "content": "5"}]
-    assert chat(front, messages=own, tools=[TOOL]) == openai(front, same, tools=[TOOL])
+    assert chat(api, messages=own, tools=[TOOL]) == openai_chat(api, same, tools=[TOOL])
 
 
 @pytest.mark.parametrize(
@@ -139,33 +139,33 @@ def test_calls_and_their_results_are_read_as_openais(front: Front) -> None:
         ("embed", {"input": "x"}, "options"),
     ],
 )
-def test_ignored_fields_are_named(front: Front, path: str, body: Any, ignored: str) -> None:
+def test_ignored_fields_are_named(api: Client, path: str, body: Any, ignored: str) -> None:
     options = {"num_ctx": 9, "num_predict": 2}
-    asked = {"model": "tiny", "options": options} | body
-    assert front.http.post(f"/api/{path}", json=asked).headers["x-forerun-ignored"] == ignored
+    request = {"model": "tiny", "options": options} | body
+    assert api.http.post(f"/api/{path}", json=request).headers["x-forerun-ignored"] == ignored
 
 
-def test_curls_content_type_is_json_unless_a_browser_asks(front: Front) -> None:
+def test_curls_default_content_type_is_json_except_from_browsers(api: Client) -> None:
     """A page may send a form to another origin without a preflight request."""
     body = b'{"model": "tiny", "prompt": "x", "stream": false, "options": {"num_predict": 2}}'
     form = {"content-type": "application/x-www-form-urlencoded"}
-    for origin, status in ({}, 200), ({"origin": front.url}, 400), ({"origin": "http://a.b"}, 403):
-        response = front.http.post("/api/generate", content=body, headers=form | origin)
+    for origin, status in ({}, 200), ({"origin": api.url}, 400), ({"origin": "http://a.b"}, 403):
+        response = api.http.post("/api/generate", content=body, headers=form | origin)
         assert response.status_code == status
-    response = front.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)
+    response = api.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=form)
     assert response.status_code == 400
 
 
-def test_the_model_is_listed_running_and_shown(front: Front, llm: LLM) -> None:
-    (listed,) = front.http.get("/api/tags").json()["models"]
+def test_the_model_is_listed_running_and_shown(api: Client, llm: LLM) -> None:
+    (listed,) = api.http.get("/api/tags").json()["models"]
     assert listed["name"] == listed["model"] == "tiny:latest"
     assert listed["size"] > 0 and len(listed["digest"]) == 64
     assert listed["details"]["family"] == "llama" and listed["details"]["format"] == "safetensors"
-    (running,) = front.http.get("/api/ps").json()["models"]
+    (running,) = api.http.get("/api/ps").json()["models"]
     assert running["name"] == "tiny:latest" and running["context_length"] == 2048
     assert running["size_vram"] == 0 and datetime.fromisoformat(running["expires_at"])
-    shown = front.answer("/api/show", {"model": "tiny"})
-    assert shown == front.answer("/api/show", {"name": "tiny:latest"})
+    shown = api.answer("/api/show", {"model": "tiny"})
+    assert shown == api.answer("/api/show", {"name": "tiny:latest"})
     assert shown["modified_at"] == listed["modified_at"]
     modified = datetime.fromisoformat(shown["modified_at"]).timestamp()
     assert modified == int(Path(llm.config.model).stat().st_mtime)
@@ -174,7 +174,7 @@ def test_the_model_is_listed_running_and_shown(front: Front, llm: LLM) -> None:
     assert info["general.architecture"] == "llama" and info["general.parameter_count"] > 1000
     assert info["llama.embedding_length"] == config.hidden
     assert info["llama.block_count"] == config.layers
-    assert front.http.get("/api/version").json() == front.http.get("/version").json()
+    assert api.http.get("/api/version").json() == api.http.get("/version").json()
 
 
 def test_a_name_with_a_tag_stays_as_it_is(spare: LLM) -> None:
@@ -184,9 +184,9 @@ def test_a_name_with_a_tag_stays_as_it_is(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["pull", "push", "create", "copy", "delete"])
-def test_models_are_not_managed(front: Front, name: str) -> None:
+def test_models_are_not_managed(api: Client, name: str) -> None:
     method = "DELETE" if name == "delete" else "POST"
-    response = front.http.request(method, f"/api/{name}", json={"model": "x"})
+    response = api.http.request(method, f"/api/{name}", json={"model": "x"})
     assert "forerun serve" in error_of(response, 501)
 
 
@@ -229,23 +229,23 @@ X: dict[str, Any] = {"prompt": "x"}
         ("show", {"model": None}, "model"),
     ],
 )
-def test_wrong_requests_get_one_line(front: Front, path: str, body: Any, message: str) -> None:
-    response = front.http.post(f"/api/{path}", json={"model": "tiny"} | body)
+def test_errors_are_reported_in_one_line(api: Client, path: str, body: Any, message: str) -> None:
+    response = api.http.post(f"/api/{path}", json={"model": "tiny"} | body)
     assert message in error_of(response, 400)
 
 
-def test_other_models_and_paths_are_not_found(front: Front) -> None:
+def test_other_models_and_paths_are_not_found(api: Client) -> None:
     for path, body in (
         ("chat", {"messages": HI}),
         ("generate", X),
         ("embed", {"input": "x"}),
         ("show", {}),
     ):
-        response = front.http.post(f"/api/{path}", json={"model": "llama3"} | body)
+        response = api.http.post(f"/api/{path}", json={"model": "llama3"} | body)
         assert "'llama3'" in error_of(response, 404)
-    error_of(front.http.get("/api/nothing"), 404)
+    error_of(api.http.get("/api/nothing"), 404)
     headers = {"content-type": "application/json"}
-    error_of(front.http.post("/api/chat", content=b"{", headers=headers), 400)
+    error_of(api.http.post("/api/chat", content=b"{", headers=headers), 400)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +257,10 @@ def test_other_models_and_paths_are_not_found(front: Front) -> None:
         ("/v1/responses", {"input": "hi"}, "output_tokens"),
     ],
 )
-def test_an_answer_that_nothing_ends_has_a_default_limit(
+def test_an_answer_without_a_limit_gets_the_default_one(
     spare: LLM, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, counted: str
 ) -> None:
-    """A model without a chat template filled the context: 32,761 tokens for a greeting."""
+    """A model without a chat template once filled the context: 32,761 tokens for a greeting."""
     monkeypatch.setattr(openai_api, "DEFAULT_MAX_TOKENS", 24)
     with serving(spare, served_name="tiny") as s:
         answer = s.answer(path, {"model": "tiny", **body})

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from tests import tiny
-from tests.server.serving import Front, sse
+from tests.server.serving import Client, sse
 
 CODE = "def add(a, b):\n    return"
 CHAT = [{"role": "user", "content": "Write a function."}]
@@ -34,7 +34,7 @@ FLAT = [{"type": "function", **function} for function in FUNCTIONS]
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 
 
-def saying(text: str, speculative: bool = True) -> dict[str, Any]:
+def forced(text: str, speculative: bool = True) -> dict[str, Any]:
     """Return arguments that make the model generate this text."""
     form = {"type": "choice", "choice": [text]}
     return {"extra_body": {"response_format": form, "speculative": speculative}}
@@ -78,7 +78,7 @@ def test_prompts_have_n_choices_each_in_order(client: openai.OpenAI) -> None:
     assert [c.text for c in echoed.choices] == [p + t for p, t in zip(repeated, texts, strict=True)]
 
 
-def test_token_ids_are_prompts_too(client: openai.OpenAI, llm: LLM) -> None:
+def test_prompts_may_be_token_ids(client: openai.OpenAI, llm: LLM) -> None:
     ids = llm.tokens(CODE)
     text = client.completions.create(prompt=CODE, **SHORT).choices[0].text
     for prompt in (ids, [ids, ids]):
@@ -93,8 +93,8 @@ def test_token_ids_are_prompts_too(client: openai.OpenAI, llm: LLM) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_completions(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     more = {"temperature": 0, "logprobs": 3, "extra_body": {"return_token_ids": True}}
-    asked = {"prompt": CODE, **more, **SHORT}
-    answer = client.completions.create(stream=stream, **asked)
+    params = {"prompt": CODE, **more, **SHORT}
+    answer = client.completions.create(stream=stream, **params)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     entries = [choice.logprobs for choice in choices if choice.logprobs]
     tokens = [token for entry in entries for token in entry.tokens]
@@ -129,7 +129,7 @@ def model_logprobs(llm: LLM, ids: list[int]) -> list[float]:
     return [float(logprobs[first + i, token]) for i, token in enumerate(ids)]
 
 
-def test_a_stop_string_ends_the_text_and_is_left_out(client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_text_and_is_excluded(client: openai.OpenAI) -> None:
     text = client.completions.create(prompt=CODE, max_tokens=40, **GREEDY).choices[0].text
     stop = text[10:13]
     cut = client.completions.create(prompt=CODE, max_tokens=40, stop=["\0", stop], **GREEDY)
@@ -141,14 +141,14 @@ def test_a_stop_string_ends_the_text_and_is_left_out(client: openai.OpenAI) -> N
 def test_a_streamed_completion_joins_to_the_full_one(
     client: openai.OpenAI, speculative: bool
 ) -> None:
-    asked = {"prompt": [CODE, "for i in"], "n": 2, "stop": ["zq"], "echo": True}
-    asked |= {"model": "tiny", "max_tokens": 30, "seed": 9}
-    asked["extra_body"] = {"speculative": speculative, "return_token_ids": True}
-    full = client.completions.create(**asked)
+    params = {"prompt": [CODE, "for i in"], "n": 2, "stop": ["zq"], "echo": True}
+    params |= {"model": "tiny", "max_tokens": 30, "seed": 9}
+    params["extra_body"] = {"speculative": speculative, "return_token_ids": True}
+    full = client.completions.create(**params)
     texts, reasons, ids = [""] * 4, [None] * 4, [[] for _ in range(4)]
     usages = []
     options = {"include_usage": True}
-    for chunk in client.completions.create(stream=True, stream_options=options, **asked):
+    for chunk in client.completions.create(stream=True, stream_options=options, **params):
         assert chunk.object == "text_completion"
         usages += [chunk.usage] if chunk.usage else []
         for choice in chunk.choices:
@@ -164,12 +164,12 @@ def test_a_streamed_completion_joins_to_the_full_one(
     assert usages[0].model_dump(exclude=cached) == full.usage.model_dump(exclude=cached)
 
 
-def test_continuous_usage_counts_every_token_once(front: Front) -> None:
+def test_continuous_usage_counts_every_token_once(api: Client) -> None:
     options = {"continuous_usage_stats": True}
     body = {"prompt": CODE, "max_tokens": 30, "stream": True, "stream_options": options}
     body["return_token_ids"] = True
     seen = 0
-    with front.http.stream("POST", "/v1/completions", json=body) as response:
+    with api.http.stream("POST", "/v1/completions", json=body) as response:
         for event in sse(response):
             seen += len(event["choices"][0]["token_ids"])
             assert event["usage"]["completion_tokens"] == seen
@@ -178,8 +178,8 @@ def test_continuous_usage_counts_every_token_once(front: Front) -> None:
 
 def test_speculation_metrics_in_vllms_format(client: openai.OpenAI) -> None:
     fixed = {"speculative": {"depth": 4}}  # automatic depth may draft nothing
-    asked = {"prompt": "x = 1\n" * 20, "max_tokens": 60, "extra_body": fixed, **GREEDY}
-    answer = client.completions.create(**asked)
+    params = {"prompt": "x = 1\n" * 20, "max_tokens": 60, "extra_body": fixed, **GREEDY}
+    answer = client.completions.create(**params)
     found = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
     histogram = found["acceptance_histogram"]
     assert found["num_spec_steps"] == sum(histogram) > 0
@@ -213,10 +213,10 @@ def prompt_logprobs(reference: LLM, prompt: Any, top: int) -> list[Any]:
 @pytest.mark.parametrize("prompt", ["def add(a, b):", "wörd ☃ wörd", "a"])
 @pytest.mark.parametrize("max_tokens", [0, 0.0, 6])
 def test_an_echo_has_the_logprobs_of_its_prompt(
-    front: Front, reference: LLM, prompt: str, max_tokens: float
+    api: Client, reference: LLM, prompt: str, max_tokens: float
 ) -> None:
-    asked = {"prompt": prompt, "logprobs": 2, "seed": 3, "ignore_eos": True}
-    answer = front.complete(**asked, echo=True, max_tokens=max_tokens)
+    params = {"prompt": prompt, "logprobs": 2, "seed": 3, "ignore_eos": True}
+    answer = api.complete(**params, echo=True, max_tokens=max_tokens)
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
     tokens, entries = reference.tokens(prompt), prompt_logprobs(reference, prompt, 2)
@@ -236,7 +236,7 @@ def test_an_echo_has_the_logprobs_of_its_prompt(
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (count, max_tokens)
     assert choice["text"].startswith(prompt) and choice["finish_reason"] == "length"
     if max_tokens:
-        plain = front.complete(**asked, max_tokens=max_tokens)["choices"][0]
+        plain = api.complete(**params, max_tokens=max_tokens)["choices"][0]
         assert choice["text"] == prompt + plain["text"]
         assert logprobs["token_logprobs"][count:] == plain["logprobs"]["token_logprobs"]
         shifted = [len(prompt) + offset for offset in plain["logprobs"]["text_offset"]]
@@ -244,12 +244,12 @@ def test_an_echo_has_the_logprobs_of_its_prompt(
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_streamed_echo_joins_to_the_full_one(front: Front, max_tokens: int) -> None:
+def test_a_streamed_echo_joins_to_the_full_one(api: Client, max_tokens: int) -> None:
     """A long prompt comes in several chunks, each with its own log-probabilities."""
-    asked = {"prompt": [LONG, "x = 1"], "n": 2, "echo": True, "logprobs": 3}
-    asked |= {"seed": 5, "max_tokens": max_tokens}
-    full = front.complete(**asked)["choices"]
-    response = front.http.post("/v1/completions", json=asked | {"stream": True})
+    params = {"prompt": [LONG, "x = 1"], "n": 2, "echo": True, "logprobs": 3}
+    params |= {"seed": 5, "max_tokens": max_tokens}
+    full = api.complete(**params)["choices"]
+    response = api.http.post("/v1/completions", json=params | {"stream": True})
     parts = [event["choices"][0] for event in sse(response)]
     for index, choice in enumerate(full):
         own = [part for part in parts if part["index"] == index]
@@ -261,31 +261,31 @@ def test_a_streamed_echo_joins_to_the_full_one(front: Front, max_tokens: int) ->
         assert index > 1 or len(own) > 4
 
 
-def test_an_evaluation_harness_gets_its_sums(front: Front, reference: LLM) -> None:
-    """As lm-evaluation-harness asks: context and continuation as ids, and one token more."""
+def test_lm_evaluation_harness_gets_correct_sums(api: Client, reference: LLM) -> None:
+    """Like lm-evaluation-harness, send context and continuation as ids, and generate one token."""
     context = reference.tokens("def add(a, b):")
     tokens = context + reference.tokens("\n    return a + b")
-    asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
+    params = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
     entries = prompt_logprobs(reference, tokens, 1)[len(context) :]
-    for choice in front.complete(prompt=[tokens, tokens], **asked)["choices"]:
+    for choice in api.complete(prompt=[tokens, tokens], **params)["choices"]:
         logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
         assert len(logprobs) == len(entries)
         assert sum(logprobs) == pytest.approx(sum(e.logprob for e in entries), abs=1e-2)
 
 
-def test_a_cached_prompt_is_scored_alike(front: Front) -> None:
-    """The prefix cache holds no logits."""
-    front.complete(prompt=LONG, max_tokens=2)
-    asked = {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
-    first = front.complete(**asked)["choices"]
-    assert front.complete(**asked)["choices"] == first
+def test_a_cached_prompt_is_scored_like_a_new_one(api: Client) -> None:
+    """The prefix cache has no logits, so cached tokens must be processed again."""
+    api.complete(prompt=LONG, max_tokens=2)
+    params = {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
+    first = api.complete(**params)["choices"]
+    assert api.complete(**params)["choices"] == first
     assert None not in first[0]["logprobs"]["token_logprobs"][1:]
-    (bare,) = front.complete(prompt="x = 1", max_tokens=0, echo=True)["choices"]
+    (bare,) = api.complete(prompt="x = 1", max_tokens=0, echo=True)["choices"]
     assert bare == {"index": 0, "text": "x = 1", "finish_reason": "length", "logprobs": None}
 
 
-def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
-    (choice,) = front.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
+def test_prompt_logprobs_in_vllms_format(api: Client, reference: LLM) -> None:
+    (choice,) = api.complete(prompt="def add(a, b):", max_tokens=2, prompt_logprobs=2)["choices"]
     first, *rest = choice["prompt_logprobs"]
     entries = prompt_logprobs(reference, "def add(a, b):", 2)
     assert first is None and choice["logprobs"] is None and reference.tokenizer is not None
@@ -296,10 +296,10 @@ def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
         assert own["decoded_token"] == reference.tokenizer.spell(entry.token_id)
         assert set(found) == {str(entry.token_id), *map(str, entry.top)}
     chat = {"messages": CHAT, "max_tokens": 2}
-    answer = front.answer("/v1/chat/completions", chat | {"prompt_logprobs": 0})
+    answer = api.answer("/v1/chat/completions", chat | {"prompt_logprobs": 0})
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
-    assert "prompt_logprobs" not in front.answer("/v1/chat/completions", chat)
+    assert "prompt_logprobs" not in api.answer("/v1/chat/completions", chat)
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_prompt_logprobs_in_vllms_format(front: Front, reference: LLM) -> None:
         ("responses", {"input": "x", "prompt_logprobs": 1}, "/v1/completions"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(front: Front, path: str, body: Any, message: str) -> None:
-    response = front.http.post(f"/v1/{path}", json=body)
+def test_what_cannot_be_scored_is_refused(api: Client, path: str, body: Any, message: str) -> None:
+    response = api.http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
@@ -326,8 +326,8 @@ def test_what_cannot_be_scored_is_refused(front: Front, path: str, body: Any, me
 def test_a_chat(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
     messages = [{"role": "system", "content": "Be short."}, {"role": "developer", "content": parts}]
-    asked = {"messages": [*messages, *CHAT], "max_completion_tokens": 7, "n": 2, "seed": 3}
-    answer = client.chat.completions.create(model="tiny", **asked)
+    params = {"messages": [*messages, *CHAT], "max_completion_tokens": 7, "n": 2, "seed": 3}
+    answer = client.chat.completions.create(model="tiny", **params)
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
@@ -340,8 +340,8 @@ def test_a_chat(client: openai.OpenAI) -> None:
 def test_a_streamed_chat_joins_to_the_full_one(client: openai.OpenAI) -> None:
     full = client.chat.completions.create(messages=CHAT, n=2, **SHORT)
     texts, reasons, roles = [""] * 2, [None] * 2, [None] * 2
-    asked = {"messages": CHAT, "n": 2, "stream_options": {"include_usage": True}, **SHORT}
-    chunks = list(client.chat.completions.create(stream=True, **asked))
+    params = {"messages": CHAT, "n": 2, "stream_options": {"include_usage": True}, **SHORT}
+    chunks = list(client.chat.completions.create(stream=True, **params))
     for chunk in chunks:
         assert chunk.object == "chat.completion.chunk" and chunk.id == chunks[0].id
         for choice in chunk.choices:
@@ -356,32 +356,32 @@ def test_a_streamed_chat_joins_to_the_full_one(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_chats(client: openai.OpenAI) -> None:
-    asked = {"messages": CHAT, "logprobs": True, "temperature": 0, **SHORT}
-    answer = client.chat.completions.create(top_logprobs=4, **asked)
+    params = {"messages": CHAT, "logprobs": True, "temperature": 0, **SHORT}
+    answer = client.chat.completions.create(top_logprobs=4, **params)
     entries = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
     for entry in entries:
         assert len(entry.top_logprobs) >= 4 and entry.logprob == entry.top_logprobs[0].logprob <= 0
         assert bytes(entry.bytes).decode() == entry.token
-    bare = client.chat.completions.create(**asked).choices[0].logprobs.content
+    bare = client.chat.completions.create(**params).choices[0].logprobs.content
     assert [entry.top_logprobs for entry in bare] == [[]] * len(entries)
 
 
 def test_logprobs_are_accumulated_and_hold_shared_bytes(client: openai.OpenAI) -> None:
-    """OpenAI: `bytes` is there for characters that are represented by several tokens."""
+    """OpenAI's API has `bytes` for characters that are represented by several tokens."""
     text = "sm\N{ROCKET}le"
-    asked = {
+    params = {
         "messages": CHAT,
         "logprobs": True,
         "top_logprobs": 2,
         "model": "tiny",
         "max_tokens": 40,
     }
-    choice = client.chat.completions.create(**asked, **saying(text)).choices[0]
+    choice = client.chat.completions.create(**params, **forced(text)).choices[0]
     assert choice.message.content == text and choice.finish_reason == "stop"
     data = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
     assert data.decode().startswith(text)
-    with client.chat.completions.stream(**asked, **saying(text)) as stream:
+    with client.chat.completions.stream(**params, **forced(text)) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.message.content == text and final.finish_reason == "stop"
     assert final.logprobs.model_dump() == choice.logprobs.model_dump()
@@ -390,8 +390,8 @@ def test_logprobs_are_accumulated_and_hold_shared_bytes(client: openai.OpenAI) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_schema_and_json_object(client: openai.OpenAI, stream: bool) -> None:
     def text(form: dict[str, Any]) -> str:
-        asked = {"messages": CHAT, "response_format": form, "model": "tiny", "max_tokens": 300}
-        answer = client.chat.completions.create(stream=stream, seed=2, **asked)
+        params = {"messages": CHAT, "response_format": form, "model": "tiny", "max_tokens": 300}
+        answer = client.chat.completions.create(stream=stream, seed=2, **params)
         if not stream:
             return answer.choices[0].message.content
         return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
@@ -407,8 +407,8 @@ def test_the_client_parses_a_model_class(client: openai.OpenAI) -> None:
         kind: Literal["bug", "wish"]
         urgent: bool
 
-    asked = {"messages": CHAT, "response_format": Job, "model": "tiny", "max_tokens": 60}
-    message = client.chat.completions.parse(**asked).choices[0].message
+    params = {"messages": CHAT, "response_format": Job, "model": "tiny", "max_tokens": 60}
+    message = client.chat.completions.parse(**params).choices[0].message
     assert isinstance(message.parsed, Job)
 
 
@@ -419,15 +419,15 @@ CALLS = [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"}), ("clock",
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
 def test_required_tool_calls(client: openai.OpenAI, choice: Any) -> None:
-    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    asked |= {"model": "tiny", "max_tokens": 80, "seed": 1}
-    answer = client.chat.completions.create(**asked).choices[0]
+    params = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    params |= {"model": "tiny", "max_tokens": 80, "seed": 1}
+    answer = client.chat.completions.create(**params).choices[0]
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     assert call.type == "function" and call.id.startswith("call_")
     assert (call.function.name, json.loads(call.function.arguments)) in CALLS
     assert choice == "required" or call.function.name == "weather"
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**params) as stream:
         final = stream.get_final_completion().choices[0]
     (streamed,) = final.message.tool_calls
     assert streamed.function.name == call.function.name
@@ -454,15 +454,15 @@ OSLO = CALLS[:1]
 def test_tool_calls_that_the_model_chooses(
     client: openai.OpenAI, generated: str, content: str, calls: list[Any], speculative: bool
 ) -> None:
-    asked = {"messages": CHAT, "tools": TOOLS, "model": "tiny", "max_tokens": 120}
-    asked |= saying(generated, speculative)
-    full = client.chat.completions.create(tool_choice="auto", **asked).choices[0]
+    params = {"messages": CHAT, "tools": TOOLS, "model": "tiny", "max_tokens": 120}
+    params |= forced(generated, speculative)
+    full = client.chat.completions.create(tool_choice="auto", **params).choices[0]
     functions = [call.function for call in full.message.tool_calls or []]
     assert [(function.name, json.loads(function.arguments)) for function in functions] == calls
     assert (full.message.content or "").strip() == content
     assert full.finish_reason == ("tool_calls" if calls else "stop")
     text, streamed, reason = "", {}, None
-    for chunk in client.chat.completions.create(stream=True, **asked):
+    for chunk in client.chat.completions.create(stream=True, **params):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         reason = choice.finish_reason or reason
@@ -471,57 +471,57 @@ def test_tool_calls_that_the_model_chooses(
             streamed[call.index] = (call.function.name, json.loads(call.function.arguments))
     assert text == (full.message.content or "") and reason == full.finish_reason
     assert [streamed[i] for i in sorted(streamed)] == calls
-    ignored = client.chat.completions.create(tool_choice="none", **asked).choices[0]
+    ignored = client.chat.completions.create(tool_choice="none", **params).choices[0]
     assert ignored.message.content == generated and ignored.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(False, 1), (True, 2), (None, 2)])
 def test_parallel_tool_calls_may_be_forbidden(
-    front: Front, parallel: bool | None, count: int
+    api: Client, parallel: bool | None, count: int
 ) -> None:
     """The model generates two calls; the second is dropped where the request asks for one."""
     text = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
     more = {"guided_choice": [text], "parallel_tool_calls": parallel, "n_predict": 200}
     chat = {"messages": CHAT, "tools": TOOLS, **more}
-    answer = front.answer("/v1/chat/completions", chat)
+    answer = api.answer("/v1/chat/completions", chat)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == count
-    response = front.http.post("/v1/chat/completions", json=chat | {"stream": True})
+    response = api.http.post("/v1/chat/completions", json=chat | {"stream": True})
     deltas = [event["choices"][0]["delta"] for event in sse(response)]
     assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
-    answer = front.answer("/v1/responses", {"input": "hi", "tools": FLAT, **more})
+    answer = api.answer("/v1/responses", {"input": "hi", "tools": FLAT, **more})
     assert [item["type"] for item in answer["output"]] == ["function_call"] * count
     assert answer["parallel_tool_calls"] is (parallel is not False)
 
 
-ENDS = "one\u2028two\u2029three\x85four"
+LINE_ENDS = "one\u2028two\u2029three\x85four"
 STREAMS = {
-    "/v1/completions": {"prompt": "x", "max_tokens": 80, "guided_choice": [ENDS]},
-    "/v1/chat/completions": {"messages": CHAT, "guided_choice": [ENDS]},
-    "/v1/responses": {"input": "x", "guided_choice": [ENDS]},
-    "/api/chat": {"messages": CHAT, "format": {"const": ENDS}},
-    "/api/generate": {"prompt": "x", "format": {"const": ENDS}},
+    "/v1/completions": {"prompt": "x", "max_tokens": 80, "guided_choice": [LINE_ENDS]},
+    "/v1/chat/completions": {"messages": CHAT, "guided_choice": [LINE_ENDS]},
+    "/v1/responses": {"input": "x", "guided_choice": [LINE_ENDS]},
+    "/api/chat": {"messages": CHAT, "format": {"const": LINE_ENDS}},
+    "/api/generate": {"prompt": "x", "format": {"const": LINE_ENDS}},
 }
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_no_character_of_a_text_ends_a_line_of_a_stream(front: Front, path: str) -> None:
+def test_unicode_line_ends_are_escaped_in_streams(api: Client, path: str) -> None:
     """Clients split streams at any of Unicode's line ends, Ollama's own among them."""
     body = {"model": "tiny", "stream": True} | STREAMS[path]
-    raw = front.http.post(path, json=body).content.decode()
+    raw = api.http.post(path, json=body).content.decode()
     assert raw.splitlines() == raw.removesuffix("\n").split("\n")
     assert all(escape in raw for escape in ("\\u2028", "\\u2029", "\\u0085"))
 
 
 def test_a_prediction_is_counted_and_changes_nothing(client: openai.OpenAI) -> None:
-    asked = {"messages": CHAT, "max_tokens": 60, "extra_body": {"speculative": {"depth": 8}}}
-    asked |= GREEDY
-    plain = client.chat.completions.create(**asked)
+    params = {"messages": CHAT, "max_tokens": 60, "extra_body": {"speculative": {"depth": 8}}}
+    params |= GREEDY
+    plain = client.chat.completions.create(**params)
     text = plain.choices[0].message.content
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens is None
 
     def predicted(content: Any, **more: Any) -> Any:
         prediction = {"type": "content", "content": content}
-        answer = client.chat.completions.create(prediction=prediction, **asked | more)
+        answer = client.chat.completions.create(prediction=prediction, **params | more)
         assert answer.choices[0].message.content == text
         assert answer.usage.completion_tokens == plain.usage.completion_tokens
         return answer.usage.completion_tokens_details
@@ -534,7 +534,7 @@ def test_a_prediction_is_counted_and_changes_nothing(client: openai.OpenAI) -> N
     assert off.accepted_prediction_tokens == 0
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_errors_are_exceptions_of_the_openai_package(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(messages=CHAT, model="gpt-9")
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
@@ -569,8 +569,8 @@ def test_a_response_has_the_text_of_the_chat(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(messages=CHAT, **SHORT).choices[0].message.content
     parts = [{"type": "input_text", "text": CHAT[0]["content"]}]
     for given in (CHAT[0]["content"], [{"role": "user", "content": parts}]):
-        asked = {"input": given, "max_output_tokens": 12, "extra_body": {"seed": 5}}
-        assert client.responses.create(model="tiny", **asked).output_text == chat
+        params = {"input": given, "max_output_tokens": 12, "extra_body": {"seed": 5}}
+        assert client.responses.create(model="tiny", **params).output_text == chat
 
 
 def test_events_of_a_response(client: openai.OpenAI) -> None:
@@ -609,15 +609,15 @@ def test_the_client_accumulates_a_response(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_tool_calls_of_a_response(client: openai.OpenAI, choice: Any) -> None:
-    asked = {"max_output_tokens": 80, "tools": FLAT, "tool_choice": choice, **RESPONSE}
-    answer = client.responses.create(**asked)
+    params = {"max_output_tokens": 80, "tools": FLAT, "tool_choice": choice, **RESPONSE}
+    answer = client.responses.create(**params)
     (call,) = answer.output
     assert call.type == "function_call" and call.call_id and call.status == "completed"
     assert answer.status == "completed" and (call.name, json.loads(call.arguments)) in CALLS
     assert [tool.name for tool in answer.tools] == ["weather", "clock"]
     repeated = answer.tool_choice
     assert (repeated if isinstance(choice, str) else repeated.model_dump()) == choice
-    events = list(client.responses.create(stream=True, **asked))
+    events = list(client.responses.create(stream=True, **params))
     assert [event.type for event in events][2:] == [
         "response.output_item.added",
         "response.function_call_arguments.delta",

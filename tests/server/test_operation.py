@@ -1,4 +1,4 @@
-"""Operation of a server: keys, limits, timeouts, metrics, lost clients, failures, shutdown."""
+"""Operation of a server: keys, limits, timeouts, metrics, disconnects, failures, shutdown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from forerun.llm import LLM
 from forerun.server.listen import listen
 from forerun.server.settings import Settings
 from tests.server.serving import (
-    ASKED,
+    REQUEST,
     Serving,
     connected,
-    failing,
-    held,
+    engine_blocked,
+    make_engine_fail,
     post,
     serving,
     slow,
@@ -44,7 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def own(spare: LLM) -> Iterator[Serving]:
-    """A server of this test alone, which it may damage."""
+    """A server that is used by one test only, which may damage it."""
     with serving(spare) as running:
         yield running
 
@@ -80,7 +80,7 @@ def test_all_paths_but_health_and_pages_need_a_key(
         ):
             assert error_of(s.http.get(path), 401)["code"] == "invalid_api_key"
         for path in (*BODIES, "/v1/embeddings", "/tokenize", "/nowhere"):
-            error_of(s.http.post(path, json=ASKED), 401)
+            error_of(s.http.post(path, json=REQUEST), 401)
         for method, path in (("GET", "/api/tags"), ("POST", "/api/chat"), ("POST", "/api/pull")):
             refused = s.http.request(method, path, json={})
             message = "give a valid key: Authorization: Bearer KEY"
@@ -104,7 +104,7 @@ def test_all_paths_but_health_and_pages_need_a_key(
         assert '"version"' not in s.http.get("/playground/%2e%2e/version").text
 
 
-def test_pages_do_not_lead_out_of_their_folder(server: Serving) -> None:
+def test_playground_paths_cannot_leave_their_folder(server: Serving) -> None:
     for name in ("..%2fapp.py", "%2e%2e%2fapp.py", "..%2f..%2fconfig.py", "%2fetc%2fpasswd", "%00"):
         assert server.http.get(f"/playground/{name}").status_code in (400, 404), name
     assert not server.http.get("/playground/nothing.js").text.startswith("<")
@@ -119,7 +119,7 @@ def test_allowed_origins_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
     }
     with serving(spare, allowed_origins=("http://a.example",), api_key=keys) as s:
 
-        def ask(origin: str) -> httpx2.Response:  # a browser sends no key with a preflight
+        def ask(origin: str) -> httpx2.Response:  # browsers send no key with a preflight
             return s.http.options(COMPLETIONS, headers=preflight | {"origin": origin})
 
         allowed = ask("http://a.example")
@@ -129,8 +129,8 @@ def test_allowed_origins_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
         other = ask("http://b.example").headers.get("access-control-allow-origin")
         assert other != "http://b.example"
         for more, status in (({}, 200), ({"n": 0}, 400), ({"x": 1}, 400), ({"prompt": ""}, 400)):
-            response = s.http.post(COMPLETIONS, json=ASKED | more, headers=ours)
-            assert response.status_code == status  # and the page may read why
+            response = s.http.post(COMPLETIONS, json=REQUEST | more, headers=ours)
+            assert response.status_code == status  # and the page may read the error
             assert response.headers.get("access-control-allow-origin") == "http://a.example"
         if keys:
             refused = s.http.get("/version", headers={"origin": "http://a.example"})
@@ -139,11 +139,11 @@ def test_allowed_origins_may_call(spare: LLM, keys: tuple[str, ...]) -> None:
 
 
 def test_request_ids_are_returned(server: Serving) -> None:
-    bodies = ((COMPLETIONS, ASKED), (COMPLETIONS, ASKED | {"n": 0}), ("/nowhere", {}))
+    bodies = ((COMPLETIONS, REQUEST), (COMPLETIONS, REQUEST | {"n": 0}), ("/nowhere", {}))
     for path, body in bodies:
         response = server.http.post(path, json=body, headers={"x-request-id": "abc-1.2_3"})
         assert response.headers.get("x-request-id") == "abc-1.2_3", (path, body)
-    with server.http.stream("POST", COMPLETIONS, json=ASKED | {"stream": True}) as response:
+    with server.http.stream("POST", COMPLETIONS, json=REQUEST | {"stream": True}) as response:
         assert response.headers["x-request-id"]
         assert response.headers["content-type"].startswith("text/event-stream")
         assert "no-cache" in response.headers["cache-control"]
@@ -158,23 +158,23 @@ def test_request_ids_are_returned(server: Serving) -> None:
 
 @pytest.mark.parametrize("queue", [0, 1])
 def test_a_full_queue_refuses(spare: LLM, queue: int) -> None:
-    """Two requests run, `queue` wait, and the next is refused without a trace."""
+    """Two requests run, `queue` requests wait, and the next is refused and leaves no state."""
     with serving(spare, max_queue=queue) as s, ThreadPoolExecutor(3) as pool:
-        with held(s.service):
+        with engine_blocked(s.service):
             count = 2 + queue
-            taken = [pool.submit(s.http.post, COMPLETIONS, json=ASKED) for _ in range(count)]
-            until(lambda: len(s.service.jobs) == count, "they are taken")
+            accepted = [pool.submit(s.http.post, COMPLETIONS, json=REQUEST) for _ in range(count)]
+            until(lambda: len(s.service.jobs) == count, "they are accepted")
             for more in ({}, {"stream": True}, {"n": 2}):
-                response = s.http.post(COMPLETIONS, json=ASKED | more)
+                response = s.http.post(COMPLETIONS, json=REQUEST | more)
                 assert error_of(response, 429)["type"] == "rate_limit_error"
                 assert int(response.headers["retry-after"]) >= 1
             assert len(s.service.jobs) == count
-        assert [t.result().status_code for t in taken] == [200] * count
+        assert [t.result().status_code for t in accepted] == [200] * count
         assert s.complete()["usage"]["completion_tokens"] == 8
-        s.rest()
+        s.wait_until_idle()
 
 
-def test_sizes_of_bodies_and_prompts(spare: LLM) -> None:
+def test_sizes_of_bodies_and_prompts_are_limited(spare: LLM) -> None:
     with serving(spare, max_body=500, max_prompt=20) as s:
         assert s.complete(prompt=[5] * 20, max_tokens=1)["choices"]
         chunked = iter([b'{"prompt": "', b"x" * 600, b'"}'])
@@ -190,8 +190,8 @@ def test_sizes_of_bodies_and_prompts(spare: LLM) -> None:
         error_of(s.http.post(CHATS, json=long), 400)
 
 
-def test_the_timeout_of_requests(spare: LLM) -> None:
-    """It includes the wait for the engine."""
+def test_requests_time_out(spare: LLM) -> None:
+    """The timeout includes the time that a request waits for the engine."""
     with serving(spare, timeout=0.15) as s:
         with slow(s.service):
             for path, body in BODIES.items():
@@ -199,9 +199,9 @@ def test_the_timeout_of_requests(spare: LLM) -> None:
             with s.http.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
                 assert response.status_code == 200
                 assert list(sse(response))[-1]["error"]["code"] == "timeout"
-            s.rest()
-        with held(s.service):
-            error_of(s.http.post(COMPLETIONS, json=ASKED), 504)
+            s.wait_until_idle()
+        with engine_blocked(s.service):
+            error_of(s.http.post(COMPLETIONS, json=REQUEST), 504)
         assert not s.logged, "a timeout is no failure of the server"
 
 
@@ -213,13 +213,13 @@ def test_small_answers_are_sent_at_once(spare: LLM) -> None:
     with serving(spare, listener=listen(Settings(port=0))) as s:
         assert s.http.get("/version").status_code == 200
         (connection,) = s.server.server_state.connections
-        at = connection.transport.get_extra_info("socket")
-        assert at.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        client_socket = connection.transport.get_extra_info("socket")
+        assert client_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-def test_a_taken_port_is_one_line() -> None:
-    taken = r"cannot listen on 127\.0\.0\.1:\d+: address already in use"
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=taken):
+def test_a_port_in_use_is_a_config_error() -> None:
+    in_use = r"cannot listen on 127\.0\.0\.1:\d+: address already in use"
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=in_use):
         listen(Settings(port=other.getsockname()[1]))
     with pytest.raises(ConfigError, match="cannot listen on"):
         listen(Settings(host="no.such.host.invalid"))
@@ -241,7 +241,7 @@ def test_health_ready_version_info(server: Serving) -> None:
 
 
 def test_ready_waits_for_the_engine_and_health_does_not(own: Serving) -> None:
-    with ThreadPoolExecutor(1) as pool, held(own.service):
+    with ThreadPoolExecutor(1) as pool, engine_blocked(own.service):
         ready = pool.submit(own.http.get, "/ready")
         assert own.http.get("/health").status_code == 200
         assert not ready.done()
@@ -326,38 +326,38 @@ def test_metrics_under_vllms_names(spare: LLM) -> None:
     assert found[f"vllm:cache_config_info{{{labels}}}"] == 1
 
 
-# ------------------------------------------------------------ clients that go away
+# ------------------------------------------------------------ clients that disconnect
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_lost_client_ends_its_request(own: Serving, path: str, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "full"])
+def test_a_disconnect_ends_the_request(own: Serving, path: str, stream: bool) -> None:
     requests = own.service.llm.engine.requests
     with slow(own.service):
         with connected(own, post(BODIES[path] | {"stream": stream}, path=path)) as connection:
             if stream:
                 assert b"200" in connection.recv(100)
-            until(lambda: any(r.produced > 2 for r in list(requests.values())), "tokens come")
+            until(lambda: any(r.produced > 2 for r in list(requests.values())), "it generates")
             (job,) = own.service.jobs
-        own.rest()
+        own.wait_until_idle()
     assert job.request is not None and job.request.produced < 800
     assert own.complete()["choices"][0]["text"] and not own.logged
 
 
-def test_many_lost_clients_leave_no_page_behind(own: Serving) -> None:
-    with held(own.service):  # before they are admitted
+def test_many_disconnects_leave_no_kv_page_in_use(own: Serving) -> None:
+    with engine_blocked(own.service):  # before they are admitted
         for stream in (True, False):
             with connected(own, post(LONG | {"stream": stream})):
-                until(lambda: own.service.jobs, "it waits")
-        until(lambda: not own.server.server_state.connections, "the server has seen it")
+                until(lambda: own.service.jobs, "the request waits")
+        until(lambda: not own.server.server_state.connections, "they are closed")
     with slow(own.service, 0.002):
-        own.rest()
+        own.wait_until_idle()
         for i in range(12):
             with connected(own, post(LONG | {"stream": True, "n": 1 + i % 3})) as connection:
                 assert connection.recv(10)
-        own.rest()
+        own.wait_until_idle()
     assert own.complete()["choices"][0]["text"]
-    own.rest()
+    own.wait_until_idle()
 
 
 # ------------------------------------------------------------ failures
@@ -368,7 +368,7 @@ def test_a_failed_step_ends_the_requests_in_it(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     expected = own.complete(seed=1)["choices"][0]["text"]
-    failing(own.service.llm, monkeypatch, after=3)
+    make_engine_fail(own.service.llm, monkeypatch, after=3)
     response = own.http.post(path, json=BODIES[path])
     assert error_of(response, 503)["type"] == "server_error" and response.headers["retry-after"]
     assert "RuntimeError" in response.text and "on purpose" not in response.text
@@ -377,7 +377,7 @@ def test_a_failed_step_ends_the_requests_in_it(
     found = metrics_of(own)
     assert found["forerun_engine_failures_total"] == 1
     assert found['forerun_requests_total{reason="failed"}'] == 1
-    own.rest()
+    own.wait_until_idle()
     assert not [r for r in own.logged if r.name != "forerun.server"], "it is logged once"
 
 
@@ -395,8 +395,8 @@ GENERATE = {"model": "tiny", "prompt": "x = 1", "options": {"num_predict": 200, 
 def test_a_failed_step_is_the_last_event_of_a_stream(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: str
 ) -> None:
-    """The client must see an error, not an end."""
-    failing(own.service.llm, monkeypatch, after=3)
+    """The client must receive an error, not a regular end."""
+    make_engine_fail(own.service.llm, monkeypatch, after=3)
     text = own.http.post(path, json=body | {"stream": True}).text
     assert text.endswith(end)
     last = text.removesuffix(end).splitlines()[-1 if path == "/api/generate" else -2]
@@ -411,7 +411,7 @@ def test_a_failed_step_is_the_last_event_of_a_stream(
         error = error["error"]
         assert set(error) == {"message", "type", "param", "code"}
     assert "failed" in error["message"]
-    own.rest()
+    own.wait_until_idle()
     assert own.complete()["choices"][0]["text"]
 
 
@@ -429,7 +429,7 @@ SHORT: dict[str, dict[str, Any]] = {
 def test_neither_event_loop_nor_engine_tokenizes_or_compiles(
     own: Serving, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Megabytes of text or a large grammar take seconds."""
+    """Tokenizing megabytes of text or compiling a large grammar takes seconds."""
     llm = own.service.llm
     seen: dict[str, threading.Thread] = {}
 
@@ -456,15 +456,15 @@ def test_neither_event_loop_nor_engine_tokenizes_or_compiles(
 # ------------------------------------------------------------ shutdown
 
 
-def test_a_signal_lets_requests_end_and_refuses_new_ones(spare: LLM) -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(spare: LLM) -> None:
     with serving(spare, shutdown_timeout=20) as s, ThreadPoolExecutor(1) as pool:
         with slow(s.service, 0.003):
             running = pool.submit(s.http.post, COMPLETIONS, json=LONG | {"max_tokens": 60})
-            until(lambda: s.service.llm.engine.requests, "it runs")
+            until(lambda: s.service.llm.engine.requests, "the request runs")
             s.server.handle_exit(signal.SIGTERM, None)
             for path in ("/health", "/ready"):
                 error_of(s.http.get(path), 503)
-            response = s.http.post(COMPLETIONS, json=ASKED)
+            response = s.http.post(COMPLETIONS, json=REQUEST)
             assert error_of(response, 503) and response.headers["retry-after"]
             answer = running.result()
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 60
@@ -474,11 +474,11 @@ def test_a_signal_lets_requests_end_and_refuses_new_ones(spare: LLM) -> None:
 def test_running_requests_are_cut_short_after_the_shutdown_timeout(spare: LLM) -> None:
     with serving(spare, shutdown_timeout=0.1) as s, ThreadPoolExecutor(2) as pool:
         with slow(s.service):
-            whole = pool.submit(s.http.post, COMPLETIONS, json=LONG)
+            full = pool.submit(s.http.post, COMPLETIONS, json=LONG)
             streamed = pool.submit(s.http.post, CHATS, json=BODIES[CHATS] | {"stream": True})
             until(lambda: len(s.service.llm.engine.requests) == 2, "both run")
             s.server.handle_exit(signal.SIGTERM, None)
-            answer = whole.result().json()
+            answer = full.result().json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert 0 < answer["usage"]["completion_tokens"] < 900
         assert streamed.result().text.endswith("data: [DONE]\n\n")
@@ -487,9 +487,9 @@ def test_running_requests_are_cut_short_after_the_shutdown_timeout(spare: LLM) -
 
 def test_a_second_signal_ends_the_server_at_once(spare: LLM) -> None:
     with serving(spare, shutdown_timeout=1000) as s, slow(s.service), connected(s, post(LONG)):
-        until(lambda: s.service.llm.engine.requests, "it runs")
+        until(lambda: s.service.llm.engine.requests, "the request runs")
         s.server.handle_exit(signal.SIGTERM, None)
         assert not s.server.should_exit
         s.server.handle_exit(signal.SIGINT, None)
         assert s.server.should_exit
-        until(lambda: not s.thread.is_alive(), "it ends while a client waits", patience=3)
+        until(lambda: not s.thread.is_alive(), "the server ends while a client waits", timeout=3)

@@ -33,19 +33,19 @@ PAGES = ("/", "/docs", "/nowhere", "/playground/..%2fapp.py", "/playground/app.j
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a unique name that holds a model and a drafter."""
-    place = tmp_path_factory.mktemp("secret-place")
+    root = tmp_path_factory.mktemp("secret-place")
     for name in ("served", "drafter"):
-        shutil.copytree(tiny.spoken(), place / name)
-    return place
+        shutil.copytree(tiny.spoken(), root / name)
+    return root
 
 
 @pytest.fixture(scope="module")
-def placed(place: Path) -> Iterator[Serving]:
+def server(root: Path) -> Iterator[Serving]:
     llm = LLM(
-        place / "served",
-        draft=f"model:{place / 'drafter'}",
+        root / "served",
+        draft=f"model:{root / 'drafter'}",
         context=256,
         kv_tokens=1024,
         max_rows=4,
@@ -55,7 +55,7 @@ def placed(place: Path) -> Iterator[Serving]:
 
 
 def responses(s: Serving) -> Iterator[tuple[str, str]]:
-    """Yield requests to every endpoint, right and wrong ones, with everything that comes back."""
+    """Yield valid and invalid requests to every endpoint with the complete responses."""
     for path, operations in s.http.get("/openapi.json").json()["paths"].items():
         good = {"model": "served"} | BODIES.get(path, {})
         bodies = [{}, *(good | more for more in ({}, *WRONG))]
@@ -69,44 +69,44 @@ def responses(s: Serving) -> Iterator[tuple[str, str]]:
         yield path, f"{response.headers} {response.text}"
 
 
-def named(place: Path, text: str) -> list[str]:
+def folders_in(root: Path, text: str) -> list[str]:
     """Return the directories above the model that a response names."""
-    parents = [str(folder) for folder in place.parents if len(folder.parts) > 1]
-    return [folder for folder in (place.name, *parents, str(Path.home())) if folder in text]
+    parents = [str(folder) for folder in root.parents if len(folder.parts) > 1]
+    return [folder for folder in (root.name, *parents, str(Path.home())) if folder in text]
 
 
-def test_no_response_names_a_directory(placed: Serving, place: Path) -> None:
-    found = list(responses(placed))
-    asked = {request.split()[1] for request, _ in found if request.startswith("post")}
-    assert asked >= set(BODIES)
+def test_no_response_names_a_directory(server: Serving, root: Path) -> None:
+    found = list(responses(server))
+    paths = {request.split()[1] for request, _ in found if request.startswith("post")}
+    assert paths >= set(BODIES)
     assert sum(text.startswith("200") for _, text in found) >= len(BODIES) + 8
-    assert [request for request, text in found if named(place, text)] == []
-    (model,) = placed.http.get("/v1/models").json()["data"]
+    assert [request for request, text in found if folders_in(root, text)] == []
+    (model,) = server.http.get("/v1/models").json()["data"]
     assert (model["id"], model["root"]) == ("served", "served")
 
 
-def test_nor_when_its_files_are_gone(place: Path, tmp_path: Path) -> None:
-    """The properties of the model are not looked up again at a request."""
-    shutil.copytree(place / "served", tmp_path / "served")
+def test_no_directory_is_named_after_the_model_is_deleted(root: Path, tmp_path: Path) -> None:
+    """Requests do not read the files of the model again."""
+    shutil.copytree(root / "served", tmp_path / "served")
     with serving(LLM(tmp_path / "served", context=256, kv_tokens=1024, max_rows=4)) as s:
         shutil.rmtree(tmp_path / "served")
-        assert [request for request, text in responses(s) if named(tmp_path, text)] == []
+        assert [request for request, text in responses(s) if folders_in(tmp_path, text)] == []
         assert s.http.get("/v1/models").json()["data"][0]["root"] == "served"
 
 
-def test_the_fingerprint_does_not_depend_on_the_place(
-    placed: Serving, place: Path, tmp_path: Path
+def test_the_fingerprint_does_not_depend_on_the_directory(
+    server: Serving, root: Path, tmp_path: Path
 ) -> None:
-    """Otherwise names of directories could be found by trying them."""
-    shutil.copytree(place / "served", tmp_path / "served")
+    """Otherwise clients could find names of directories by trial."""
+    shutil.copytree(root / "served", tmp_path / "served")
     with serving(LLM(tmp_path / "served", context=256, kv_tokens=1024, max_rows=4)) as s:
-        assert s.complete()["system_fingerprint"] == placed.complete()["system_fingerprint"]
+        assert s.complete()["system_fingerprint"] == server.complete()["system_fingerprint"]
 
 
-def test_a_model_in_the_working_directory_has_a_name(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_name_of_a_model_in_the_working_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place / "served")
-    for given in (".", "../served", "../served/", str(place / "served")):
+    monkeypatch.chdir(root / "served")
+    for given in (".", "../served", "../served/", str(root / "served")):
         llm = SimpleNamespace(config=Config(model=given))
         assert served_name(llm, Settings()) == "served", given  # type: ignore[arg-type]

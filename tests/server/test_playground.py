@@ -1,4 +1,4 @@
-"""The playground in a browser: it shows what the stream says, and computes what Python computes."""
+"""The playground in a browser: it shows the streamed rounds, and its formulas agree with Python."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def chat() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def open_page(tab: Any) -> Iterator[Open]:
-    """Open the page at a URL with all details open; nothing may complain on the console."""
-    complaints: list[str] = []
+    """Open a page with all details open; errors or warnings on the console fail the test."""
+    problems: list[str] = []
 
     def note(message: Any) -> None:
         # The browser itself reports refused requests, which some tests cause on purpose.
         refused = message.text.startswith("Failed to load resource")
         if message.type in ("error", "warning") and not refused:
-            complaints.append(message.text)
+            problems.append(message.text)
 
     def fail(error: Any) -> None:
-        complaints.append(str(error))
+        problems.append(str(error))
 
     def open_page(url: str, width: int = 1280, **media: str) -> Any:
         tab.set_viewport_size({"width": width, "height": 800})
@@ -81,7 +81,7 @@ def open_page(tab: Any) -> Iterator[Open]:
     yield open_page
     tab.remove_listener("console", note)
     tab.remove_listener("pageerror", fail)
-    assert complaints == []
+    assert problems == []
 
 
 def run(page: Any, prompt: str | None = None, wait: bool = True, **fields: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def text_of(page: Any) -> str:
     return "".join(text for text, _ in shown(page))
 
 
-def module(page: Any, call: str, *arguments: Any) -> Any:
+def js(page: Any, call: str, *arguments: Any) -> Any:
     """Call a function of one of the page's modules, "module.function"."""
     name, function = call.split(".")
     code = f"(args) => import('/playground/{name}.js').then((m) => m.{function}(...args))"
@@ -242,7 +242,7 @@ def test_stepping_through_rounds(open_page: Open, fake: Any) -> None:
 def test_explanations_of_a_round(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url)
     speed = "3.36 tokens for 0.72 ms, where no draft gives 1 for 0.52 ms: 2.43 times"
-    for depth, rate, asked, costs, words in (
+    for depth, rate, asked_depth, costs, words in (
         (4, 0.8, "auto", COSTS, speed),
         (4, 0.8, "auto", {}, "without measured costs"),
         (4, None, "auto", COSTS, "Not knowing"),
@@ -254,26 +254,26 @@ def test_explanations_of_a_round(open_page: Open, fake: Any) -> None:
     ):
         draft = [{"parent": i, "source": "suffix"} for i in range(depth)]
         round_ = {"depth": depth, "rate": rate, "draft": draft}
-        options = {"draft": "suffix", "depth": asked}
-        assert words in module(page, "rounds.why", round_, False, options, costs)
+        options = {"draft": "suffix", "depth": asked_depth}
+        assert words in js(page, "rounds.why", round_, False, options, costs)
     foreseen = "1 of 2 were drafted while the target checked the round before"
-    for sources, asked, words in (
+    for sources, option, words in (
         (["model"], "model", ""),
         (["ahead&model", "model"], "ahead(model)", foreseen),
         (["model", "model"], "suffix|ahead(model)", "was not foreseen"),
-        (["suffix&model", "model"], "suffix>model", "1 of 2 were said by more than one drafter"),
+        (["suffix&model", "model"], "suffix>model", "1 of 2 were proposed by several drafters"),
     ):
-        text = module(page, "rounds.whence", [{"source": source} for source in sources], asked)
+        text = js(page, "rounds.whence", [{"source": source} for source in sources], option)
         assert words in text if words else not text
     round_ = {"draft": [{"parent": i, "accepted": True} for i in range(3)], "tokens": [{}, {}]}
     ended = "accepted, but the request ended before it"
-    assert [module(page, "rounds.fate", round_, i) for i in (1, 2)] == ["accepted", ended]
+    assert [js(page, "rounds.fate", round_, i) for i in (1, 2)] == ["accepted", ended]
 
 
 # ------------------------------------------------------------ plain decoding beside
 
 
-def test_plain_decoding_beside_is_the_same_request(open_page: Open, fake: Any) -> None:
+def test_the_plain_run_is_the_same_request_without_speculation(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url)
     fields = {"seed": 7, "temperature": 0.3, "max_tokens": 90}
     rounds, plain = map(rounds_of, run(page, "hello", depth=4, **fields))
@@ -297,10 +297,10 @@ def test_plain_decoding_beside_is_the_same_request(open_page: Open, fake: Any) -
         ([1, 2, 3], [1, 4, 3], 1),
         ([], [], -1),
     ):
-        assert module(page, "run.firstDifference", a, b) == at
+        assert js(page, "run.firstDifference", a, b) == at
 
 
-def test_a_difference_is_shown_where_it_is(open_page: Open, fake: Any) -> None:
+def test_the_first_different_token_is_marked(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url)
     run(page, "#fake: differ\n")
     badge = page.locator("#badge")
@@ -314,8 +314,8 @@ def test_a_difference_is_shown_where_it_is(open_page: Open, fake: Any) -> None:
     expect(badge).to_contain_text("lossy")
 
 
-def test_a_run_that_draws_on_memory_is_marked(open_page: Open, fake: Any) -> None:
-    """Unless the server isolates requests with different salts."""
+def test_a_run_that_can_copy_from_an_earlier_one_is_marked(open_page: Open, fake: Any) -> None:
+    """No mark is needed if the server isolates requests with different salts."""
     page = open_page(fake.url)
     for seed in (1, 2):
         run(page, max_tokens=10, seed=seed)
@@ -330,7 +330,7 @@ def test_a_run_that_draws_on_memory_is_marked(open_page: Open, fake: Any) -> Non
     assert all(re.fullmatch("[0-9a-f]{32}", salt) for salt in salts)
 
 
-def test_both_answers_are_replayed_from_zero(open_page: Open, fake: Any) -> None:
+def test_both_answers_are_replayed_from_their_start(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url, reduced_motion="no-preference")
     page.evaluate(
         """() => {
@@ -354,7 +354,7 @@ def test_both_answers_are_replayed_from_zero(open_page: Open, fake: Any) -> None
     page.locator("#run:enabled").wait_for()
     assert page.text_content("#talk") == before and len(fake.bodies) == num_requests
     steps = [{"at": at} for at in (500, 500, 520, 600)]  # half a second went into the prompt
-    due = [module(page, "player.due", steps, at) for at in (0, 19, 20, 99, 100)]
+    due = [js(page, "player.due", steps, at) for at in (0, 19, 20, 99, 100)]
     assert due == [2, 2, 3, 3, 4]
     page = open_page(fake.url)  # reduced motion
     run(page, max_tokens=60)
@@ -432,7 +432,7 @@ def test_empty_sampling_fields_are_left_to_the_server(open_page: Open, fake: Any
 def test_ready_prompts(
     open_page: Open, chat: Any, sampling: dict[str, float], temperature: str
 ) -> None:
-    """One that copies text is greedy, unless the model's authors advise against that."""
+    """A prompt that copies text is greedy unless the model's authors recommend a temperature."""
     chat.info = CHAT | {"sampling": sampling}
     page = open_page(chat.url)
     buttons = page.locator("#ready button")
@@ -487,7 +487,7 @@ def test_the_calculator_agrees_with_the_formula(open_page: Open, fake: Any) -> N
 @pytest.mark.parametrize(
     "table", [{1: 0.5, 5: 0.7, 9: 4.0}, {3: 1.0}, {2: 0.8, 4: 0.6}, {16: 1.0, 24: 1.1}]
 )
-def test_costs_are_read_as_the_depth_policy_reads_them(
+def test_costs_are_interpolated_as_by_the_cost_model(
     open_page: Open, fake: Any, table: dict[int, float]
 ) -> None:
     learned = CostModel()
@@ -510,7 +510,7 @@ def test_costs_are_read_as_the_depth_policy_reads_them(
 # ------------------------------------------------------------ errors
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(open_page: Open, fake: Any) -> None:
+def test_the_page_asks_for_a_key_and_keeps_it_for_the_tab(open_page: Open, fake: Any) -> None:
     fake.key = "secret"
     page = open_page(fake.url)
     expect(page.locator("#key-dialog")).to_contain_text("an API key is needed")
@@ -550,7 +550,7 @@ def test_errors_are_shown(open_page: Open) -> None:
     expect(page.locator("#run")).to_be_enabled()
 
 
-def test_stop(open_page: Open, fake: Any) -> None:
+def test_stop_ends_either_run(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url)
     run(page, "#fake: slow\n", wait=False)
     page.locator("#tokens .t").nth(5).wait_for()
@@ -584,7 +584,7 @@ def test_events_are_parsed_wherever_they_are_cut(open_page: Open, fake: Any) -> 
 # ------------------------------------------------------------ the page itself
 
 
-def test_the_keyboard_is_enough(open_page: Open, fake: Any) -> None:
+def test_all_controls_are_reachable_by_keyboard(open_page: Open, fake: Any) -> None:
     page = open_page(fake.url)
     page.locator("#run:enabled").wait_for()
     for key in ("Tab", "Enter", "Enter"):  # the first ready prompt, which focuses Run
@@ -607,7 +607,7 @@ def test_the_keyboard_is_enough(open_page: Open, fake: Any) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [320, 390, 1280])
-def test_no_width_scrolls_sideways(open_page: Open, chat: Any, width: int) -> None:
+def test_no_window_width_scrolls_sideways(open_page: Open, chat: Any, width: int) -> None:
     page = open_page(chat.url, width)
     run(page, "#fake: differ\n" + "y" * 300)
     run(page, "#fake: differ\n" + "x" * 300, draft="model:tiny", depth=6, rule="tree")
@@ -645,7 +645,7 @@ def contrast(a: str, b: str) -> float:
 def test_the_real_server_and_its_content_security_policy(
     open_page: Open, tab: Any, server: Serving
 ) -> None:
-    """Nothing comes from elsewhere, nothing is inline, and the page works with a real stream."""
+    """No resource is external or inline, and the page works with a real stream."""
     requests: list[str] = []
 
     def note(request: Any) -> None:

@@ -1,4 +1,4 @@
-"""The check of drafters at the start of a server: it warns of those that do not fit."""
+"""The check of drafters at the start of a server: it warns of drafters that do not fit the target."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_a_drafter_that_fits_is_not_reported(draft: str) -> None:
     assert probe(LLM(tiny.spoken(), draft=draft, dtype="float64", kv_tokens=1024)) == ""
 
 
-def test_a_model_that_says_something_else_is_reported() -> None:
+def test_a_draft_model_with_low_acceptance_is_reported() -> None:
     draft = f"suffix+model:{tiny.worded(5.0)}"
     warning = probe(LLM(tiny.spoken(), draft=draft, dtype="float64", kv_tokens=1024))
     assert "the draft model does not pay with this target" in warning and "same family" in warning
 
 
-def test_without_a_tokenizer() -> None:
+def test_probe_works_without_a_tokenizer() -> None:
     llm = LLM(tiny.family("llama"), draft=f"model:{tiny.drafter('llama')}", kv_tokens=512)
     assert isinstance(probe(llm), str)

@@ -1,4 +1,4 @@
-"""Requests as clients of other servers write them: numbers, foreign fields, formats, reasoning."""
+"""Requests as clients of other servers write them: numbers, their fields, formats, reasoning."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from forerun.server.protocol import (
 )
 from forerun.server.responses import to_chat
 from tests import tiny
-from tests.server.serving import Front, serving
+from tests.server.serving import Client, serving
 
 HI = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "def add(a, b):", "max_tokens": 12, "seed": 3},
     CHAT: {"messages": HI, "max_tokens": 12, "seed": 3},
     RESPONSES: {"input": "hi", "max_output_tokens": 12, "seed": 3},
@@ -59,18 +59,18 @@ def text_of(path: str, answer: dict[str, Any]) -> str:
     return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
 
 
-def text(front: Front, path: str, **fields: Any) -> str:
-    return text_of(path, front.answer(path, ASKED[path] | fields))
+def text(api: Client, path: str, **fields: Any) -> str:
+    return text_of(path, api.answer(path, REQUESTS[path] | fields))
 
 
-def refusal(front: Front, path: str, **fields: Any) -> dict[str, Any]:
-    response = front.http.post(path, json=ASKED[path] | fields)
+def refusal(api: Client, path: str, **fields: Any) -> dict[str, Any]:
+    response = api.http.post(path, json=REQUESTS[path] | fields)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
 
 def message_of(model: Any, body: dict[str, Any]) -> str:
-    """Return the message for a request that is refused."""
+    """Return the error message for an invalid request."""
     with pytest.raises(ValidationError) as error:
         model.model_validate(body)
     return errors.body(RequestValidationError(error.value.errors()))[1]["error"]["message"]
@@ -119,7 +119,7 @@ def test_a_negative_length_fills_the_context(model: Any, body: Any, value: float
     assert "-1 for as many tokens" in message_of(model, body | {"n_predict": -3})
 
 
-def test_ollamas_options_are_read_alike() -> None:
+def test_numbers_in_ollamas_options_are_read_alike() -> None:
     def read(**options: Any) -> ChatRequest:
         body = {"model": "tiny", "messages": HI, "options": options}
         return ollama_to_chat(OllamaChat.model_validate(body))
@@ -135,7 +135,7 @@ def test_ollamas_options_are_read_alike() -> None:
 @pytest.mark.parametrize(("model", "body"), MODELS)
 @pytest.mark.parametrize("name", ["n_predict", "top_k", "seed", "min_tokens"])
 @pytest.mark.parametrize("value", ["5", "", True, 2.5, []])
-def test_errors_say_which_number_to_send(model: Any, body: Any, name: str, value: Any) -> None:
+def test_errors_ask_for_an_integer(model: Any, body: Any, name: str, value: Any) -> None:
     message = message_of(model, body | {name: value})
     assert "give a whole number" in message
     assert ("without quotation marks" in message) == isinstance(value, str)
@@ -167,21 +167,21 @@ def test_null_is_absent_in_every_field(model: Any, body: Any) -> None:
     assert StreamOptions.model_validate({"include_usage": None}) == StreamOptions()
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_negative_seed_is_random_and_returned(front: Front, path: str) -> None:
-    asked = ASKED[path] | {"seed": -1, "temperature": 1}
-    answers = [front.answer(path, asked) for _ in range(3)]
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_negative_seed_is_random_and_returned(api: Client, path: str) -> None:
+    body = REQUESTS[path] | {"seed": -1, "temperature": 1}
+    answers = [api.answer(path, body) for _ in range(3)]
     texts = [text_of(path, answer) for answer in answers]
     assert len(set(texts)) > 1
-    assert text(front, path, seed=answers[0]["seed"], temperature=1) == texts[0]
+    assert text(api, path, seed=answers[0]["seed"], temperature=1) == texts[0]
 
 
-def test_biases_name_tokens_by_integers(front: Front) -> None:
-    asked = {"max_tokens": 3, "temperature": 0}
-    forced = front.complete(**asked, logit_bias={"69": 100})["choices"]
-    assert front.complete(**asked, logit_bias={"69.0": 100.0})["choices"] == forced
+def test_keys_of_logit_bias_are_integers(api: Client) -> None:
+    body = {"max_tokens": 3, "temperature": 0}
+    forced = api.complete(**body, logit_bias={"69": 100})["choices"]
+    assert api.complete(**body, logit_bias={"69.0": 100.0})["choices"] == forced
     for name in ("x", "1.5", "", "6_9", " 69", "٦", "1e3"):
-        assert "token ids" in refusal(front, COMPLETIONS, logit_bias={name: 1})["message"]
+        assert "token ids" in refusal(api, COMPLETIONS, logit_bias={name: 1})["message"]
 
 
 def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
@@ -192,24 +192,24 @@ def test_each_prompt_fills_its_own_context(spare: LLM) -> None:
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
 
 
-# Foreign fields
+# Fields of other servers
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_an_alias_means_the_same(front: Front, path: str) -> None:
-    penalised = text(front, path, repetition_penalty=0.05)
-    assert text(front, path, repeat_penalty=0.05) == penalised != text(front, path)
+@pytest.mark.parametrize("path", REQUESTS)
+def test_aliases_have_the_same_effect(api: Client, path: str) -> None:
+    penalized = text(api, path, repetition_penalty=0.05)
+    assert text(api, path, repeat_penalty=0.05) == penalized != text(api, path)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    short = text(front, path, **{limit: 5})
+    short = text(api, path, **{limit: 5})
     for name in ALIASES:
-        assert text(front, path, **{limit: None, name: 5}) == short, name
+        assert text(api, path, **{limit: None, name: 5}) == short, name
 
 
 CONST = {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}
 GRAMMAR = 'start: "up" | "down"'
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("fields", "form"),
     [
@@ -224,27 +224,25 @@ GRAMMAR = 'start: "up" | "down"'
     ],
     ids=lambda value: next(iter(value)) if "type" not in value else "",
 )
-def test_guided_output_is_a_response_format(
-    front: Front, path: str, fields: Any, form: Any
-) -> None:
-    assert text(front, path, **fields) == text(front, path, response_format=form)
+def test_guided_output_is_a_response_format(api: Client, path: str, fields: Any, form: Any) -> None:
+    assert text(api, path, **fields) == text(api, path, response_format=form)
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["full", "streamed"])
-def test_ignored_fields_are_named_in_a_header(front: Front, path: str, stream: bool) -> None:
-    asked = ASKED[path] | {"stream": stream}
+def test_ignored_fields_are_named_in_a_header(api: Client, path: str, stream: bool) -> None:
+    body = REQUESTS[path] | {"stream": stream}
     extra = {"num_ctx": 4096, "keep_alive": "5m", "mirostat": 0, "ttl": None}
-    response = front.http.post(path, json=asked | extra)
+    response = api.http.post(path, json=body | extra)
     assert response.headers["x-forerun-ignored"] == "num_ctx, keep_alive", response.text
-    assert "x-forerun-ignored" not in front.http.post(path, json=asked).headers
+    assert "x-forerun-ignored" not in api.http.post(path, json=body).headers
     ignored = {name: 1 for name, rule in TABLE.items() if isinstance(rule, NoEffect)}
     if not stream:
-        assert text(front, path, **ignored) == text(front, path)
+        assert text(api, path, **ignored) == text(api, path)
 
 
 @pytest.mark.parametrize(("model", "body"), MODELS)
-def test_restricted_fields_accept_the_value_of_what_happens_anyway(model: Any, body: Any) -> None:
+def test_restricted_fields_accept_the_default_behaviour(model: Any, body: Any) -> None:
     plain = model.model_validate(body)
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
@@ -252,22 +250,22 @@ def test_restricted_fields_accept_the_value_of_what_happens_anyway(model: Any, b
                 assert model.model_validate(body | {name: value}) == plain, name
 
 
-@pytest.mark.parametrize(("path", "model"), list(zip(ASKED, dict(MODELS), strict=True)))
-def test_other_values_of_restricted_fields_are_refused(front: Front, path: str, model: Any) -> None:
+@pytest.mark.parametrize(("path", "model"), list(zip(REQUESTS, dict(MODELS), strict=True)))
+def test_other_values_of_restricted_fields_are_refused(api: Client, path: str, model: Any) -> None:
     for name, rule in TABLE.items():
         if isinstance(rule, Restricted) and name not in model.model_fields:
-            error = refusal(front, path, **{name: "other", "repetition_penalty": 1.1})
+            error = refusal(api, path, **{name: "other", "repetition_penalty": 1.1})
             assert error["param"] == name and rule.advice in error["message"]
 
 
-def test_the_window_of_penalties_matters_with_penalties_only(front: Front) -> None:
-    assert text(front, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(front, CHAT)
-    assert refusal(front, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
-    penalised = text(front, CHAT, repetition_penalty=1.7)
-    assert text(front, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalised
+def test_repeat_last_n_is_ignored_without_penalties(api: Client) -> None:
+    assert text(api, CHAT, repeat_last_n=64, repeat_penalty=1.0) == text(api, CHAT)
+    assert refusal(api, CHAT, repeat_last_n=64, repeat_penalty=1.1)["param"] == "repeat_last_n"
+    penalized = text(api, CHAT, repetition_penalty=1.7)
+    assert text(api, CHAT, repeat_last_n=-1, repeat_penalty=1.7) == penalized
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -277,10 +275,10 @@ def test_the_window_of_penalties_matters_with_penalties_only(front: Front) -> No
         ("qqqqqqqqq", "/docs"),
     ],
 )
-def test_an_unknown_field_gets_the_nearest_name(
-    front: Front, path: str, name: str, hint: str
+def test_errors_suggest_the_nearest_field_name(
+    api: Client, path: str, name: str, hint: str
 ) -> None:
-    error = refusal(front, path, **{name: 1})
+    error = refusal(api, path, **{name: 1})
     assert error["param"] == name and hint in error["message"]
 
 
@@ -294,8 +292,8 @@ def test_an_unknown_field_gets_the_nearest_name(
         (RESPONSES, {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}),
     ],
 )
-def test_conflicting_fields_are_refused(front: Front, path: str, fields: Any) -> None:
-    assert "give one" in refusal(front, path, **fields)["message"]
+def test_conflicting_fields_are_refused(api: Client, path: str, fields: Any) -> None:
+    assert "give one" in refusal(api, path, **fields)["message"]
 
 
 VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex": "a", "json": {}}]
@@ -303,17 +301,17 @@ VALUES: list[Any] = [5, True, [], {}, "(", [5], {"a": 1}, {"json": 5}, {"regex":
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_wrong_values_of_aliases_are_refused(front: Front, value: Any) -> None:
-    for path in ASKED:
+def test_wrong_values_of_aliases_are_refused(api: Client, value: Any) -> None:
+    for path in REQUESTS:
         for name, rule in TABLE.items():
             if isinstance(rule, Alias):
-                body = ASKED[path] | {name: value, "max_tokens": 2}
-                response = front.http.post(path, json=body)
+                body = REQUESTS[path] | {name: value, "max_tokens": 2}
+                response = api.http.post(path, json=body)
                 assert response.status_code in (200, 400), (name, response.text)
 
 
-def test_the_published_schema_has_the_foreign_fields(front: Front) -> None:
-    schemas = front.http.get("/openapi.json").json()["components"]["schemas"]
+def test_the_published_schema_has_the_fields_of_other_servers(api: Client) -> None:
+    schemas = api.http.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert set(TABLE) <= set(chat) and chat["mirostat"]["enum"] == [0, None]
     assert chat["num_ctx"]["description"].startswith("Ignored")
@@ -332,7 +330,7 @@ def test_the_published_schema_has_the_foreign_fields(front: Front) -> None:
         {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": None, "regex": None},
     ],
 )
-def test_a_schema_may_stand_in_several_places(form: dict[str, Any]) -> None:
+def test_a_schema_may_be_given_in_several_ways(form: dict[str, Any]) -> None:
     nested = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 
     def grammar(model: Any, body: Any, form: Any) -> Any:
@@ -403,7 +401,7 @@ def test_reasoning_effort_reaches_the_template(reasoner: LLM, effort: str, expec
         assert fields_without_effect(reasoner, request) == []
 
 
-def test_variables_of_the_request_override_its_effort(reasoner: LLM) -> None:
+def test_template_variables_override_the_reasoning_effort(reasoner: LLM) -> None:
     body = {"messages": HI, "enable_thinking": False, "reasoning_effort": "low"}
     assert formatted(reasoner, ChatRequest.model_validate(body)) == "hi|low|False"
     think = {"model": "tiny", "messages": HI, "think": True}
@@ -421,13 +419,13 @@ def test_variables_of_the_request_override_its_effort(reasoner: LLM) -> None:
     ],
 )
 def test_reasoning_that_the_template_ignores_is_named(
-    front: Front, path: str, body: dict[str, Any], wrong: Any, name: str
+    api: Client, path: str, body: dict[str, Any], wrong: Any, name: str
 ) -> None:
     length = {"options": {"num_predict": 2}} if path.startswith("/api") else {"n_predict": 2}
-    response = front.http.post(path, json=body | length)
+    response = api.http.post(path, json=body | length)
     assert response.status_code == 200 and response.headers["x-forerun-ignored"] == name
     if wrong is not None:
-        response = front.http.post(path, json=body | {name: wrong})
+        response = api.http.post(path, json=body | {name: wrong})
         assert response.status_code == 400
         assert "low" in response.text and "high" in response.text
 
@@ -436,21 +434,21 @@ def test_reasoning_that_the_template_ignores_is_named(
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "tiny/"])
-def test_a_model_has_a_card(front: Front, name: str) -> None:
-    (listed,) = front.http.get("/v1/models").json()["data"]
-    assert front.http.get(f"/v1/models/{name}").json() == listed
+def test_a_model_has_a_card(api: Client, name: str) -> None:
+    (listed,) = api.http.get("/v1/models").json()["data"]
+    assert api.http.get(f"/v1/models/{name}").json() == listed
 
 
 @pytest.mark.parametrize("name", ["gpt-5", "a/b:c", "tiny:q4", "%20", "tiny/x", "x" * 3000])
-def test_other_models_are_not_found(front: Front, name: str) -> None:
-    response = front.http.get(f"/v1/models/{name}")
+def test_other_models_are_not_found(api: Client, name: str) -> None:
+    response = api.http.get(f"/v1/models/{name}")
     error = response.json()["error"]
     assert response.status_code == 404
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 def test_names_of_models_may_have_slashes(spare: LLM) -> None:
-    """The card has the time of the model's file: replicas and restarts agree on it."""
+    """The card has the time of the model's file, on which replicas and restarts agree."""
     with serving(spare, served_name="org/sub/tiny:1b") as s:
         for name in ("org/sub/tiny:1b", "org%2Fsub%2Ftiny:1b"):
             card = s.http.get(f"/v1/models/{name}").json()
@@ -461,7 +459,7 @@ def test_names_of_models_may_have_slashes(spare: LLM) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/api/tags"])
-def test_head_is_answered(front: Front, path: str) -> None:
-    response = front.http.head(path)
+def test_head_is_answered(api: Client, path: str) -> None:
+    response = api.http.head(path)
     assert response.status_code == 200 and response.content == b""
-    assert response.headers["content-type"] == front.http.get(path).headers["content-type"]
+    assert response.headers["content-type"] == api.http.get(path).headers["content-type"]

@@ -1,4 +1,4 @@
-"""Clients that hold connections for nothing: slow headers, bodies and readers, and too many."""
+"""Clients that occupy connections: slow headers, bodies and readers, and too many clients."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from forerun.server.acceptor import RECEIVE_BYTES, Acceptor
 from forerun.server.run import ConnectionPool, Phase
 from forerun.server.settings import Settings
 from tests.server.serving import (
-    ASKED,
+    REQUEST,
     Serving,
     connected,
-    head,
-    held,
-    narrow,
+    engine_blocked,
     post,
+    post_headers,
     received,
     serving,
     slow,
+    small_buffer_listener,
     until,
 )
 
 LONG = {"prompt": "x = 1\n", "ignore_eos": True, "speculative": False, "stream": True}
 STREAM = LONG | {"max_tokens": 1900}
-SOON = 0.1
-HEAD = head(None)
+SHORT = 0.1
+HEADERS = post_headers(None)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
+CHUNKED = HEADERS + b"Transfer-Encoding: chunked\r\n"
 CLOSE = b"Connection: close\r\n"
 
 
@@ -59,15 +59,15 @@ def answer_to(s: Serving, sent: bytes) -> bytes:
 
 
 def trickled(connection: socket.socket, piece: bytes) -> bytes:
-    """Return the answer to a client that sends a piece again and again."""
-    connection.settimeout(SOON / 10)
+    """Send a piece repeatedly until the server answers; return the answer."""
+    connection.settimeout(SHORT / 10)
     for count in range(1000):
         connection.sendall(piece)
         try:
             first = connection.recv(4096)
         except TimeoutError:
             continue
-        assert count > 5, "it was refused before its time"
+        assert count > 5, "it was refused too early"
         connection.settimeout(20)
         return first + received(connection)
     raise AssertionError("it was never refused")
@@ -79,7 +79,7 @@ def num_open(s: Serving) -> int:
 
 @pytest.fixture(scope="module")
 def shared(spare: LLM) -> Iterator[Serving]:
-    """A server for clients that are refused, or that ask once."""
+    """A server for tests whose clients are refused or send a single request."""
     with serving(spare) as s:
         yield s
 
@@ -88,36 +88,36 @@ def shared(spare: LLM) -> Iterator[Serving]:
 
 
 def test_incomplete_headers_expire(spare: LLM) -> None:
-    with serving(spare, header_timeout=SOON) as s:
+    with serving(spare, header_timeout=SHORT) as s:
         long = HEALTH + b"X: " + b"a" * 9000
-        for sent in (b"GET /hea", HEAD, long):
+        for sent in (b"GET /hea", HEADERS, long):
             assert error_of(answer_to(s, sent)).startswith("408 ")
         assert answer_to(s, b"") == b"" and s.complete()["choices"]
         for more in (b"GET /hea", b"GET /health HTTP/1.1\r\n"):  # the second request expires too
             answers = answer_to(s, HEALTH + b"\r\n" + more)
             assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
-        with connected(s, head(1_000_000, "/nowhere")) as connection:  # answered before its body
+        with connected(s, post_headers(1_000_000, "/nowhere")) as connection:  # before its body
             assert connection.recv(12) == b"HTTP/1.1 404"
-            until(lambda: not num_open(s), "the rest of the body expires", patience=5)
+            until(lambda: not num_open(s), "the rest of the body expires", timeout=5)
         with connected(s) as other:
-            with held(s.service), connected(s, post(ASKED)) as connection:
-                assert received(other) == b"", "a request in work would have expired by now"
-                until(lambda: s.service.jobs, "it is taken")
-            with connected(s, post(ASKED)) as connection:
+            with engine_blocked(s.service), connected(s, post(REQUEST)) as connection:
+                assert received(other) == b"", "a running request would have expired by now"
+                until(lambda: s.service.jobs, "it is accepted")
+            with connected(s, post(REQUEST)) as connection:
                 assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_trickling_does_not_move_the_deadlines(spare: LLM) -> None:
-    with serving(spare, header_timeout=3 * SOON, body_timeout=3 * SOON) as s:
-        for sent, piece in ((HEAD, b"X: y\r\n"), (head(9999), b" ")):
+    with serving(spare, header_timeout=3 * SHORT, body_timeout=3 * SHORT) as s:
+        for sent, piece in ((HEADERS, b"X: y\r\n"), (post_headers(9999), b" ")):
             with connected(s, sent) as connection:
                 assert error_of(trickled(connection, piece)).startswith("408 ")
 
 
 def test_incomplete_bodies_expire(spare: LLM) -> None:
-    with serving(spare, body_timeout=SOON, header_timeout=SOON) as s:
+    with serving(spare, body_timeout=SHORT, header_timeout=SHORT) as s:
         for path in ("/v1/completions", "/tokenize", "/api/chat"):
-            answer = answer_to(s, post(ASKED, 1000, path))
+            answer = answer_to(s, post(REQUEST, 1000, path))
             assert b"HTTP/1.1 408" in answer and b"--body-timeout" in answer, path
         assert s.complete()["choices"] and not s.logged
 
@@ -132,7 +132,7 @@ def chunks(content: bytes, size: int, extension: bytes = b"") -> bytes:
 
 
 def padded(length: int) -> bytes:
-    return json.dumps(ASKED | {"user": "x" * length}).encode()
+    return json.dumps(REQUEST | {"user": "x" * length}).encode()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
     with serving(spare, api_key=("k",)) as s, connected(s, half) as connection:
         assert connection.recv(12) == b"HTTP/1.1 401"
         connection.sendall(b"1\r\nx\r\n" * 20_000)
-        until(lambda: not num_open(s), "it is closed", patience=5)
+        until(lambda: not num_open(s), "it is closed", timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -199,20 +199,21 @@ def test_keys_are_checked_before_a_body_is_read(spare: LLM) -> None:
         b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
-        HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
-        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEADERS + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEADERS + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HEADERS + b"Content-Length: -1\r\n\r\n",
         CHUNKED + b"\r\nx\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_at_once(shared: Serving, sent: bytes) -> None:
+def test_invalid_http_is_refused_at_once(shared: Serving, sent: bytes) -> None:
     assert error_of(answer_to(shared, sent)) == "400 this is no HTTP/1.1 request"
     assert not shared.logged
 
 
 def test_pipelined_requests_are_answered_in_turn(shared: Serving) -> None:
-    """With an empty line between them, as some old clients send; none behind a chunked body."""
-    both = answer_to(shared, post(ASKED) + b"\r\n" + post(ASKED) + b"GET /nowhere HTTP/1.0\r\n\r\n")
+    """Empty lines between requests are allowed; a chunked body ends the connection."""
+    twice = post(REQUEST) + b"\r\n" + post(REQUEST)
+    both = answer_to(shared, twice + b"GET /nowhere HTTP/1.0\r\n\r\n")
     assert both.count(b"HTTP/1.1 200") == 2 and both.count(b"HTTP/1.1 404") == 1
     answer = answer_to(shared, CHUNKED + b"\r\n" + chunks(padded(0), 1000) + HEALTH + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
@@ -227,17 +228,17 @@ def test_an_upgrade_is_ignored(shared: Serving, chunked: bool) -> None:
     framing = (
         b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
     )
-    with connected(shared, HEAD + upgrade + framing + b"\r\n" + body) as connection:
+    with connected(shared, HEADERS + upgrade + framing + b"\r\n" + body) as connection:
         assert b"HTTP/1.1 200" in received(connection, b"usage")
         connection.sendall(HEALTH + upgrade.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n")
         assert b"HTTP/1.1 200" in received(connection)
 
 
-# ------------------------------------------------------------ turns
+# ------------------------------------------------------------ order of parsing
 
 
 class FakeConnection:
-    """A connection that has something to parse."""
+    """A connection that has received data to parse."""
 
     def __init__(self, name: str, phase: Phase, later: list[Any], parse: Callable[[Any], None]):
         self.name, self.phase, self.queued = name, phase, False
@@ -251,18 +252,18 @@ class FakeConnection:
         self.aborted = True
 
 
-def rounds_of(pool: Any, later: list[Callable[[], None]], parsed: list[str]) -> list[list[str]]:
-    """Run the iterations of an event loop; return what was parsed in each."""
-    rounds = []
+def parsed_by_iteration(later: list[Callable[[], None]], parsed: list[str]) -> list[list[str]]:
+    """Run the iterations of an event loop; return the names parsed in each."""
+    iterations = []
     while later:
         parsed.clear()
         later.pop(0)()
-        rounds.append(list(parsed))
-    return rounds
+        iterations.append(list(parsed))
+    return iterations
 
 
-def test_one_request_starts_in_an_iteration_after_health() -> None:
-    """A connection that fails keeps none of the others from their turns."""
+def test_one_request_starts_per_iteration_after_health_checks() -> None:
+    """A connection that fails does not prevent the others from being parsed."""
     parsed: list[str] = []
     later: list[Callable[[], None]] = []
     pool: Any = ConnectionPool(Settings())
@@ -277,7 +278,7 @@ def test_one_request_starts_in_an_iteration_after_health() -> None:
     fakes = [FakeConnection(name, Phase.HEADERS, later, parse) for name in names]
     for fake in fakes:
         pool.schedule(fake)
-    assert rounds_of(pool, later, parsed) == [["health 2", "health 1", "a"], ["b"]]
+    assert parsed_by_iteration(later, parsed) == [["health 2", "health 1", "a"], ["b"]]
     assert [fake.name for fake in fakes if fake.aborted] == ["gone"]
 
 
@@ -302,10 +303,10 @@ def test_parsing_takes_a_bounded_time_in_an_iteration(monkeypatch: pytest.Monkey
         later.clear()
         run_turns()
         assert now[0] - start <= 0.0045
-    assert len(set(parsed)) == 200, "each has its turn"
+    assert len(set(parsed)) == 200, "every connection is parsed"
 
 
-def test_clients_that_reset_refused_connections_hold_up_nobody(shared: Serving) -> None:
+def test_clients_that_reset_refused_connections_do_not_block_others(shared: Serving) -> None:
     for _ in range(100):
         with connected(shared, HEALTH + b"X: y\r\n" * 2000) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -317,7 +318,7 @@ def test_clients_that_reset_refused_connections_hold_up_nobody(shared: Serving) 
 
 
 def test_the_memory_of_all_bodies_is_bounded(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small bodies pass, and a body counts as long as its request lasts."""
+    """Small bodies are not counted, and a body counts until its request ends."""
     monkeypatch.setattr(limits, "UNCOUNTED", 1000)
     monkeypatch.setattr(run, "HIGH_WATER_LIMIT", 1000)
     large = {"prompt": "x " * 2400}
@@ -331,21 +332,21 @@ def test_the_memory_of_all_bodies_is_bounded(spare: LLM, monkeypatch: pytest.Mon
             return str(answer.json()["error"]["message"])
 
         with connected(s, post(large, 4990)), connected(s, post(large, 4990)):
-            until(full, "they have arrived", patience=5)
+            until(full, "they have arrived", timeout=5)
             assert full().startswith("the requests in work hold 6000 bytes")
             assert s.complete()["choices"]
-        until(lambda: not full(), "there is room again", patience=5)
-        body = post(ASKED | {"prompt": "x " * 900, "user": "x" * 2000})
-        with held(s.service), connected(s, body):
-            until(lambda: s.service.jobs, "it is taken")
+        until(lambda: not full(), "there is room again", timeout=5)
+        body = post(REQUEST | {"prompt": "x " * 900, "user": "x" * 2000})
+        with engine_blocked(s.service), connected(s, body):
+            until(lambda: s.service.jobs, "it is accepted")
             assert full()
-        until(lambda: not full(), "the request has ended", patience=5)
+        until(lambda: not full(), "the request has ended", timeout=5)
 
 
 # ------------------------------------------------------------ number of connections
 
 
-def gone(connection: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
     """Return True if the server has closed a connection without an answer."""
     connection.setblocking(False)
     try:
@@ -356,43 +357,43 @@ def gone(connection: socket.socket) -> bool:
         return False
 
 
-def test_connections_that_wait_for_their_client_make_room(spare: LLM) -> None:
+def test_connections_with_incomplete_requests_make_room(spare: LLM) -> None:
     with serving(spare, max_connections=3) as s, ExitStack() as stack:
-        unfinished = [stack.enter_context(connected(s, post(ASKED, 999))) for _ in range(3)]
+        unfinished = [stack.enter_context(connected(s, post(REQUEST, 999))) for _ in range(3)]
         until(lambda: num_open(s) == 3, "they are open")
         assert s.complete()["choices"]
-        assert received(unfinished[0]) == b"", "the one that waited longest made room"
+        assert received(unfinished[0]) == b"", "the connection that waited longest made room"
         for _ in range(3):
             assert answer_to(s, HEALTH + CLOSE + b"\r\n").startswith(b"HTTP/1.1 200")
         assert num_open(s) <= 3
 
 
-@pytest.mark.parametrize("sent", [b"", HEAD], ids=["nothing", "half of the headers"])
+@pytest.mark.parametrize("sent", [b"", HEADERS], ids=["nothing", "half of the headers"])
 def test_connections_without_a_request_make_room(spare: LLM, sent: bytes) -> None:
     with serving(spare, max_connections=3) as s, ExitStack() as stack:
         silent = [stack.enter_context(connected(s, sent)) for _ in range(5)]
         for oldest in silent[:2]:
-            until(lambda oldest=oldest: gone(oldest), "the oldest made room")
+            until(lambda oldest=oldest: is_closed(oldest), "the oldest made room")
         assert s.complete()["choices"]
         assert len(s.server.acceptors[0]._waiting) <= 3
 
 
 @pytest.fixture
-def one_by_one(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """A model whose events have one token each."""
+def one_token_llm(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A model that emits one token per event."""
     monkeypatch.setattr(spare.engine.multi_step, "seconds", 0.0)
     return spare
 
 
-def test_a_request_in_work_keeps_its_connection(one_by_one: LLM) -> None:
-    """`Connection: close` does not mean that more of the request will come."""
+def test_a_running_request_keeps_its_connection(one_token_llm: LLM) -> None:
+    """A request with `Connection: close` is complete and does not count as waiting."""
     asked = post(LONG | {"max_tokens": 300}).replace(b"\r\n\r\n", b"\r\n" + CLOSE + b"\r\n", 1)
     with (
-        serving(one_by_one, max_connections=2) as s,
+        serving(one_token_llm, max_connections=2) as s,
         slow(s.service, 0.003),
         connected(s, asked) as connection,
     ):
-        until(lambda: s.service.jobs, "it is taken")
+        until(lambda: s.service.jobs, "it is accepted")
         for _ in range(4):
             with connected(s):
                 until(lambda: num_open(s) <= 2, "there is room")
@@ -401,9 +402,9 @@ def test_a_request_in_work_keeps_its_connection(one_by_one: LLM) -> None:
 
 def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
     with serving(spare, max_connections=2) as s:
-        with held(s.service), connected(s, post(ASKED)), connected(s, post(ASKED)):
-            until(lambda: len(s.service.jobs) == 2, "two are in work")
-            answer = answer_to(s, post(ASKED))
+        with engine_blocked(s.service), connected(s, post(REQUEST)), connected(s, post(REQUEST)):
+            until(lambda: len(s.service.jobs) == 2, "two requests run")
+            answer = answer_to(s, post(REQUEST))
             assert error_of(answer).startswith("503 ")
             assert b"retry-after" in answer and b"--max-connections" in answer
             assert s.http.get("/health").status_code == 200 and len(s.service.jobs) == 2
@@ -415,47 +416,47 @@ def test_a_full_server_refuses_more_but_answers_health(spare: LLM) -> None:
 
 def test_a_client_that_does_not_read_its_stream_is_dropped(spare: LLM) -> None:
     """Its events are freed, and other clients get their text."""
-    with serving(spare, listener=narrow(), write_timeout=SOON) as s:
+    with serving(spare, listener=small_buffer_listener(), write_timeout=SHORT) as s:
         expected = s.complete(seed=1)["choices"][0]["text"]
         body = post(STREAM | {"logprobs": 20, "n": 2})
         with connected(s, body, receive_buffer=4096) as connection:
             assert connection.recv(12) == b"HTTP/1.1 200"
-            until(lambda: s.service.jobs, "it is taken")
+            until(lambda: s.service.jobs, "it is accepted")
             handle = weakref.ref(next(iter(s.service.jobs.values())))
             until(lambda: not num_open(s), "the server closes the connection")
-            s.rest()
+            s.wait_until_idle()
             until(lambda: gc.collect() >= 0 and handle() is None, "its events are freed")
             assert s.complete(seed=1)["choices"][0]["text"] == expected
         assert not s.logged
 
 
-def test_a_slow_reader_gets_everything(one_by_one: LLM) -> None:
-    """It takes longer than the limit for the whole stream, but never that long for a piece."""
-    with serving(one_by_one, listener=narrow(), write_timeout=5 * SOON) as s:
+def test_a_slow_reader_gets_everything(one_token_llm: LLM) -> None:
+    """It takes longer than the limit for the stream, but never that long for one piece."""
+    with serving(one_token_llm, listener=small_buffer_listener(), write_timeout=5 * SHORT) as s:
         with connected(s, post(LONG | {"max_tokens": 100}), receive_buffer=4096) as connection:
             for _ in range(12):
                 assert connection.recv(2048)
-                time.sleep(SOON / 2)  # the client's pace, which is what is tested
+                time.sleep(SHORT / 2)  # the reading speed of the client
             assert b"[DONE]" in received(connection, b"[DONE]")
         assert s.http.get("/health").status_code == 200
 
 
 def test_an_unread_stream_pauses_and_continues(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its events are bounded in bytes, and meanwhile other requests use its place."""
+    """Its events are bounded in bytes, and other requests use its slot in the meantime."""
     monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
     asked = {"prompt": "x = 1\n", "seed": 5, "temperature": 0.8, "ignore_eos": True}
     asked["max_tokens"] = 1000
-    with serving(spare, listener=narrow(), write_timeout=0, max_unread=1) as s:
+    with serving(spare, listener=small_buffer_listener(), write_timeout=0, max_unread=1) as s:
         expected = s.complete(**asked)["choices"][0]["text"]
         sent = post(asked | {"stream": True, "logprobs": 20})
         with connected(s, sent, 4096) as one, connected(s, sent, 4096) as two:
-            until(lambda: len(s.service.jobs) == 2, "they are taken")
-            taken = dict(s.service.jobs)
-            until(lambda: all(handle.paused for handle in taken.values()), "they pause")
-            until(lambda: not s.service.llm.engine.busy, "the engine rests", patience=5)
-            for job, handle in taken.items():
+            until(lambda: len(s.service.jobs) == 2, "they are accepted")
+            handles = dict(s.service.jobs)
+            until(lambda: all(handle.paused for handle in handles.values()), "they pause")
+            until(lambda: not s.service.llm.engine.busy, "the engine is idle", timeout=5)
+            for job, handle in handles.items():
                 assert job.request and job.request.produced < 1000 and handle.unread < 500_000
-            assert s.complete()["choices"], "their places are free"
+            assert s.complete()["choices"], "their slots are free"
             for connection in (one, two):
                 lines = received(connection, b"[DONE]").splitlines()
                 chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
@@ -463,23 +464,23 @@ def test_an_unread_stream_pauses_and_continues(spare: LLM, monkeypatch: pytest.M
         assert not s.logged
 
 
-def test_events_that_gather_at_once_are_not_unread(
-    one_by_one: LLM, monkeypatch: pytest.MonkeyPatch
+def test_events_queued_while_the_event_loop_is_busy_do_not_count_as_unread(
+    one_token_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the event loop is busy, more of them gather than a client may leave unread."""
+    """They exceed the limit of unread events, but the client had no chance to read them."""
     monkeypatch.setattr(jobs, "MIN_UNREAD", 4096)
     sent = post(LONG | {"max_tokens": 1000})
-    with serving(one_by_one, max_unread=1) as s, connected(s, sent) as connection:
-        until(lambda: s.service.jobs, "it is taken")
+    with serving(one_token_llm, max_unread=1) as s, connected(s, sent) as connection:
+        until(lambda: s.service.jobs, "it is accepted")
         job, handle = next(iter(s.service.jobs.items()))
         busy = lambda: job.request.produced > 500 or handle.paused  # noqa: E731
-        s.service._post(lambda: until(busy, "many wait"))
+        s.service._post(lambda: until(busy, "many events are queued"))
         answer = received(connection, b"[DONE]")
         assert answer.count(b'"text"') == 1000 and b"error" not in answer
 
 
-def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest unread response is dropped; clients that read get theirs."""
+def test_unread_answers_are_bounded_in_total(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest unread response is dropped; clients that read get their responses."""
     monkeypatch.setattr(run, "LARGE_WRITE", 1000)
     sent = b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -491,14 +492,14 @@ def test_written_answers_are_bounded_in_all(spare: LLM, monkeypatch: pytest.Monk
         size = len(s.http.get("/docs").content)
     limit = int(2.5 * size)
     with (
-        serving(spare, listener=narrow(), write_timeout=0, max_unread=limit) as s,
+        serving(spare, listener=small_buffer_listener(), write_timeout=0, max_unread=limit) as s,
         ExitStack() as stack,
     ):
         for _ in range(6):
             stack.enter_context(connected(s, sent, 4096))
         until(lambda: unsent(s) > 0, "responses are written")
         assert len(s.http.get("/docs").content) == size
-        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", patience=5)
+        until(lambda: 0 < unsent(s) <= limit, "the others were dropped", timeout=5)
 
 
 # ------------------------------------------------------------ before the first request
@@ -512,8 +513,8 @@ class Clients:
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
         self.handed_on: list[str] = []
 
-    def accept(self, most: int = 64) -> Acceptor:
-        acceptor = Acceptor(self.listener, self.make, 10.0, most)
+    def accept(self, max_pending: int = 64) -> Acceptor:
+        acceptor = Acceptor(self.listener, self.make, 10.0, max_pending)
         self.stack.callback(acceptor.close)
         return acceptor
 
@@ -538,7 +539,7 @@ def with_clients(scenario: Callable[[Clients], Any]) -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def soon(condition: Callable[[], object]) -> None:
+async def eventually(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -554,34 +555,34 @@ async def sent_to(client: socket.socket) -> bytes:
 
 def test_complete_requests_are_handed_on_in_order_after_health() -> None:
     async def scenario(c: Clients) -> None:
-        c.get("/left").close()  # nothing is done for a client that has gone
+        c.get("/left").close()  # a client that has disconnected is ignored
         for path in ("/a", "/b", "/health"):
             c.get(path)
         acceptor = c.accept()
-        await soon(lambda: len(c.handed_on) == 3)
+        await eventually(lambda: len(c.handed_on) == 3)
         assert c.handed_on == ["/health", "/a", "/b"] and not acceptor._complete
         padding = b"x" * 3 * RECEIVE_BYTES
         client = c.connect(b"GET /pieces HTTP/1.1\r\nX: ")
-        await soon(lambda: any(pending.received for pending in acceptor._waiting))
+        await eventually(lambda: any(pending.received for pending in acceptor._waiting))
         client.sendall(padding + b"\r\n\r\n")
-        await soon(lambda: c.handed_on[-1] == "/pieces")
+        await eventually(lambda: c.handed_on[-1] == "/pieces")
 
     with_clients(scenario)
 
 
 def test_more_requests_than_may_wait_are_refused_except_health() -> None:
     async def scenario(c: Clients) -> None:
-        acceptor = c.accept(most=2)
+        acceptor = c.accept(max_pending=2)
         acceptor._scheduled = True  # hand nothing on for now
         c.get("/a")
         c.get("/b")
-        await soon(lambda: len(acceptor._complete) == 2)
+        await eventually(lambda: len(acceptor._complete) == 2)
         refused = await sent_to(c.get("/c"))
         assert refused.startswith(b"HTTP/1.1 503") and b"--max-connections" in refused
         c.get("/health")
-        await soon(lambda: len(acceptor._complete) == 3)
+        await eventually(lambda: len(acceptor._complete) == 3)
         acceptor._hand_on()
-        await soon(lambda: len(c.handed_on) == 3)
+        await eventually(lambda: len(c.handed_on) == 3)
         assert c.handed_on == ["/health", "/a", "/b"]
 
     with_clients(scenario)
@@ -591,7 +592,7 @@ def test_pending_connections_are_closed_at_the_end() -> None:
     async def scenario(c: Clients) -> None:
         silent = c.connect(b"")
         acceptor = Acceptor(c.listener, c.make, header_timeout=10.0, max_pending=64)
-        await soon(lambda: acceptor._waiting)
+        await eventually(lambda: acceptor._waiting)
         acceptor.close()
         assert await sent_to(silent) == b""
 
@@ -604,11 +605,11 @@ def test_without_descriptors_the_oldest_connection_makes_room(
     async def scenario(c: Clients) -> None:
         oldest = c.connect(b"")
         acceptor = c.accept()
-        await soon(lambda: acceptor._waiting)
+        await eventually(lambda: acceptor._waiting)
         real, failures = acceptor.listener, [2]
 
         class Exhausted:
-            """Fails once while a client waits, and once while none does."""
+            """Listener that fails once while a client waits, and once while none does."""
 
             def fileno(self) -> int:
                 return real.fileno()
@@ -622,7 +623,7 @@ def test_without_descriptors_the_oldest_connection_makes_room(
         acceptor.listener = Exhausted()  # type: ignore[assignment]
         c.get("/later")
         assert await sent_to(oldest) == b""
-        await soon(lambda: c.handed_on)
+        await eventually(lambda: c.handed_on)
         assert c.handed_on == ["/later"] and failures == [0]
 
     with caplog.at_level(logging.ERROR):

@@ -1,4 +1,4 @@
-"""Settings and their file: every mistake is one line that says what is wrong."""
+"""Settings and their file: every mistake is reported in one line that names it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.server.settings import Settings, read_file
 from tests import tiny
 
 
-def test_defaults_are_careful() -> None:
+def test_defaults_are_local_and_without_origins_or_keys() -> None:
     settings = Settings()
     assert settings.host == "127.0.0.1"
     assert settings.allowed_origins == () and settings.api_key == ()
@@ -48,14 +48,14 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_bad_value_is_one_line_that_names_it(name: str) -> None:
+def test_an_invalid_value_is_named_in_one_line(name: str) -> None:
     for value in WRONG[name]:
         with pytest.raises(ConfigError, match=name) as error:
             Settings(**{name: value})
         assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_single_text_is_a_list_of_one() -> None:
+def test_a_single_string_is_a_list_of_one() -> None:
     listed = Settings(api_key=("k",), allowed_origins=["http://a"])  # type: ignore[arg-type]
     assert Settings(api_key="k", allowed_origins="http://a") == listed  # type: ignore[arg-type]
 
@@ -88,7 +88,7 @@ def test_a_file_holds_options_of_engine_and_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("prot = 1", "did you mean 'port'"),
         ("[server]\nport = 1", "there is no option 'server'"),
@@ -97,25 +97,27 @@ def test_a_file_holds_options_of_engine_and_server(tmp_path: Path) -> None:
         ("port = 1\nport = 2", "is not TOML"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: Path, text: str | bytes, says: str) -> None:
+def test_file_errors_are_reported_in_one_line(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         read_file(write(tmp_path, text))
-    assert says in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert message in str(error.value) and len(str(error.value).splitlines()) == 1
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             read_file(path)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, Any], Settings, bool]:
-    """Return the options, the settings and `verbose` with which these words start a server."""
-    taken: list[Any] = []
-    monkeypatch.setattr(run, "run", lambda *arguments: taken.append(arguments) or 0)
+def started(monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[dict[str, Any], Settings, bool]:
+    """Return the options, the settings and `verbose` with which `serve` starts a server."""
+    calls: list[Any] = []
+    monkeypatch.setattr(run, "run", lambda *arguments: calls.append(arguments) or 0)
     monkeypatch.setattr("forerun.server.cli.listen", lambda settings: None)
-    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *words])
+    monkeypatch.setattr(sys, "argv", ["forerun", "serve", str(tiny.spoken()), *args])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 0
-    ((options, settings, _, verbose),) = taken
+    ((options, settings, _, verbose),) = calls
     return options, settings, verbose
 
 
@@ -130,7 +132,7 @@ def test_flags_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "flags", [["--port", "99999"], ["--metrics-compat", "x"], ["--api-key", ""], ["--rule", "x"]]
 )
-def test_bad_flags_are_one_line(
+def test_invalid_flags_are_reported_in_one_line(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["forerun", "serve", *flags])
@@ -140,7 +142,7 @@ def test_bad_flags_are_one_line(
     assert exit_.value.code == 2 and not out and len(err.splitlines()) == 1
 
 
-def test_every_limit_is_in_the_table_of_limits() -> None:
+def test_every_limit_is_in_the_documented_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     rows = page.split("## Limits")[1].split("## ")[0].splitlines()
     limits = [f for f in fields(Settings) if f.name.startswith("max_") or "timeout" in f.name]
@@ -155,16 +157,16 @@ def test_every_limit_is_in_the_table_of_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ["--port", "0", "--served-name", "x", "--context", "64", "--max-rows", "2"],
         ["-p", "0", "--served-model-name", "x", "--max-model-len", "64", "--max-num-seqs", "2"],
         ["-p", "0", "--alias", "x", "-c", "64", "--parallel", "2", "-v"],
     ],
 )
-def test_serve_takes_the_names_of_other_servers(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+def test_serve_accepts_the_flags_of_other_servers(
+    args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"model": str(tiny.spoken()), "context": 64, "max_rows": 2}
-    expected = (options, Settings(port=0, served_name="x"), "-v" in words)
-    assert started(monkeypatch, *words) == expected
+    expected = (options, Settings(port=0, served_name="x"), "-v" in args)
+    assert started(monkeypatch, *args) == expected

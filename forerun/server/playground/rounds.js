@@ -10,8 +10,8 @@ export function fate(round, i) {
   const node = round.draft[i];
   const parent = round.draft[node.parent - 1];
   if (node.accepted) {
-    const said = acceptedPath(round).indexOf(i) < round.tokens.length;
-    return said ? "accepted" : "accepted, but the request ended before it";
+    const emitted = acceptedPath(round).indexOf(i) < round.tokens.length;
+    return emitted ? "accepted" : "accepted, but the request ended before it";
   }
   return !parent || parent.accepted ? "rejected" : "not reached";
 }
@@ -37,7 +37,7 @@ export function whence(draft, asked = "") {
   const said = [];
   if (ahead) said.push(` ${ahead} of ${draft.length} were drafted while the target checked the round before, which was foreseen.`);
   else if (asked.includes("ahead(")) said.push(" What the round before came to was not foreseen, so this was drafted after it.");
-  if (together) said.push(` ${together} of ${draft.length} were said by more than one drafter.`);
+  if (together) said.push(` ${together} of ${draft.length} were proposed by several drafters.`);
   return said.join("");
 }
 
@@ -156,9 +156,9 @@ function rows(round) {
 
 function ownRow(round) {
   const rejected = round.draft.some((_, i) => fate(round, i) === "rejected");
-  const said = round.tokens.length > acceptedPath(round).length;
-  const drawn = rejected ? "said instead" : round.draft.length ? "bonus" : "said";
-  const verdict = said ? drawn : "not said: the request ended";
+  const emitted = round.tokens.length > acceptedPath(round).length;
+  const drawn = rejected ? "drawn instead" : round.draft.length ? "bonus" : "drawn";
+  const verdict = emitted ? drawn : "not emitted: the request ended";
   const line = row(el("td", {}, chip(round.bonus.text, "")), round.bonus, "target", verdict);
   line.classList.add("own");
   return line;

@@ -1,4 +1,4 @@
-"""Endless grammars and templates: a server refuses them in time, and serves others meanwhile."""
+"""Endless grammars and templates: a server refuses them in time and serves other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forerun.sampling import compiler
 from forerun.worker_process import WORKERS
 from tests import tiny
 from tests.server import test_lifecycle as processes
-from tests.server.serving import PATIENCE, Serving, serving, until
+from tests.server.serving import TIMEOUT, Serving, serving, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MANY = "range(99999)"
@@ -50,8 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def soon() -> Iterator[None]:
-    """Templates are stopped sooner than usual; workers that run already keep their time."""
+def short_template_timeout() -> Iterator[None]:
+    """Stop templates sooner than usual; workers that run already keep their limit."""
     usual, chat_template.SANDBOX.seconds = chat_template.SANDBOX.seconds, 0.5
     yield
     chat_template.SANDBOX.seconds = usual
@@ -63,69 +63,69 @@ def server(model: Path) -> Iterator[Serving]:
         yield running
 
 
-def talk(text: str, **options: Any) -> dict[str, Any]:
+def chat(text: str, **options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": 2, "chat_template_kwargs": options}
 
 
-def shaped(grammar: str) -> dict[str, Any]:
+def constrained(grammar: str) -> dict[str, Any]:
     form = {"type": "grammar", "grammar": grammar}
     return {"prompt": "x", "max_tokens": 2, "response_format": form}
 
 
 @pytest.mark.parametrize(
-    "body, says",
+    "body, message",
     [
-        (talk("loop"), "takes over 0.5 seconds"),
-        pytest.param(talk("hi", times=99999), "takes over 0.5 seconds", marks=pytest.mark.full),
-        (talk("grow"), "256 MiB"),
-        (talk("flood"), "too long"),
-        (talk("refuse"), "I will not"),
+        (chat("loop"), "takes over 0.5 seconds"),
+        pytest.param(chat("hi", times=99999), "takes over 0.5 seconds", marks=pytest.mark.full),
+        (chat("grow"), "256 MiB"),
+        (chat("flood"), "too long"),
+        (chat("refuse"), "I will not"),
     ],
     ids=["loop of the template", "loop of an option", "memory", "long text", "an exception"],
 )
-def test_an_endless_template_is_refused(body: dict[str, Any], says: str, server: Serving) -> None:
+def test_endless_templates_are_refused(body: dict[str, Any], message: str, server: Serving) -> None:
     start = time.monotonic()
     answer = server.http.post(CHAT, json=body)
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
     assert time.monotonic() - start < 15
-    assert server.http.post(CHAT, json=talk("hi")).status_code == 200
+    assert server.http.post(CHAT, json=chat("hi")).status_code == 200
 
 
-def test_others_are_served_while_grammars_are_compiled(
+def test_other_requests_are_served_while_grammars_are_compiled(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are more of them than the server has threads for blocking calls."""
+    """There are more grammars than the server has threads for blocking calls."""
 
     class Full:
         def call(self, *_: object) -> None:
-            raise BusyError("no place")
+            raise BusyError("no worker is free")
 
     workers = compiler.SANDBOX
-    bodies = [shaped(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
+    bodies = [constrained(ENDLESS_GRAMMAR + " " * i) for i in range(50)]
     with ThreadPoolExecutor(len(bodies)) as clients:
-        post = partial(httpx2.post, server.url + COMPLETIONS, timeout=PATIENCE)
+        post = partial(httpx2.post, server.url + COMPLETIONS, timeout=TIMEOUT)
         refused = [clients.submit(post, json=body) for body in bodies]
         until(lambda: len(workers._busy) == WORKERS, "grammars are compiled")
-        for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, talk("hi"))):
+        for path, body in ((COMPLETIONS, {"prompt": "x", "max_tokens": 2}), (CHAT, chat("hi"))):
             assert server.http.post(path, json=body).status_code == 200
         assert not all(future.done() for future in refused)
-        monkeypatch.setattr(compiler, "SANDBOX", Full())  # enough has been seen
+        monkeypatch.setattr(compiler, "SANDBOX", Full())  # refuse the others at once
         assert {future.result().status_code for future in refused} == {400, 429}
 
 
 def test_requests_with_the_same_grammar_do_not_affect_each_other(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request filled the lexer that all of them shared, which ended their answers."""
+    """One request once filled the lexer that all of them shared, which ended their answers."""
     monkeypatch.setattr(compiler, "STATES", 3000)
-    asked = {"prompt": "x", "max_tokens": 20, "seed": 5, "temperature": 100}
-    asked |= {"top_k": 0, "top_p": 1, "min_p": 0}
-    asked |= {"response_format": {"type": "regex", "regex": EXPLODING}}
-    before = server.answer(COMPLETIONS, asked)["choices"][0]
+    body = {"prompt": "x", "max_tokens": 20, "seed": 5, "temperature": 100}
+    body |= {"top_k": 0, "top_p": 1, "min_p": 0}
+    body |= {"response_format": {"type": "regex", "regex": EXPLODING}}
+    before = server.answer(COMPLETIONS, body)["choices"][0]
     for seed in range(3):
-        server.answer(COMPLETIONS, asked | {"max_tokens": 100, "seed": seed})
-    assert server.answer(COMPLETIONS, asked)["choices"][0] == before
+        server.answer(COMPLETIONS, body | {"max_tokens": 100, "seed": seed})
+    assert server.answer(COMPLETIONS, body)["choices"][0] == before
     assert before["finish_reason"] == "length"
 
 
@@ -134,7 +134,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for file in files for child in file.read_text().split()]
 
 
-def computing(pid: int) -> float:
+def cpu_time(pid: int) -> float:
     """Return the seconds of processor time of a process; 0 if it has ended."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -142,8 +142,8 @@ def computing(pid: int) -> float:
     return 0
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_leaves_no_workers(sign: signal.Signals, model: Path) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_leaves_no_workers(sig: signal.Signals, model: Path) -> None:
     flags = ("--port", "0", "--shutdown-timeout", "0.2")
 
     def ask(server: processes.Server, body: dict[str, Any], path: str) -> None:
@@ -154,13 +154,13 @@ def test_a_server_that_ends_leaves_no_workers(sign: signal.Signals, model: Path)
         server = processes.Server(process)
         try:
             server.wait_until_up()
-            for request in ((talk("loop"), CHAT), (shaped(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
+            for request in ((chat("loop"), CHAT), (constrained(ENDLESS_GRAMMAR), COMPLETIONS)) * 4:
                 threading.Thread(target=ask, args=(server, *request), daemon=True).start()
-            busy = lambda: any(computing(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
+            busy = lambda: any(cpu_time(pid) > 0.5 for pid in children(process.pid))  # noqa: E731
             until(busy, "workers compute")
             workers = children(process.pid)
-            process.send_signal(sign)
-            assert process.wait(6) == (0 if sign == signal.SIGTERM else -sign)
+            process.send_signal(sig)
+            assert process.wait(6) == (0 if sig == signal.SIGTERM else -sig)
         finally:
             process.kill()
     ended = lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)  # noqa: E731
@@ -173,7 +173,7 @@ def test_the_command_line_refuses_an_endless_template(model: Path) -> None:
 
 
 def test_workers_need_little_memory(server: Serving) -> None:
-    for path, body in ((CHAT, talk("hi")), (COMPLETIONS, shaped("start: /[a-z]+/"))):
+    for path, body in ((CHAT, chat("hi")), (COMPLETIONS, constrained("start: /[a-z]+/"))):
         assert server.http.post(path, json=body).status_code == 200
     for workers in (chat_template.SANDBOX, compiler.SANDBOX):
         for pid in workers.processes:
