@@ -34,8 +34,8 @@ from forerun.models.files import LARGEST
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import published
-from tests.draft.asking import refused
 from tests.draft.heads import CASES, KINDS, NO_CONFIDENCE, PLAIN, SHAPES, head_of
+from tests.draft.helpers import refused
 from tests.draft.published import (
     DEEPSPEC,
     DFLASH,
@@ -60,7 +60,7 @@ Case = tuple[str, Any, Published]  # the kind, the head that is meant, and its c
 def drafts(kind: str, head: Any) -> list[int]:
     """What a head drafts from random states."""
     view = target()
-    drafter = KINDS[kind].propose(head, view, width=3)
+    drafter = KINDS[kind].proposer(head, view, width=3)
     generator = torch.Generator().manual_seed(3)
     states = {b: torch.randn(6, view.hidden, generator=generator) for b in range(view.layers + 1)}
     drafter.open(0, range(7))

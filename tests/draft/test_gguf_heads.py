@@ -32,8 +32,8 @@ from forerun.models.local import LocalModel
 from forerun.verify import Noise
 from tests import tiny
 from tests.draft import gguf_heads
-from tests.draft.asking import refused
-from tests.draft.heads import FILL_IN, KINDS, PLAIN, SHAPES, SOME, WINDOWS
+from tests.draft.heads import FILL_IN, KINDS, PLAIN, REDUCED, SHAPES, WINDOWS
+from tests.draft.helpers import refused
 from tests.draft.test_formats import assert_same
 from tests.draft.twins import target
 from tests.gguf_files import llama3_divisors, written
@@ -54,7 +54,7 @@ NON_CAUSAL = {**PLAIN, **FILL_IN, "layer": WINDOWS}
 BLOCK = {
     "dspark": SHAPES["block"]["dspark"],
     "dspark, filling in": FILL_IN,
-    "dspark, some tokens": SOME,
+    "dspark, some tokens": REDUCED,
     "dflash": {**PLAIN, **FILL_IN},
     "own embedding and head, narrower": SHAPES["block"]["own embedding and head, narrower"],
     "windows": NON_CAUSAL,
@@ -113,7 +113,7 @@ def test_rope_divisors_give_the_logits_of_the_checkpoint(tmp_path: Path) -> None
     found = []
     for place in (path, tmp_path / "head"):
         view = target()
-        drafter = KINDS["eagle3"].propose(load_head(place, view), view)
+        drafter = KINDS["eagle3"].proposer(load_head(place, view), view)
         generator = torch.Generator().manual_seed(3)
         states = torch.randn(view.layers + 1, 30, view.hidden, generator=generator)
         drafter.open(0, range(31))

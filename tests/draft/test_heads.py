@@ -34,19 +34,19 @@ from forerun.runtime.torch_runner import Runner
 from forerun.types import NUM_ALTERNATIVES, Draft, Proposal
 from forerun.verify import Noise
 from tests import tiny
-from tests.draft.asking import compiled, refused, row
 from tests.draft.heads import ALL, CACHED, CASES, FILL_IN, KINDS, PLAIN, ROOM, head_of
-from tests.draft.twins import target
-from tests.draft.watching import (
+from tests.draft.helpers import make_request, needs_native, refused
+from tests.draft.recording import (
     ACCEPTANCE,
-    Watch,
+    LogitRecorder,
+    assert_equals_twin,
     chain_of,
     engine_of,
     native_view,
     run,
-    same_as_twin,
-    show,
+    show_states,
 )
+from tests.draft.twins import target
 from tests.engine import build
 from tests.texts import plain
 
@@ -65,33 +65,35 @@ def depth_of(kind: str, head: Any) -> int:
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("width", [1, 3])
 def test_every_node_has_the_logits_of_the_twin(
-    kind: str, shape: str, width: int, watch: Watch
+    kind: str, shape: str, width: int, recorder: LogitRecorder
 ) -> None:
     """Chains and trees, several requests at once, in small chunks, whatever was accepted before."""
     head = head_of(kind, shape)
     requests = run(engine_of(kind, head, width, chunk=5), (2, 3))
     assert sum(request.stats.drafted for request in requests) > 10
-    same_as_twin(watch, kind, head, every=width)
-    assert {len(path) for _, path, *_ in watch.seen} == set(range(min(4, depth_of(kind, head))))
+    assert_equals_twin(recorder, kind, head, every=width)
+    assert {len(path) for _, path, *_ in recorder.nodes} == set(range(min(4, depth_of(kind, head))))
 
 
 @pytest.mark.parametrize("kind", CACHED)
 def test_small_chunks_and_preemption(
-    kind: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    kind: str, recorder: LogitRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States come in pieces, wait fused, and begin anew, some after a prefix that was not shown."""
     monkeypatch.setattr(hidden_states, "CHUNK", 5)
     head = head_of(kind)
     requests = run(engine_of(kind, head, 2, chunk=3, tokens=112), range(8), 12, 3)
     assert sum(r.stats.preemptions for r in requests) > 0
-    assert {first > 0 for *_, first, _ in watch.seen} == {False, True}
-    same_as_twin(watch, kind, head, every=7)
+    assert {first > 0 for *_, first, _ in recorder.nodes} == {False, True}
+    assert_equals_twin(recorder, kind, head, every=7)
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("draft", ["it", "off"])
+@pytest.mark.parametrize("draft", ["head", "off"])
 @pytest.mark.parametrize("kind", CACHED)
-def test_cache_rows_of_a_cached_prefix_are_shared(kind: str, draft: str, watch: Watch) -> None:
+def test_cache_rows_of_a_cached_prefix_are_shared(
+    kind: str, draft: str, recorder: LogitRecorder
+) -> None:
     """The target shows the states of a prefix once; later requests find what was computed from
     them, or do without if nothing was."""
     head, prompt = head_of(kind), build.prompts()[7]
@@ -99,33 +101,35 @@ def test_cache_rows_of_a_cached_prefix_are_shared(kind: str, draft: str, watch: 
     first = engine.add(prompt, build.params(1, 0.8, 12), draft=draft, depth=3)
     build.finish(engine)
     for seed in (2, 3):
-        del watch.seen[:]
-        again = engine.add(list(first.tokens), build.params(seed, 0.8, 14), draft="it", depth=3)
+        del recorder.nodes[:]
+        again = engine.add(list(first.tokens), build.params(seed, 0.8, 14), draft="head", depth=3)
         build.finish(engine)
         cached = again.stats.cached_tokens
         assert cached > len(prompt)
-        assert {begin for *_, begin, _ in watch.seen} == {0 if draft == "it" else cached}
-        same_as_twin(watch, kind, head, every=2)
+        assert {begin for *_, begin, _ in recorder.nodes} == {0 if draft == "head" else cached}
+        assert_equals_twin(recorder, kind, head, every=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_lag_is_read_when_a_draft_is_requested_again(kind: str, watch: Watch) -> None:
+def test_a_long_lag_is_read_when_a_draft_is_requested_again(
+    kind: str, recorder: LogitRecorder
+) -> None:
     head = head_of(kind)
     engine = engine_of(kind, head)
-    request = engine.add(build.prompts()[2], build.params(2, 0.8, 26), draft="it", depth=0)
+    request = engine.add(build.prompts()[2], build.params(2, 0.8, 26), draft="head", depth=0)
     for _ in range(15):
         engine.step_or_raise()
     request.depth = 3
     build.finish(engine)
-    assert len(watch.seen[0][0]) > 20
-    same_as_twin(watch, kind, head)
+    assert len(recorder.nodes[0][0]) > 20
+    assert_equals_twin(recorder, kind, head)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ratio_rules_see_the_logits_of_the_twin(kind: str, watch: Watch) -> None:
+def test_ratio_rules_see_the_logits_of_the_twin(kind: str, recorder: LogitRecorder) -> None:
     head = head_of(kind)
     run(engine_of(kind, head, 3, rule="tree"), (0, 1), depth=3)
-    same_as_twin(watch, kind, head, every=2)
+    assert_equals_twin(recorder, kind, head, every=2)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [
@@ -136,14 +140,14 @@ def test_ratio_rules_see_the_logits_of_the_twin(kind: str, watch: Watch) -> None
 def test_q_is_the_distribution_of_the_logits(kind: str, shape: str | None) -> None:
     """And proposing twice changes nothing."""
     head = head_of(kind, shape)
-    drafter, params = KINDS[kind].propose(head.double()), SamplingParams(temperature=1.0)
-    show(drafter, 0, TEXT)
+    drafter, params = KINDS[kind].proposer(head.double()), SamplingParams(temperature=1.0)
+    show_states(drafter, 0, TEXT)
     request = DraftRequest(0, TEXT, params, Noise(3, 4), 3, coupled=False, branching=False)
     first, again = drafter.propose([request])[0], drafter.propose([request])[0]
     count = min(3, depth_of(kind, head))
     assert first.tokens == again.tokens and len(first) == 1 + count
     assert set(first.proposals[1:]) == {Proposal.SAMPLED}
-    twin, close = KINDS[kind].twin(head), KINDS[kind].closeness
+    twin, close = KINDS[kind].twin(head), KINDS[kind].tolerance
     for node in range(count):
         expected = twin.logits(TEXT, tuple(first.tokens[1 : node + 1])).softmax(-1)
         assert torch.allclose(torch.from_numpy(first.probs[node]), expected, atol=close)
@@ -151,23 +155,23 @@ def test_q_is_the_distribution_of_the_logits(kind: str, shape: str | None) -> No
 
 @pytest.mark.parametrize(("kind", "tokens"), [("eagle3", 16), ("block", 24)])
 def test_without_states_or_room_there_is_no_draft(kind: str, tokens: int) -> None:
-    drafter: Any = KINDS[kind].propose(head_of(kind).double(), tokens=tokens, slots=4)
+    drafter: Any = KINDS[kind].proposer(head_of(kind).double(), tokens=tokens, slots=4)
 
     def drafted(slot: int, text: tuple[int, ...], depth: int = 2) -> int:
-        return len(drafter.propose([row(text, depth=depth, slot=slot)])[0]) - 1
+        return len(drafter.propose([make_request(text, depth=depth, slot=slot)])[0]) - 1
 
     short, late, long = (5, 6, 7), (5, 6, 7, 8, 9, 10), tuple(range(5, 15))
     assert drafted(0, short) == 0, "never opened"
-    show(drafter, 0, (5,))
+    show_states(drafter, 0, (5,))
     assert drafted(0, (5,)) == 0, "there is no state before the only token"
-    show(drafter, 0, short)
+    show_states(drafter, 0, short)
     assert drafted(0, (*short, 8)) == 0, "the state before the root was not shown"
     assert drafted(0, short) == 2
     if kind == "block":
         assert drafted(0, short, depth=9) == 4, "no deeper than its block"
-    show(drafter, 1, late, first=3)
+    show_states(drafter, 1, late, first=3)
     assert drafted(1, late) == 2, "a cached prefix was not shown"
-    show(drafter, 2, long)
+    show_states(drafter, 2, long)
     assert drafted(2, long) == 0, "no room in the pool"
     drafter.close(0)
     assert drafted(2, long) == 2, "there is when another request is gone"
@@ -222,7 +226,7 @@ def drafted_by(name: str, head: Any, text: list[int], width: int = 1) -> Request
     """What comes of drafting the text again."""
     kind, _ = KNOWING[name]
     engine = engine_of(kind, head, width)
-    request = engine.add(text[:PROMPT], PARAMS[kind], draft="it", depth=DEPTH)
+    request = engine.add(text[:PROMPT], PARAMS[kind], draft="head", depth=DEPTH)
     build.finish(engine)
     assert request.tokens == text
     return request.stats
@@ -247,7 +251,7 @@ def test_a_head_that_knows_the_text_is_right_about_all_of_it(name: str) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(("kind", "noise"), [("eagle3", 1.0), ("block", 0.03)])
 def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(
-    kind: str, noise: float, width: int, watch: Watch
+    kind: str, noise: float, width: int, recorder: LogitRecorder
 ) -> None:
     """A head that half knows the text has all, some or none of a draft accepted."""
     head, text = knowing(kind)
@@ -258,7 +262,7 @@ def test_nothing_of_a_draft_stays_whether_it_was_accepted_or_not(
     accepted = {accepted for drafted, accepted in stats.rounds if drafted}
     assert accepted >= {1, DEPTH} if kind == "eagle3" else len(accepted) > 2
     assert stats.accepted < stats.drafted
-    same_as_twin(watch, kind, head, every=width)
+    assert_equals_twin(recorder, kind, head, every=width)
 
 
 # ---------------------------------------------------------------- in one native call
@@ -324,7 +328,7 @@ IN_ONE_CALL = [
 
 
 @pytest.mark.one_in(2)
-@compiled
+@needs_native
 @pytest.mark.parametrize(("kind", "shape", "family"), IN_ONE_CALL)
 def test_a_round_in_one_call_is_the_draft_level_by_level(
     kind: str, shape: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +348,7 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
             else:
                 patched.setattr(HiddenStateProposer, "draft_natively", lambda *_: False)
             own_view = view if way != "torch" else replace(view, form=None)
-            drafter = KINDS[kind].propose(head, own_view)
+            drafter = KINDS[kind].proposer(head, own_view)
             if way != "one call" and kind in MEDUSA_LOADERS:
                 drafter.native = None
             rows.begin(drafter)
@@ -365,13 +369,13 @@ def test_a_round_in_one_call_is_the_draft_level_by_level(
     assert len({token for draft in drafts[0][0] for token in draft.tokens[1:]}) > min(4, deepest)
 
 
-@compiled
+@needs_native
 def test_a_long_prompt_is_read_in_pieces_before_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_states, "CHUNK", 4)
     view, head = native_view(), head_of("eagle3")
     rows, drafts = Rows(head, view), []
     for form in ("float32", None):
-        drafter = KINDS["eagle3"].propose(head, replace(view, form=form))
+        drafter = KINDS["eagle3"].proposer(head, replace(view, form=form))
         rows.begin(drafter)
         continued, show_more = rows.continued((0, 11, 3, 25))
         torch.manual_seed(1)
@@ -382,7 +386,7 @@ def test_a_long_prompt_is_read_in_pieces_before_a_round(monkeypatch: pytest.Monk
     assert drafts[0][0] == drafts[1][0] and drafts[0][1]
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("kind", "shape"), [
     ("eagle3", "plain"), ("eagle3", "reduced vocabulary"), ("eagle3", "joined pairs"), ("eagle", "as published"),
@@ -403,7 +407,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
     ]
 
     def proposed(floors: Sequence[float]) -> list[Draft]:
-        drafter = KINDS[kind].propose(head, view)
+        drafter = KINDS[kind].proposer(head, view)
         assert drafter.ends_chains and drafter.extra_nodes == NUM_ALTERNATIVES
         rows.begin(drafter)
         return drafter.propose(
@@ -440,7 +444,7 @@ def test_chains_end_where_confidence_falls_below_the_floor(
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=compiled)])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize(("kind", "shape"), [
     *((kind, None) for kind in KINDS), ("eagle3", "reduced vocabulary"), ("eagle", "a head of its own"),
     ("mtp", "some tokens"), ("medusa", "vLLM's, some tokens"),
@@ -465,7 +469,7 @@ def test_a_user_s_directory(kind: str, shape: str | None, kernels: str, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_another_target_are_refused_in_one_line(kind: str, other: dict[str, int]) -> None:
     with refused(LoadError, r"trained for it|this one has|none of its own"):
-        KINDS[kind].propose(head_of(kind), replace(target(), **other))
+        KINDS[kind].proposer(head_of(kind), replace(target(), **other))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
@@ -483,4 +487,4 @@ def test_heads_of_another_target_are_refused_in_one_line(kind: str, other: dict[
 )
 def test_a_head_that_does_not_fit(kind: str, changes: dict[str, Any], says: str) -> None:
     with refused(LoadError, says):
-        KINDS[kind].propose(KINDS[kind].make("llama", **changes))
+        KINDS[kind].proposer(KINDS[kind].make("llama", **changes))

@@ -35,8 +35,8 @@ from forerun.models.gguf.container import open_gguf
 from forerun.models.local import LocalModel
 from forerun.runtime.native import NativeDecoder
 from tests import tiny
-from tests.draft.asking import compiled, refused, row
 from tests.draft.heads import ROOM
+from tests.draft.helpers import make_request, needs_native, refused
 from tests.draft.test_stored_module import trained
 from tests.draft.twins import (
     ERNIE_PARTS,
@@ -179,7 +179,7 @@ def last_states(tokens: list[int], target: Any) -> dict[int, Tensor]:
     return features_of(target, tokens[:-1], (target.config.layers,))
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 @pytest.mark.parametrize("form", [None, "float32"])
 def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
@@ -187,7 +187,7 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     target = decoder(family)
     states = last_states(TOKENS, target)
     drafter = shown(model(family), replace(view_of(target), form=form), states)
-    (draft,) = drafter.propose([row(TOKENS, depth=1, branching=False)])
+    (draft,) = drafter.propose([make_request(TOKENS, depth=1, branching=False)])
     twin = twin_of(family)
     expected = twin.outputs(TOKENS[1:], states[target.config.layers])[-1]
     output = as_tensor(drafter._last[0])[None]
@@ -203,7 +203,7 @@ def test_a_module_of_mimo_computes_what_it_should(tmp_path: Path) -> None:
     target = tiny.decoder(path)
     states = last_states(tokens, target)
     drafter = shown(path, view_of(target), states, tokens)
-    (draft,) = drafter.propose([row(tokens, depth=1)])
+    (draft,) = drafter.propose([make_request(tokens, depth=1)])
     expected = MimoTwin(path, target.config).logits_of(tokens, states[target.config.layers])
     logits = drafter.head.logits(as_tensor(drafter._last[0])[None])[0]
     assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-9)
@@ -217,7 +217,7 @@ def test_mimo_drafts_with_its_own_layer(kernels: str, tmp_path: Path) -> None:
     drafted_as_plain(llm, warm(), {"depth": 3})
 
 
-@compiled
+@needs_native
 def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
     """EXAONE 4.5 is EXAONE 4 as one part of a model; its module is beside that part."""
     stored = load_file(model("exaone4") / "model.safetensors")
@@ -238,7 +238,7 @@ def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
     """Several steps deep, and after drafts of which nothing was kept."""
@@ -249,7 +249,7 @@ def test_drafts_on_the_native_kernels_are_those_of_torch(family: str) -> None:
         drafter = shown(model(family), view, last_states(TOKENS[:4], target))
         for count in (4, 6, len(TOKENS)):
             drafter.observe(0, 0, last_states(TOKENS[:count], target))
-            request = row(TOKENS[:count], depth=5)
+            request = make_request(TOKENS[:count], depth=5)
             found += [drafter.propose([request])[0].tokens for _ in range(2)]
         drafts.append(found)
     assert drafts[0] == drafts[1] and [len(tokens) for tokens in drafts[0]] == [6] * 6
@@ -279,7 +279,7 @@ def fp8_twins(tmp_path: Path, family: str) -> tuple[Path, Path]:
     return directories
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None:
     """It is found, and computes with the numbers that are stored."""
@@ -288,7 +288,7 @@ def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None
     for directory in directories:
         assert has_own_module(directory)
         drafter = shown(directory, replace(view_of(decoder(family)), form=None), states)
-        drafter.propose([row(TOKENS, depth=1)])
+        drafter.propose([make_request(TOKENS, depth=1)])
         outputs.append(as_tensor(drafter._last[0]))
     assert torch.allclose(*outputs, atol=1e-5)
     drafted_as_plain(LLM(directories[0], draft="mtp", kv_tokens=1024), warm(), {"depth": 3})
@@ -298,7 +298,7 @@ def test_a_module_in_a_quantized_checkpoint(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.one_in(3)
-@compiled
+@needs_native
 @families
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_is_found_without_being_named(
@@ -318,7 +318,7 @@ def test_it_is_found_without_being_named(
     assert found.draft == "suffix+mtp", "forerun models names what serve drafts with"
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("family", QUANTIZED_GGUFS)
 def test_it_is_found_in_a_gguf_file(
@@ -333,7 +333,7 @@ def test_it_is_found_in_a_gguf_file(
     assert found.draft == "suffix+mtp", "forerun models names what serve drafts with"
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", QUANTIZED_GGUFS)
 def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
     """The native kernels hold the file's own numbers, and torch computes the same from them."""
@@ -348,7 +348,7 @@ def test_matrices_of_a_gguf_file_stay_as_they_are_stored(family: str) -> None:
         assert matrix.form == FORMS[stored[f"blk.4.{name}.weight"].kind]
     states = last_states(TOKENS, decoder(family))
     drafter = shown(model(family), replace(view, form=None), states)
-    drafter.propose([row(TOKENS, depth=1, branching=False)])
+    drafter.propose([make_request(TOKENS, depth=1, branching=False)])
     expected = twin_of(family).outputs(TOKENS[1:], states[view.layers])[-1]
     found = drafter.head.next_state(as_tensor(drafter._last[0])[None])[0].double()
     assert torch.allclose(found, expected, atol=1e-4)
@@ -394,7 +394,7 @@ def with_trained(directory: Path, family: str) -> tuple[Path, Path]:
     return directory / "model", module
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_a_trained_module_in_a_checkpoint_is_found(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -417,7 +417,7 @@ def test_a_trained_module_in_a_checkpoint_is_found(
         assert counts[0] == counts[1]
 
 
-@compiled
+@needs_native
 def test_a_trained_module_that_is_incomplete_is_one_line(tmp_path: Path) -> None:
     directory, _ = with_trained(tmp_path, "llama")
     stored = load_file(directory / "mtp.safetensors")
@@ -452,7 +452,7 @@ def quantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored | {"mtp.fc.weight_scale_inv": torch.ones(1, 1)}
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(
     ("raw", "edit", "says"),
     [
@@ -474,7 +474,7 @@ def test_a_module_that_cannot_be_used_is_one_line(
     assert automatic("auto", directory, "avx512") == "suffix"
 
 
-@compiled
+@needs_native
 def test_auto_goes_on_without_a_module_whose_tensors_are_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,7 +517,7 @@ def gguf_with(tmp_path: Path, changes: dict[str, Any], family: str = "glm4_moe/F
     return path
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
@@ -552,7 +552,7 @@ def test_a_module_of_a_gguf_file_that_cannot_be_used_is_one_line(
     assert LLM(path, kv_tokens=256).draft == "suffix"
 
 
-@compiled
+@needs_native
 def test_copies_of_the_target_s_tensors_in_a_gguf_file_are_not_read(tmp_path: Path) -> None:
     copies = {
         f"blk.4.nextn.{name}.weight": np.zeros((64, 32), np.float32)
@@ -563,7 +563,7 @@ def test_copies_of_the_target_s_tensors_in_a_gguf_file_are_not_read(tmp_path: Pa
     load_own_module(path, view_of(decoder("glm4_moe/F32")))
 
 
-@compiled
+@needs_native
 def test_a_misshapen_tensor_is_one_line(tmp_path: Path) -> None:
     shutil.copytree(model("deepseek_v3"), directory := tmp_path / "model")
     stored = load_file(directory / "model.safetensors")

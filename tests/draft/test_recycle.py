@@ -26,7 +26,7 @@ from forerun.draft.recycle import (
 )
 from forerun.types import Draft
 from tests import tiny
-from tests.draft.asking import refused, row
+from tests.draft.helpers import make_request, refused
 
 VOCAB = 300
 
@@ -165,13 +165,13 @@ def test_a_tenants_thoughts_are_its_own() -> None:
     recycle.open(0, [1, 2], tenant="a")
     recycle.open(1, [1, 2], tenant="b")
     recycle.learn(0, [1, 2], Draft.root(2), logits_of(1))
-    own, other = recycle.propose([row([1, 2]), row([1, 2], slot=1)])
+    own, other = recycle.propose([make_request([1, 2]), make_request([1, 2], slot=1)])
     assert len(own) > 1 and len(other) == 1
     recycle.close(0, [1, 2])
     recycle.open(0, [1, 2], tenant="a")
-    assert len(recycle.propose([row([1, 2])])[0]) > 1, "it outlives the request"
+    assert len(recycle.propose([make_request([1, 2])])[0]) > 1, "it outlives the request"
     recycle.forget()
-    assert len(recycle.propose([row([1, 2])])[0]) == 1
+    assert len(recycle.propose([make_request([1, 2])])[0]) == 1
 
 
 def test_tables_are_bounded_and_those_in_use_stay() -> None:

@@ -40,7 +40,7 @@ from forerun.draft.retrieval import (
 )
 from forerun.models.tokenizer import Tokenizer
 from tests import tiny
-from tests.draft.asking import refused, row
+from tests.draft.helpers import make_request, refused
 from tests.engine import build
 
 VOCAB = 300
@@ -63,7 +63,7 @@ def segment_of(texts: list[list[int]], vocab: int = 50, twin: bool = False) -> I
 
 def drafted(drafter: Retrieval, tokens: list[int], *slots: int) -> list[list[int]]:
     """What is drafted behind the same text in each slot."""
-    drafts = drafter.propose([row(tokens, depth=8, slot=slot) for slot in slots])
+    drafts = drafter.propose([make_request(tokens, depth=8, slot=slot) for slot in slots])
     return [draft.tokens[1:] for draft in drafts]
 
 
@@ -428,7 +428,7 @@ def test_what_fits_is_drafted_behind_two_tokens_and_wins_ties(
     )
 
     def said(tokens: list[int]) -> tuple[int, list[int]]:
-        (draft,) = drafter.propose([row(tokens, depth=8)])
+        (draft,) = drafter.propose([make_request(tokens, depth=8)])
         return draft.match_length, draft.tokens[1:]
 
     drafter.open(0, [99])  # about nothing that is known

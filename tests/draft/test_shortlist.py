@@ -21,7 +21,7 @@ from forerun.models.shortlist import Shortlist
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Forward
 from tests import other_words, tiny
-from tests.draft.asking import KERNELS, compiled, refused
+from tests.draft.helpers import KERNELS, needs_native, refused
 from tests.engine import build
 
 PROMPTS = [[5, 6, 7, 8], [9] * 6, [3, 1, 4, 1, 5]]
@@ -114,7 +114,7 @@ def test_a_list_beside_a_model_is_used_and_an_option_comes_before_it(
     assert alone.decoder.shortlist is None, "a target predicts all tokens"
 
 
-@compiled
+@needs_native
 def test_a_target_that_drafts_for_itself(listed: Path) -> None:
     options: Any = {"draft_shortlist": str(listed), "kv_tokens": 512, "depth": 4}
     llm = LLM(tiny.family("llama"), draft="self:int8", **options)

@@ -32,8 +32,8 @@ from forerun.models.gguf.container import NewTensor, append_tensors, open_gguf
 from forerun.models.local import LocalModel
 from tests import tiny
 from tests.cli.test_main import run
-from tests.draft.asking import compiled, refused
 from tests.draft.heads import head_of
+from tests.draft.helpers import needs_native, refused
 from tests.gguf_files import finish, written, written_with_module
 
 # dense models of three kinds of norms, a hybrid, and models with modules of their own
@@ -64,7 +64,7 @@ def trained(
     return directory
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_stored_module_drafts_as_it_does_apart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ BROKEN: list[tuple[Any, dict[str, int], str]] = [
 ]  # fmt: skip
 
 
-@compiled
+@needs_native
 @pytest.mark.parametrize(("edit", "numbers", "says"), BROKEN)
 def test_a_stored_module_that_cannot_be_used_is_one_line(
     edit: Any, numbers: dict[str, int], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,12 +19,12 @@ from forerun.draft.proposer import Proposer, Reference
 from forerun.draft.suffix import Alignment, Cursor, References, Suffix, SuffixAutomaton
 from forerun.kernels import native
 from forerun.types import MEMORY, Draft
-from tests.draft.asking import row
+from tests.draft.helpers import make_request
 
 
 def propose(proposer: Proposer, tokens: Sequence[int], depth: int = 5, slot: int = 0) -> list[int]:
     """The root and what is drafted behind it."""
-    return proposer.propose([row(tokens, depth=depth, slot=slot)])[0].tokens
+    return proposer.propose([make_request(tokens, depth=depth, slot=slot)])[0].tokens
 
 
 def occurs(part: Sequence[int], text: Sequence[int]) -> bool:
@@ -234,7 +234,7 @@ def test_a_tenant_drafts_from_its_own_memory_alone_and_says_so() -> None:
     finish(proposer, [1, 2, 3, 4, 5], "one")
     for slot, tenant in enumerate(("one", "two", "")):
         proposer.open(slot, [], tenant=tenant)
-    drafts = proposer.propose([row([1, 2], slot=slot) for slot in range(3)])
+    drafts = proposer.propose([make_request([1, 2], slot=slot) for slot in range(3)])
     assert [draft.tokens for draft in drafts] == [[2, 3, 4], [2], [2]]
     assert drafts[0].sources == ["", MEMORY, MEMORY], "it is no copy of the request's own text"
 
@@ -263,7 +263,7 @@ def test_it_knows_where_it_has_no_draft(shortest: int) -> None:
             suffix.open(0, text[:3])
         for end in range(3, len(text) + 1):
             has_draft = asked.has_draft(0, text[:end])
-            drafts = [suffix.propose([row(text[:end])])[0] for suffix in (asked, plain)]
+            drafts = [suffix.propose([make_request(text[:end])])[0] for suffix in (asked, plain)]
             assert drafts[0] == drafts[1] and (has_draft or len(drafts[0]) == 1)
             found.add(has_draft)
         for suffix in (asked, plain):
@@ -341,7 +341,7 @@ def test_the_proposer_reads_its_lag_and_a_cascade_falls_through() -> None:
 
     def draft_of(tokens: list[int]) -> Draft:
         """The draft of the first part that has one."""
-        drafts = (part.propose([row(tokens)])[0] for part in cascade.parts)
+        drafts = (part.propose([make_request(tokens)])[0] for part in cascade.parts)
         return next(draft for draft in drafts if len(draft) > 1)
 
     cascade.open(0, [1, 2, 1], references)
