@@ -558,7 +558,7 @@ def test_a_cascade_drafts_no_deeper_than_each_request_asks() -> None:
 def test_cascades_learn_the_cost_of_one_forward_pass(
     kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model drafts its tokens level by level or in one call; reading a prompt does not count."""
+    """The model drafts tokens level by level or in one call; reading a prompt does not count."""
     (model,) = models(kernels, 1)
     clock, passes = [0.0], Runner.forward
     monkeypatch.setattr(draft_model.time, "thread_time", lambda: clock[0])

@@ -90,7 +90,7 @@ def test_behind_a_token_that_the_head_lacks_there_is_no_draft() -> None:
     ("mtp", "all tokens"), ("eagle", "as published"), ("eagle", "biases and an embedding"),
 ])  # fmt: skip
 def test_the_native_layer_equals_the_trained_module(kind: str, shape: str, form: str) -> None:
-    """Outputs of committed pairs, and in float32 native_drafts trees; the trained head is left as it was."""
+    """Outputs of committed pairs, and in float32 trees, agree; the trained head is unchanged."""
     native.start(2)
     head, tokens = head_of(kind, shape), (5, 6, 7, 8, 9, 10, 11)
     outputs, trees = [], []

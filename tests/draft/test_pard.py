@@ -50,7 +50,7 @@ def proposer(family: str = "llama", width: int = 1) -> Pard:
 def test_every_level_has_the_logits_of_transformers(
     family: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests differ in depth and in what is committed in between; some lag by more than a pass."""
+    """Requests differ in depth and in the committed tokens; some lag by more than a pass."""
     seen: list[tuple[list[int], Tensor]] = []
     grow_all = draft_model.grow_all
 

@@ -1,5 +1,5 @@
-"""Self-speculation: a model drafts with part of its own layers or keys, on its own cache, and leaves
-that cache as it was."""
+"""Self-speculation: a model drafts with part of its layers or keys, on its own cache, and does not
+change that cache."""
 
 from __future__ import annotations
 
