@@ -199,7 +199,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 ALL = [(kind, shape) for kind in KINDS for shape in SHAPES[kind]]
 CASES = [
     case for case in ALL if "fewer tokens" not in case[1]
-]  # such a head rarely reads a whole text
+]  # such a head can rarely read a full text
 
 
 def head_of(kind: str, shape: str | None = None, family: str = "llama") -> Any:

@@ -96,7 +96,7 @@ def test_comparing_with_the_twin_detects_faults(
         assert_equals_twin(recorder, "block", expected)
 
 
-# ---------------------------------------------------------------- how far it goes
+# ---------------------------------------------------------------- the depth of drafts
 
 
 @pytest.mark.parametrize("width", [1, 3])

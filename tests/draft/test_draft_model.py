@@ -383,29 +383,24 @@ def test_behind_a_token_that_the_drafter_lacks_there_is_no_draft(sized: dict[int
     """A target may emit tokens for which a smaller drafter has no embedding."""
     drafter = DraftModel(Runner(sized[56], tokens=512, page=4, slots=2), tiny.VOCAB)
     good = [t % 56 for t in text_of(8, 9)]
-    drafter.open(0, [1, 2, 60, 3])
-    drafter.open(1, good)
-    drafts = drafter.propose([make_request([1, 2, 60, 3]), make_request(good, slot=1)])
+    drafts = drafts_of(drafter, [make_request([1, 2, 60, 3]), make_request(good, slot=1)])
     assert drafts[0].tokens == [3]
     assert_equals_naive(sized[56], make_request(good, slot=1), 1, drafts[1])
 
 
 def test_a_slot_that_is_used_again() -> None:
     drafter, first, second = proposer(2), text_of(14, 1), text_of(9, 2)
-    drafter.open(0, first)
-    drafter.propose([make_request(first, WARM)])
+    drafts_of(drafter, [make_request(first, WARM)])
     drafter.close(0, first)
-    drafter.open(0, second)
     request = make_request(second, WARM)
-    assert_equals_naive(decoder(), request, 2, drafter.propose([request])[0])
+    assert_equals_naive(decoder(), request, 2, drafts_of(drafter, [request])[0])
     drafter.runner.cache.pages.check()
 
 
 def test_a_preempted_request_comes_back_in_another_slot() -> None:
     """Its cached tokens are found again, and its draft is the same."""
     drafter, text = proposer(2), text_of(22, 3)
-    drafter.open(0, text)
-    before = drafter.propose([make_request(text, WARM)])
+    before = drafts_of(drafter, [make_request(text, WARM)])
     drafter.close(0)
     drafter.open(2, text)
     assert drafter.runner.cache.length[2] == 20
@@ -475,8 +470,7 @@ def test_coupled_cascades_draft_what_the_model_alone_drafts(
 def test_a_cascade_takes_fewer_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, other, passes = proposer(), proposer(), list[int]()
     one = make_request(text_of(9), depth=6)
-    alone.open(0, one.tokens)
-    (expected,) = alone.propose([one])
+    (expected,) = drafts_of(alone, [one])
     cascade = Cascade(Scripted({0: expected.tokens[1:5]}), other)
     cascade.open(0, one.tokens)
     forward = Runner.forward
@@ -499,8 +493,7 @@ def test_probs_of_a_cascade_are_those_of_the_model(params: SamplingParams) -> No
         one = replace(
             make_request(text, params, depth=5), coupled=False, noise=Noise(seed, len(text) - 1)
         )
-        cascade.open(0, text)
-        (draft,) = cascade.propose([one])
+        (draft,) = drafts_of(cascade, [one])
         assert len(draft) == 6
         assert draft.proposals[1:] == [Proposal.SAMPLED] * 5
         assert draft.parents == list(range(-1, 5))
@@ -577,8 +570,7 @@ def test_cascades_learn_the_cost_of_one_forward_pass(
     monkeypatch.setattr(Runner, "forward", forward)
     monkeypatch.setattr(Runner, "draft_chains", at_once)
     cascade, text = Cascade(Scripted({0: [5] * 2}), model), text_of(90, 3)
-    cascade.open(0, text)
-    cascade.propose([make_request(text, depth=6)])
+    drafts_of(cascade, [make_request(text, depth=6)])
     assert 90 not in cascade.policy.forward_costs.sizes
     assert max(cascade.policy.forward_costs.sizes, default=0) <= 3
     for _ in range(3):

@@ -606,9 +606,9 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FILES)
 def test_a_broken_file_is_refused_in_one_line(fault: str, tmp_path: Path) -> None:
-    file, spoil, message = FILES[fault]
+    file, damage, message = FILES[fault]
     directory = published.eagle3()[1].write(tmp_path / "head")
-    spoil(directory / file)
+    damage(directory / file)
     with pytest.raises(LoadError, match=message) as error:
         load_head(directory, target())
     assert str(directory) in str(error.value) and "\n" not in str(error.value)

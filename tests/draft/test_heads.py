@@ -93,8 +93,7 @@ def test_small_chunks_and_preemption(
 def test_cache_rows_of_a_cached_prefix_are_shared(
     kind: str, draft: str, recorder: LogitRecorder
 ) -> None:
-    """The target gives the states of a prefix once; later requests reuse what was computed from
-    them, or do without."""
+    """The target gives states once; later requests reuse what was computed of them, or nothing."""
     head, prompt = head_of(kind), build.prompts()[7]
     engine = engine_of(kind, head, chunk=5)
     first = engine.add(prompt, build.params(1, 0.8, 12), draft=draft, depth=3)
@@ -235,9 +234,8 @@ def drafted_by(name: str, head: Any, text: list[int], width: int = 1) -> Request
 
 @pytest.mark.parametrize("name", FITTED)
 def test_a_head_fitted_to_a_text_predicts_all_of_it(name: str) -> None:
-    """A head that reads the states of the wrong position or layer still drafts, only worse. If it
-    were off by one it would predict nothing, like a block drafter whose slots are read as those of
-    the other layout."""
+    """If it read the states of the wrong position it would predict nothing, like a block drafter
+    whose slots are read as those of the other layout."""
     head, text = fitted(name)
     stats = drafted_by(name, head, text)
     assert stats.accepted == stats.drafted > 15

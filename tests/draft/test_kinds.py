@@ -76,9 +76,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
 @pytest.mark.parametrize(
     ("raw", "tensors", "name", "draft"), ROWS, ids=lambda value: str(value)[:50]
 )
-def test_each_kind_is_recognised(
-    raw: dict[str, Any], tensors: tuple[str, ...], name: str, draft: str
-) -> None:
+def test_each_kind(raw: dict[str, Any], tensors: tuple[str, ...], name: str, draft: str) -> None:
     kind = recognise(Look(raw, tensors, tokenizer=True))
     assert (kind.name, kind.draft) == (name, draft)
     assert bool(kind.draft) != bool(kind.why) and kind.title

@@ -34,8 +34,7 @@ def fitted(states: torch.Tensor, tokens: list[int], vocab: int) -> MedusaHeads:
 
 
 def test_heads_read_the_state_of_the_token_before_the_root() -> None:
-    """Heads fitted to the states of a text predict all of it; off by one they would predict
-    nothing."""
+    """Heads fitted to the states of a text predict all of it; off by one they would not."""
     decoder = tiny.decoder(tiny.family("llama"))
     view = view_of(decoder)
     room = {"tokens": 256, "page": 4, "slots": 1}

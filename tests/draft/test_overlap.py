@@ -27,6 +27,7 @@ from tests.draft.helpers import (
     SETTINGS,
     WARM,
     assert_same_draft,
+    drafts_of,
     make_request,
     refused,
 )
@@ -98,7 +99,7 @@ def test_drafts_equal_those_of_the_model_alone(
     assert model.runner.cache.pages.available == model.runner.cache.pages.count
 
 
-def test_levels_that_were_drafted_ahead_take_no_forward_pass(
+def test_levels_drafted_ahead_take_no_forward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the levels that are left take one."""
@@ -110,8 +111,7 @@ def test_levels_that_were_drafted_ahead_take_no_forward_pass(
     for done, left in ((None, 0), (4, 1), (3, 2), (2, 3)):
         ahead, text = Driven(model), text_of(9)
         ahead.passes = done
-        ahead.open(0, text)
-        (draft,) = ahead.propose([make_request(text, depth=4)])
+        (draft,) = drafts_of(ahead, [make_request(text, depth=4)])
         ahead.begin_overlap([make_request(text, depth=4)], [draft])
         text += ahead._lookaheads[0].branches[0].outcome
         passes.clear()
@@ -122,13 +122,11 @@ def test_levels_that_were_drafted_ahead_take_no_forward_pass(
 
 
 def test_outcomes_are_ranked_with_the_noise_of_the_target() -> None:
-    """A target that agrees with the model draws what the model draws, at any temperature, if the
-    noise is known."""
+    """A target that agrees with the model draws the same tokens, since the noise is known."""
     for params in (WARM, replace(WARM, temperature=1.5), FILTERED):
         (model,) = models("torch", 1)
         ahead, text = Driven(model, outcomes=4), text_of(9)
-        ahead.open(0, text)
-        (deep,) = ahead.propose([make_request(text, params, depth=4)])
+        (deep,) = drafts_of(ahead, [make_request(text, params, depth=4)])
         ahead.begin_overlap([make_request(text, params, depth=3)], [deep.first(3)])
         outcomes = [b.outcome for b in ahead._lookaheads[0].branches]
         assert tuple(deep.tokens[1:]) in outcomes, (
@@ -136,9 +134,7 @@ def test_outcomes_are_ranked_with_the_noise_of_the_target() -> None:
         )
         assert len(set(outcomes)) == 4
         children = {tuple(deep.tokens[1 : n + 1]) for n in range(1, 4)}
-        assert not children & set(outcomes), (
-            "a drafted token cannot end a path that another one leaves"
-        )
+        assert not children & set(outcomes), "a drafted child cannot end a path"
 
 
 def test_where_there_is_no_room_the_model_drafts_alone() -> None:
@@ -146,8 +142,7 @@ def test_where_there_is_no_room_the_model_drafts_alone() -> None:
     small, text = proposer(tokens=32, page=4, slots=2), text_of(20)
     for model, token in ((small, 5), (proposer(vocab=10**6), tiny.VOCAB + 3)):
         ahead = Driven(model)
-        ahead.open(0, text)
-        (draft,) = ahead.propose([make_request(text)])
+        (draft,) = drafts_of(ahead, [make_request(text)])
         assert len(draft) == 5
         ahead.begin_overlap(
             [make_request(text)], [Draft.chain(text[-1], [*draft.tokens[1:], token], "other")]

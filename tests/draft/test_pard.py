@@ -23,7 +23,7 @@ from forerun.draft.tree import Tree
 from forerun.runtime.torch_runner import Runner
 from forerun.types import Proposal
 from tests import tiny
-from tests.draft.helpers import WARM, make_request, pure_params, refused
+from tests.draft.helpers import WARM, drafts_of, make_request, pure_params, refused
 
 MASK = 3
 ROOM = {"tokens": 1024, "page": 4, "slots": 4}
@@ -77,8 +77,7 @@ def test_every_level_has_the_logits_of_transformers(
 
 def test_q_is_the_distribution_of_the_level() -> None:
     drafter, text = proposer(), random.Random(2).choices(range(tiny.VOCAB), k=9)
-    drafter.open(0, text)
-    (draft,) = drafter.propose([make_request(text, WARM, coupled=False, branching=False)])
+    (draft,) = drafts_of(drafter, [make_request(text, WARM, coupled=False, branching=False)])
     assert len(draft) == 5
     assert set(draft.proposals[1:]) == {Proposal.SAMPLED}
     assert draft.probs is not None

@@ -152,10 +152,10 @@ BROKEN: list[tuple[Any, dict[str, int], str]] = [
 
 
 @needs_native
-@pytest.mark.parametrize(("edit", "numbers", "message"), BROKEN)
+@pytest.mark.parametrize(("edit", "keys", "message"), BROKEN)
 def test_a_stored_module_that_cannot_be_used_is_refused_in_one_line(
     edit: Any,
-    numbers: dict[str, int],
+    keys: dict[str, int],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,16 +163,16 @@ def test_a_stored_module_that_cannot_be_used_is_refused_in_one_line(
     """`auto` goes on without it."""
     path, out = target_file("llama/F32"), tmp_path / "both.gguf"
 
-    def spoiled(source: Path, to: Path, tensors: Any, own: Any) -> None:
-        append_tensors(source, to, edit(tensors), dict(own) | numbers)
+    def append_edited(source: Path, to: Path, tensors: Any, own: Any) -> None:
+        append_tensors(source, to, edit(tensors), dict(own) | keys)
 
-    monkeypatch.setattr(own_module, "append_tensors", spoiled)
+    monkeypatch.setattr(own_module, "append_tensors", append_edited)
     store_module(trained(tmp_path / "module", path), path, out)
     view = view_of(tiny.native_decoder(path, form="float32"))
     with refused(LoadError, message):
         load_own_module(out, view)
     monkeypatch.setattr(kinds, "HEAD_PAYS", (native.start(),))
-    if numbers.get("llama.block_count") != 3:  # else the target has a block too much
+    if keys.get("llama.block_count") != 3:  # else the target has a block too much
         assert LLM(out, kv_tokens=256).draft == "suffix"
 
 
@@ -201,13 +201,13 @@ def test_a_module_that_cannot_be_stored_is_refused_in_one_line(tmp_path: Path) -
         assert "\n" not in str(error.value) and not (tmp_path / "new.gguf").exists()
     norm = open_gguf(path).tensors["output_norm.weight"]
     twice = NewTensor(norm.name, "F32", norm.shape, np.zeros(norm.shape, np.float32))
-    for source, tensors, numbers, message in (
+    for source, tensors, keys, message in (
         (path, [twice], {}, "has the tensor output_norm.weight already"),
         (path, [], {"general.architecture": 3}, "is not a whole number"),
         (tmp_path / "part.gguf", [], {}, "one of several shards"),
     ):
         with pytest.raises(LoadError, match=message):
-            append_tensors(source, tmp_path / "new.gguf", tensors, numbers)
+            append_tensors(source, tmp_path / "new.gguf", tensors, keys)
         assert not (tmp_path / "new.gguf").exists()
 
 

@@ -1,4 +1,4 @@
-"""Suffix decoding: both automata find the longest match there is, in this text and in finished ones.
+"""Suffix decoding: both automata find the longest match, in this text and in finished ones.
 
 Matches and their positions are compared with a naive search after every token. Also tested: the
 shared automaton's cursors, its two generations and its bound; drafts, slots and preemption."""
@@ -48,9 +48,8 @@ def texts(letters: int, count: int, length: int) -> list[list[int]]:
         text = generator.choices(range(letters), k=length)
         if i % 3 == 2:
             piece = generator.choices(range(letters), k=5)
-            text = [t for _ in range(length) for t in (*piece, generator.randrange(letters))][
-                :length
-            ]
+            text = [t for _ in range(length) for t in (*piece, generator.randrange(letters))]
+            text = text[:length]
         found.append(text)
     return found
 
@@ -73,9 +72,8 @@ def test_the_twin_has_the_same_matches(letters: int) -> None:
         automaton, twin = SuffixAutomaton(), TwinAutomaton()
         place, expected = (0, 0), (0, 0)
         for _ in range(60):
-            tokens = [
-                generator.randrange(-1, letters) for _ in range(generator.choice([0, 1, 1, 7]))
-            ]
+            count = generator.choice([0, 1, 1, 7])
+            tokens = [generator.randrange(-1, letters) for _ in range(count)]
             automaton.extend(tokens)
             for token in tokens:
                 twin.append(token)

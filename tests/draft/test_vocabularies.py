@@ -107,17 +107,12 @@ def test_tokens_do_not_depend_on_the_pieces_that_were_read(kind: str, text: str)
         at += generator.choice((0, 1, 1, 2, 3, 9, 40))
         before, settled = list(in_pieces.tokens), in_pieces.settled
         unchanged = in_pieces.read(tokens[:at])
-        assert (
-            settled <= unchanged <= min(len(before), len(in_pieces.tokens))
-            and settled <= in_pieces.settled
-        )
+        assert settled <= unchanged <= min(len(before), len(in_pieces.tokens))
+        assert settled <= in_pieces.settled
         assert before[:unchanged] == in_pieces.tokens[:unchanged]
         at_once = read_at_once(kind, tokens[:at])
-        assert (in_pieces.tokens, in_pieces.settled, in_pieces.pending) == (
-            at_once.tokens,
-            at_once.settled,
-            at_once.pending,
-        )
+        for field in ("tokens", "settled", "pending"):
+            assert getattr(in_pieces, field) == getattr(at_once, field)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,9 +128,8 @@ def test_bytes_of_an_unfinished_character_are_held_back(kind: str) -> None:
 
 def test_a_beginning_of_text_token_is_not_doubled() -> None:
     begin = words("target").tokenizer.vocabulary()["<s>"]
-    assert read_at_once("pieces", [begin, *ids("the name")]).tokens == tokenizer("pieces").encode(
-        "the name"
-    )
+    text = read_at_once("pieces", [begin, *ids("the name")])
+    assert text.tokens == tokenizer("pieces").encode("the name")
 
 
 # ---------------------------------------------------------------- back to the target's tokens

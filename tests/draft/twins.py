@@ -30,8 +30,7 @@ def target(family: str = "llama") -> TargetView:
 
 @functools.cache
 def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Tensor:
-    """The target's states of each token, side by side, from one pass over the whole text. [T, n *
-    H]"""
+    """Return the target's states of each token, side by side, from one forward pass. [T, n * H]"""
     states = features_of(tiny.decoder(tiny.family("llama")), tokens, aux_hidden_layers)
     return torch.cat([states[layer] for layer in aux_hidden_layers], -1)
 
@@ -39,7 +38,7 @@ def states_of(tokens: tuple[int, ...], aux_hidden_layers: tuple[int, ...]) -> Te
 def features_of(
     decoder: Any, tokens: Sequence[int], aux_hidden_layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """A target's states of each token by layer, from one pass over the whole text."""
+    """Return a target's states of each token by layer, from one forward pass."""
     runner = Runner(decoder, tokens=256, page=256, slots=1)
     runner.cache.pages.grow(0, len(tokens))
     segment = Segment.chain(0, list(tokens))
@@ -537,8 +536,7 @@ class BlockTwin(Twin):
         return float(self.product(read, "confidence_head.proj").sigmoid())
 
     def markov_bias(self, outputs: Tensor, tokens: tuple[int, ...]) -> Tensor:
-        """Return the Markov head's bias: outputs [slots up to this one, Hd], the last of `tokens`
-        stands before this slot."""
+        """Return the Markov head's bias: outputs [slots up to this one, Hd], `tokens` before it."""
         kind, table = self.config.markov.kind, self.w["markov_head.markov_w1.weight"]
         known, rank = table[tokens[-1]], table.shape[1]
         if kind == "gated":

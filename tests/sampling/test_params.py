@@ -122,7 +122,7 @@ def values(params):
 
 
 @pytest.mark.parametrize(
-    "given, model_defaults, differs",  # differs: from forerun's default
+    "given, defaults, differs",  # differs: from forerun's default
     [
         ({}, {}, {}),
         ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
@@ -132,15 +132,11 @@ def values(params):
         ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.2}, {}),
     ],
 )
-def test_user_values_override_model_defaults_which_override_forerun_s(
-    given, model_defaults, differs
-):
+def test_user_values_override_model_defaults_which_override_forerun_s(given, defaults, differs):
     """Fields are independent: a user who gives one parameter changes no other."""
-    found = SamplingParams(seed=3, max_tokens=9, **given).resolved(model_defaults)
+    found = SamplingParams(seed=3, max_tokens=9, **given).resolved(defaults)
     assert values(found) == {**DEFAULT, **differs} and (found.seed, found.max_tokens) == (3, 9)
-    assert found.resolved({"temperature": 0.1, "top_p": 0.1}) is found, (
-        "no field is left to resolve"
-    )
+    assert found.resolved({"temperature": 0.1, "top_p": 0.1}) is found, "all fields are resolved"
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
