@@ -162,9 +162,7 @@ def test_ratio_rules_get_no_draft_behind_an_unfinished_character(kind: str) -> N
                 assert draft.tokens == text[end - 1 : end]
 
 
-def test_a_token_that_the_target_lacks_ends_a_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_token_that_the_target_lacks_ends_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Special tokens end a draft too; one that both models have is proposed as the last token."""
     own, ours = words("bytes").tokenizer.vocabulary(), words("target").tokenizer.vocabulary()
     for special, proposed in (("<end>", []), ("</s>", [ours["</s>"]])):

@@ -25,12 +25,7 @@ from forerun.types import NUM_ALTERNATIVES, Draft
 from tests import tiny
 from tests.draft.heads import ROOM, head_of
 from tests.draft.helpers import WARM, make_request, needs_native
-from tests.draft.recording import (
-    ACCEPTANCE,
-    chain_of,
-    native_view,
-    show_states,
-)
+from tests.draft.recording import ACCEPTANCE, chain_of, native_view, show_states
 from tests.draft.twins import target
 
 

@@ -99,9 +99,7 @@ def test_drafts_equal_those_of_the_model_alone(
     assert model.runner.cache.pages.available == model.runner.cache.pages.count
 
 
-def test_levels_drafted_ahead_take_no_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_levels_drafted_ahead_take_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the levels that are left take one."""
     (model,) = models("torch", 1)
     passes, forward = list[int](), Runner.forward

@@ -154,11 +154,7 @@ BROKEN: list[tuple[Any, dict[str, int], str]] = [
 @needs_native
 @pytest.mark.parametrize(("edit", "keys", "message"), BROKEN)
 def test_a_stored_module_that_cannot_be_used_is_refused_in_one_line(
-    edit: Any,
-    keys: dict[str, int],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    edit: Any, keys: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto` goes on without it."""
     path, out = target_file("llama/F32"), tmp_path / "both.gguf"

@@ -625,9 +625,7 @@ def test_the_memory_limit_does_not_count_the_models_vocabulary(
     assert matcher is not None and any(matcher.masks(Draft.root(0))[0])
 
 
-def test_limits_of_a_grammar_hold_with_a_large_vocabulary_too(
-    gemma_sized: GrammarCompiler,
-) -> None:
+def test_limits_of_a_grammar_hold_with_a_large_vocabulary_too(gemma_sized: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match=r"takes over 0\.8 seconds or 64 MiB"):
         gemma_sized.matcher(UNUSABLE["many states"], [262_143])
     assert gemma_sized.matcher(Grammar.of("regex", "b+"), [262_143])
