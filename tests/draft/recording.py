@@ -100,7 +100,7 @@ def run(engine: Engine, which: Sequence[int], length: int = 6, depth: int = 4) -
     return requests
 
 
-def show_states(drafter: Any, slot: int, tokens: Sequence[int], first: int = 0) -> None:
+def observe_states(drafter: Any, slot: int, tokens: Sequence[int], first: int = 0) -> None:
     """Open a slot anew and pass it the states of all but the last token, from `first` on."""
     drafter.close(slot)
     drafter.open(slot, tokens)

@@ -99,7 +99,7 @@ def drafted(
 @pytest.mark.parametrize("form", [None, pytest.param("float32", marks=needs_native)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_each_level_equals_transformers(target: str, form: str | None, ordered: bool) -> None:
-    """In torch and with native products; the text is longer than the windows."""
+    """This holds in torch and with native products; the text is longer than the windows."""
     expected, tokens = expected_levels(target, ordered, TOKENS)
     (draft,), levels = drafted(target, form, ordered, [TOKENS])
     assert draft.tokens[1:] == tokens and len(levels) == DEPTH
@@ -113,7 +113,7 @@ def test_each_level_equals_transformers(target: str, form: str | None, ordered: 
 @pytest.mark.parametrize("form", [None, pytest.param("float32", marks=needs_native)])
 @pytest.mark.parametrize("width", [1, 3])
 def test_drafts_do_not_depend_on_the_batch(width: int, form: str | None) -> None:
-    """Texts shorter and longer than the windows, together and alone."""
+    """Texts are shorter and longer than the windows."""
     texts = [TOKENS, TOKENS[:7], TOKENS[3:]]
     together, _ = drafted("gemma4-small", form, False, texts, width)
     for text, draft in zip(texts, together, strict=True):
@@ -154,8 +154,8 @@ def test_an_assistant_drafts_for_its_target() -> None:
 
 
 def changed(fields: dict[str, Any]) -> Path:
-    """The directory of an assistant with other fields in its config.json, of its layers' part where
-    they begin with `text.`."""
+    """Copy an assistant's directory with other fields in its config.json; names that begin with
+    `text.` are those of its layers' part."""
     directory = tiny.new_directory("changed-") / "assistant"
     shutil.copytree(tiny.assistant("gemma4", True)[1], directory)
     raw = json.loads((directory / "config.json").read_text())
@@ -217,7 +217,7 @@ def test_targets_of_other_kinds_are_refused() -> None:
 
 
 def test_assistants_are_found_beside_their_targets() -> None:
-    """By the sizes of the states and the vocabulary, and by name where there is a card."""
+    """The sizes of the states and the vocabulary decide, or the name in a model card."""
     directory = tiny.assistant("gemma4")[1]
     assert kind_of(directory) == "mtp"
     facts = facts_at(directory, str(directory))

@@ -22,7 +22,7 @@ from forerun.kernels import native
 from tests import tiny
 from tests.draft.heads import PLAIN, ROOM
 from tests.draft.helpers import WARM, make_request, needs_native, refused
-from tests.draft.recording import LogitRecorder, assert_equals_twin, engine_of, run, show_states
+from tests.draft.recording import LogitRecorder, assert_equals_twin, engine_of, observe_states, run
 from tests.draft.twins import BlockTwin, states_of, target
 from tests.engine import build
 from tests.texts import plain as plain_texts
@@ -37,8 +37,8 @@ def test_states_of_a_cached_prefix_are_not_read_again() -> None:
     head, tokens = head_of().double(), tuple(range(5, 25))
     drafter, plain = BlockProposer(head, target(), **ROOM), BlockProposer(head, target(), **ROOM)
     request = make_request(tokens, WARM)
-    show_states(drafter, 0, tokens)
-    show_states(plain, 0, tokens)
+    observe_states(drafter, 0, tokens)
+    observe_states(plain, 0, tokens)
     expected = plain.propose([request])[0].tokens
     assert drafter.propose([request])[0].tokens == expected
     drafter.close(0)
@@ -46,8 +46,8 @@ def test_states_of_a_cached_prefix_are_not_read_again() -> None:
     assert drafter.cache.length[0] == 16
     parts = states_of(tokens[:-1], drafter.aux_hidden_layers)
     for start, end in ((4, 7), (7, 17), (17, 18), (18, 19)):
-        shown = parts[start:end].split(drafter.target.hidden, -1)
-        drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, shown, strict=True)))
+        features = parts[start:end].split(drafter.target.hidden, -1)
+        drafter.observe(0, start, dict(zip(drafter.aux_hidden_layers, features, strict=True)))
     assert len(drafter.pending[0]) == 3
     assert drafter.propose([request])[0].tokens == expected
     for layer in plain.cache.keys:
@@ -63,7 +63,7 @@ def test_context_that_begins_late_is_not_shared() -> None:
     tokens = tuple(range(5, 25))
     for first, shared in ((0, 16), (3, 0)):
         drafter = BlockProposer(head_of().double(), target(), **ROOM)
-        show_states(drafter, 0, tokens, first)
+        observe_states(drafter, 0, tokens, first)
         assert len(drafter.propose([make_request(tokens)])[0]) == 5
         drafter.close(0)
         drafter.open(0, tokens)
@@ -107,7 +107,7 @@ def test_paths_below_the_threshold_are_not_followed(width: int) -> None:
     with torch.no_grad():
         head.confidence_head.proj.weight.mul_(0.3)
     drafter, twin = BlockProposer(head.double(), target(), **ROOM, width=width), BlockTwin(head)
-    show_states(drafter, 0, tokens)
+    observe_states(drafter, 0, tokens)
     request = make_request(tokens, WARM)
     full = drafter.propose([request])[0]
     assert len(full) == 1 + 4 * width, "without a threshold all paths are followed"
@@ -151,7 +151,7 @@ def test_native_products_equal_the_trained_module(form: str) -> None:
     found = []
     for view in (target(), replace(target(), form=form)):
         drafter = BlockProposer(head, view, **ROOM)
-        show_states(drafter, 0, tokens)
+        observe_states(drafter, 0, tokens)
         request = make_request(tokens, depth=5)
         drafter.propose([request])
         (grown,) = drafter._run_blocks([Tree(request)])

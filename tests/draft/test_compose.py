@@ -204,7 +204,7 @@ PROMPTS = [
     ],
 )
 def test_composed_drafts_change_no_text(kernels: str, rule: str, spec: str) -> None:
-    """In batches, with preemption, at both kinds of depth."""
+    """Requests run in batches with preemption, at a fixed and at an automatic depth."""
     dtype = "float32" if kernels == "native" else "float64"
     models = [tiny.spoken(0.3), tiny.spoken(0.1)][2 - spec.count("{}") :]
     options = {"kernels": kernels, "rule": rule, "dtype": dtype, "max_rows": 3, "kv_tokens": 192}

@@ -75,7 +75,7 @@ def test_the_likeliest_tokens_of_a_gpus_logits_are_the_same(
 def test_the_device_proposer_drafts_what_the_one_in_main_memory_drafts(
     has_rates: bool, is_trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of several tenants, temperatures, depths and rules at once."""
+    """Requests of a batch differ in tenant, temperature, depth and rule."""
     # the native one rounds logarithms
     monkeypatch.setattr(SuccessorTable, "learn", SuccessorTable.learn_twin)
     trained = SuccessorTable(256) if is_trained else None

@@ -25,7 +25,7 @@ from forerun.types import NUM_ALTERNATIVES, Draft
 from tests import tiny
 from tests.draft.heads import ROOM, head_of
 from tests.draft.helpers import WARM, make_request, needs_native
-from tests.draft.recording import ACCEPTANCE, chain_of, native_view, show_states
+from tests.draft.recording import ACCEPTANCE, chain_of, native_view, observe_states
 from tests.draft.twins import target
 
 
@@ -33,7 +33,7 @@ def test_a_pair_is_shared_only_with_texts_that_have_its_second_token_too() -> No
     """The last pair of a page has a token of the next page."""
     head, tokens = tiny.eagle(tiny.eagle_config("llama")).double(), tuple(range(5, 25))
     drafter = EagleProposer("eagle3", head, target(), **ROOM)
-    show_states(drafter, 0, tokens)
+    observe_states(drafter, 0, tokens)
     drafter.propose([make_request(tokens)])
     drafter.close(0)
     for changed, shared in ((18, 16), (17, 16), (16, 12), (15, 12), (12, 8), (11, 8)):
@@ -47,7 +47,7 @@ def test_a_pair_is_shared_only_with_texts_that_have_its_second_token_too() -> No
 def test_the_embedding_is_what_enters_the_target_s_first_layer(
     family: str, form: str | None
 ) -> None:
-    """Scaled where the target scales it, without learned positions."""
+    """It is scaled if the target scales it, and has no learned positions."""
     directory = tiny.family(family)
     decoder: Any = tiny.decoder(directory)
     if form:
@@ -69,7 +69,7 @@ def test_behind_a_token_that_the_head_lacks_there_is_no_draft() -> None:
     head = tiny.eagle(tiny.eagle_config("llama", **shape)).double()
     drafter = EagleProposer("eagle3", head, target(), **ROOM)
     for tokens, count in (((5, 60, 7), 0), ((5, 6, 7), 2)):
-        show_states(drafter, 1, tokens)
+        observe_states(drafter, 1, tokens)
         assert len(drafter.propose([make_request(tokens, depth=2, slot=1)])[0]) - 1 == count
 
 
@@ -91,7 +91,7 @@ def test_the_native_layer_equals_the_trained_module(kind: str, shape: str, form:
     outputs, trees = [], []
     for view in (target(), replace(target(), form=form)):
         drafter = EagleProposer("x", head, view, **ROOM, width=3)
-        show_states(drafter, 0, tokens)
+        observe_states(drafter, 0, tokens)
         draft = drafter.propose([make_request(tokens, depth=3)])[0]
         outputs.append(as_tensor(drafter._last[0]))
         trees.append((draft.tokens, draft.parents))
@@ -123,9 +123,9 @@ def test_confidence_bins_are_those_of_the_probabilities_in_torch(
 
     def proposed() -> list[Draft]:
         drafter = EagleProposer("x", head, view, **ROOM)
-        for each, shown in zip(requests, states, strict=True):
+        for each, features in zip(requests, states, strict=True):
             drafter.open(each.slot, each.tokens)
-            drafter.observe(each.slot, 0, shown)
+            drafter.observe(each.slot, 0, features)
         return drafter.propose(requests)
 
     native_drafts = proposed()
@@ -179,11 +179,13 @@ def parallel_drafts(head: Eagle3Head, view: TargetView, depths: tuple[int, ...])
         layer: torch.randn(len(tokens), view.hidden, generator=generator)
         for layer in drafter.aux_hidden_layers
     }
-    drafts, shown = [], 0
+    drafts, num_observed = [], 0
     for more, depth in enumerate(depths):
         text = tokens[: len(tokens) - len(depths) + 1 + more]
-        drafter.observe(0, shown, {b: s[shown : len(text) - 1] for b, s in states.items()})
-        shown = len(text) - 1
+        drafter.observe(
+            0, num_observed, {b: s[num_observed : len(text) - 1] for b, s in states.items()}
+        )
+        num_observed = len(text) - 1
         first, again = (
             drafter.propose([make_request(text, WARM, depth)])[0].tokens for _ in range(2)
         )

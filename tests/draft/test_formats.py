@@ -658,7 +658,7 @@ def test_layers_with_biases_are_refused(bias: str) -> None:
 
 
 def test_paths_of_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
-    """A language model or nothing where a head should be, and a drafter of another target."""
+    """They lead to a language model, to nothing, or to a drafter for another target."""
     save_block(head_of("block"), tmp_path / "block")
     for model, draft, message in (
         (tiny.family("llama"), f"eagle3:{tiny.drafter('llama')}", r"no fc\.weight"),

@@ -312,7 +312,7 @@ def test_a_broken_file_is_refused_in_one_line(
 
 
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
-    """A model, a head of another kind, a file that is cut off, and one of another target."""
+    """They hold a model, a head of another kind or another target, or are cut off."""
     eagle = gguf_heads.write(tmp_path / "eagle.gguf", head_of("eagle3", "plain"))
     block = gguf_heads.write(tmp_path / "block.gguf", head_of("block", "dspark"))
     cut = gguf_heads.write(tmp_path / "cut.gguf", head_of("eagle3", "plain"))

@@ -42,8 +42,8 @@ from tests.draft.recording import (
     chain_of,
     engine_of,
     native_view,
+    observe_states,
     run,
-    show_states,
 )
 from tests.draft.twins import target
 from tests.engine import build
@@ -141,7 +141,7 @@ def test_q_is_the_distribution_of_the_logits(kind: str, shape: str | None) -> No
     """Proposing twice gives the same draft."""
     head = head_of(kind, shape)
     drafter, params = KINDS[kind].proposer(head.double()), SamplingParams(temperature=1.0)
-    show_states(drafter, 0, TEXT)
+    observe_states(drafter, 0, TEXT)
     request = DraftRequest(0, TEXT, params, Noise(3, 4), 3, coupled=False, branching=False)
     first, again = drafter.propose([request])[0], drafter.propose([request])[0]
     count = min(3, depth_of(kind, head))
@@ -162,16 +162,16 @@ def test_without_states_or_room_there_is_no_draft(kind: str, tokens: int) -> Non
 
     short, late, long = (5, 6, 7), (5, 6, 7, 8, 9, 10), tuple(range(5, 15))
     assert drafted(0, short) == 0, "never opened"
-    show_states(drafter, 0, (5,))
+    observe_states(drafter, 0, (5,))
     assert drafted(0, (5,)) == 0, "there is no state before the only token"
-    show_states(drafter, 0, short)
+    observe_states(drafter, 0, short)
     assert drafted(0, (*short, 8)) == 0, "the state before the root is missing"
     assert drafted(0, short) == 2
     if kind == "block":
         assert drafted(0, short, depth=9) == 4, "no deeper than its block"
-    show_states(drafter, 1, late, first=3)
+    observe_states(drafter, 1, late, first=3)
     assert drafted(1, late) == 2, "there are no states of the cached prefix"
-    show_states(drafter, 2, long)
+    observe_states(drafter, 2, long)
     assert drafted(2, long) == 0, "no room in the pool"
     drafter.close(0)
     assert drafted(2, long) == 2, "the other request has left room"

@@ -87,13 +87,13 @@ def request(tokens: Sequence[int], depth: int = 6, **fields: object) -> DraftReq
     return DraftRequest(slot=0, tokens=tokens, noise=noise, depth=depth, **fields)  # type: ignore[arg-type]
 
 
-def certain(predictions: Sequence[int]) -> torch.Tensor:
-    """Logits [N, VOCAB] of a target that predicts these tokens."""
+def one_hot_logits(predictions: Sequence[int]) -> torch.Tensor:
+    """Return logits [N, VOCAB] of a target that predicts these tokens."""
     return 50 * torch.nn.functional.one_hot(torch.tensor(predictions), VOCAB).float()
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
-    """The tokens behind the root on the way to each node."""
+    """Return the tokens behind the root on the way to each node."""
     return {
         tuple(draft.tokens[i] for i in draft.path_to(node)[1:]) for node in range(1, len(draft))
     }
@@ -153,7 +153,7 @@ def test_predictions_behind_guesses_are_the_next_guesses() -> None:
     predictions = [60] * len(draft)
     for node, token in zip(window, (30, 31, 32, 33, 34), strict=True):
         predictions[node] = token
-    proposer.learn(0, text, draft, certain(predictions))
+    proposer.learn(0, text, draft, one_hot_logits(predictions))
     text = [1, 2, 30]  # all guesses were wrong; 31 to 34 are predictions of what follows
     (draft,) = proposer.propose([request(text)])
     assert (31, 32, 33, 34) in paths(draft)
@@ -171,7 +171,7 @@ def test_successive_guesses_become_ngrams() -> None:
     for predictions in ([20, 21, 22, 23], [24, 25, 26, 27]):
         draft = Draft.chain(text[-1], [50, 51, 52] if text == [1, 2] else [21, 22, 23], "other")
         proposer.propose([request(text)])
-        proposer.learn(0, text, draft, certain(predictions))
+        proposer.learn(0, text, draft, one_hot_logits(predictions))
         text = [*text, predictions[0]]
     pool = proposer.slots[0].pool
     assert pool.rests(50) == [(21, 25)] and pool.rests(51) == [(22, 26)]
@@ -218,7 +218,7 @@ def test_drafts_and_state_are_bounded(
 def test_logits_that_are_not_finite_and_missing_guesses_are_ignored() -> None:
     proposer = open_lookahead([1, 2])
     draft = Draft.chain(2, [5, 6], "other")
-    proposer.learn(0, [1, 2], draft, certain([3, 4, 5]))  # before the first draft: ignored
+    proposer.learn(0, [1, 2], draft, one_hot_logits([3, 4, 5]))  # before the first draft: ignored
     assert not proposer.slots[0].trails
     proposer.propose([request([1, 2])])
     proposer.learn(0, [1, 2], draft, torch.full((3, VOCAB), torch.nan))

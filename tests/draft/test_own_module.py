@@ -177,7 +177,7 @@ def last_states(tokens: list[int], target: Any) -> dict[int, Tensor]:
 @pytest.mark.parametrize("family", [*FAMILIES, *GGUFS])
 @pytest.mark.parametrize("form", [None, "float32"])
 def test_a_module_computes_the_published_formula(form: str | None, family: str) -> None:
-    """In torch and on the native kernels: the hidden states, and the logits after them."""
+    """Hidden states and logits are compared, in torch and on the native kernels."""
     target = decoder(family)
     states = last_states(TOKENS, target)
     drafter = open_proposer(model(family), replace(view_of(target), form=form), states)
@@ -191,7 +191,7 @@ def test_a_module_computes_the_published_formula(form: str | None, family: str) 
     assert draft.tokens[1] == int(logits.argmax())
 
 
-def test_a_module_of_mimo_computes_the_reference(tmp_path: Path) -> None:
+def test_a_module_of_mimo_equals_the_reference(tmp_path: Path) -> None:
     """It has biases, norms, and the state before the embedding; the target does not use it."""
     path, tokens = mimo(tmp_path / "mimo"), [5, 6, 7, 9, 11, 3]
     target = tiny.decoder(path)
@@ -213,7 +213,7 @@ def test_mimo_drafts_with_its_own_module(kernels: str, tmp_path: Path) -> None:
 
 @needs_native
 def test_a_module_of_a_model_that_reads_images(tmp_path: Path) -> None:
-    """EXAONE 4.5 is EXAONE 4 as one part of a model; its module is beside that part."""
+    """EXAONE 4.5 contains EXAONE 4 as its text part, with the module beside that part."""
     stored = load_file(model("exaone4") / "model.safetensors")
     named = {name.replace("model.", "model.language_model.", 1): t for name, t in stored.items()}
     named["model.visual.patch_embed.weight"] = torch.zeros(4, 4)
